@@ -29,7 +29,11 @@ def ratio(row: dict) -> tuple[float, str, float]:
     best = max if row["better"] == "higher" else min
     name = best(row["peers"], key=row["peers"].get)
     theirs = row["peers"][name]
-    return (row["ours"] / theirs if row["better"] == "higher" else theirs / row["ours"]), name, theirs
+    return (
+        (row["ours"] / theirs if row["better"] == "higher" else theirs / row["ours"]),
+        name,
+        theirs,
+    )
 
 
 def at(value: float) -> float:
@@ -45,25 +49,45 @@ def draw(record: dict) -> str:
             times, peer, theirs = ratio(row)
             left, right = sorted((at(1), at(times)))
             kind = "better" if times >= 1 else "worse"
-            parts.append(f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(row["what"])}</text>')
-            parts.append(f'<rect class="{kind}" x="{left:.1f}" y="{y + 4}" width="{right - left:.1f}" height="{ROW - 8}"/>')
+            parts.append(
+                f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(row["what"])}</text>'
+            )
+            parts.append(
+                f'<rect class="{kind}" x="{left:.1f}" y="{y + 4}" width="{right - left:.1f}" height="{ROW - 8}"/>'
+            )
             end, anchor = (right + 5, "start") if times >= 1 else (left - 5, "end")
-            parts.append(f'<text x="{end:.1f}" y="{y + 16}" text-anchor="{anchor}">{times:.2f} ×</text>')
+            parts.append(
+                f'<text x="{end:.1f}" y="{y + 16}" text-anchor="{anchor}">{times:.2f} ×</text>'
+            )
             figures = f"{row['ours']:,} to {theirs:,} {row['unit']} · {peer}"
-            parts.append(f'<text class="small" x="{WIDTH - 8}" y="{y + 16}" text-anchor="end">{escape(figures)}</text>')
+            parts.append(
+                f'<text class="small" x="{WIDTH - 8}" y="{y + 16}" text-anchor="end">{escape(figures)}</text>'
+            )
             y += ROW
         y += 10
-    axis = [f'<line class="{"axis" if t == 1 else "grid"}" x1="{at(t):.1f}" x2="{at(t):.1f}" y1="34" y2="{y}"/>' for t in TICKS]
-    axis += [f'<text class="small" x="{at(t):.1f}" y="{y + 16}" text-anchor="middle">{t:g} ×</text>' for t in TICKS]
-    axis.append('<text class="small" x="8" y="18">Slipstream over the fastest peer; longer to the right is better</text>')
-    axis.append(f'<text class="small" x="{WIDTH - 8}" y="18" text-anchor="end">Slipstream to the fastest peer</text>')
+    axis = [
+        f'<line class="{"axis" if t == 1 else "grid"}" x1="{at(t):.1f}" x2="{at(t):.1f}" y1="34" y2="{y}"/>'
+        for t in TICKS
+    ]
+    axis += [
+        f'<text class="small" x="{at(t):.1f}" y="{y + 16}" text-anchor="middle">{t:g} ×</text>'
+        for t in TICKS
+    ]
+    axis.append(
+        '<text class="small" x="8" y="18">Slipstream over the fastest peer; longer to the right is better</text>'
+    )
+    axis.append(
+        f'<text class="small" x="{WIDTH - 8}" y="18" text-anchor="end">Slipstream to the fastest peer</text>'
+    )
     size = f'viewBox="0 0 {WIDTH} {y + 26}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="Slipstream over its peers">'
     return "\n".join((head, f"<style>{STYLE}</style>", *axis, *parts, "</svg>", ""))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=CHART, help="(default: docs/chart.svg)")
     parser.parse_args().output.write_text(draw(json.loads(RECORD.read_text("utf-8"))), "utf-8")
 

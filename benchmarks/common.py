@@ -25,9 +25,13 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]+)?")
 
 def parser(description: str | None, name: str) -> argparse.ArgumentParser:
     """The options of a script whose record is `name`.json."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = RESULTS / f"{name}.json"
-    made.add_argument("--output", type=Path, default=default, help=f"(default: benchmarks/results/{name}.json)")
+    made.add_argument(
+        "--output", type=Path, default=default, help=f"(default: benchmarks/results/{name}.json)"
+    )
     return made
 
 
@@ -35,7 +39,9 @@ def save(path: Path, name: str, **parts: Any) -> None:
     """Write a record with versions, machine, commit and command. Of an absolute path only its last part is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = json.loads(json.dumps(document(name, **parts), default=plain))
-    path.write_text(json.dumps(without_folders(made), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(without_folders(made), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     print(f"\nwritten: {path}")
 
 
@@ -45,13 +51,18 @@ def without_folders(value: Any) -> Any:
         return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    return ABSOLUTE_PATH.sub(lambda found: found[1] or "", value) if isinstance(value, str) else value
+    return (
+        ABSOLUTE_PATH.sub(lambda found: found[1] or "", value) if isinstance(value, str) else value
+    )
 
 
 def with_source() -> dict[str, str]:
     """The environment in which another environment's Python finds this source."""
     others = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), *([others] if others else [])])}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), *([others] if others else [])]),
+    }
 
 
 def median(values: Sequence[float]) -> float:
@@ -84,7 +95,9 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
     def traced(num_tokens: int) -> dict[str, tuple[int, float]]:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         llm.generate(given, sampling, progress=False)  # captures what is not captured yet
-        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as trace:
+        with profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+        ) as trace:
             llm.generate(given, sampling, progress=False)
             if on_gpu:
                 torch.cuda.synchronize()
@@ -93,7 +106,11 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
     def table(found: dict[str, tuple[float, float]]) -> dict[str, Any]:
         total = sum(ms for _, ms in found.values())
         rows = sorted(found.items(), key=lambda row: -row[1][1])
-        kept = [{"kernel": key[:80], "calls": calls, "ms": ms} for key, (calls, ms) in rows if ms > total / 1000]
+        kept = [
+            {"kernel": key[:80], "calls": calls, "ms": ms}
+            for key, (calls, ms) in rows
+            if ms > total / 1000
+        ]
         return {"ms": total, "kernels": kept[:24]}
 
     one, more = traced(1), traced(1 + num_decodes)
@@ -120,7 +137,10 @@ def run_case(doc: str | None, script: str, *options: str) -> None:
         words = path.stem.split("_", len(options))[1:]
         cases[tuple(word.replace("_", "-") for word in words)] = path.stem
     asked = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False, allow_abbrev=False
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
     )
     for option, values in zip(options, zip(*cases, strict=True), strict=True):
         asked.add_argument(f"--{option}", required=True, choices=sorted(set(values)))

@@ -43,9 +43,17 @@ def main() -> None:
                 "document.body.offsetHeight; return (performance.now() - t) / 1e3"
             )
             views = {view: browser.run(click, view) for view in VIEWS}
-            found[str(width)] = {"open_s": common.median(opened), "rounds_s": opened, "views_s": views}
-            print(f"{width} px: opens in {common.median(opened):.2f} s; views {views}; errors {browser.errors()}")
-    common.save(args.output, "dashboard", num_rows=args.rows, page_bytes=len(page.encode()), results=found)
+            found[str(width)] = {
+                "open_s": common.median(opened),
+                "rounds_s": opened,
+                "views_s": views,
+            }
+            print(
+                f"{width} px: opens in {common.median(opened):.2f} s; views {views}; errors {browser.errors()}"
+            )
+    common.save(
+        args.output, "dashboard", num_rows=args.rows, page_bytes=len(page.encode()), results=found
+    )
 
 
 if __name__ == "__main__":

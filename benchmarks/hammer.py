@@ -63,19 +63,52 @@ class Tally:
 
 def add_arguments(parser: Any) -> None:
     cores = available_cores()
-    parser.add_argument("--requests", type=int, default=1_000_000, help="of all servers together (default: 1,000,000)")
-    parser.add_argument("--seconds", type=float, default=3600, help="end after so many, whatever is left (default: 3600)")
-    parser.add_argument("--servers", type=int, default=1, help="side by side, a model each (default: 1)")
     parser.add_argument(
-        "--api-servers", type=int, help="front ends of each server (default: a core in four, at least 2; of several servers 1)"
+        "--requests",
+        type=int,
+        default=1_000_000,
+        help="of all servers together (default: 1,000,000)",
     )
-    parser.add_argument("--clients", type=int, help="processes that send to each (default: a core in 3; of several servers 1)")
-    parser.add_argument("--concurrency", type=int, default=48, help="users in each of them (default: 48)")
-    parser.add_argument("--kill-every", type=float, default=0, metavar="S", help="kill -9 of each engine (default: never)")
     parser.add_argument(
-        "--spared", type=int, help="servers whose engine is not killed, so that its memory shows (default: 1 of several)"
+        "--seconds",
+        type=float,
+        default=3600,
+        help="end after so many, whatever is left (default: 3600)",
     )
-    parser.add_argument("--most-growth", type=float, default=0.02, help="of a process's memory after the warm-up (0.02)")
+    parser.add_argument(
+        "--servers", type=int, default=1, help="side by side, a model each (default: 1)"
+    )
+    parser.add_argument(
+        "--api-servers",
+        type=int,
+        help="front ends of each server (default: a core in four, at least 2; of several servers 1)",
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        help="processes that send to each (default: a core in 3; of several servers 1)",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=48, help="users in each of them (default: 48)"
+    )
+    parser.add_argument(
+        "--kill-every",
+        type=float,
+        default=0,
+        metavar="S",
+        help="kill -9 of each engine (default: never)",
+    )
+    parser.add_argument(
+        "--spared",
+        type=int,
+        help="servers whose engine is not killed, so that its memory shows (default: 1 of several)",
+    )
+    parser.add_argument(
+        "--most-growth",
+        type=float,
+        default=0.02,
+        help="of a process's memory after the warm-up (0.02)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(cores=cores)
 
@@ -133,7 +166,9 @@ class Server:
             "kills": self.kills,
             "outcomes": dict(sorted(self.outcomes.items())),
             "refused_and_sent_again": dict(sum(self.refused, Counter())),
-            "cpu_seconds": {kind: round(value, 1) for kind, value in self.watch.cpu_seconds().items()},
+            "cpu_seconds": {
+                kind: round(value, 1) for kind, value in self.watch.cpu_seconds().items()
+            },
             **self.left,
             "processes": self.watch.summaries(seconds, most_growth),
         }
@@ -151,9 +186,28 @@ def tiny_server(number: int, args: Any) -> Iterator[Server]:
         tiny_models.build_with_tokenizer(folder, seed=number, max_position_embeddings=1024)
         config = folder / "tokenizer_config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
-        command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port=0", "--json", "--served-model-name=tiny"]
-        command += ["--device=cpu", "--dtype=float32", "--max-num-seqs=64", "--kv-cache-bytes=8MiB", "--num-threads=1"]
-        command += [f"--api-servers={args.api_servers}", "--body-timeout=2", "--tool-call-parser=hermes"]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "serve",
+            str(folder),
+            "--port=0",
+            "--json",
+            "--served-model-name=tiny",
+        ]
+        command += [
+            "--device=cpu",
+            "--dtype=float32",
+            "--max-num-seqs=64",
+            "--kv-cache-bytes=8MiB",
+            "--num-threads=1",
+        ]
+        command += [
+            f"--api-servers={args.api_servers}",
+            "--body-timeout=2",
+            "--tool-call-parser=hermes",
+        ]
         # The log goes to a file: a pipe that nobody reads would stop the server. A group of its own: Ctrl-C is for us.
         process = subprocess.Popen(
             command,
@@ -196,7 +250,9 @@ def run(
             signal.signal(number, lambda number, frame: stopped.append(number))
         with ThreadPoolExecutor(args.servers) as pool:
             list(pool.map(lambda server: _warm(server, *warm), servers))
-        print(f"{len(servers)} servers are ready after {time.monotonic() - begin:.0f} s", flush=True)
+        print(
+            f"{len(servers)} servers are ready after {time.monotonic() - begin:.0f} s", flush=True
+        )
         result = _watch(name, args, users, is_wrong, servers, stopped)
         time.sleep(1)
         for server in servers:
@@ -206,15 +262,21 @@ def run(
             server.process.send_signal(signal.SIGTERM)
         for server in servers:
             server.left["exit_code"] = server.process.wait(60)
-            server.left["files_left_behind"] = sorted(path.name for path in server.scratch.iterdir())
-        result["servers"] = [server.report(result["seconds"], args.most_growth) for server in servers]
+            server.left["files_left_behind"] = sorted(
+                path.name for path in server.scratch.iterdir()
+            )
+        result["servers"] = [
+            server.report(result["seconds"], args.most_growth) for server in servers
+        ]
         traces = [text for server in servers for text in _traces(server)][:5]
     _judge(result, args)
     result["stopped_by_signal"] = bool(stopped)
     _show(name, result)
     for example in [*result["examples"][:40], *traces]:
         print(example if isinstance(example, str) else json.dumps(example, indent=1))
-    settings = {key: value for key, value in vars(args).items() if key != "cores"} | {"output": str(args.output)}
+    settings = {key: value for key, value in vars(args).items() if key != "cores"} | {
+        "output": str(args.output)
+    }
     common.save(args.output, name, settings=settings, results=result)
     sys.exit(0 if result["passed"] else 1)
 
@@ -250,7 +312,9 @@ def _judge(result: dict[str, Any], args: Any) -> None:
     for server in result["servers"]:
         where = f"server {server['server']}: "
         left = server["left_after_1_s"]
-        if left.get("health") != 200 or any(value for key, value in left.items() if key != "health"):
+        if left.get("health") != 200 or any(
+            value for key, value in left.items() if key != "health"
+        ):
             failed.append(f"{where}after 1 s {left}")
         if server["exit_code"] != 0:
             failed.append(f"{where}exit code {server['exit_code']}")
@@ -267,14 +331,23 @@ def _judge(result: dict[str, Any], args: Any) -> None:
             for process in server["processes"]
             if process["flat"] is False
         ]
-    judged = [process for server in result["servers"] for process in server["processes"] if process["flat"] is not None]
+    judged = [
+        process
+        for server in result["servers"]
+        for process in server["processes"]
+        if process["flat"] is not None
+    ]
     if not judged:
         failed.append("the run was too short to judge memory")
     result["memory"] = {
         "processes_judged": len(judged),
         "not_flat": sum(not process["flat"] for process in judged),
-        "most_slope_bytes_per_request": max((process["slope_bytes_per_request"] for process in judged), default=None),
-        "resolution_bytes_per_request": max((process["resolution_bytes_per_request"] for process in judged), default=None),
+        "most_slope_bytes_per_request": max(
+            (process["slope_bytes_per_request"] for process in judged), default=None
+        ),
+        "resolution_bytes_per_request": max(
+            (process["resolution_bytes_per_request"] for process in judged), default=None
+        ),
         "start_mib": round(sum(process["start_mib"] for process in judged), 1),
         "end_mib": round(sum(process["end_mib"] for process in judged), 1),
     }
@@ -289,12 +362,32 @@ def _show(name: str, result: dict[str, Any]) -> None:
     print_table(f"{name}: " + ("passed" if result["passed"] else "FAILED"), ("", ""), rows)
     print_table(
         "Memory, MiB. The line is drawn after the first third of the run; a leak would be seen from so many bytes/request on",
-        ("server", "process", "start", "after warm-up", "end", "line, bytes/request", "seen from", "risen", "allowed", "flat"),
+        (
+            "server",
+            "process",
+            "start",
+            "after warm-up",
+            "end",
+            "line, bytes/request",
+            "seen from",
+            "risen",
+            "allowed",
+            "flat",
+        ),
         [
             (
-                *(str(server["server"]), process["process"], str(process["start_mib"]), str(process["after_warmup_mib"])),
+                *(
+                    str(server["server"]),
+                    process["process"],
+                    str(process["start_mib"]),
+                    str(process["after_warmup_mib"]),
+                ),
                 *(str(process["end_mib"]), str(process["slope_bytes_per_request"])),
-                *(str(process["resolution_bytes_per_request"]), str(process["risen_mib"]), str(process["allowed_mib"])),
+                *(
+                    str(process["resolution_bytes_per_request"]),
+                    str(process["risen_mib"]),
+                    str(process["allowed_mib"]),
+                ),
                 "yes" if process["flat"] else "NO",
             )
             for server in result["servers"]
@@ -305,7 +398,12 @@ def _show(name: str, result: dict[str, Any]) -> None:
 
 
 def _watch(
-    name: str, args: Any, users: Any, is_wrong: Callable[[str], bool], servers: list[Server], stopped: list[int]
+    name: str,
+    args: Any,
+    users: Any,
+    is_wrong: Callable[[str], bool],
+    servers: list[Server],
+    stopped: list[int],
 ) -> dict[str, Any]:
     fork = multiprocessing.get_context("fork")  # the clients need nothing but what is imported here
     told, stop = fork.Queue(), fork.Event()
@@ -340,7 +438,11 @@ def _watch(
             while True:
                 (server_number, number), counts, refused, examples, cpu = told.get(timeout=0.1)
                 server = servers[server_number]
-                server.counts[number], server.refused[number], server.cpu_of_clients[number] = counts, refused, cpu
+                server.counts[number], server.refused[number], server.cpu_of_clients[number] = (
+                    counts,
+                    refused,
+                    cpu,
+                )
                 result["examples"] = (result["examples"] + examples)[:100]
         now = time.monotonic() - begin
         if stopped or now > args.seconds:
@@ -377,7 +479,9 @@ def _watch(
     return result
 
 
-def _figures(servers: list[Server], seconds: float, is_wrong: Callable[[str], bool]) -> dict[str, Any]:
+def _figures(
+    servers: list[Server], seconds: float, is_wrong: Callable[[str], bool]
+) -> dict[str, Any]:
     """Of all servers together."""
     total: Counter[str] = sum((server.outcomes for server in servers), Counter())
     cpu: Counter[str] = sum((server.watch.cpu_seconds() for server in servers), Counter())
@@ -389,14 +493,22 @@ def _figures(servers: list[Server], seconds: float, is_wrong: Callable[[str], bo
         "kills": sum(server.kills for server in servers),
         "wrong": sum(n for key, n in total.items() if is_wrong(key)),
         "outcomes": dict(sorted(total.items())),
-        "refused_and_sent_again": dict(sum((count for server in servers for count in server.refused), Counter())),
+        "refused_and_sent_again": dict(
+            sum((count for server in servers for count in server.refused), Counter())
+        ),
         "cpu_seconds": {kind: round(value, 1) for kind, value in cpu.items()}
         | {"clients": round(sum(sum(server.cpu_of_clients) for server in servers), 1)},
     }
 
 
 def _clients(
-    number: tuple[int, int], quota: int, args: Any, users: Any, address: tuple[str, int], told: Any, stop: Any
+    number: tuple[int, int],
+    quota: int,
+    args: Any,
+    users: Any,
+    address: tuple[str, int],
+    told: Any,
+    stop: Any,
 ) -> None:
     tally = Tally(stop)
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # of our whole process group
@@ -437,7 +549,9 @@ def answers_of(text: str) -> dict[str, int]:
     for line in text.splitlines():
         if line.startswith("slipstream:http_requests_total{"):
             labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
-            found[f"{labels['method']} {labels['route'].lstrip('/')} {labels['status']}"] = int(float(line.rsplit(" ", 1)[1]))
+            found[f"{labels['method']} {labels['route'].lstrip('/')} {labels['status']}"] = int(
+                float(line.rsplit(" ", 1)[1])
+            )
     return dict(sorted(found.items()))
 
 
@@ -449,7 +563,12 @@ class Answers:
 
     def __init__(self) -> None:
         self.whole: list[tuple[int, bytes]] = []
-        self.parser, self.body, self.any, self.keeps = httptools.HttpResponseParser(self), bytearray(), b"", False
+        self.parser, self.body, self.any, self.keeps = (
+            httptools.HttpResponseParser(self),
+            bytearray(),
+            b"",
+            False,
+        )
 
     def on_message_begin(self) -> None:
         self.body = bytearray()

@@ -27,7 +27,9 @@ def pace(step_s: float) -> None:
             command = [command[0], __file__, str(step_s * 1e3), CORE, *command[3:]]
         return subprocess.Popen(command, **how)
 
-    core_client.subprocess = type("Started", (), {**vars(subprocess), "Popen": staticmethod(started)})  # type: ignore[assignment]
+    core_client.subprocess = type(
+        "Started", (), {**vars(subprocess), "Popen": staticmethod(started)}
+    )  # type: ignore[assignment]
 
 
 def run_core(step_s: float, address: str) -> int:
@@ -46,7 +48,9 @@ def run_core(step_s: float, address: str) -> int:
         sampled = given.sampled
         assert sampled is not None
         time.sleep(step_s)
-        tokens = random.integers(COMMON.start, min(COMMON.stop, runner.model.spec.vocab_size), len(sampled.rows))
+        tokens = random.integers(
+            COMMON.start, min(COMMON.stop, runner.model.spec.vocab_size), len(sampled.rows)
+        )
         runner._under_way = step = InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
         runner._take_tokens()
         return step

@@ -47,9 +47,19 @@ ROW = 4096
 NUM_REPLAYS, NUM_REDUCES = 30, 50
 LLAMA = dict(
     architectures=["LlamaForCausalLM"],
-    **dict(vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8),
     **dict(
-        num_key_value_heads=4, max_position_embeddings=4096, rope_theta=10000.0, rms_norm_eps=1e-5, hidden_act="silu"
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+    ),
+    **dict(
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
     ),
     **dict(tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, model_type="llama"),
 )
@@ -58,11 +68,20 @@ SMALL: dict[str, dict[str, Any]] = {
     "one kv head": {**LLAMA, "num_key_value_heads": 1},
     "qwen3_moe": {
         **LLAMA,
-        **dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", head_dim=32, num_experts=8),
+        **dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            model_type="qwen3_moe",
+            head_dim=32,
+            num_experts=8,
+        ),
         **dict(num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
     },
 }
-TENSOR, EXPERTS, STAGES = {"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"pipeline_parallel_size": 2}
+TENSOR, EXPERTS, STAGES = (
+    {"tensor_parallel_size": 2},
+    {"expert_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+)
 WAYS: dict[str, tuple[dict[str, Any], ...]] = {
     "llama": (TENSOR, {**TENSOR, "sequence_parallel": True}, STAGES),
     "one kv head": (TENSOR,),
@@ -73,11 +92,17 @@ WAYS: dict[str, tuple[dict[str, Any], ...]] = {
 def main() -> None:
     parser = common.parser(__doc__, "parallel")
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--model", default=str(common.CONFIGS / "llama-3-8b"), help="a folder with a config.json")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--requests", type=int, default=1024, help="of throughput and mixtures, at once")
     parser.add_argument(
-        "--engines", default="", help="only engines whose name has this text, or one of several between |"
+        "--model", default=str(common.CONFIGS / "llama-3-8b"), help="a folder with a config.json"
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--requests", type=int, default=1024, help="of throughput and mixtures, at once"
+    )
+    parser.add_argument(
+        "--engines",
+        default="",
+        help="only engines whose name has this text, or one of several between |",
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -87,7 +112,12 @@ def main() -> None:
     chosen = args.only.split(",")
     if unknown := set(chosen) - set(PARTS):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
-    work = {"equality": equality, "collectives": collectives, "token": token_times, "throughput": throughput}
+    work = {
+        "equality": equality,
+        "collectives": collectives,
+        "token": token_times,
+        "throughput": throughput,
+    }
     work |= {"mixtures": mixtures, "large": large}
     found = {}
     for part in chosen:
@@ -97,7 +127,9 @@ def main() -> None:
         common.save(args.output, "parallel", **found)
 
 
-def engine(what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024) -> Any:
+def engine(
+    what: str, settings: dict[str, Any], gpu: int | None = None, requests: int = 1024
+) -> Any:
     """What `run_one` gives in a process of its own, on one GPU if `gpu` says which; a text if it failed."""
     task = json.dumps({"what": what, "settings": settings, "requests": requests})
     seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
@@ -116,7 +148,11 @@ def engines(
     args: argparse.Namespace, tasks: dict[str, tuple[str, dict[str, Any], int | None]], at_once: int
 ) -> dict[str, Any]:
     """`engine` for each task that `args.engines` names, so many at a time."""
-    tasks = {key: task for key, task in tasks.items() if any(text in key for text in args.engines.split("|"))}
+    tasks = {
+        key: task
+        for key, task in tasks.items()
+        if any(text in key for text in args.engines.split("|"))
+    }
     with ThreadPoolExecutor(at_once) as pool:
         jobs = {key: pool.submit(engine, *task, args.requests) for key, task in tasks.items()}
         found = {}
@@ -139,13 +175,21 @@ def run_engine(task: dict[str, Any]) -> Any:
     from slipstream import LLM, SamplingParams
 
     begin = time.perf_counter()
-    how = {**task["settings"], "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False}
+    how = {
+        **task["settings"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+    }
     with LLM(**how) as llm:
         start_s = time.perf_counter() - begin
         rng = random.Random(0)
 
         def prompts(count: int, length: int) -> list[Any]:
-            return [{"prompt_token_ids": [rng.randrange(2, 1000) for _ in range(length)]} for _ in range(count)]
+            return [
+                {"prompt_token_ids": [rng.randrange(2, 1000) for _ in range(length)]}
+                for _ in range(count)
+            ]
 
         def run(requests: list[Any], tokens: int) -> tuple[float, list[list[int]]]:
             sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -161,20 +205,31 @@ def run_engine(task: dict[str, Any]) -> Any:
             times = [(run(one, 320)[0] - run(one, 64)[0]) / 256 * 1e3 for _ in range(5)]
             greedy = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=1)
             answer = llm.generate(prompts(1, 64), greedy, progress=False)[0].outputs[0]
-            of_tokens = [found[i].logprob for i, found in zip(answer.token_ids, answer.logprobs or (), strict=True)]
+            of_tokens = [
+                found[i].logprob
+                for i, found in zip(answer.token_ids, answer.logprobs or (), strict=True)
+            ]
             found = {"token_ids": answer.token_ids, "logprobs": of_tokens}
             return {"ms_a_token": common.median(times), "all": times, "start_s": start_s, **found}
         if task["what"] == "four":
             four = prompts(4, 1024)
             run(four, 16)
             first, whole = run(prompts(4, 1024), 1)[0], run(prompts(4, 1024), 1024)[0]
-            return {"ms_a_token": (whole - first) / 1023 * 1e3, "first_token_s": first, "start_s": start_s}
+            return {
+                "ms_a_token": (whole - first) / 1023 * 1e3,
+                "first_token_s": first,
+                "start_s": start_s,
+            }
         count = task["requests"]
         run(prompts(256, 128), 32)  # sizes of steps that were not captured yet
         many = prompts(count, 128)
         run(many, 128)
         times = [run(many, 128)[0] for _ in range(3)]
-        return {"tokens_a_second": count * 128 / common.median(times), "seconds": times, "start_s": start_s}
+        return {
+            "tokens_a_second": count * 128 / common.median(times),
+            "seconds": times,
+            "start_s": start_s,
+        }
 
 
 def equality(args: argparse.Namespace) -> dict[str, Any]:
@@ -185,14 +240,16 @@ def equality(args: argparse.Namespace) -> dict[str, Any]:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(config))
             settings = dict(
-                model=str(model), device=args.device, dtype="float32", max_model_len=4096, kv_cache_bytes=2**27
+                model=str(model),
+                device=args.device,
+                dtype="float32",
+                max_model_len=4096,
+                kv_cache_bytes=2**27,
             )
             tasks[name] = ("tokens", settings, None)
             for way in WAYS[name]:
                 for eager in (True, False):
-                    key = (
-                        f"{name}, {', '.join(f'{k} {v}' for k, v in way.items())}, {'op by op' if eager else 'graphs'}"
-                    )
+                    key = f"{name}, {', '.join(f'{k} {v}' for k, v in way.items())}, {'op by op' if eager else 'graphs'}"
                     tasks[key] = ("tokens", {**settings, **way, "enforce_eager": eager}, None)
         answers = engines(args, tasks, 6)
     found: dict[str, Any] = {}
@@ -206,15 +263,27 @@ def equality(args: argparse.Namespace) -> dict[str, Any]:
 
 def token_times(args: argparse.Namespace) -> dict[str, Any]:
     settings = dict(model=args.model, device=args.device, max_model_len=2048, max_num_seqs=8)
-    schemes: dict[str, dict[str, Any]] = {"bfloat16": settings, "fp8": {**settings, "quantization": "fp8"}}
+    schemes: dict[str, dict[str, Any]] = {
+        "bfloat16": settings,
+        "fp8": {**settings, "quantization": "fp8"},
+    }
     found = engines(
-        args, {f"{name}, 1 GPU": ("token", made, gpu) for gpu, (name, made) in enumerate(schemes.items())}, 2
+        args,
+        {
+            f"{name}, 1 GPU": ("token", made, gpu)
+            for gpu, (name, made) in enumerate(schemes.items())
+        },
+        2,
     )
     found |= engines(
-        args, {f"{name}, 2 GPUs": ("token", {**made, **TENSOR}, None) for name, made in schemes.items()}, 1
+        args,
+        {f"{name}, 2 GPUs": ("token", {**made, **TENSOR}, None) for name, made in schemes.items()},
+        1,
     )
     for name in schemes:
-        found[f"{name}, answers"] = compared(found.get(f"{name}, 1 GPU"), found.get(f"{name}, 2 GPUs"))
+        found[f"{name}, answers"] = compared(
+            found.get(f"{name}, 1 GPU"), found.get(f"{name}, 2 GPUs")
+        )
         print(f"{name}, answers: {found[f'{name}, answers']}", flush=True)
     return found
 
@@ -225,37 +294,71 @@ def compared(one: Any, two: Any) -> dict[str, Any]:
         return {}
     pairs = list(zip(one["token_ids"], two["token_ids"], strict=True))
     same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    apart = [abs(a - b) for a, b in zip(one["logprobs"][:same], two["logprobs"][:same], strict=True)]
+    apart = [
+        abs(a - b) for a, b in zip(one["logprobs"][:same], two["logprobs"][:same], strict=True)
+    ]
     return {"same": same, "of": len(pairs), "farthest_logprob": max(apart, default=0.0)}
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     settings = dict(model=args.model, device=args.device, quantization="fp8", max_model_len=8192)
-    found = engines(args, {f"fp8, two replicas: {gpu}": ("throughput", settings, gpu) for gpu in range(2)}, 2)
+    found = engines(
+        args, {f"fp8, two replicas: {gpu}": ("throughput", settings, gpu) for gpu in range(2)}, 2
+    )
     ways = {"tensor parallel": TENSOR, "two stages": STAGES}
-    found |= engines(args, {f"fp8, {name}": ("throughput", {**settings, **way}, None) for name, way in ways.items()}, 1)
+    found |= engines(
+        args,
+        {f"fp8, {name}": ("throughput", {**settings, **way}, None) for name, way in ways.items()},
+        1,
+    )
     return found | engines(args, {"fp8, 1 GPU": ("throughput", settings, 0)}, 1)
 
 
 def mixtures(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
-        name: dict(model=str(common.CONFIGS / name), device=args.device, quantization="fp8", max_model_len=8192)
+        name: dict(
+            model=str(common.CONFIGS / name),
+            device=args.device,
+            quantization="fp8",
+            max_model_len=8192,
+        )
         for name in ("qwen3-30b-a3b", "mixtral-8x7b")
     }
     found = engines(
-        args, {f"{name}, 1 GPU": ("throughput", made, gpu) for gpu, (name, made) in enumerate(settings.items())}, 2
+        args,
+        {
+            f"{name}, 1 GPU": ("throughput", made, gpu)
+            for gpu, (name, made) in enumerate(settings.items())
+        },
+        2,
     )
-    ways = {"tensor parallel": TENSOR, "tensor and expert parallel": {**TENSOR, **EXPERTS}, "requests dealt out": EXPERTS}
+    ways = {
+        "tensor parallel": TENSOR,
+        "tensor and expert parallel": {**TENSOR, **EXPERTS},
+        "requests dealt out": EXPERTS,
+    }
     for key, way in ways.items():
         found |= engines(
-            args, {f"{name}, {key}": ("throughput", {**made, **way}, None) for name, made in settings.items()}, 1
+            args,
+            {
+                f"{name}, {key}": ("throughput", {**made, **way}, None)
+                for name, made in settings.items()
+            },
+            1,
         )
     return found
 
 
 def large(args: argparse.Namespace) -> dict[str, Any]:
     model = str(common.CONFIGS / "llama-3-70b")
-    settings = dict(model=model, device=args.device, quantization="fp8", max_model_len=4096, max_num_seqs=8, **TENSOR)
+    settings = dict(
+        model=model,
+        device=args.device,
+        quantization="fp8",
+        max_model_len=4096,
+        max_num_seqs=8,
+        **TENSOR,
+    )
     return engines(args, {"llama-3-70b, fp8, 2 GPUs": ("four", settings, None)}, 1)
 
 
@@ -267,7 +370,9 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(NO_MULTICAST)
     context = mp.get_context("spawn")
     ports, answers = context.Queue(), context.Queue()
-    ranks = [context.Process(target=reduce_on_rank, args=(rank, ports, answers)) for rank in range(2)]
+    ranks = [
+        context.Process(target=reduce_on_rank, args=(rank, ports, answers)) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     found: dict[str, Any] = {"failed": "no answer in 150 s"}
@@ -281,7 +386,9 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, rank: int) -> dict[str, Any]:
+def timed(
+    ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, rank: int
+) -> dict[str, Any]:
     """Each way's microseconds a sum, or that it is wrong, by name and size."""
     import torch
 
@@ -302,7 +409,10 @@ def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, 
                 continue
             key, wanted = f"{name}, {size} KB", sums_of
             if "norm" in name:
-                wanted = [ops.norm(x, norm, residual=zeros.clone(), inputs="fp8")[0].values for x in sums_of]
+                wanted = [
+                    ops.norm(x, norm, residual=zeros.clone(), inputs="fp8")[0].values
+                    for x in sums_of
+                ]
 
             def check(way: Any = way, given: Any = given, zeros: Any = zeros) -> torch.Tensor:
                 return torch.stack([way(x.clone(), zeros.clone()).float() for x in given])
@@ -313,9 +423,13 @@ def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, 
                 output.zero_()
                 checked.replay()
                 expected = torch.stack([x.float() for x in wanted])
-                worst = max(worst, float(((output - expected).abs() > 0.13 * expected.abs()).float().mean()))
+                worst = max(
+                    worst, float(((output - expected).abs() > 0.13 * expected.abs()).float().mean())
+                )
                 exact = torch.equal(output, expected)
-            right = worst <= 1e-4 and ("norm" in name or exact)  # codes of FP8 may differ by one step
+            right = worst <= 1e-4 and (
+                "norm" in name or exact
+            )  # codes of FP8 may differ by one step
             if not group.least(right)[0]:
                 found[key] = f"wrong: a share of {worst:.4f}"
                 continue
@@ -325,7 +439,9 @@ def timed(ways: dict[str, Any], ops: Any, norm: Any, group: Any, platform: Any, 
     found["greedy of gathered logits"] = microseconds(
         lambda: ops.argmax(ops.all_gather(own, group, 2 * own.shape[1])), group, platform
     )
-    found["greedy of each one's best"] = microseconds(lambda: ops.best_of_ranks(own, group, 2 * own.shape[1]), group, platform)
+    found["greedy of each one's best"] = microseconds(
+        lambda: ops.best_of_ranks(own, group, 2 * own.shape[1]), group, platform
+    )
     return found
 
 
@@ -369,7 +485,9 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     try_peer_copies(group, platform, SIZES_KB[-1] * 1024 // (2 * ROW), ROW, torch.bfloat16)
     found["seconds of the copies' test"] = time.perf_counter() - begin
     ops, sums = TritonOps(), group.sums
-    norm = NormParams(kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None)
+    norm = NormParams(
+        kind="rms", weight=torch.ones(ROW, dtype=torch.bfloat16, device=device), eps=1e-5, bias=None
+    )
 
     def normed_by_two(x: torch.Tensor, residual: torch.Tensor) -> Any:
         return ops.norm(group.library_sum(x), norm, residual=residual, inputs="fp8")[0].values
@@ -382,11 +500,15 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     def normed_by_copies(x: torch.Tensor, residual: torch.Tensor) -> Any:
         place = next(places)
         sums = [
-            ops.begin_sum(x[rows], group, place=place, index=i, rows=rows) for i, rows in enumerate(ops.pieces(x, group))
+            ops.begin_sum(x[rows], group, place=place, index=i, rows=rows)
+            for i, rows in enumerate(ops.pieces(x, group))
         ]
         return ops.norm_arriving(sums, norm, residual=residual, inputs="fp8")[0].values
 
-    ways: dict[str, Any] = {"NCCL": lambda x, _: group.library_sum(x), "NCCL, with its norm": normed_by_two}
+    ways: dict[str, Any] = {
+        "NCCL": lambda x, _: group.library_sum(x),
+        "NCCL, with its norm": normed_by_two,
+    }
     if isinstance(sums, RankSums):
         ways |= {"one kernel": lambda x, _: sums(x), "one kernel, with its norm": normed_by_one}
     else:

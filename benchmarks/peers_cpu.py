@@ -81,18 +81,34 @@ class Contender:
 def requests(count: int, n_in: int, n_out: int, seed: int = 0) -> list[BenchRequest]:
     rng = random.Random(count + n_in + seed)
     return [
-        BenchRequest(prompt_token_ids=tuple(rng.randrange(100, 49_000) for _ in range(n_in)), output_tokens=n_out)
+        BenchRequest(
+            prompt_token_ids=tuple(rng.randrange(100, 49_000) for _ in range(n_in)),
+            output_tokens=n_out,
+        )
         for _ in range(count)
     ]
 
 
-def make(engine: str, path: Path, threads: int, room: tuple[int, int], settings: dict[str, str]) -> Any:
+def make(
+    engine: str, path: Path, threads: int, room: tuple[int, int], settings: dict[str, str]
+) -> Any:
     from slipstream.bench.adapters import EngineSetup, make_engine
 
     num_seqs, length = room
-    given: dict[str, Any] = {"num_threads": threads, **({"device": "cpu"} if engine == "slipstream" else {}), **settings}
+    given: dict[str, Any] = {
+        "num_threads": threads,
+        **({"device": "cpu"} if engine == "slipstream" else {}),
+        **settings,
+    }
     return make_engine(
-        EngineSetup(engine=engine, model=path.stem, path=path, batch_size=num_seqs, max_model_len=length, settings=given)
+        EngineSetup(
+            engine=engine,
+            model=path.stem,
+            path=path,
+            batch_size=num_seqs,
+            max_model_len=length,
+            settings=given,
+        )
     )
 
 
@@ -103,7 +119,10 @@ def rewritten(path: Path, kind: str, folder: Path, zeros: float = 0.0) -> Path:
     import numpy as np
 
     reader, wanted = gguf.GGUFReader(path), gguf.GGMLQuantizationType[kind]
-    made = folder / f"{path.stem.split('.')[0]}.{kind}{f'.{zeros:.0%}'.replace('%', '') if zeros else ''}.gguf"
+    made = (
+        folder
+        / f"{path.stem.split('.')[0]}.{kind}{f'.{zeros:.0%}'.replace('%', '') if zeros else ''}.gguf"
+    )
     writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
@@ -112,7 +131,9 @@ def rewritten(path: Path, kind: str, folder: Path, zeros: float = 0.0) -> Path:
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if zeros and values.ndim > 1 and tensor.name != "token_embd.weight":
-            lowest = np.argpartition(np.abs(values), num := int(zeros * values.shape[1]), axis=1)[:, :num]
+            lowest = np.argpartition(np.abs(values), num := int(zeros * values.shape[1]), axis=1)[
+                :, :num
+            ]
             np.put_along_axis(values, lowest, 0.0, axis=1)
         if values.ndim > 1:
             writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
@@ -127,7 +148,11 @@ def rewritten(path: Path, kind: str, folder: Path, zeros: float = 0.0) -> Path:
 
 def peak_mib() -> float:
     """The most memory that this process held. Not `getrusage`, whose number begins with what its parent held."""
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    peak = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
     return int(peak.split()[1]) / 1024
 
 
@@ -155,10 +180,14 @@ def child(words: Sequence[str]) -> None:
 
     threads = available_cores() if cores else 2
     begin = time.monotonic()
-    engine = make(engine_name, Path(path), threads, GROUPS.get(group, (1, 1024)), json.loads(settings))
+    engine = make(
+        engine_name, Path(path), threads, GROUPS.get(group, (1, 1024)), json.loads(settings)
+    )
     load_s = time.monotonic() - begin
     if group == "perplexity":
-        logprobs = [engine.token_logprobs(window) for window in json.loads(Path(windows).read_text())]
+        logprobs = [
+            engine.token_logprobs(window) for window in json.loads(Path(windows).read_text())
+        ]
         found = {"perplexity": math.exp(-sum(map(sum, logprobs)) / sum(map(len, logprobs)))}
     else:
         found = figures(engine, group)
@@ -166,15 +195,29 @@ def child(words: Sequence[str]) -> None:
     print(json.dumps({"figures": found, "build": build, "load_s": load_s, "threads": threads}))
 
 
-def turn(contender: Contender, group: str, cores: Sequence[int], windows: str = "", timeout: float = 180) -> dict[str, Any]:
+def turn(
+    contender: Contender, group: str, cores: Sequence[int], windows: str = "", timeout: float = 180
+) -> dict[str, Any]:
     """What a child printed, or `failed` and why."""
     import common
 
-    words = [contender.engine, contender.path, json.dumps(contender.settings), group, ",".join(map(str, cores)), windows]
+    words = [
+        contender.engine,
+        contender.path,
+        json.dumps(contender.settings),
+        group,
+        ",".join(map(str, cores)),
+        windows,
+    ]
     command = [contender.python, __file__, "--child", *map(str, words)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=common.with_source(), timeout=timeout
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=common.with_source(),
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not done in {timeout:.0f} s"}
@@ -200,9 +243,17 @@ class Quiet:
         while True:
             busy, copied = self._busy(), self._copy()
             self._best = max(self._best, copied)
-            quiet, waited = busy < QUIET_BUSY and copied > QUIET_COPY * self._best, time.monotonic() - begin
+            quiet, waited = (
+                busy < QUIET_BUSY and copied > QUIET_COPY * self._best,
+                time.monotonic() - begin,
+            )
             if quiet or waited > self._most_s:
-                return {"quiet": quiet, "busy": round(busy, 3), "copy_gb_s": round(copied, 1), "waited_s": round(waited, 1)}
+                return {
+                    "quiet": quiet,
+                    "busy": round(busy, 3),
+                    "copy_gb_s": round(copied, 1),
+                    "waited_s": round(waited, 1),
+                }
             time.sleep(0.5)
 
     def _busy(self) -> float:
@@ -232,7 +283,9 @@ def windows_of(text: Path, model: Path, most: int) -> list[list[int]]:
     from slipstream.engine.tokenizer import Tokenizer
     from slipstream.spec.description import read_spec
 
-    ids = Tokenizer.for_model(read_spec(model), None).encode(text.read_text(encoding="utf-8"))[:most]
+    ids = Tokenizer.for_model(read_spec(model), None).encode(text.read_text(encoding="utf-8"))[
+        :most
+    ]
     return [list(ids[i : i + WINDOW]) for i in range(0, len(ids), WINDOW)]
 
 
@@ -246,39 +299,81 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     parser = common.parser(__doc__, "peers_cpu")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--peer", nargs=4, action="append", default=[], metavar=("NAME", "ENGINE", "PYTHON", "FILE"))
+    parser.add_argument(
+        "--peer", nargs=4, action="append", default=[], metavar=("NAME", "ENGINE", "PYTHON", "FILE")
+    )
     parser.add_argument("--ours", nargs="+", choices=list(OURS), default=list(OURS))
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--rounds", type=int, nargs="+", default=[3], help="of all groups, or of each (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, nargs="+", default=[3], help="of all groups, or of each (default: 3)"
+    )
     parser.add_argument("--rewrite", metavar="TYPE", choices=["Q8_0", "BF16", "F16", "F32", "Q4_0"])
-    parser.add_argument("--zeros", type=float, default=0.0, metavar="SHARE", help="with --rewrite: also with so many zeros")
+    parser.add_argument(
+        "--zeros",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="with --rewrite: also with so many zeros",
+    )
     parser.add_argument("--text", type=Path, help="the perplexity of this text")
-    parser.add_argument("--scores", type=Path, metavar="RECORD", help="instead of --text: perplexities of another run's record")
+    parser.add_argument(
+        "--scores",
+        type=Path,
+        metavar="RECORD",
+        help="instead of --text: perplexities of another run's record",
+    )
     parser.add_argument("--text-tokens", type=int, default=4096, help="of the text (default: 4096)")
-    parser.add_argument("--cores", type=int, nargs="+", help="run the turns on these (default: all)")
-    parser.add_argument("--wait", type=float, default=20, help="seconds that a turn waits for quiet at most (default: 20)")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no turn after so many, and end 45 s later")
+    parser.add_argument(
+        "--cores", type=int, nargs="+", help="run the turns on these (default: all)"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=20,
+        help="seconds that a turn waits for quiet at most (default: 20)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="begin no turn after so many, and end 45 s later",
+    )
     args = parser.parse_args(arguments)
     if args.zeros and not args.rewrite:
         parser.error("--zeros needs --rewrite BF16, say: zeros are not kept by every type")
     path, ours = resolve_model(args.model), [(name, OURS[name]) for name in args.ours]
     with tempfile.TemporaryDirectory() as folder:
         source, path = path, rewritten(path, args.rewrite, Path(folder)) if args.rewrite else path
-        contenders = [Contender(name, "slipstream", sys.executable, path, settings) for name, settings in ours]
+        contenders = [
+            Contender(name, "slipstream", sys.executable, path, settings) for name, settings in ours
+        ]
         if args.zeros:
             sparse = rewritten(source, args.rewrite, Path(folder), args.zeros)
-            contenders += [replace(c, name=f"{c.name}, {args.zeros:.0%} zeros", path=sparse) for c in contenders]
+            contenders += [
+                replace(c, name=f"{c.name}, {args.zeros:.0%} zeros", path=sparse)
+                for c in contenders
+            ]
         for name, engine, python, file in args.peer:
-            contenders.append(Contender(name, engine, python, path if file == "-" else Path(file), {}))
+            contenders.append(
+                Contender(name, engine, python, path if file == "-" else Path(file), {})
+            )
         compare(args, contenders, path)
 
 
 def compare(args: argparse.Namespace, contenders: Sequence[Contender], path: Path) -> None:
     begin, cores = time.monotonic(), args.cores or sorted(os.sched_getaffinity(0))
     quiet = Quiet(cores, args.wait)
-    of_text = perplexities(args, contenders, path) if args.text else recorded(args.scores, contenders) if args.scores else {}
+    of_text = (
+        perplexities(args, contenders, path)
+        if args.text
+        else recorded(args.scores, contenders)
+        if args.scores
+        else {}
+    )
     turns: list[dict[str, Any]] = []
-    failed: dict[str, str] = {name: found["failed"] for name, found in of_text.items() if "failed" in found}
+    failed: dict[str, str] = {
+        name: found["failed"] for name, found in of_text.items() if "failed" in found
+    }
     for i, group in enumerate(args.groups):
         for number in range(args.rounds[min(i, len(args.rounds) - 1)]):
             for contender in contenders:
@@ -293,14 +388,23 @@ def compare(args: argparse.Namespace, contenders: Sequence[Contender], path: Pat
                     print(f"{name}, {group}: {found['failed']}", flush=True)
                     continue
                 turns.append({"group": group, "round": number, "name": name, **found, **state})
-                print(f"{group} {name}", {k: round(v, 1) for k, v in found["figures"].items()}, state, flush=True)
+                print(
+                    f"{group} {name}",
+                    {k: round(v, 1) for k, v in found["figures"].items()},
+                    state,
+                    flush=True,
+                )
                 save(args.output, contenders, path, cores, of_text, turns, failed)
     save(args.output, contenders, path, cores, of_text, turns, failed)
     show(summary(contenders, turns), of_text)
-    print(f"written: {args.output}; {sum(not t['quiet'] for t in turns)} of {len(turns)} turns not quiet")
+    print(
+        f"written: {args.output}; {sum(not t['quiet'] for t in turns)} of {len(turns)} turns not quiet"
+    )
 
 
-def perplexities(args: argparse.Namespace, contenders: Sequence[Contender], path: Path) -> dict[str, dict[str, Any]]:
+def perplexities(
+    args: argparse.Namespace, contenders: Sequence[Contender], path: Path
+) -> dict[str, dict[str, Any]]:
     """By contender, several at a time, two threads each."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(windows_of(args.text, path, args.text_tokens), file)
@@ -313,11 +417,17 @@ def perplexities(args: argparse.Namespace, contenders: Sequence[Contender], path
 def recorded(record: Path, contenders: Sequence[Contender]) -> dict[str, dict[str, Any]]:
     """The perplexities in a record, of those that ran the same file by the same name."""
     found = json.loads(record.read_text())
-    same = [c.name for c in contenders if found["ran"].get(c.name) == c.path.name and found["perplexity"].get(c.name)]
+    same = [
+        c.name
+        for c in contenders
+        if found["ran"].get(c.name) == c.path.name and found["perplexity"].get(c.name)
+    ]
     return {name: {"figures": {"perplexity": found["perplexity"][name]}} for name in same}
 
 
-def summary(contenders: Sequence[Contender], turns: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+def summary(
+    contenders: Sequence[Contender], turns: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, dict[str, float]]]:
     """`medians` of each contender's figures, and `ratios` of ours to peers, medians of those within a round."""
     by_round: dict[tuple[str, str], dict[int, float]] = {}
     for t in turns:
@@ -332,7 +442,9 @@ def summary(contenders: Sequence[Contender], turns: Sequence[dict[str, Any]]) ->
     sparse = {c.name for c in contenders if c.name.endswith(" zeros")}
     for one in medians:
         for other in medians:
-            if kinds[one] == "slipstream" and (kinds[other] != "slipstream" or (one in sparse and other not in sparse)):
+            if kinds[one] == "slipstream" and (
+                kinds[other] != "slipstream" or (one in sparse and other not in sparse)
+            ):
                 for column in (c for c in medians[one] if c in medians[other]):
                     mine, its = by_round[one, column], by_round[other, column]
                     if both := [mine[r] / its[r] for r in mine.keys() & its.keys()]:
@@ -356,7 +468,16 @@ def save(
     builds = {t["name"]: t["build"] for t in turns if t["build"]}
     text = {name: of.get("figures", {}).get("perplexity") for name, of in of_text.items()}
     with contextlib.redirect_stdout(None):  # it tells that it wrote, which is after every turn
-        common.save(output, "peers_cpu", **info, builds=builds, perplexity=text, **found, failed=failed, turns=turns)
+        common.save(
+            output,
+            "peers_cpu",
+            **info,
+            builds=builds,
+            perplexity=text,
+            **found,
+            failed=failed,
+            turns=turns,
+        )
 
 
 def show(found: dict[str, dict[str, dict[str, float]]], of_text: dict[str, dict[str, Any]]) -> None:
@@ -368,7 +489,9 @@ def show(found: dict[str, dict[str, dict[str, float]]], of_text: dict[str, dict[
         for name, row in table.items():
             cells = [f"{row[c]:,.2f}" if c in row else "–" for c in columns]
             score = of_text.get(name, {}).get("figures", {}).get("perplexity")
-            rows.append([name, *cells, *([f"{score:.2f}" if score else "–"] if title == "medians" else [])])
+            rows.append(
+                [name, *cells, *([f"{score:.2f}" if score else "–"] if title == "medians" else [])]
+            )
         print_table(title, ["", *columns, *(["perplexity"] if title == "medians" else [])], rows)
 
 

@@ -38,7 +38,10 @@ class Process:
         held = [size for _, _, size in self.samples]
         made: dict[str, Any] = {
             "process": self.name,
-            "lived_s": [round(self.born_s, 1), None if self.died_s is None else round(self.died_s, 1)],
+            "lived_s": [
+                round(self.born_s, 1),
+                None if self.died_s is None else round(self.died_s, 1),
+            ],
             "start_mib": round(held[0] / MIB, 1),
             "end_mib": round(held[-1] / MIB, 1),
             "most_mib": round(max(held) / MIB, 1),
@@ -46,9 +49,16 @@ class Process:
             "flat": None,
         }
         after = [sample for sample in self.samples if sample[0] >= end_s / 3]
-        if self.died_s is None and self.born_s < 2 and len(after) > 5 and after[-1][1] > after[0][1]:
+        if (
+            self.died_s is None
+            and self.born_s < 2
+            and len(after) > 5
+            and after[-1][1] > after[0][1]
+        ):
             requests = after[-1][1] - after[0][1]
-            slope = statistics.linear_regression([n for _, n, _ in after], [size for _, _, size in after]).slope
+            slope = statistics.linear_regression(
+                [n for _, n, _ in after], [size for _, _, size in after]
+            ).slope
             allowed = max(NOISE_BYTES, most_growth * after[0][2])
             made |= {
                 "after_warmup_mib": round(after[0][2] / MIB, 1),
@@ -115,7 +125,9 @@ class Watch:
         """By kind, since this was made; of one that died as of the last look."""
         found: Counter[str] = Counter()
         for process in self.processes.values():
-            found[process.name.rpartition(" ")[0]] += process.cpu_s - self._before.get(process.pid, 0.0)  # type: ignore[assignment]
+            found[process.name.rpartition(" ")[0]] += process.cpu_s - self._before.get(
+                process.pid, 0.0
+            )  # type: ignore[assignment]
         return found
 
     def summaries(self, end_s: float, most_growth: float) -> list[dict[str, Any]]:
@@ -127,7 +139,9 @@ def parent_of_each() -> dict[int, int]:
     for folder in os.listdir("/proc"):
         if folder.isdigit():
             with suppress(OSError, ValueError, IndexError):
-                found[int(folder)] = int(Path(f"/proc/{folder}/stat").read_text().rpartition(")")[2].split()[1])
+                found[int(folder)] = int(
+                    Path(f"/proc/{folder}/stat").read_text().rpartition(")")[2].split()[1]
+                )
     return found
 
 

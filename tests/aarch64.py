@@ -25,13 +25,53 @@ EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")
 PYTHON = "3.11"
 DEBS = (
     *(f"python{PYTHON}-minimal", f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib"),
-    *("libc6", "libgcc-s1", "libstdc++6", "libgomp1", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0", "liblzma5"),
+    *(
+        "libc6",
+        "libgcc-s1",
+        "libstdc++6",
+        "libgomp1",
+        "zlib1g",
+        "libexpat1",
+        "libssl3",
+        "libffi8",
+        "libbz2-1.0",
+        "liblzma5",
+    ),
     *("libsqlite3-0", "libcrypt1", "libuuid1"),
 )
 PACKAGES = (
-    *("numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "msgspec", "pyzmq", "llguidance", "httpx", "starlette"),
-    *("uvicorn", "uvloop", "httptools", "prometheus-client", "python-multipart", "rich", "pyyaml", "tqdm"),
-    *("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "sympy", "networkx", "filelock", "fsspec"),
+    *(
+        "numpy",
+        "ml_dtypes",
+        "safetensors",
+        "tokenizers",
+        "jinja2",
+        "msgspec",
+        "pyzmq",
+        "llguidance",
+        "httpx",
+        "starlette",
+    ),
+    *(
+        "uvicorn",
+        "uvloop",
+        "httptools",
+        "prometheus-client",
+        "python-multipart",
+        "rich",
+        "pyyaml",
+        "tqdm",
+    ),
+    *(
+        "pytest",
+        "pytest-asyncio",
+        "pytest-timeout",
+        "hypothesis",
+        "sympy",
+        "networkx",
+        "filelock",
+        "fsspec",
+    ),
 )
 ALONE = ("gguf", "torch==2.8.0")
 """Without what they depend on: pip takes that of the machine that it runs on. Later torches for ARM bring CUDA."""
@@ -53,14 +93,19 @@ sys.exit(pytest.main(["--noconftest", "-p", "no:cacheprovider", *sys.argv[2:]]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "aarch64")
     parser.add_argument("--cpu", default="max", help="QEMU's name of a processor (default: max)")
     args, given = parser.parse_known_args(arguments)
     emulator = next(filter(None, map(shutil.which, EMULATORS)), None)
     lacking = [name for name in (COMPILER, "cmake", "apt-get") if shutil.which(name) is None]
     if lacking or emulator is None:
-        print(f"{', '.join(lacking) or EMULATORS[0]} is not on the PATH:{(__doc__ or '').split(':', 1)[1]}", file=sys.stderr)
+        print(
+            f"{', '.join(lacking) or EMULATORS[0]} is not on the PATH:{(__doc__ or '').split(':', 1)[1]}",
+            file=sys.stderr,
+        )
         return 1
     folder: Path = args.folder.resolve()
     system, site, source = folder / "system", folder / "site", folder / "source"
@@ -69,11 +114,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _packages(site)
     library = _library(folder / "library")
     _copy_source(source, library)
-    python = [emulator, "-cpu", args.cpu, "-L", str(system), str(system / "usr" / "bin" / f"python{PYTHON}")]
+    python = [
+        emulator,
+        "-cpu",
+        args.cpu,
+        "-L",
+        str(system),
+        str(system / "usr" / "bin" / f"python{PYTHON}"),
+    ]
     paths = os.pathsep.join(map(str, (source, ROOT, site)))
     plain = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     command = [*python, "-c", INSIDE, paths, *(given or TESTS)]
-    return subprocess.run(command, cwd=ROOT, env={**plain, "PYTHONDONTWRITEBYTECODE": "1"}, check=False).returncode
+    return subprocess.run(
+        command, cwd=ROOT, env={**plain, "PYTHONDONTWRITEBYTECODE": "1"}, check=False
+    ).returncode
 
 
 def _system(folder: Path) -> None:
@@ -82,7 +136,9 @@ def _system(folder: Path) -> None:
         return
     debs, unpacked = folder.with_suffix(".debs"), folder.with_suffix(".new")
     debs.mkdir(exist_ok=True)
-    subprocess.run(["apt-get", "download", *(f"{name}:arm64" for name in DEBS)], cwd=debs, check=True)
+    subprocess.run(
+        ["apt-get", "download", *(f"{name}:arm64" for name in DEBS)], cwd=debs, check=True
+    )
     for deb in debs.glob("*.deb"):
         subprocess.run(["dpkg", "-x", deb, unpacked], check=True)
     unpacked.rename(folder)
@@ -93,8 +149,22 @@ def _packages(folder: Path) -> None:
         return
     unpacked = folder.with_suffix(".new")
     shutil.rmtree(unpacked, ignore_errors=True)
-    platforms = (f"--platform=manylinux{version}_aarch64" for version in ("2014", "_2_17", "_2_26", "_2_27", "_2_28", "_2_31"))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(unpacked), "--only-binary", ":all:", *platforms]
+    platforms = (
+        f"--platform=manylinux{version}_aarch64"
+        for version in ("2014", "_2_17", "_2_26", "_2_27", "_2_28", "_2_31")
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--target",
+        str(unpacked),
+        "--only-binary",
+        ":all:",
+        *platforms,
+    ]
     pip += ["--python-version", PYTHON, "--implementation", "cp"]
     subprocess.run([*pip, *PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", *ALONE], check=True)
@@ -102,7 +172,12 @@ def _packages(folder: Path) -> None:
 
 
 def _library(folder: Path) -> Path:
-    how = {"SYSTEM_NAME": "Linux", "SYSTEM_PROCESSOR": "aarch64", "CXX_COMPILER": COMPILER, "BUILD_TYPE": "Release"}
+    how = {
+        "SYSTEM_NAME": "Linux",
+        "SYSTEM_PROCESSOR": "aarch64",
+        "CXX_COMPILER": COMPILER,
+        "BUILD_TYPE": "Release",
+    }
     settings = [f"-DCMAKE_{name}={value}" for name, value in how.items()]
     subprocess.run(["cmake", "-S", ROOT / "csrc" / "cpu", "-B", folder, *settings], check=True)
     subprocess.run(["cmake", "--build", folder, "--parallel"], check=True)
@@ -113,7 +188,9 @@ def _copy_source(folder: Path, library: Path) -> None:
     """The package's files, with this library in the place of this machine's."""
     shutil.rmtree(folder, ignore_errors=True)
     here = ROOT / "src" / "slipstream"
-    shutil.copytree(here, folder / "slipstream", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        here, folder / "slipstream", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
     shutil.copy2(library, folder / "slipstream" / "kernels" / library.name)
 
 

@@ -21,14 +21,26 @@ def targets(model: Any) -> list[str]:
     return [n for n in named if n.rpartition(".")[2] not in UNBUILT and ".experts." not in n]
 
 
-def write(model: Any, path: Path, *, seed: int = 1, modules: list[str] | None = None, scale: float = 0.3, **config: Any) -> Any:
+def write(
+    model: Any,
+    path: Path,
+    *,
+    seed: int = 1,
+    modules: list[str] | None = None,
+    scale: float = 0.3,
+    **config: Any,
+) -> Any:
     """Give `model` an adapter and save it to `path`; the PEFT model is returned, and the adapter is inside `model`."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    made = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": modules or targets(model), **config})
+    made = LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": modules or targets(model), **config}
+    )
     # Of mixtures PEFT would take a shared expert's down_proj for the name of the experts' stacked weights.
-    with mock.patch("peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"):
+    with mock.patch(
+        "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
+    ):
         adapted = get_peft_model(model, made).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

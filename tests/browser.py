@@ -32,21 +32,37 @@ class Browser:
     @contextmanager
     def start(cls, folder):
         """Skips the test, and says why, where there is no browser."""
-        driver, browser = shutil.which("chromedriver"), next(filter(None, map(shutil.which, BROWSERS)), None)
+        driver, browser = (
+            shutil.which("chromedriver"),
+            next(filter(None, map(shutil.which, BROWSERS)), None),
+        )
         if driver is None or browser is None:
             pytest.skip("needs Chromium and its driver (apt-get install chromium chromium-driver)")
-        process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True, cwd=folder)
+        process = subprocess.Popen(
+            [driver, "--port=0"], stdout=subprocess.PIPE, text=True, cwd=folder
+        )
         try:
             port = next(
-                line.split()[-1].rstrip(".") for line in process.stdout if "started successfully on port" in line
+                line.split()[-1].rstrip(".")
+                for line in process.stdout
+                if "started successfully on port" in line
             )
             made = cls(f"http://127.0.0.1:{port}/session")
             options = {
                 "binary": browser,
-                "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+                "args": [
+                    "--headless=new",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    "--disable-dev-shm-usage",
+                ],
             }
             options["args"].append(f"--user-data-dir={folder / 'profile'}")
-            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            wanted = {
+                "browserName": "chrome",
+                "goog:chromeOptions": options,
+                "goog:loggingPrefs": {"browser": "ALL"},
+            }
             wanted["timeouts"] = {"script": round(1e3 * PATIENCE_S)}
             session = made._ask("", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
             made._url += f"/{session}"
@@ -60,7 +76,9 @@ class Browser:
 
     def _ask(self, path, body=None, method="POST"):
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._url + path, data, {"content-type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.load(answer)["value"]
@@ -74,10 +92,14 @@ class Browser:
     def visit(self, url, *, width, height):
         """The same of any address."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._ask("/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
+        self._ask(
+            "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size}
+        )
         self._ask("/url", {"url": url})
         while True:  # the driver may answer before
-            here, ended = self.run("return [location.href, performance.getEntriesByType('navigation')[0].loadEventEnd]")
+            here, ended = self.run(
+                "return [location.href, performance.getEntriesByType('navigation')[0].loadEventEnd]"
+            )
             if here == url and ended > 0:
                 return ended / 1e3
             time.sleep(0.01)
@@ -96,7 +118,11 @@ class Browser:
 
     def errors(self):
         """What the console got since the last call, above information."""
-        return [entry for entry in self._ask("/se/log", {"type": "browser"}) if entry["level"] not in ("INFO", "DEBUG")]
+        return [
+            entry
+            for entry in self._ask("/se/log", {"type": "browser"})
+            if entry["level"] not in ("INFO", "DEBUG")
+        ]
 
     def screenshot(self, file):
         """The whole page."""

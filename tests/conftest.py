@@ -107,7 +107,11 @@ def pytest_runtest_setup(item):
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         # `torch.manual_seed` keeps where it was called, and the whole stack as text, for each kind of GPU that is not in use
-        seed = torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed
+        seed = (
+            torch.manual_seed
+            if torch.cuda.is_initialized()
+            else torch.default_generator.manual_seed
+        )
         seed(0)
 
 
@@ -178,7 +182,11 @@ def config_only(tmp_path):
 
     folder = tmp_path / "config-only"
     folder.mkdir()
-    config = {**tiny_models.FAMILIES["llama"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 512}
+    config = {
+        **tiny_models.FAMILIES["llama"],
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 512,
+    }
     more = {"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps({**config, **more}))
     return folder

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from tests.tiny_models import VOCAB
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DRAFT_VOCAB = 128
 MASK = 250
 """The token in the place of those that are not known."""
@@ -25,7 +30,9 @@ def drawn(shapes: Mapping[str, tuple[int, ...]], g: torch.Generator) -> dict[str
     return {n: torch.randn(s, generator=g) * 0.3 + ("norm" in n) for n, s in shapes.items()}
 
 
-def layer_shapes(sizes: Mapping[str, int], below: str = "", *, wide: int = 1) -> dict[str, tuple[int, ...]]:
+def layer_shapes(
+    sizes: Mapping[str, int], below: str = "", *, wide: int = 1
+) -> dict[str, tuple[int, ...]]:
     """A layer of Llama's; its attention reads `wide` rows side by side."""
     e, f = sizes["hidden_size"], sizes["intermediate_size"]
     q, kv = e, e * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
@@ -45,7 +52,12 @@ def maps(g: torch.Generator) -> dict[str, Tensor]:
 
 
 def layer_config(sizes: Mapping[str, int], **more: Any) -> dict[str, Any]:
-    own = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 256}
+    own = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+    }
     return {**own, **sizes, **more}
 
 
@@ -67,14 +79,22 @@ def eagle(
     g = torch.Generator().manual_seed(seed)
     sizes = {**SHAPE, **sizes}
     e = sizes["hidden_size"]
-    shapes = {"fc.weight": (e, 3 * e), "norm.weight": (e,), "lm_head.weight": (DRAFT_VOCAB, e), "hidden_norm.weight": (e,)}
+    shapes = {
+        "fc.weight": (e, 3 * e),
+        "norm.weight": (e,),
+        "lm_head.weight": (DRAFT_VOCAB, e),
+        "hidden_norm.weight": (e,),
+    }
     shapes |= layer_shapes(sizes, wide=2)
     if changes.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (e,) for i in range(num_fc_norms)}
     if changes.get("norm_before_fc") or changes.get("eagle_config", {}).get("norm_before_fc"):
         shapes |= {"input_norm.weight": (3 * e,)}
     if masks:
-        shapes |= {**layer_shapes(sizes, "layers.1."), "mask_hidden": (1, 1, 3 * e) if speculators else (1, 3 * e)}
+        shapes |= {
+            **layer_shapes(sizes, "layers.1."),
+            "mask_hidden": (1, 1, 3 * e) if speculators else (1, 3 * e),
+        }
     tensors = drawn(shapes, g) | maps(g)
     layer = layer_config(sizes, num_hidden_layers=1 + masks)
     if speculators:
@@ -85,7 +105,11 @@ def eagle(
             "speculators_config": {"algorithm": "eagle3"},
         }  # fmt: skip
         if masks:
-            config |= {"speculators_model_type": "peagle", "mask_token_id": MASK, "norm_before_residual": False}
+            config |= {
+                "speculators_model_type": "peagle",
+                "mask_token_id": MASK,
+                "norm_before_residual": False,
+            }
     else:
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -134,7 +158,9 @@ def eagle1(
         config = {"architectures": ["LlamaForCausalLM"], **layer_config(sizes, vocab_size=VOCAB)}
         config |= {} if bias else {"bias": False}
     named = {n.replace("fc.", "fusion_fc.") if speculators else n: t for n, t in tensors.items()}
-    write(path, {**config, **changes}, named | copies, "transformer." if speculators else "layers.0.")
+    write(
+        path, {**config, **changes}, named | copies, "transformer." if speculators else "layers.0."
+    )
     return tensors
 
 
@@ -155,7 +181,12 @@ def dflash(
         shapes |= layer_shapes(sizes, f"layers.{i}.")
         shapes |= {f"layers.{i}.self_attn.{x}_norm.weight": (d,) for x in "qk"}
     layer = layer_config(
-        sizes, model_type="qwen3", num_hidden_layers=2, head_dim=d, layer_types=["full_attention"] * 2, use_sliding_window=False
+        sizes,
+        model_type="qwen3",
+        num_hidden_layers=2,
+        head_dim=d,
+        layer_types=["full_attention"] * 2,
+        use_sliding_window=False,
     )
     if speculators:
         shapes |= {"lm_head.weight": (DRAFT_VOCAB, e), "embed_tokens.weight": (VOCAB, e)}
@@ -195,7 +226,9 @@ def medusa(
             tensors[f"{name}.weight"] = torch.randn(e, e, generator=g) * 0.3
             tensors[f"{name}.bias"] = torch.randn(e, generator=g) * 0.3
         if not shared:
-            tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = torch.randn(VOCAB, e, generator=g) * 0.3
+            tensors[f"lm_heads.{i}.weight" if converted else f"{i}.2.weight"] = (
+                torch.randn(VOCAB, e, generator=g) * 0.3
+            )
     config = {
         "model_type": "medusa",
         "num_heads": num_heads,
@@ -204,7 +237,11 @@ def medusa(
         "vocab_size": VOCAB,
     }
     if not converted:
-        config = {"medusa_num_heads": num_heads, "medusa_num_layers": 2, "base_model_name_or_path": "tiny"}
+        config = {
+            "medusa_num_heads": num_heads,
+            "medusa_num_layers": 2,
+            "base_model_name_or_path": "tiny",
+        }
     changes |= {"original_lm_head": True} if shared else {}
     write(path, {**config, **changes}, tensors, "")
     return tensors
@@ -216,7 +253,10 @@ def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     g = torch.Generator().manual_seed(seed)
-    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    config, tensors = (
+        json.loads((path / "config.json").read_text()),
+        load_file(path / "model.safetensors"),
+    )
     n, e = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{n - 1}."
     new = {name.removeprefix(last): t for name, t in tensors.items() if name.startswith(last)}
@@ -235,17 +275,33 @@ def mtp(path: Path, *, seed: int = 0) -> dict[str, Tensor]:
     return new
 
 
-def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below: str, wrapper: str = "") -> None:
+def write(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], below: str, wrapper: str = ""
+) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    of_layer = ("self_attn.", "mlp.", "hidden_norm.", "input_layernorm.", "post_attention_layernorm.")
+    of_layer = (
+        "self_attn.",
+        "mlp.",
+        "hidden_norm.",
+        "input_layernorm.",
+        "post_attention_layernorm.",
+    )
     of_layer = of_layer if below else ()
-    named = {(below + n if n.startswith(of_layer) else n): t.contiguous() for n, t in tensors.items()}
+    named = {
+        (below + n if n.startswith(of_layer) else n): t.contiguous() for n, t in tensors.items()
+    }
     named = {n if n.startswith("lm_head.") else wrapper + n: t for n, t in named.items()}
     save_file(named, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
 
 
-BY_METHOD = {"eagle": eagle1, "eagle3": eagle, "peagle": partial(eagle, masks=True), "dflash": dflash, "medusa": medusa}
+BY_METHOD = {
+    "eagle": eagle1,
+    "eagle3": eagle,
+    "peagle": partial(eagle, masks=True),
+    "dflash": dflash,
+    "medusa": medusa,
+}
 """Who writes a method's head as its authors publish it."""
 
 eagle31 = partial(eagle, fc_norm=True, norm_output=True)

@@ -25,7 +25,11 @@ from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 PATCHED = "slipstream.worker.child_ranks.subprocess"
-IMPORTED = "slipstream.worker.rank_process", "slipstream.worker.model_runner", "slipstream.model.loader"
+IMPORTED = (
+    "slipstream.worker.rank_process",
+    "slipstream.worker.model_runner",
+    "slipstream.model.loader",
+)
 
 
 class Popen:
@@ -35,7 +39,12 @@ class Popen:
         assert (command[:2], stdin) == ([sys.executable, "-m"], PIPE)
         theirs, ours = os.pipe()
         self._end, end = os.pipe()
-        given = {"words": command[2:], "environment": env, "folder": os.getcwd(), "passed": pass_fds}
+        given = {
+            "words": command[2:],
+            "environment": env,
+            "folder": os.getcwd(),
+            "passed": pass_fds,
+        }
         with _asking:
             fds = [theirs, end, 1, 2, *pass_fds]
             socket.send_fds(parent(), [json.dumps(given).encode()], fds)
@@ -43,7 +52,9 @@ class Popen:
         os.close(theirs)
         os.close(end)
         self.stdin, self.returncode, self._lock = os.fdopen(ours, "wb"), None, threading.Lock()
-        weakref.finalize(self, os.close, self._end)  # not sooner: another thread may wait for it, too
+        weakref.finalize(
+            self, os.close, self._end
+        )  # not sooner: another thread may wait for it, too
 
     def poll(self):
         try:
@@ -98,7 +109,9 @@ def start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """A process that forks, and a socket to it. It ends when this closes."""
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
-        return ours, subprocess.Popen([sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        return ours, subprocess.Popen(
+            [sys.executable, "-m", __name__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
 
 
 @contextlib.contextmanager

@@ -44,7 +44,22 @@ NUMBERS: list[Any] = [
     0, -1, 1, 2, 3, 7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**64, 10**30, -(2**31), 0.0, -0.5, 1e-300, 1e300,
     float("nan"), float("inf"), float("-inf"), 1.5,
 ]  # fmt: skip
-OTHERS: list[Any] = [None, True, False, "", "x", "\ud800", "é" * 1000, "a" * 100_000, [], {}, [[]], [None], {"a": {}}, [1, "x"]]
+OTHERS: list[Any] = [
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "\ud800",
+    "é" * 1000,
+    "a" * 100_000,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": {}},
+    [1, "x"],
+]
 TEMPLATES = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}", "{{ messages.__class__ }}", "{% for %}", "{{", "{{ 1 / 0 }}",
@@ -65,7 +80,16 @@ def mutate_json(value: Any, rng: random.Random) -> Any:
         if what < 0.1:
             del changed[key]
         elif what < 0.15:
-            new = rng.choice(["quantization_config", "rope_scaling", "layer_types", "sliding_window", "text_config", "x"])
+            new = rng.choice(
+                [
+                    "quantization_config",
+                    "rope_scaling",
+                    "layer_types",
+                    "sliding_window",
+                    "text_config",
+                    "x",
+                ]
+            )
             changed[new] = any_value(rng)
         else:
             changed[key] = mutate_json(value[key], rng)
@@ -84,9 +108,13 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
             case 0:
                 changed[at] = rng.randrange(256)
             case 1:
-                changed[at : at + 8] = struct.pack("<Q", rng.choice([2**63, 2**32, 2**31, 2**20, 0, 2**64 - 1]))
+                changed[at : at + 8] = struct.pack(
+                    "<Q", rng.choice([2**63, 2**32, 2**31, 2**20, 0, 2**64 - 1])
+                )
             case 2:
-                changed[at : at + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38]))
+                changed[at : at + 4] = struct.pack(
+                    "<f", rng.choice([float("nan"), float("inf"), -1.0, 0.0, 1e38])
+                )
             case 3:
                 del changed[at : at + rng.choice([1, 4, 8, 1000])]
             case 4:
@@ -105,8 +133,12 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
     file = into / rng.choice(names)
     what = rng.random()
     if file.suffix == ".jinja":
-        template = json.loads((into / "tokenizer_config.json").read_text())["chat_template"].encode()
-        file.write_bytes(rng.choice(TEMPLATES).encode() if what < 0.3 else mutate_bytes(template, rng))
+        template = json.loads((into / "tokenizer_config.json").read_text())[
+            "chat_template"
+        ].encode()
+        file.write_bytes(
+            rng.choice(TEMPLATES).encode() if what < 0.3 else mutate_bytes(template, rng)
+        )
     elif not file.is_file():
         value = mutate_json({"eos_token_id": 1, "temperature": 0.5, "do_sample": True}, rng)
         file.write_text(json.dumps(value), "utf-8", "replace")
@@ -132,8 +164,13 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
 def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
     """A change anywhere in it, near its beginning, or behind the name of a key or a tensor."""
     data = good.read_bytes()
-    at = [found.start() for found in re.finditer(rb"llama\.|general\.|tokenizer\.|blk\.|token_embd|output", data)]
-    begin, length = rng.choice([(0, 200), (0, 2000), (0, len(data)), *((i, 80) for i in rng.sample(at, 3))])
+    at = [
+        found.start()
+        for found in re.finditer(rb"llama\.|general\.|tokenizer\.|blk\.|token_embd|output", data)
+    ]
+    begin, length = rng.choice(
+        [(0, 200), (0, 2000), (0, len(data)), *((i, 80) for i in rng.sample(at, 3))]
+    )
     end = min(len(data), begin + length)
     into.write_bytes(data[:begin] + mutate_bytes(data[begin:end], rng) + data[end:])
     return into
@@ -168,9 +205,17 @@ def ask(path: Path) -> str:
 def command(path: Path) -> str:
     """What came of `info` and `run`: their exit codes. AssertionError says what was wrong."""
     found = []
-    for words in (["info", str(path)], ["run", str(path), "Hello, world! 1234", "--max-tokens", "4"]):
+    for words in (
+        ["info", str(path)],
+        ["run", str(path), "Hello, world! 1234", "--max-tokens", "4"],
+    ):
         code, said = forked(words, path.parent)
-        if code not in (0, 1, 2, 3) or "internal error" in said or "Traceback" in said or len(said) > LONGEST:
+        if (
+            code not in (0, 1, 2, 3)
+            or "internal error" in said
+            or "Traceback" in said
+            or len(said) > LONGEST
+        ):
             ended = "no end" if code is None else f"exit code {code}"
             raise AssertionError(f"{words[0]}: {ended}: {said[:200]} … {said[-600:]}")
         found.append(f"{words[0]} {code}")
@@ -230,7 +275,11 @@ def run_cases(
     make = broken_folder if kind == "folder" else broken_gguf
     for seed in seeds:
         with scratch_folder() as scratch:
-            path = make(good, scratch / ("model" if kind == "folder" else "model.gguf"), random.Random(f"{kind} {seed}"))
+            path = make(
+                good,
+                scratch / ("model" if kind == "folder" else "model.gguf"),
+                random.Random(f"{kind} {seed}"),
+            )
             begin = time.process_time()  # which a busy machine does not stretch
             try:
                 outcomes[tried(path)] += 1
@@ -244,10 +293,18 @@ def run_cases(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2000, metavar="N", help="of each kind (default: 2000)")
-    parser.add_argument("--kind", choices=("gguf", "folder"), action="append", help="(default: both)")
-    parser.add_argument("--begin", type=int, default=0, metavar="N", help="the first case's number (default: 0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", type=int, default=2000, metavar="N", help="of each kind (default: 2000)"
+    )
+    parser.add_argument(
+        "--kind", choices=("gguf", "folder"), action="append", help="(default: both)"
+    )
+    parser.add_argument(
+        "--begin", type=int, default=0, metavar="N", help="the first case's number (default: 0)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the counts as JSON")
     args = parser.parse_args()
     from tests import preloaded
@@ -265,18 +322,34 @@ def main() -> int:
             assert sound == "info 0, run 0", sound
             begin = time.monotonic()
 
-            def done(outcomes: collections.Counter[str], wrong: list[str], kind: str = kind, begin: float = begin) -> None:
+            def done(
+                outcomes: collections.Counter[str],
+                wrong: list[str],
+                kind: str = kind,
+                begin: float = begin,
+            ) -> None:
                 cases, seconds = outcomes.total(), round(time.monotonic() - begin)
                 counts[kind] = {
-                    "begin": args.begin, "cases": cases, "seconds": seconds,
-                    "outcomes": dict(outcomes), "wrong": list(wrong),
+                    "begin": args.begin,
+                    "cases": cases,
+                    "seconds": seconds,
+                    "outcomes": dict(outcomes),
+                    "wrong": list(wrong),
                 }
                 if cases % 50 == 0 or cases == args.cases:  # what is broken off is counted, too
-                    print(kind, cases, f"{seconds} s", dict(outcomes), *wrong, sep="\n  ", flush=True)
+                    print(
+                        kind, cases, f"{seconds} s", dict(outcomes), *wrong, sep="\n  ", flush=True
+                    )
                     if args.output:
                         args.output.write_text(json.dumps(counts, indent=1) + "\n")
 
-            run_cases(kind, scratch / GOOD[kind], range(args.begin, args.begin + args.cases), command, done)
+            run_cases(
+                kind,
+                scratch / GOOD[kind],
+                range(args.begin, args.begin + args.cases),
+                command,
+                done,
+            )
     return int(any(found["wrong"] for found in counts.values()))
 
 
@@ -290,15 +363,31 @@ def good_files(scratch: Path) -> dict[str, Path]:
     from tests.model.test_gguf_models import LEAST, write
 
     tiny_models.write_with_tokenizer(scratch / GOOD["folder"])
-    tokenizer = {f"tokenizer.ggml.{key}": value for key, value in GOLDEN["byte_level"].items() if "." not in key}
-    metadata = {f"llama.{key}": value for key, value in LEAST.items()} | {"llama.rope.freq_base": 1e4, "a.text": "b"}
+    tokenizer = {
+        f"tokenizer.ggml.{key}": value
+        for key, value in GOLDEN["byte_level"].items()
+        if "." not in key
+    }
+    metadata = {f"llama.{key}": value for key, value in LEAST.items()} | {
+        "llama.rope.freq_base": 1e4,
+        "a.text": "b",
+    }
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
-    shapes = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    shapes = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "ffn_gate": (64, 32),
+        "ffn_up": (64, 32),
+        "ffn_down": (32, 64),
+    }
     shapes |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
     kinds = {"attn_q": "Q8_0", "ffn_up": "Q4_0", "ffn_gate": "Q5_1", "ffn_down": "Q4_1"}
     rng = np.random.default_rng(0)
     num_tokens = len(tokenizer["tokenizer.ggml.tokens"])
-    tensors = {"token_embd.weight": (rng.normal(size=(num_tokens, 32)), "F32"), "output_norm.weight": (np.ones(32), "F32")}
+    tensors = {
+        "token_embd.weight": (rng.normal(size=(num_tokens, 32)), "F32"),
+        "output_norm.weight": (np.ones(32), "F32"),
+    }
     for name, shape in shapes.items():
         value = np.ones(shape) if len(shape) == 1 else rng.normal(size=shape) / 6
         tensors[f"blk.0.{name}.weight"] = (value, kinds.get(name, "F32"))

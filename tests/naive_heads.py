@@ -13,7 +13,14 @@ from tests import draft_heads
 def naive_drafts(setup, hidden, tokens, count):
     """`count` tokens behind `tokens` [n]. `hidden`: the model's states of tokens[:-1] before each layer [n − 1, E], and at last
     the normed ones."""
-    naive = {"eagle": eagle1, "eagle3": eagle3, "peagle": peagle, "dflash": dflash, "medusa": medusa, "mtp": mtp}
+    naive = {
+        "eagle": eagle1,
+        "eagle3": eagle3,
+        "peagle": peagle,
+        "dflash": dflash,
+        "medusa": medusa,
+        "mtp": mtp,
+    }
     return naive[setup.config["method"]](setup, hidden, tokens, count)
 
 
@@ -34,7 +41,9 @@ def attend(q, k, v, *, causal=True):
 def rotate(x, theta, first=0):
     """Of half style, at places `first`, …"""
     half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(first, first + len(x)).float(), theta ** (-torch.arange(half) / half))[:, None]
+    angles = torch.outer(
+        torch.arange(first, first + len(x)).float(), theta ** (-torch.arange(half) / half)
+    )[:, None]
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
@@ -42,7 +51,10 @@ def rotate(x, theta, first=0):
 def layer(t, x, inputs, theta, keys=None, below=""):
     """Llama's layer, whose attention reads `inputs`; x is the residual. With `keys` [n, E] the attention is over keys and
     values of these, to which the last ones belong, and has no mask."""
-    heads = {n: (inputs if n == "q" or keys is None else keys) @ t[f"{below}self_attn.{n}_proj.weight"].T for n in "qkv"}
+    heads = {
+        n: (inputs if n == "q" or keys is None else keys) @ t[f"{below}self_attn.{n}_proj.weight"].T
+        for n in "qkv"
+    }
     q, k, v = (heads[n].unflatten(1, (-1, 8)) for n in "qkv")
     if keys is not None:
         q, k = (rms(y, t[f"{below}self_attn.{n}_norm.weight"]) for n, y in (("q", q), ("k", k)))
@@ -99,7 +111,9 @@ def fused(setup, states):
 def peagle(setup, hidden, tokens, count):
     t = setup.tensors
     masks = t["mask_hidden"].view(1, 3, -1).expand(count - 1, 3, -1).unbind(1)
-    states = fused(setup, [torch.cat((hidden[i], mask)) for i, mask in zip((1, 2, 4), masks, strict=True)])
+    states = fused(
+        setup, [torch.cat((hidden[i], mask)) for i, mask in zip((1, 2, 4), masks, strict=True)]
+    )
     x = first_layer(setup, states, [*tokens[1:], *[draft_heads.MASK] * (count - 1)])
     inputs = rms(x, t["layers.1.input_layernorm.weight"])
     x = layer(t, x, inputs, theta(setup), below="layers.1.")
@@ -120,7 +134,9 @@ def eagle1(setup, hidden, tokens, count):
 def dflash(setup, hidden, tokens, count):
     t = setup.tensors
     embed = t.get("embed_tokens.weight", setup.model.get_input_embeddings().weight)
-    context = rms(torch.cat([hidden[i] for i in (2, 5)], -1) @ t["fc.weight"].T, t["hidden_norm.weight"])
+    context = rms(
+        torch.cat([hidden[i] for i in (2, 5)], -1) @ t["fc.weight"].T, t["hidden_norm.weight"]
+    )
     x = embed[[tokens[-1], *[draft_heads.MASK] * count]]
     for i in range(2):
         rows = rms(x, t[f"layers.{i}.input_layernorm.weight"])
@@ -154,8 +170,12 @@ def mtp(setup, hidden, tokens, count):
     alone.layers[0].self_attn.layer_idx = 0
     alone.config.num_hidden_layers = 1
     own = {n: x for n, x in t.items() if n in alone.layers[0].state_dict()}
-    experts = [[t[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in range(8)]
-    own["mlp.experts.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in experts])
+    experts = [
+        [t[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up", "down")] for e in range(8)
+    ]
+    own["mlp.experts.gate_up_proj"] = torch.stack(
+        [torch.cat((gate, up)) for gate, up, _ in experts]
+    )
     own["mlp.experts.down_proj"] = torch.stack([down for *_, down in experts])
     alone.layers[0].load_state_dict(own)
     alone.norm = torch.nn.Identity()
@@ -164,6 +184,12 @@ def mtp(setup, hidden, tokens, count):
         e = rms(model.get_input_embeddings().weight[[*tokens[1:], *drafts]], t["enorm.weight"], eps)
         x = torch.cat((e, rms(states, t["hnorm.weight"], eps)), -1) @ t["eh_proj.weight"].T
         x = alone(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        drafts.append(int((rms(x[-1], t["shared_head.norm.weight"], eps) @ t["shared_head.head.weight"].T).argmax()))
+        drafts.append(
+            int(
+                (
+                    rms(x[-1], t["shared_head.norm.weight"], eps) @ t["shared_head.head.weight"].T
+                ).argmax()
+            )
+        )
         states = torch.cat((states, x[-1:]))
     return drafts

@@ -6,7 +6,18 @@ import math
 
 from slipstream import SamplingParams
 
-ORDER = ("penalties", "dry", "no_repeat_ngram", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
+ORDER = (
+    "penalties",
+    "dry",
+    "no_repeat_ngram",
+    "temperature",
+    "top_n_sigma",
+    "min_p",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "xtc",
+)
 
 
 def softmax(logits: dict[int, float]) -> dict[int, float]:
@@ -20,7 +31,9 @@ def penalised(logits, tokens, answer, p):
     made = dict(logits)
     for t in set(tokens):
         if t in made:
-            made[t] = made[t] / p.repetition_penalty if made[t] > 0 else made[t] * p.repetition_penalty
+            made[t] = (
+                made[t] / p.repetition_penalty if made[t] > 0 else made[t] * p.repetition_penalty
+            )
     for t in set(answer):
         if t in made:
             made[t] -= p.frequency_penalty * answer.count(t) + p.presence_penalty
@@ -31,9 +44,15 @@ def dry(logits, tokens, p):
     if p.dry_penalty_last_n >= 0:
         tokens = tokens[max(0, len(tokens) - p.dry_penalty_last_n) :]
     longest: dict[int, int] = {}
-    for i in range(1, len(tokens)):  # tokens[i] followed a run there; how long is the one that ends the text?
+    for i in range(
+        1, len(tokens)
+    ):  # tokens[i] followed a run there; how long is the one that ends the text?
         n = 0
-        while n < i and tokens[i - 1 - n] == tokens[-1 - n] and tokens[-1 - n] not in p.dry_breaker_token_ids:
+        while (
+            n < i
+            and tokens[i - 1 - n] == tokens[-1 - n]
+            and tokens[-1 - n] not in p.dry_breaker_token_ids
+        ):
             n += 1
         if n:
             longest[tokens[i]] = max(longest.get(tokens[i], 0), n)
@@ -106,7 +125,13 @@ def distribution(logits, tokens, num_prompt: int, p: SamplingParams) -> dict[int
         elif name == "top_n_sigma" and p.top_n_sigma > 0:
             found = each(lambda x: top_n_sigma(x, p.top_n_sigma))
         elif name == "min_p":
-            found = each(lambda x: {t: v for t, v in x.items() if softmax(x)[t] >= p.min_p * max(softmax(x).values())})
+            found = each(
+                lambda x: {
+                    t: v
+                    for t, v in x.items()
+                    if softmax(x)[t] >= p.min_p * max(softmax(x).values())
+                }
+            )
         elif name == "top_k" and p.top_k:
             found = each(lambda x: dict(sorted(x.items(), key=lambda item: -item[1])[: p.top_k]))
         elif name == "typ_p" and p.typical_p < 1:
@@ -117,7 +142,10 @@ def distribution(logits, tokens, num_prompt: int, p: SamplingParams) -> dict[int
             found = [
                 way
                 for share, x in found
-                for way in ((share * p.xtc_probability, xtc(x, p.xtc_threshold)), (share * (1 - p.xtc_probability), x))
+                for way in (
+                    (share * p.xtc_probability, xtc(x, p.xtc_threshold)),
+                    (share * (1 - p.xtc_probability), x),
+                )
             ]
     total: dict[int, float] = {}
     for share, x in found:
@@ -133,5 +161,6 @@ def mirostat(logits, mu: float, p: SamplingParams) -> dict[int, tuple[float, flo
     kept = {t: x for t, x in probabilities.items() if -math.log2(x) <= mu or t == best}
     total = sum(kept.values())
     return {
-        t: (x / total, mu - p.mirostat_eta * (-math.log2(x / total) - p.mirostat_tau)) for t, x in kept.items()
+        t: (x / total, mu - p.mirostat_eta * (-math.log2(x / total) - p.mirostat_tau))
+        for t, x in kept.items()
     }

@@ -29,7 +29,12 @@ from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import Scheme
 from tests import tiny_models
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "max_position_embeddings": 2048}
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 2048,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
     "llama": {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64},
@@ -38,22 +43,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(num_attention_heads=8, num_key_value_heads=2, head_dim=128),
         **dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=384),
     },
-    "mixtral": {**SIZES, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_local_experts": 8},
+    "mixtral": {
+        **SIZES,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_local_experts": 8,
+    },
     "glm4_moe": {
         **SIZES,
-        **dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, n_routed_experts=40, num_experts_per_tok=4),
-        **dict(moe_intermediate_size=512, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1),
+        **dict(
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=128,
+            n_routed_experts=40,
+            num_experts_per_tok=4,
+        ),
+        **dict(
+            moe_intermediate_size=512,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        ),
     },
     "gptj": {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64, "n_positions": 2048},
     "deepseek_v2": {
         **SIZES,
         **dict(num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=512),
         **dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-        **dict(n_routed_experts=40, num_experts_per_tok=4, moe_intermediate_size=512, n_shared_experts=2),
+        **dict(
+            n_routed_experts=40,
+            num_experts_per_tok=4,
+            moe_intermediate_size=512,
+            n_shared_experts=2,
+        ),
     },
     "gpt_oss": {
         "max_position_embeddings": 2048,
-        **dict(hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64),
+        **dict(
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+        ),
         **dict(num_local_experts=6, num_experts_per_tok=4, sliding_window=128, num_hidden_layers=2),
     },
 }
@@ -70,8 +104,14 @@ KEYS, VALUES, SCALE = 2.0, 3.0, 0.3
 class Exact(ReferenceOps):
     """For a model in float32 with the numbers that one in bfloat16 has: scales of groups are rounded as there."""
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme, torch.bfloat16)
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
+        return (
+            Linear(weight=weight, bias=bias)
+            if scheme is None
+            else round_linear(weight, bias, scheme, torch.bfloat16)
+        )
 
 
 def build(path: Path, family: str, **overrides: Any) -> None:
@@ -80,13 +120,19 @@ def build(path: Path, family: str, **overrides: Any) -> None:
     model = tiny_models.build(path, family, **sizes).bfloat16()
     torch.manual_seed(3)
     weights = dict(model.named_parameters())
-    routers = [name for name in weights if name.endswith((".mlp.gate.weight", ".mlp.router.weight"))]  # [X, E]
+    routers = [
+        name for name in weights if name.endswith((".mlp.gate.weight", ".mlp.router.weight"))
+    ]  # [X, E]
     if routers:
         common = torch.randn(weights[routers[0]].shape[1])
         model.get_input_embeddings().weight.data += (0.02 * common).bfloat16()
         for name, weight in weights.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj", "o_proj.bias", "down_proj_bias")):
-                data = weight.data.float()  # [.., E, in], of gpt-oss' experts [.., in, E], of biases [.., E]
+            if name.endswith(
+                ("o_proj.weight", "down_proj.weight", "down_proj", "o_proj.bias", "down_proj_bias")
+            ):
+                data = (
+                    weight.data.float()
+                )  # [.., E, in], of gpt-oss' experts [.., in, E], of biases [.., E]
                 data = data[..., None] if name.endswith("bias") else data
                 data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
                 along = torch.einsum("e,...ei->...i", common, data) / common.square().sum()
@@ -94,7 +140,10 @@ def build(path: Path, family: str, **overrides: Any) -> None:
                 data = data.mT if family == "gpt_oss" and name.endswith("down_proj") else data
                 weight.data = data.reshape(weight.shape).bfloat16()
     for name in routers:
-        weight, norm = weights[name], weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"]
+        weight, norm = (
+            weights[name],
+            weights[name.rpartition("mlp.")[0] + "post_attention_layernorm.weight"],
+        )
         if (bias := weights.get(name.replace("weight", "bias"))) is not None:
             bias.data *= 0.1
         multiples = torch.linspace(-1, 1, len(weight))[torch.randperm(len(weight))]
@@ -109,7 +158,9 @@ def caches(spec: ModelSpec, kind: torch.dtype, device: torch.device) -> list[Lay
         spreads = iter((KEYS, VALUES))
 
         def new(shape: Sequence[int], spreads: Any = spreads) -> Tensor:
-            x = torch.randn(tuple(shape), device=device) * (next(spreads) / (SCALE if one_byte else 1.0))
+            x = torch.randn(tuple(shape), device=device) * (
+                next(spreads) / (SCALE if one_byte else 1.0)
+            )
             return (x.round() if kind == torch.int8 else x).to(kind)
 
         k, v = cache_tensors(layer.attention, NUM_BLOCKS, BLOCK_SIZE, new, values_by_dim=one_byte)
@@ -153,7 +204,9 @@ def kept(kv: Sequence[LayerKV], meta: AttentionMetadata, groups: Sequence[int] =
     found = []
     for x, group in zip(kv, groups or [0] * len(kv), strict=True):
         block, inside = divmod(int(meta.of_group(group).slot_mapping[0]), BLOCK_SIZE)
-        found.append(torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1))
+        found.append(
+            torch.cat([x.k[block, :, inside].float(), x.v[block, :, inside].float()], dim=1)
+        )
     return torch.stack(found)
 
 
@@ -165,19 +218,31 @@ class Judged:
         self.theirs: list[float] = []
         self.ours: list[float] = []
 
-    def step(self, length: int, truth: Tensor, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor]) -> None:
+    def step(
+        self, length: int, truth: Tensor, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor]
+    ) -> None:
         """`truth` hidden states [1, E] in float32; of each way its own, and what it left in the cache (`kept`)."""
-        off, yardstick = (((x[0].float() - truth).norm() / truth.norm()).item() for x in (ours, theirs))
+        off, yardstick = (
+            ((x[0].float() - truth).norm() / truth.norm()).item() for x in (ours, theirs)
+        )
         first, same = ours[1][0], theirs[1][0]  # the first layer's, made of the same numbers
         written = ((first - same).norm() / same.norm()).item()
-        print(f"{length}: {off:.4f} from float32, the other way {yardstick:.4f}; written {written:.4f} apart")
+        print(
+            f"{length}: {off:.4f} from float32, the other way {yardstick:.4f}; written {written:.4f} apart"
+        )
         assert written < 0.03, (length, written)
-        assert off < 2 * yardstick, (length, off, yardstick)  # of one step the rounding errors' sizes differ so much
+        assert off < 2 * yardstick, (
+            length,
+            off,
+            yardstick,
+        )  # of one step the rounding errors' sizes differ so much
         self.ours.append(off)
         self.theirs.append(yardstick)
 
     def together(self) -> None:
-        ours, theirs = (math.sqrt(sum(x * x for x in found) / len(found)) for found in (self.ours, self.theirs))
+        ours, theirs = (
+            math.sqrt(sum(x * x for x in found) / len(found)) for found in (self.ours, self.theirs)
+        )
         print(f"all: {ours:.4f}, the other way {theirs:.4f}")
         assert max(ours, theirs) < MOST[self.scheme], (ours, theirs)
         assert ours < 1.3 * theirs, (ours, theirs)

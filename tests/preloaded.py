@@ -67,10 +67,17 @@ class Preloaded:
             client.write_text(CLIENT.format(python=sys.executable, address=address, kind=kind))
             client.chmod(0o755)
         Path(address).unlink(missing_ok=True)
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, sys.path)])}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(Path(__file__).parents[1] / "src"), *filter(None, sys.path)]
+            ),
+        }
         ours, theirs = socket.socketpair()
         with theirs:
-            subprocess.Popen([sys.executable, __file__, address], env=env, stdin=theirs, start_new_session=True)
+            subprocess.Popen(
+                [sys.executable, __file__, address], env=env, stdin=theirs, start_new_session=True
+            )
         assert ours.recv(len(JOIN))
         return ours
 
@@ -107,7 +114,9 @@ def serve(address: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
-    users = [socket.socket(fileno=os.dup(0))]  # of these the other end closes when they are done, or dead
+    users = [
+        socket.socket(fileno=os.dup(0))
+    ]  # of these the other end closes when they are done, or dead
     users[0].sendall(JOIN)
     while users:
         ready = select.select([listening, *users], [], [])[0]
@@ -188,7 +197,9 @@ def fork_command(
 
 
 def run(kind: str, words: list[str]) -> int:
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, closefd=False) for fd, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(fd, mode, closefd=False) for fd, mode in enumerate("rww")
+    )
     if kind == "python":
         import runpy
 

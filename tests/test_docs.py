@@ -24,12 +24,17 @@ from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md")]
+DOCS = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md"),
+]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [
     pytest.param(language, code, id=f"{path.stem}-{number}")
     for path in DOCS
-    for number, (language, code) in enumerate(re.findall(r"```(\w+)\n(.*?)```", path.read_text("utf-8"), re.DOTALL))
+    for number, (language, code) in enumerate(
+        re.findall(r"```(\w+)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    )
     if language != "text" and not code.startswith(NOT_RUN)
 ]
 
@@ -38,7 +43,9 @@ EXAMPLES = [
 def preloaded(tmp_path_factory):
     """The same of all processes of the session."""
     session = tmp_path_factory.getbasetemp()
-    process = Preloaded((session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded")
+    process = Preloaded(
+        (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "preloaded"
+    )
     yield process
     process.close()
 
@@ -74,7 +81,13 @@ def run(folder, tools, language, code):
         (folder / "example.py").write_text(code)
         code = "python example.py"
     result = subprocess.run(
-        ["sh", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+        ["sh", "-euc", code],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
     )
     assert result.returncode == 0, f"{code}\n{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -86,13 +99,16 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize(("language", "code"), EXAMPLES)
 def test_example(place, preloaded, tiny_model, tiny_encoder, language, code):
-    code = code.replace('slipstream run "', 'slipstream run smollm2 "')  # the default model, by name
+    code = code.replace(
+        'slipstream run "', 'slipstream run smollm2 "'
+    )  # the default model, by name
     code = code.replace("smollm2", str(tiny_model)).replace("minilm", str(tiny_encoder))
     run(place, preloaded.tools, language, code)
 
 
 @pytest.mark.parametrize(
-    ("language", "code"), [("sh", "slipstream info no-such-model"), ("sh", "false"), ("python", "raise ValueError")]
+    ("language", "code"),
+    [("sh", "slipstream info no-such-model"), ("sh", "false"), ("python", "raise ValueError")],
 )
 def test_an_example_that_fails_is_noticed(place, preloaded, language, code):
     with pytest.raises(AssertionError):
@@ -100,7 +116,9 @@ def test_an_example_that_fails_is_noticed(place, preloaded, language, code):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("language", "code"), [example for example in EXAMPLES if example.id.startswith("README")])
+@pytest.mark.parametrize(
+    ("language", "code"), [example for example in EXAMPLES if example.id.startswith("README")]
+)
 def test_readme_with_the_real_model(place, fresh, language, code):
     assert "Paris" in run(place, fresh, language, code)
 
@@ -121,8 +139,17 @@ def texts_in(path):
     found = []
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            found.append(
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
             found.append(node.value)
     return found
 
@@ -130,21 +157,28 @@ def texts_in(path):
 def test_quoted_messages_are_the_codes():
     """The first column of the troubleshooting table quotes messages, with … for what varies: the code has each."""
     sources = {path: path.read_text("utf-8") for path in FILES.values()}
-    table = re.findall(r"^\| ([^|]*) \|", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
-    quotes = [quote for cell in table for quote in re.findall("`([^`]+)`", cell) if quote != "quickstart"]
+    table = re.findall(
+        r"^\| ([^|]*) \|", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.MULTILINE
+    )
+    quotes = [
+        quote for cell in table for quote in re.findall("`([^`]+)`", cell) if quote != "quickstart"
+    ]
     assert len(quotes) >= 7
     for quote in quotes:
         parts = quote.split("…")
         pattern = ".*".join(map(re.escape, parts))
         beginning = max(parts, key=len)[:20]
         likely_first = sorted(sources, key=lambda path: beginning not in sources[path])
-        assert any(re.search(pattern, text) for path in likely_first for text in texts_in(path)), quote
+        assert any(re.search(pattern, text) for path in likely_first for text in texts_in(path)), (
+            quote
+        )
 
 
 def test_the_default_models_size_is_the_same_everywhere():
     texts = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/models.md")]
     sizes = [
-        re.findall(r"SmolLM2-135M-Instruct\b.*?(\d+ Mi?B)", text) for text in [MODELS[DEFAULT_MODEL].about, *texts]
+        re.findall(r"SmolLM2-135M-Instruct\b.*?(\d+ Mi?B)", text)
+        for text in [MODELS[DEFAULT_MODEL].about, *texts]
     ]
     assert sizes == [["98 MB"]] * 3  # 98,362,432 bytes
 

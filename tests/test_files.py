@@ -57,7 +57,14 @@ def test_so_of_recipes_fleets_and_engine_folders(wrong, tmp_path):
         with pytest.raises(ConfigError):
             read(str(wrong))
     machine = {"cpu": "x", "cpu_features": [], "num_cores": 1, "memory_gib": 1}
-    data = {"format": 1, "machine": machine, "chosen": {}, "versions": {}, "measured": {}, "graph_sizes": []}
+    data = {
+        "format": 1,
+        "machine": machine,
+        "chosen": {},
+        "versions": {},
+        "measured": {},
+        "graph_sizes": [],
+    }
     (tmp_path / ENGINE_NAME).write_text(json.dumps(data))
     assert read_engine_folder(tmp_path).settings == {}
     wrong.rename(tmp_path / SERVE_NAME)
@@ -100,7 +107,10 @@ def test_json_that_is_none(text):
         ("modules.json", lambda path: read_pooling(path.parent, {}, is_encoder=True)),
     ],
 )
-@pytest.mark.parametrize("text", [DEEP, '{"lengths": [[Infinity, 1]]}', '{"machine": [], "format": 1}', "5", "[]", "\ufeff"])
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, '{"lengths": [[Infinity, 1]]}', '{"machine": [], "format": 1}', "5", "[]", "\ufeff"],
+)
 def test_files_of_strangers(tmp_path, name, read, text):
     path = tmp_path / name
     path.write_text(text)

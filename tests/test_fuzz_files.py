@@ -15,7 +15,9 @@ def good(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_a_broken_file_is_read_or_refused(good, kind, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", chat_template.MAX_SECONDS / 4)  # endless ones take it all
+    monkeypatch.setattr(
+        chat_template, "MAX_SECONDS", chat_template.MAX_SECONDS / 4
+    )  # endless ones take it all
     outcomes, wrong = run_cases(kind, good[kind], range(150))
     assert not wrong
     assert outcomes["ok"] > 5  # or they would all be refused for one reason

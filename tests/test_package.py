@@ -38,15 +38,32 @@ class Installed:
     ("compiler", "source", "url", "said"),
     [
         (True, True, None, "python -m slipstream.kernels.build"),
-        (True, False, None, "pip install --force-reinstall --no-deps --no-cache-dir --no-binary slipstream slipstream"),
-        (True, False, "file:///x/s.tar.gz", "pip install --force-reinstall --no-deps --no-cache-dir file:///x/s.tar.gz"),
-        (False, True, None, "install a C++ compiler (Debian: apt install g++), then python -m slipstream.kernels.build"),
+        (
+            True,
+            False,
+            None,
+            "pip install --force-reinstall --no-deps --no-cache-dir --no-binary slipstream slipstream",
+        ),
+        (
+            True,
+            False,
+            "file:///x/s.tar.gz",
+            "pip install --force-reinstall --no-deps --no-cache-dir file:///x/s.tar.gz",
+        ),
+        (
+            False,
+            True,
+            None,
+            "install a C++ compiler (Debian: apt install g++), then python -m slipstream.kernels.build",
+        ),
     ],
 )
 def test_how_to_get_the_library(monkeypatch, tmp_path, compiler, source, url, said):
     monkeypatch.setattr(build, "SOURCE", ROOT / "csrc" / "cpu" if source else tmp_path)
     monkeypatch.setattr(build, "distribution", lambda name: Installed(url))
-    monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}" if compiler else None)
+    monkeypatch.setattr(
+        build.shutil, "which", lambda name: f"/usr/bin/{name}" if compiler else None
+    )
     assert build.remedy() == said
 
 
@@ -65,7 +82,9 @@ def test_a_package_that_nobody_installed(monkeypatch, tmp_path):
 
 
 def test_building_without_a_compiler_says_what_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(build.shutil, "which", lambda name: None if name in build.COMPILERS else f"/usr/bin/{name}")
+    monkeypatch.setattr(
+        build.shutil, "which", lambda name: None if name in build.COMPILERS else f"/usr/bin/{name}"
+    )
     monkeypatch.delenv("CXX", raising=False)
     assert build.main([]) == 1
     assert "no C++ compiler" in capsys.readouterr().err
@@ -75,12 +94,21 @@ def test_without_the_library_an_engine_says_so_and_runs(monkeypatch, caplog):
     monkeypatch.setattr(native, "library_path", lambda: None)
     native.load.cache_clear()
     try:
-        with pytest.raises(ConfigError, match=r"not built.*kernels='torch'.*slipstream\.kernels\.build"):
+        with pytest.raises(
+            ConfigError, match=r"not built.*kernels='torch'.*slipstream\.kernels\.build"
+        ):
             native.load()
         assert not native.has_cpu_kernels()
-        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "max_model_len": 64}
+        settings = {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "device": "cpu",
+            "max_model_len": 64,
+        }
         with LLM(str(TINY), **settings) as llm:
-            (answer,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True))
+            (answer,) = llm.generate(
+                {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2, ignore_eos=True)
+            )
         assert len(answer.outputs[0].token_ids) == 2
         assert "the C++ kernels are not installed: torch's run instead" in caplog.text
     finally:
@@ -93,16 +121,42 @@ def test_without_the_library_an_engine_says_so_and_runs(monkeypatch, caplog):
 def slim_path(folder: Path) -> str:
     """A PATH with a shell's tools and without a compiler, CMake or ninja."""
     folder.mkdir()
-    for tool in ("sh", "env", "cat", "uname", "ldd", "rm", "cp", "mv", "ln", "mkdir", "sed", "grep"):
+    for tool in (
+        "sh",
+        "env",
+        "cat",
+        "uname",
+        "ldd",
+        "rm",
+        "cp",
+        "mv",
+        "ln",
+        "mkdir",
+        "sed",
+        "grep",
+    ):
         if found := shutil.which(tool):
             (folder / tool).symlink_to(found)
     return str(folder)
 
 
 def make_wheel(folder: Path, **environment: str) -> Path:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-cache-dir", "-w", str(folder), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-cache-dir",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
     plain = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "CC")}
-    subprocess.run(command, check=True, cwd=folder.parent, env={**plain, **environment}, timeout=1500)
+    subprocess.run(
+        command, check=True, cwd=folder.parent, env={**plain, **environment}, timeout=1500
+    )
     (made,) = folder.glob("*.whl")
     return made
 
@@ -111,11 +165,23 @@ def installed(wheel: Path, folder: Path) -> Path:
     """The Python of a fresh environment that has the wheel, and of ours what it depends on (but no editable install)."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "-q",
+        "--no-deps",
+        str(wheel),
+    ]
     plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run(pip, check=True, env=plain)
     (site,) = folder.glob("lib/python*/site-packages")
-    ours = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]  # an environment may have two
+    ours = [
+        p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")
+    ]  # an environment may have two
     (site / "dependencies.pth").write_text("\n".join(ours) + "\n")
     return python
 
@@ -125,14 +191,26 @@ def installed_alone(wheel: Path, folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), "install", "-q", str(wheel)], check=True, env=plain)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", str(wheel)],
+        check=True,
+        env=plain,
+    )
     return python
 
 
-def answer_of(python: Path, path: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def answer_of(
+    python: Path, path: str, cache: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": path, "HOME": str(cache), "XDG_CACHE_HOME": str(cache)}
     return subprocess.run(
-        [str(python), *arguments], capture_output=True, text=True, check=False, env=environment, cwd=cache, timeout=300
+        [str(python), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=cache,
+        timeout=300,
     )
 
 
@@ -155,13 +233,19 @@ with LLM({str(TINY)!r}, load_format="dummy", skip_tokenizer_init=True, device="c
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_torch(tmp_path, tiny_model, tiny_encoder):
+def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_torch(
+    tmp_path, tiny_model, tiny_encoder
+):
     wheel = make_wheel(tmp_path / "dist")
     assert wheel.name.startswith("slipstream-0")
     assert "-py3-none-" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert f"slipstream/kernels/{native.LIBRARY}" in names
-    assert not [n for n in names if n.split("/")[0] not in ("slipstream", wheel.name.split("-py3")[0] + ".dist-info")]
+    assert not [
+        n
+        for n in names
+        if n.split("/")[0] not in ("slipstream", wheel.name.split("-py3")[0] + ".dist-info")
+    ]
     path, python = slim_path(tmp_path / "bin"), installed_alone(wheel, tmp_path / "venv")
     assert answer_of(python, path, tmp_path, "-c", "import torch").returncode == 1
 
@@ -176,7 +260,9 @@ def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_
     assert not lacking["needed"]
     assert "slipstream[torch]" in lacking["command"]
     assert not [m for m in found["missing"] if "C++" in m["what"]]
-    models = {"decoder": tiny_model, "encoder": tiny_encoder} | {k: v for k, v in list_cached().items() if k == "smollm2"}
+    models = {"decoder": tiny_model, "encoder": tiny_encoder} | {
+        k: v for k, v in list_cached().items() if k == "smollm2"
+    }
     for name, model in models.items():
         assert told("info", str(model))["needs_torch"] is None, name
         if name == "encoder":
@@ -189,14 +275,21 @@ def test_a_wheel_brings_the_kernels_to_a_machine_without_a_compiler_and_without_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not native.has_cpu_kernels() or EMULATOR is None, reason="needs the C++ kernels and QEMU's user emulation")
-@pytest.mark.parametrize(("cpu", "sets"), [("Haswell", ["portable", "avx2"]), ("Nehalem", ["portable"])])
+@pytest.mark.skipif(
+    not native.has_cpu_kernels() or EMULATOR is None,
+    reason="needs the C++ kernels and QEMU's user emulation",
+)
+@pytest.mark.parametrize(
+    ("cpu", "sets"), [("Haswell", ["portable", "avx2"]), ("Nehalem", ["portable"])]
+)
 def test_one_library_serves_older_processors(cpu, sets):
     """It loads where AVX-512 or AVX2 is missing, and what it says that runs does."""
     assert EMULATOR is not None
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "PYTHONPATH")}
     command = [EMULATOR, "-cpu", cpu, sys.executable, "-c", EVERY_SET]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=1500)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=1500
+    )
     assert ran.stdout.split() == sets, ran.stderr
 
 
@@ -207,10 +300,14 @@ def test_without_a_compiler_the_package_installs_and_says_what_it_lacks(tmp_path
     wheel = make_wheel(tmp_path / "dist", PATH=path)
     assert not [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(native.LIBRARY)]
     python = installed(wheel, tmp_path / "venv")
-    found = json.loads(answer_of(python, path, tmp_path, "-m", "slipstream", "doctor", "--json").stdout)
+    found = json.loads(
+        answer_of(python, path, tmp_path, "-m", "slipstream", "doctor", "--json").stdout
+    )
     (lacking,) = (m for m in found["missing"] if "C++" in m["what"])
     assert not lacking["needed"]
-    assert lacking["command"].startswith("install a C++ compiler (Debian: apt install g++), then pip install")
+    assert lacking["command"].startswith(
+        "install a C++ compiler (Debian: apt install g++), then pip install"
+    )
     assert wheel.name in lacking["command"]
     ran = answer_of(python, path, tmp_path, "-c", RUN)
     assert ran.stdout.startswith("torch "), ran.stderr

@@ -34,7 +34,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize("value", HUGE)
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "head_dim"]
+)
 def test_huge_sizes_of_a_config(model_copy, capsys, key, value):
     change(model_copy, {key: value})
     refused(model_copy, capsys)
@@ -60,8 +62,14 @@ def change(model, values):
         ({"rope_scaling": {**YARN, "factor": math.nan}, "rope_parameters": None}, "factor"),
         ({"rope_scaling": {**YARN, "beta_fast": 0}, "rope_parameters": None}, "beta_fast"),
         ({"rope_scaling": {**LLAMA3, "factor": 0}, "rope_parameters": None}, "factor"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 0}, "rope_parameters": None}, "low_freq_factor"),
-        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}, "rope_parameters": None}, "high_freq_factor"),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 0}, "rope_parameters": None},
+            "low_freq_factor",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1}, "rope_parameters": None},
+            "high_freq_factor",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}, "rope_parameters": None}, "factor"),
         ({"rope_scaling": "x", "rope_parameters": None}, "rope_scaling"),
         ({"head_dim": 7}, ""),
@@ -79,7 +87,13 @@ def test_a_config_that_is_not_true(model_copy, capsys, values, word):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("top_k", 2**70), ("temperature", 10**400), ("temperature", math.nan), ("eos_token_id", "x"), ("eos_token_id", [1.5])],
+    [
+        ("top_k", 2**70),
+        ("temperature", 10**400),
+        ("temperature", math.nan),
+        ("eos_token_id", "x"),
+        ("eos_token_id", [1.5]),
+    ],
 )
 def test_a_generation_config_that_is_not_true(model_copy, capsys, key, value):
     (model_copy / "generation_config.json").write_text(json.dumps({"do_sample": True, key: value}))
@@ -104,7 +118,9 @@ def test_json_nested_without_end(model_copy, capsys, name):
         refused(model_copy, capsys, name)
 
 
-@pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length", "attention.head_count"])
+@pytest.mark.parametrize(
+    "key", ["block_count", "embedding_length", "feed_forward_length", "attention.head_count"]
+)
 @pytest.mark.parametrize("value", [2**31 - 1, 2**32 - 1])
 def test_huge_sizes_of_a_gguf_file(tmp_path, capsys, key, value):
     import numpy as np
@@ -117,7 +133,11 @@ def test_huge_sizes_of_a_gguf_file(tmp_path, capsys, key, value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("attention.layer_norm_rms_epsilon", math.nan), ("rope.freq_base", math.inf), ("rope.freq_base", 0.0)],
+    [
+        ("attention.layer_norm_rms_epsilon", math.nan),
+        ("rope.freq_base", math.inf),
+        ("rope.freq_base", 0.0),
+    ],
 )
 def test_numbers_of_a_gguf_file_that_are_none(tmp_path, capsys, key, value):
     import numpy as np
@@ -132,7 +152,10 @@ def test_frequencies_of_a_gguf_file_that_are_none(tmp_path, capsys, value):
     import numpy as np
 
     metadata = {f"llama.{k}": v for k, v in LEAST.items()}
-    tensors = {"token_embd.weight": (np.zeros((4, 32)), "F32"), "rope_freqs.weight": (np.full(4, value), "F32")}
+    tensors = {
+        "token_embd.weight": (np.zeros((4, 32)), "F32"),
+        "rope_freqs.weight": (np.full(4, value), "F32"),
+    }
     write(tmp_path / "x.gguf", tensors, **metadata)
     refused(tmp_path / "x.gguf", capsys, "factor")
 
@@ -151,15 +174,22 @@ def test_tensors_that_overlap(tmp_path, capsys):
     refused(path, capsys, "overlap")
 
 
-@pytest.mark.parametrize("named", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "config.json", "..", ""])
+@pytest.mark.parametrize(
+    "named", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "config.json", "..", ""]
+)
 def test_an_index_names_files_beside_it(model_copy, named):
-    (model_copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": named}}))
+    (model_copy / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": named}})
+    )
     shutil.copy(model_copy / "model.safetensors", model_copy.parent / "outside.safetensors")
     with pytest.raises(CheckpointError, match="beside it"):
         safetensors_files(model_copy)
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": {"a": 5}}', '{"weight_map": 5}', '{"weight_map":' + "[" * 100_000, "[]"])
+@pytest.mark.parametrize(
+    "index",
+    ['{"weight_map": {"a": 5}}', '{"weight_map": 5}', '{"weight_map":' + "[" * 100_000, "[]"],
+)
 def test_a_broken_index(model_copy, index):
     (model_copy / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json"):

@@ -49,15 +49,27 @@ ELSEWHERE = {"tests/test_words.py", "tests/data/tokenizer_corpus.txt"}
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, str]:
-    found = subprocess.run(["git", "ls-files", "-z", *CODE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [name for name in found.split("\0") if name and name not in ELSEWHERE and not name.endswith(".json")]
-    return {name: (ROOT / name).read_text(encoding="utf-8", errors="replace") for name in files if (ROOT / name).is_file()}
+    found = subprocess.run(
+        ["git", "ls-files", "-z", *CODE], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    files = [
+        name
+        for name in found.split("\0")
+        if name and name not in ELSEWHERE and not name.endswith(".json")
+    ]
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8", errors="replace")
+        for name in files
+        if (ROOT / name).is_file()
+    }
 
 
 @pytest.mark.parametrize("pattern", OLD, ids=OLD.values())
 def test_the_old_name_is_gone(pattern, texts):
     loose = pattern.replace(r"\b", "")  # found ten times as fast
-    found = [name for name, text in texts.items() if re.search(loose, text) and re.search(pattern, text)]
+    found = [
+        name for name, text in texts.items() if re.search(loose, text) and re.search(pattern, text)
+    ]
     assert not found, f"it is called {OLD[pattern]}"
 
 

@@ -18,7 +18,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @pytest.mark.parametrize(
     ("given", "likely"),
-    [("fp16", "float16"), ("half", "float16"), ("BF16", "bfloat16"), ("float", "float32"), ("flaot16", "float16")],
+    [
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("BF16", "bfloat16"),
+        ("float", "float32"),
+        ("flaot16", "float16"),
+    ],
 )
 def test_other_engines_names_of_types(given, likely):
     with pytest.raises(ConfigError, match=f"did you mean '{likely}'") as caught:
@@ -29,7 +35,9 @@ def test_other_engines_names_of_types(given, likely):
 
 @pytest.mark.parametrize("role", ["usr", "", None, 5, "us", "User"])
 def test_a_role_that_there_is_not(role):
-    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(RequestError, match=r"messages\[1\]: role .* use one of system") as caught:
         for_template([{"role": "user", "content": "a"}, {"role": role, "content": "b"}], template)
     assert caught.value.field == "messages"
@@ -49,7 +57,9 @@ def test_a_role_over_http():
 
 @pytest.mark.parametrize("given", [50, -1])
 def test_top_logprobs_is_named_as_such(given):
-    body = ChatRequest(model="m", messages=[Message(role="user", content="a")], logprobs=True, top_logprobs=given)
+    body = ChatRequest(
+        model="m", messages=[Message(role="user", content="a")], logprobs=True, top_logprobs=given
+    )
     with pytest.raises(ApiError, match=f"top_logprobs must be from 0 to 20, got {given}") as caught:
         body.check()
     assert caught.value.param == "top_logprobs"
@@ -57,9 +67,17 @@ def test_top_logprobs_is_named_as_such(given):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_threads", "4"), ("device", 0), ("model", 5), ("kv_cache_bytes", "2GiB"), ("enforce_eager", "yes")],
+    [
+        ("num_threads", "4"),
+        ("device", 0),
+        ("model", 5),
+        ("kv_cache_bytes", "2GiB"),
+        ("enforce_eager", "yes"),
+    ],
 )
-def test_settings_of_another_type_are_named_where_they_are_given(name, value):  # some are read before the others are looked at
+def test_settings_of_another_type_are_named_where_they_are_given(
+    name, value
+):  # some are read before the others are looked at
     with pytest.raises(ConfigError, match=f"{name} must be .*, got {value!r}") as caught:
         EngineArgs(**{"model": "m", name: value})
     assert caught.value.field == name

@@ -61,7 +61,13 @@ _EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 7},
-    "qwen2": {**_LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen2": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
     "qwen3": {**_LLAMA, "model_type": "qwen3", "head_dim": 16},
     "gemma3_text": {
         **_LLAMA,
@@ -76,21 +82,62 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**_GPT, "model_type": "gpt2"},
     "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
     "ministral": {**_LLAMA, "model_type": "ministral", "head_dim": 8, "sliding_window": 7},
-    "mixtral": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 48},
-    "qwen3_moe": {**_LLAMA, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True},
+    "mixtral": {
+        **_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    },
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
-    "opt": {**_LAYERS, "model_type": "opt", "intermediate_size": None, "ffn_dim": 64, "init_std": 0.3},
+    "opt": {
+        **_LAYERS,
+        "model_type": "opt",
+        "intermediate_size": None,
+        "ffn_dim": 64,
+        "init_std": 0.3,
+    },
     "bloom": {**_SMALL, "model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "mpt": {**_SMALL, "model_type": "mpt", "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+    "mpt": {
+        **_SMALL,
+        "model_type": "mpt",
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "max_seq_len": 256,
+    },
     "falcon": {**_LAYERS, "model_type": "falcon", "intermediate_size": None},
     "starcoder2": {**_LLAMA, "model_type": "starcoder2", "sliding_window": 7, "rope_theta": None},
     "phi": {**_LAYERS, "model_type": "phi"},
     "phi3": {**_LLAMA, "model_type": "phi3"},
     "gemma": {**_LLAMA, "model_type": "gemma", "head_dim": 16},
-    "gemma2": {**_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20},
+    "gemma2": {
+        **_LLAMA,
+        "model_type": "gemma2",
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 20,
+    },
     "olmo2": {**_LLAMA, "model_type": "olmo2"},
-    "olmo3": {**_LLAMA, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 6, "rope_theta": None},
+    "olmo3": {
+        **_LLAMA,
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 6,
+        "rope_theta": None,
+    },
     "granite": {
         **_LLAMA,
         "model_type": "granite",
@@ -124,10 +171,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **_LLAMA,
         **dict(model_type="glm4_moe", head_dim=16, rope_theta=None, initializer_range=0.2),
-        **dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=32, num_mtp_layers=0),
-        **dict(first_k_dense_replace=1, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True),
+        **dict(
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            num_mtp_layers=0,
+        ),
+        **dict(
+            first_k_dense_replace=1, n_group=4, topk_group=2, use_qk_norm=True, attention_bias=True
+        ),
     },
-    "smollm3": {**_LLAMA, "model_type": "smollm3", "num_hidden_layers": 5, "tie_word_embeddings": True},
+    "smollm3": {
+        **_LLAMA,
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -137,7 +197,9 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**FAMILIES[family], **overrides}
-    for key in [k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")]:
+    for key in [
+        k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")
+    ]:
         del settings[key]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
@@ -174,7 +236,10 @@ def write(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     is_alone = not path.exists() or not any(path.iterdir())
     build(path, family, seed=seed, **overrides)
     if is_alone and sum(file.stat().st_size for file in path.iterdir()) <= MOST_BYTES:
-        _written[called] = {file.name: file.read_bytes() for file in path.iterdir()}, torch.get_rng_state()
+        _written[called] = (
+            {file.name: file.read_bytes() for file in path.iterdir()},
+            torch.get_rng_state(),
+        )
 
 
 def build_near(path: Path, family: str = "llama", *, noise: float = 0.1, **overrides: Any) -> None:
@@ -184,7 +249,10 @@ def build_near(path: Path, family: str = "llama", *, noise: float = 0.1, **overr
 
     write(path, family, **overrides)
     file, g = path / "model.safetensors", torch.Generator().manual_seed(0)
-    tensors = {n: x + noise * x.std() * torch.randn(x.shape, generator=g) for n, x in load_file(file).items()}
+    tensors = {
+        n: x + noise * x.std() * torch.randn(x.shape, generator=g)
+        for n, x in load_file(file).items()
+    }
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -194,7 +262,9 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     settings = {k: v for k, v in FAMILIES[family].items() if v is not None}
-    config = AutoConfig.for_model(settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings)
+    config = AutoConfig.for_model(
+        settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings
+    )
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(path)
@@ -203,7 +273,9 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
 
 def correction_buffers(model: Any) -> list[Any]:
     """What DeepSeek V3 learns beside gradients."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
 
 
 def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:
@@ -234,7 +306,11 @@ def write_tokenizer(path: Path) -> None:
         ("i", "n"),
         ("e", "r"),
     ]
-    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(m) for m in merges)]
+    tokens = [
+        *specials,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *("".join(m) for m in merges),
+    ]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     assert len(vocab) <= VOCAB
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
@@ -282,7 +358,9 @@ _T5 = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
-_NO_SPECIAL = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None)
+_NO_SPECIAL = dict(
+    pad_token_id=None, bos_token_id=None, eos_token_id=None, cls_token_id=None, sep_token_id=None
+)
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {**_BERT, "model_type": "bert"},
     "roberta": {**_BERT, "model_type": "roberta", "type_vocab_size": 1, "pad_token_id": 1},
@@ -296,12 +374,20 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 130,
     },
 }
+
+
 def _rotary(**more: Any) -> dict[str, Any]:
     return {**_BERT, **more, "max_position_embeddings": 200}
 
 
 ENCODERS |= {
-    "modernbert": _rotary(model_type="modernbert", num_hidden_layers=4, local_attention=12, norm_bias=True, **_NO_SPECIAL),
+    "modernbert": _rotary(
+        model_type="modernbert",
+        num_hidden_layers=4,
+        local_attention=12,
+        norm_bias=True,
+        **_NO_SPECIAL,
+    ),
     "nomic_bert": _rotary(model_type="nomic_bert"),
     "gte": _rotary(model_type="gte", type_vocab_size=2),
     "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
@@ -316,7 +402,13 @@ T5S: dict[str, dict[str, Any]] = {
 
 
 def build_encoder(
-    path: Path, family: str = "bert", *, num_labels: int | None = None, seed: int = 0, noise: float = 0.1, **more: Any
+    path: Path,
+    family: str = "bert",
+    *,
+    num_labels: int | None = None,
+    seed: int = 0,
+    noise: float = 0.1,
+    **more: Any,
 ) -> Any:
     """An encoder, or with `num_labels` a classifier."""
     import torch
@@ -331,10 +423,17 @@ def build_encoder(
     return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path, noise)
 
 
-def build_t5(path: Path, family: str = "flan-t5", *, seed: int = 0, noise: float = 0.1, **more: Any) -> Any:
+def build_t5(
+    path: Path, family: str = "flan-t5", *, seed: int = 0, noise: float = 0.1, **more: Any
+) -> Any:
     """Flan-T5 has a head of its own, which transformers makes only for a checkpoint that has one."""
     import torch
-    from transformers import T5Config, T5ForConditionalGeneration, UMT5Config, UMT5ForConditionalGeneration
+    from transformers import (
+        T5Config,
+        T5ForConditionalGeneration,
+        UMT5Config,
+        UMT5ForConditionalGeneration,
+    )
 
     torch.manual_seed(seed)
     settings = {**T5S[family], **more}
@@ -363,8 +462,22 @@ def write_wordpiece(path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + c for c in letters), "the", "##ing", ".", "?"]
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *("##" + c for c in letters),
+        "the",
+        "##ing",
+        ".",
+        "?",
+    ]
+    tokenizer = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -375,15 +488,29 @@ def write_wordpiece(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    (path / "tokenizer_config.json").write_text(json.dumps({**named, "tokenizer_class": "BertTokenizer"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({**named, "tokenizer_class": "BertTokenizer"})
+    )
 
 
-def write_sentence_transformers(path: Path, *, mode: str = "mean_tokens", normalize: bool = True) -> None:
+def write_sentence_transformers(
+    path: Path, *, mode: str = "mean_tokens", normalize: bool = True
+) -> None:
     """The files that say how a text becomes one vector."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    modules = [{"path": f"{i}_{k}" if i else "", "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    modules = [
+        {"path": f"{i}_{k}" if i else "", "type": f"sentence_transformers.models.{k}"}
+        for i, k in enumerate(kinds)
+    ]
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "1_Pooling").mkdir(exist_ok=True)
-    modes = {f"pooling_mode_{m}": m == mode for m in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
-    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **modes}))
-    (path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    modes = {
+        f"pooling_mode_{m}": m == mode
+        for m in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    }
+    (path / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, **modes})
+    )
+    (path / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 64, "do_lower_case": False})
+    )

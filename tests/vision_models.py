@@ -13,11 +13,30 @@ BYTES = 256
 
 SPECIAL = {
     "smolvlm": (
-        *("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
+        *(
+            "<|im_start|>",
+            "<end_of_utterance>",
+            "<fake_token_around_image>",
+            "<image>",
+            "<global-img>",
+        ),
         *(f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4)),
     ),
-    "gemma3": ("<bos>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"),
-    "qwen2_5_vl": ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "gemma3": (
+        "<bos>",
+        "<end_of_turn>",
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+    ),
+    "qwen2_5_vl": (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
 }
 IMAGE = {"smolvlm": "<image>", "gemma3": "<image_soft_token>", "qwen2_5_vl": "<|image_pad|>"}
 PLACEHOLDER = {"smolvlm": "<image>", "gemma3": "<start_of_image>", "qwen2_5_vl": "<|image_pad|>"}
@@ -78,21 +97,36 @@ def _config(family: str, **more: Any) -> Any:
     image = token_id(family, IMAGE[family])
     if family == "smolvlm":
         text = {**_TEXT, "model_type": "llama", "tie_word_embeddings": False}
-        return t.SmolVLMConfig(text_config=text, vision_config=_SIGLIP, image_token_id=image, scale_factor=2, **more)
+        return t.SmolVLMConfig(
+            text_config=text, vision_config=_SIGLIP, image_token_id=image, scale_factor=2, **more
+        )
     if family == "gemma3":
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-        text = {**_TEXT, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 20, "layer_types": kinds}
+        text = {
+            **_TEXT,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "layer_types": kinds,
+        }
         text |= {"query_pre_attn_scalar": 20}
         return t.Gemma3Config(
             text_config=text,
-            vision_config={**_SIGLIP, "vision_use_head": False, "model_type": "siglip_vision_model"},
+            vision_config={
+                **_SIGLIP,
+                "vision_use_head": False,
+                "model_type": "siglip_vision_model",
+            },
             mm_tokens_per_image=16,
             image_token_index=image,
             boi_token_index=token_id(family, "<start_of_image>"),
             eoi_token_index=token_id(family, "<end_of_image>"),
             **more,
         )
-    text = {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}}
+    text = {
+        **_TEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
+    }
     vision = dict(
         depth=3,
         hidden_size=32,
@@ -125,7 +159,11 @@ PROCESSING: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
         "resample": 1,
     },
-    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}, "resample": 2},
+    "gemma3": {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "resample": 2,
+    },
     "qwen2_5_vl": {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": 4,
@@ -190,8 +228,14 @@ def their_processor(family: str) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    kinds = {"smolvlm": SmolVLMImageProcessorPil, "gemma3": Gemma3ImageProcessorPil, "qwen2_5_vl": Qwen2VLImageProcessorPil}
-    return kinds[family](**{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"})
+    kinds = {
+        "smolvlm": SmolVLMImageProcessorPil,
+        "gemma3": Gemma3ImageProcessorPil,
+        "qwen2_5_vl": Qwen2VLImageProcessorPil,
+    }
+    return kinds[family](
+        **{k: v for k, v in PROCESSING[family].items() if k != "image_processor_type"}
+    )
 
 
 def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[str, Any]:
@@ -208,5 +252,9 @@ def their_inputs(family: str, tokens: list[int], pictures: list[Any]) -> dict[st
     if pictures:
         nested = [pictures] if family == "smolvlm" else pictures
         made = their_processor(family)(nested, return_tensors="pt")
-        given |= {k: v for k, v in made.items() if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw")}
+        given |= {
+            k: v
+            for k, v in made.items()
+            if k in ("pixel_values", "pixel_attention_mask", "image_grid_thw")
+        }
     return given

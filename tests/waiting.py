@@ -23,7 +23,9 @@ def wait_for(condition, what, seconds=PATIENCE_S):
 def free_port():
     """A port that nobody listens at, and that the system gives to nobody who does not name it."""
     while True:
-        port = 20_000 + secrets.randbelow(12_000)  # Linux gives those from 32,768 on, macOS from 49,152
+        port = 20_000 + secrets.randbelow(
+            12_000
+        )  # Linux gives those from 32,768 on, macOS from 49,152
         with socket.socket() as tried:
             try:
                 tried.bind(("127.0.0.1", port))

@@ -27,13 +27,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         process.stdin.write(json.dumps([words, *map(str, files)]) + "\n")
         process.stdin.flush()
         code = int(process.stdout.readline())
-        return subprocess.CompletedProcess(words, code, *(file.read_text("utf-8") for file in files))
+        return subprocess.CompletedProcess(
+            words, code, *(file.read_text("utf-8") for file in files)
+        )
 
 
 @functools.cache
 def _forking() -> subprocess.Popen[str]:
     """It ends with this process."""
-    return subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def serve() -> None:

@@ -71,7 +71,11 @@ def schemes(args: argparse.Namespace) -> None:
         numbers = f"{found.perplexity_b:.3f}", f"{found.kl.mean:.5f}", f"{found.kl.p99:.4f}"
         rows.append((name, *numbers, f"{found.top1_agreement:.2%}", f"{found.top5_agreement:.2%}"))
     num_tokens = sum(w.num_scored for w in windows)
-    print_table(f"{args.model} on {args.text}, the {text.part} part: {num_tokens:,} tokens scored", COLUMNS, rows)
+    print_table(
+        f"{args.model} on {args.text}, the {text.part} part: {num_tokens:,} tokens scored",
+        COLUMNS,
+        rows,
+    )
     common.save(
         args.output,
         "fidelity",
@@ -107,32 +111,52 @@ tides
 the Roman Empire
 vaccines
 chess""".splitlines()
-ASKED = ("Explain {} in a few sentences.", "Write three questions about {} that a teacher could ask.")
+ASKED = (
+    "Explain {} in a few sentences.",
+    "Write three questions about {} that a teacher could ask.",
+)
 SAMPLING = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 def answers(model: str, prompts: list[list[int]], **settings: object) -> list[list[int]]:
     llm = LLM(model, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=50, **settings)
     with llm:
-        return [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in prompts], SAMPLING)]
+        return [
+            o.outputs[0].token_ids
+            for o in llm.generate([{"prompt_token_ids": p} for p in prompts], SAMPLING)
+        ]
 
 
 def answers_reference(args: argparse.Namespace) -> None:
     with LLM(args.model, max_model_len=512) as llm:
         chats = [[{"role": "user", "content": ask.format(s)}] for s in SUBJECTS for ask in ASKED]
         prompts = [o.prompt_token_ids for o in llm.chat(chats, SamplingParams(max_tokens=1))]
-    made = {t: answers(args.model, prompts, kernels="reference", dtype=t) for t in ("bfloat16", "float32")}
+    made = {
+        t: answers(args.model, prompts, kernels="reference", dtype=t)
+        for t in ("bfloat16", "float32")
+    }
     args.reference.write_text(json.dumps({"prompts": prompts, **made}))
     exact = likeliest(args.model, prompts, made["float32"], kernels="reference", dtype="bfloat16")
-    print("bfloat16 against float32:", agreement(made["bfloat16"], made["float32"]), "given its text:", exact)
+    print(
+        "bfloat16 against float32:",
+        agreement(made["bfloat16"], made["float32"]),
+        "given its text:",
+        exact,
+    )
 
 
-def likeliest(model: str, prompts: list[list[int]], texts: list[list[int]], **settings: object) -> float:
+def likeliest(
+    model: str, prompts: list[list[int]], texts: list[list[int]], **settings: object
+) -> float:
     """Share of the texts' tokens that the model finds the likeliest, given what stands before them."""
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(model, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=50, **settings) as llm:
+    with LLM(
+        model, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=50, **settings
+    ) as llm:
         asked = [{"prompt_token_ids": p + t} for p, t in zip(prompts, texts, strict=True)]
-        ranks = [e.chosen.rank for o in llm.generate(asked, sampling) for e in o.prompt_logprobs[-64:]]
+        ranks = [
+            e.chosen.rank for o in llm.generate(asked, sampling) for e in o.prompt_logprobs[-64:]
+        ]
     return sum(r == 1 for r in ranks) / len(ranks)
 
 
@@ -162,7 +186,9 @@ def answers_compare(args: argparse.Namespace) -> None:
         ours = answers(args.model, held["prompts"], **chosen)
         result[name] = {f"against {t}": agreement(ours, held[t]) for t in ("bfloat16", "float32")}
         for t in ("bfloat16", "float32"):
-            result[name][f"likeliest given {t}"] = likeliest(args.model, held["prompts"], held[t], **chosen)
+            result[name][f"likeliest given {t}"] = likeliest(
+                args.model, held["prompts"], held[t], **chosen
+            )
         print(name, json.dumps(result[name]), flush=True)
     if args.output == common.RESULTS / "fidelity.json":
         args.output = args.output.with_name("fidelity_answers.json")
@@ -177,9 +203,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", choices=tuple(MEASURES), default="schemes")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", default=DEFAULT_TEXT, help="schemes")
-    parser.add_argument("--windows", type=int, default=16, help="schemes: of the text (default: 16)")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME", help="schemes")
-    parser.add_argument("--reference", type=Path, help="reference: the file to write; answers: the file to read")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="schemes: of the text (default: 16)"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(CASES),
+        choices=list(CASES),
+        metavar="NAME",
+        help="schemes",
+    )
+    parser.add_argument(
+        "--reference", type=Path, help="reference: the file to write; answers: the file to read"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:

@@ -79,7 +79,10 @@ class Study:
         self.values = [load_layer(source, i, CPU) for i in range(source.spec.num_layers)]
         windows = [w.token_ids for w in read_windows(text, tokenizer)]
         self.stream = Stream(source, windows, device=CPU, dtype=torch.float32)
-        self.start, self.ends = self.stream.states, load_ends(source, device=CPU, dtype=torch.float32)
+        self.start, self.ends = (
+            self.stream.states,
+            load_ends(source, device=CPU, dtype=torch.float32),
+        )
         self.exact = self.hidden(lambda i: self.values[i], {})
         self._stats: list[dict[str, InputStats]] | None = None
         self._made: dict[str, list[dict[str, Tensor]]] = {}
@@ -104,8 +107,14 @@ class Study:
                 layer = dict(own)
                 for name in PRODUCTS:
                     weight = own[f"{name}.weight"]
-                    stats = None if how in ("plain", "searched without text") else self.stats[i][name]
-                    make = gptq(weight, fmt, dtype, stats) if how == "gptq" and stats is not None else None
+                    stats = (
+                        None if how in ("plain", "searched without text") else self.stats[i][name]
+                    )
+                    make = (
+                        gptq(weight, fmt, dtype, stats)
+                        if how == "gptq" and stats is not None
+                        else None
+                    )
                     made = make or nearest(weight, fmt, dtype, clip=how != "plain", stats=stats)
                     layer[f"{name}.weight"] = made.dequantized()
                 self._made[how].append(layer)
@@ -113,13 +122,18 @@ class Study:
 
     def weights(self, how: str, products: tuple[str, ...] = PRODUCTS) -> Weights:
         changed = {f"{name}.weight" for name in products}
-        return lambda i: {n: self.rounded(how)[i][n] if n in changed else v for n, v in self.values[i].items()}
+        return lambda i: {
+            n: self.rounded(how)[i][n] if n in changed else v for n, v in self.values[i].items()
+        }
 
     def exact_columns(self, count: int) -> Callable[[int], Mapping[str, Rounding]]:
         """By token, but so many columns not at all: those whose squares, times those of the weights they meet, are largest."""
 
         def of(i: int) -> Mapping[str, Rounding]:
-            return {name: keeping(self.stats[i][name], self.values[i][f"{name}.weight"]) for name in PRODUCTS}
+            return {
+                name: keeping(self.stats[i][name], self.values[i][f"{name}.weight"])
+                for name in PRODUCTS
+            }
 
         def keeping(stats: InputStats, weight: Tensor) -> Rounding:
             at = (stats.mean_square * weight.square().sum(0)).topk(count).indices
@@ -138,9 +152,16 @@ class Study:
     @torch.no_grad()
     def measure(self, weights: Weights, inputs: Inputs) -> dict[str, Any]:
         kl, lost, same, margin = [], 0.0, [], []
-        for batch, a, b in zip(self.stream.batches, self.exact, self.hidden(weights, inputs), strict=True):
-            scored = (batch.meta.positions.roll(-1) != 0).nonzero()[:, 0]  # the next token is of the same window
-            rows, targets = (self.ends.finished(x, None)[scored] for x in (a, b)), batch.token_ids.roll(-1)[scored]
+        for batch, a, b in zip(
+            self.stream.batches, self.exact, self.hidden(weights, inputs), strict=True
+        ):
+            scored = (batch.meta.positions.roll(-1) != 0).nonzero()[
+                :, 0
+            ]  # the next token is of the same window
+            rows, targets = (
+                (self.ends.finished(x, None)[scored] for x in (a, b)),
+                batch.token_ids.roll(-1)[scored],
+            )
             for x, y, wanted in zip(*(r.split(256) for r in rows), targets.split(256), strict=True):
                 p, q = (self.ends.logits(h).float().log_softmax(-1) for h in (x, y))
                 kl.append((p.exp() * (p - q)).sum(-1))
@@ -157,7 +178,11 @@ class Study:
             "top1_agreement": float(agree.float().mean()),
             "num_tokens": len(every),
             "margins": [
-                {"from": low, "tokens": float(here.float().mean()), "changed": float((here & ~agree).float().mean())}
+                {
+                    "from": low,
+                    "tokens": float(here.float().mean()),
+                    "changed": float((here & ~agree).float().mean()),
+                }
                 for i, low in enumerate(MARGINS)
                 for here in (bins == i,)
             ],
@@ -183,8 +208,14 @@ def rows(study: Study) -> dict[str, tuple[Weights, Inputs]]:
         "inputs, 16 columns exact": (exact, study.exact_columns(16)),
         "inputs, 64 columns exact": (exact, study.exact_columns(64)),
         "inputs in bfloat16": (exact, every(lambda x: x.bfloat16().float())),
-        **{f"inputs, {bits} bits of mantissa, any exponent": (exact, every(mantissa(bits))) for bits in (3, 4, 5)},
-        **{f"both, plain, {name} alone": (study.weights("plain", (name,)), {name: by_token}) for name in PRODUCTS},
+        **{
+            f"inputs, {bits} bits of mantissa, any exponent": (exact, every(mantissa(bits)))
+            for bits in (3, 4, 5)
+        },
+        **{
+            f"both, plain, {name} alone": (study.weights("plain", (name,)), {name: by_token})
+            for name in PRODUCTS
+        },
         **{f"inputs, {name} alone": (exact, {name: by_token}) for name in PRODUCTS},
         **{f"both, gptq, but {name}": _without(study, name) for name in PRODUCTS},
         "both, gptq, inputs by 64": (study.weights("gptq"), every(by_group(64))),
@@ -200,8 +231,9 @@ def layers(study: Study) -> dict[str, tuple[Weights, Inputs]]:
     """Each layer alone."""
 
     def alone(at: int) -> tuple[Weights, Inputs]:
-        return lambda i: study.rounded("gptq")[i] if i == at else study.values[i], lambda i: (
-            dict.fromkeys(PRODUCTS, by_token) if i == at else {}
+        return (
+            lambda i: study.rounded("gptq")[i] if i == at else study.values[i],
+            lambda i: dict.fromkeys(PRODUCTS, by_token) if i == at else {},
         )
 
     return {f"both, gptq, layer {i} alone": alone(i) for i in range(len(study.values))}
@@ -231,8 +263,11 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         f"{args.model}, {args.windows} windows of 512 tokens",
         ("", "perplexity", "KL mean", "KL p99", "top-1"),
         [
-            (name, f"{r['perplexity_ratio'] - 1:+.2%}", *(f"{r[k]:.4f}" for k in ("kl_mean", "kl_p99", "top1_agreement")))
+            (
+                name,
+                f"{r['perplexity_ratio'] - 1:+.2%}",
+                *(f"{r[k]:.4f}" for k in ("kl_mean", "kl_p99", "top1_agreement")),
+            )
             for name, r in results.items()
         ],
     )
-

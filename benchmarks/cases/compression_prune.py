@@ -35,17 +35,25 @@ CPU = torch.device("cpu")
 @torch.no_grad()
 def loss(model: DenseModel, text: Sequence[SequenceBatch]) -> float:
     """Nats a token."""
-    whole = WholeModel(model.spec, model.parameters, max_len=max(b.meta.max_seq_len for b in text)).requires_grad_(False)
+    whole = WholeModel(
+        model.spec, model.parameters, max_len=max(b.meta.max_seq_len for b in text)
+    ).requires_grad_(False)
     each = [float(next_token_loss(whole.logits(whole.hidden(b)), b)) * b.num_tokens for b in text]
     return sum(each) / sum(b.num_tokens for b in text)
 
 
 def without(model: DenseModel, layers: Iterable[int]) -> DenseModel:
     chosen = tuple(layers)
-    return prune(model, PruneSettings(drop_layers=chosen, importance="magnitude")).model if chosen else model
+    return (
+        prune(model, PruneSettings(drop_layers=chosen, importance="magnitude")).model
+        if chosen
+        else model
+    )
 
 
-def by_influence(model: DenseModel, text: Sequence[SequenceBatch], gone: Sequence[int]) -> list[int]:
+def by_influence(
+    model: DenseModel, text: Sequence[SequenceBatch], gone: Sequence[int]
+) -> list[int]:
     """The layers that are left, least influence first."""
     left = [i for i in range(model.spec.num_layers) if i not in gone]
     smaller = without(model, gone)
@@ -63,10 +71,22 @@ def by_loss(model: DenseModel, text: Sequence[SequenceBatch], gone: Sequence[int
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--calibrate", type=size, default=(8, 256), metavar="NxT", help="windows by tokens (default: 8x256)")
-    parser.add_argument("--evaluate", type=size, default=(4, 256), metavar="NxT", help="(default: 4x256)")
-    parser.add_argument("--parts", nargs="*", default=["channels=0.25", "channels=0.1"], metavar="PART=SHARE")
-    parser.add_argument("--layers", nargs="*", type=int, default=[3, 6], metavar="N", help="how many to remove")
+    parser.add_argument(
+        "--calibrate",
+        type=size,
+        default=(8, 256),
+        metavar="NxT",
+        help="windows by tokens (default: 8x256)",
+    )
+    parser.add_argument(
+        "--evaluate", type=size, default=(4, 256), metavar="NxT", help="(default: 4x256)"
+    )
+    parser.add_argument(
+        "--parts", nargs="*", default=["channels=0.25", "channels=0.1"], metavar="PART=SHARE"
+    )
+    parser.add_argument(
+        "--layers", nargs="*", type=int, default=[3, 6], metavar="N", help="how many to remove"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -74,7 +94,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     model = load_dense(path, dtype=getattr(torch, args.dtype), device=CPU)
     tokenizer = Tokenizer.for_model(read_spec(path))
     num, context = args.calibrate
-    calibration = batches(calibration_windows(tokenizer=tokenizer, num_windows=num, context=context), CPU)
+    calibration = batches(
+        calibration_windows(tokenizer=tokenizer, num_windows=num, context=context), CPU
+    )
     num, context = args.evaluate
     text = TextSettings(context=context, stride=context, num_windows=num)
     held_out = batches([w.token_ids for w in read_windows(text, tokenizer)], CPU)
@@ -83,22 +105,47 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     def note(name: str, smaller: DenseModel, begin: float, **more: Any) -> None:
         perplexity = math.exp(min(loss(smaller, held_out), 700.0))
         seconds = time.perf_counter() - begin
-        results[name] = {"perplexity": perplexity, "num_parameters": smaller.spec.num_parameters, "seconds": seconds, **more}
+        results[name] = {
+            "perplexity": perplexity,
+            "num_parameters": smaller.spec.num_parameters,
+            "seconds": seconds,
+            **more,
+        }
         save(settings=vars(args), results=results)
 
     note("dense", model, time.perf_counter())
     for part, share in (given.split("=") for given in args.parts):
         for importance in get_args(Importance):
-            begin, settings = time.perf_counter(), PruneSettings(importance=importance, **{part: float(share)})
-            note(f"{float(share):.0%} of {part}, {importance}", prune(model, settings, calibration).model, begin)
+            begin, settings = (
+                time.perf_counter(),
+                PruneSettings(importance=importance, **{part: float(share)}),
+            )
+            note(
+                f"{float(share):.0%} of {part}, {importance}",
+                prune(model, settings, calibration).model,
+                begin,
+            )
     for name, rank in (("influence", by_influence), ("loss", by_loss)):
         begin, gone = time.perf_counter(), []
         order = rank(model, calibration, ()) if args.layers else []
         for count in args.layers:
-            note(f"{count} layers, {name}", without(model, order[:count]), begin, layers=sorted(order[:count]))
+            note(
+                f"{count} layers, {name}",
+                without(model, order[:count]),
+                begin,
+                layers=sorted(order[:count]),
+            )
         for count in range(1, max(args.layers, default=0) + 1):
             gone.append(rank(model, calibration, gone)[0])
             if count in args.layers:
-                note(f"{count} layers, {name} again after each", without(model, gone), begin, layers=sorted(gone))
-    rows = [(name, f"{r['num_parameters'] / 1e6:.1f}", f"{r['perplexity']:,.2f}") for name, r in results.items()]
+                note(
+                    f"{count} layers, {name} again after each",
+                    without(model, gone),
+                    begin,
+                    layers=sorted(gone),
+                )
+    rows = [
+        (name, f"{r['num_parameters'] / 1e6:.1f}", f"{r['perplexity']:,.2f}")
+        for name, r in results.items()
+    ]
     print_table(args.model, ("pruned", "million parameters", "perplexity"), rows)

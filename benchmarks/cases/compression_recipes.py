@@ -49,7 +49,14 @@ GPTQ = {"rounding": "gptq"}
 LEARNED = {"rounding": "learned", "num_steps": 200, "step_tokens": 4096}
 QAT = {"num_windows": 1500, "num_steps": 1000, "step_tokens": 16384, "learning_rate": 3e-4}
 MIXED = {"average": 4.25, "choices": [3, 4, 5, 6], "num_windows": 8, "context": 512}
-DISTILL = {"batch_size": 16, "micro_batch": 16, "num_windows": 4000, "context": 1024, "eval_every": 250, "save_every": 100_000}
+DISTILL = {
+    "batch_size": 16,
+    "micro_batch": 16,
+    "num_windows": 4000,
+    "context": 1024,
+    "eval_every": 250,
+    "save_every": 100_000,
+}
 SMALLER = {"prune": {"size": 0.75, "channels": 0.1}}
 ROWS: dict[str, list[Any]] = {
     "fp8": preset("fp8") or [],
@@ -58,7 +65,9 @@ ROWS: dict[str, list[Any]] = {
     "int8 smoothquant": preset("int8") or [],
     "int8 outliers": preset("int8-outliers") or [],
     "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", **GPTQ}}],
-    "fp8 gptq learned": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", **LEARNED, "begin": "gptq"}}],
+    "fp8 gptq learned": [
+        {"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", **LEARNED, "begin": "gptq"}}
+    ],
     "fp8 gptq qat": [
         {"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", **GPTQ}},
         {"qat": {**QAT, "learning_rate": 1e-4}},
@@ -74,9 +83,13 @@ ROWS: dict[str, list[Any]] = {
     "int4 learned": [{"quantize": {**FOUR, **LEARNED}}],
     "int4 learned, catching up": [{"quantize": {**FOUR, **LEARNED, "catch_up": 1.0}}],
     "int4 gptq learned": [{"quantize": {**FOUR, **LEARNED, "begin": "gptq"}}],
-    "int4 awq gptq learned zeros": [{"quantize": {**FOUR, **LEARNED, "begin": "gptq", "scaling": "awq", "symmetric": False}}],
+    "int4 awq gptq learned zeros": [
+        {"quantize": {**FOUR, **LEARNED, "begin": "gptq", "scaling": "awq", "symmetric": False}}
+    ],
     "int4 rotated gptq": ["rotate", {"quantize": {**FOUR, **GPTQ}}],
-    "int4 learned, long": [{"quantize": {**FOUR, **LEARNED, "num_steps": 600, "step_tokens": 8192}}],
+    "int4 learned, long": [
+        {"quantize": {**FOUR, **LEARNED, "num_steps": 600, "step_tokens": 8192}}
+    ],
     "int4 gptq qat": [{"quantize": {**FOUR, **GPTQ}}, {"qat": QAT}],
     "int4 awq gptq zeros qat": [
         {"quantize": {**FOUR, **GPTQ, "scaling": "awq", "symmetric": False}},
@@ -88,7 +101,15 @@ ROWS: dict[str, list[Any]] = {
     ],
     "int4 gptq zeros qat": [{"quantize": {**FOUR, **GPTQ, "symmetric": False}}, {"qat": QAT}],
     "mixed 4.25 gptq": [{"quantize": {"bits": MIXED, "group_size": 64, **GPTQ}}],
-    "mixed 5.53 gptq": [{"quantize": {"bits": {**MIXED, "average": 5.53, "choices": [4, 5, 6, 8]}, "group_size": 64, **GPTQ}}],
+    "mixed 5.53 gptq": [
+        {
+            "quantize": {
+                "bits": {**MIXED, "average": 5.53, "choices": [4, 5, 6, 8]},
+                "group_size": 64,
+                **GPTQ,
+            }
+        }
+    ],
     "int3 nearest": [{"quantize": THREE}],
     "int3 gptq": [{"quantize": {**THREE, **GPTQ}}],
     "int3 gptq qat": [{"quantize": {**THREE, **GPTQ}}, {"qat": QAT}],
@@ -99,7 +120,9 @@ ROWS: dict[str, list[Any]] = {
         for method in ("magnitude", "wanda", "sparsegpt")
     },
     **{
-        f"{pattern or '50 %'} sparsegpt, catching up": [{"sparsify": {"pattern": pattern, "catch_up": 1.0}}]
+        f"{pattern or '50 %'} sparsegpt, catching up": [
+            {"sparsify": {"pattern": pattern, "catch_up": 1.0}}
+        ]
         for pattern in (None, "2:4")
     },
     **{
@@ -113,7 +136,10 @@ ROWS: dict[str, list[Any]] = {
         SMALLER,
         {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 8e-4, "nll_weight": 0.5}},
     ],
-    "draft 1/3": [{"prune": {"size": 1 / 3}}, {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}}],
+    "draft 1/3": [
+        {"prune": {"size": 1 / 3}},
+        {"distill": {**DISTILL, "num_steps": 1000, "learning_rate": 1e-3}},
+    ],
 }
 SLOW = (
     *(
@@ -144,7 +170,9 @@ def size(text: str) -> tuple[int, int]:
 
 def measure(original: Scorer, args: EngineArgs, text: TextSettings) -> dict[str, float]:
     windows = read_windows(text, original.tokenizer)
-    found = compare(original, Scorer.load(args, context=text.context), windows, num_worst=0, layers=False)
+    found = compare(
+        original, Scorer.load(args, context=text.context), windows, num_worst=0, layers=False
+    )
     return {
         "perplexity": found.perplexity_b,
         "perplexity_ratio": found.perplexity_ratio,
@@ -171,7 +199,10 @@ class Remembering(Scorer):
 
 def changed(steps: list[Any], given: list[str]) -> list[Any]:
     """The recipe with settings of `--set STEP.NAME=VALUE` where it has the step."""
-    made = [{step: {}} if isinstance(step, str) else {kind: dict(own) for kind, own in step.items()} for step in steps]
+    made = [
+        {step: {}} if isinstance(step, str) else {kind: dict(own) for kind, own in step.items()}
+        for step in steps
+    ]
     for text in given:
         where, _, value = text.partition("=")
         kind, _, name = where.partition(".")
@@ -187,15 +218,39 @@ def setting(steps: list[Any], name: str) -> Any:
 
 
 def seconds_a_step(
-    source: Any, steps: list[Any], folder: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype
+    source: Any,
+    steps: list[Any],
+    folder: Path,
+    calibration: list[Any],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> float:
     """Of the recipe's training, by a short trial of which all but training is quick."""
-    short = {"num_steps": 14, **({"num_windows": None} if trains(steps) == "qat" else {"num_windows": 64, "eval_every": 1000})}
-    trial = changed(steps, [f"{trains(steps)}.{name}={json.dumps(value)}" for name, value in short.items()])
-    recipe = parse(changed(trial, ['quantize.rounding="nearest"', "quantize.scaling=null", "quantize.clip=false"]))
+    short = {
+        "num_steps": 14,
+        **(
+            {"num_windows": None}
+            if trains(steps) == "qat"
+            else {"num_windows": 64, "eval_every": 1000}
+        ),
+    }
+    trial = changed(
+        steps, [f"{trains(steps)}.{name}={json.dumps(value)}" for name, value in short.items()]
+    )
+    recipe = parse(
+        changed(
+            trial, ['quantize.rounding="nearest"', "quantize.scaling=null", "quantize.clip=false"]
+        )
+    )
     times: list[float] = []
     if recipe.reshapes:
-        reshape(source, recipe, folder, device=device, progress=lambda *told: times.append(time.perf_counter()))
+        reshape(
+            source,
+            recipe,
+            folder,
+            device=device,
+            progress=lambda *told: times.append(time.perf_counter()),
+        )
         clean(folder)
     else:
         windows = calibration[: max(1, setting(steps, "step_tokens") // len(calibration[0]))]
@@ -213,7 +268,12 @@ def trains(steps: list[Any]) -> str | None:
 
 
 def carry_out(
-    source: Any, steps: list[Any], out: Path, calibration: list[Any], device: torch.device, dtype: torch.dtype
+    source: Any,
+    steps: list[Any],
+    out: Path,
+    calibration: list[Any],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """The checkpoint at `out`, and what is to be said of it."""
     recipe, begin = parse(steps), time.perf_counter()
@@ -229,12 +289,18 @@ def carry_out(
         info["num_layers"] = made.spec.num_layers
         if (record := made.path / "distill.json").is_file():
             history = json.loads(record.read_text())["history"]
-            info["history"] = [r for r in history if r["held_out_kl"] is not None or r["step"] % 50 == 0]
+            info["history"] = [
+                r for r in history if r["held_out_kl"] is not None or r["step"] % 50 == 0
+            ]
         publish(made, recipe, out, lambda folder: None)
     else:
         done = compress(source, recipe, out, windows=calibration, device=device, dtype=dtype)
         info["bits_per_weight"] = done.bits_per_weight
-        info["bits"] = {p.name: p.fmt.bits for p in done.weights if p.fmt is not None} if "average" in str(steps) else {}
+        info["bits"] = (
+            {p.name: p.fmt.bits for p in done.weights if p.fmt is not None}
+            if "average" in str(steps)
+            else {}
+        )
     return {**info, "compress_s": time.perf_counter() - begin, "file_bytes": model_bytes(out)}
 
 
@@ -244,7 +310,13 @@ def _every_fiftieth(phase: str, done: int, total: int) -> None:
 
 
 def file_name(row: str) -> str:
-    return row.replace(" ", "-").replace(",", "").replace("/", "of").replace(":", "of").replace("%", "percent")
+    return (
+        row.replace(" ", "-")
+        .replace(",", "")
+        .replace("/", "of")
+        .replace(":", "of")
+        .replace("%", "percent")
+    )
 
 
 def show(model: str, settings: dict[str, Any], results: dict[str, Any]) -> None:
@@ -279,43 +351,89 @@ def merge(args: argparse.Namespace) -> None:
         results |= {name: {**own, **row} for name, row in part["results"].items()}
     order = {name: i for i, name in enumerate(ROWS)}
     results = dict(sorted(results.items(), key=lambda pair: order.get(pair[0], len(order))))
-    made = {key: value for key, value in parts[0].items() if key not in ("results", "settings", "command")}
-    args.output.write_text(json.dumps({**made, "settings": text, "results": results}, indent=1, ensure_ascii=False) + "\n")
+    made = {
+        key: value
+        for key, value in parts[0].items()
+        if key not in ("results", "settings", "command")
+    }
+    args.output.write_text(
+        json.dumps({**made, "settings": text, "results": results}, indent=1, ensure_ascii=False)
+        + "\n"
+    )
     show(args.model, text, results)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of products in calibration")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of products in calibration",
+    )
     parser.add_argument("--rows", help="names, with semicolons")
     parser.add_argument("--all", action="store_true", help="also the rows that take long on a CPU")
-    parser.add_argument("--again", action="store_true", help="measure what is in the output already, too")
-    parser.add_argument("--set", action="append", default=[], metavar="STEP.NAME=VALUE", help="in the rows' recipes")
+    parser.add_argument(
+        "--again", action="store_true", help="measure what is in the output already, too"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="STEP.NAME=VALUE", help="in the rows' recipes"
+    )
     parser.add_argument("--called", help="what the row is called, with --set and one row")
     parser.add_argument("--also", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--seconds", type=float, nargs="+", metavar="S", help="of training: of all rows, or of each")
-    parser.add_argument("--each", type=Path, metavar="DIR", help="a file for each row there as well, as soon as it is done")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)")
-    parser.add_argument("--calibrate", type=size, default=(64, 512), metavar="NxT", help="windows by tokens (default: 64x512)")
-    parser.add_argument("--evaluate", type=size, default=(32, 512), metavar="NxT", help="(default: 32x512)")
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", metavar="S", help="of training: of all rows, or of each"
+    )
+    parser.add_argument(
+        "--each",
+        type=Path,
+        metavar="DIR",
+        help="a file for each row there as well, as soon as it is done",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="where the checkpoints stay (default: they do not)"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=size,
+        default=(64, 512),
+        metavar="NxT",
+        help="windows by tokens (default: 64x512)",
+    )
+    parser.add_argument(
+        "--evaluate", type=size, default=(32, 512), metavar="NxT", help="(default: 32x512)"
+    )
 
 
 def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
     if args.merge:
         return merge(args)
-    names = args.rows.split(";") if args.rows else [name for name in ROWS if args.all or name not in SLOW]
+    names = (
+        args.rows.split(";")
+        if args.rows
+        else [name for name in ROWS if args.all or name not in SLOW]
+    )
     source = read_spec(resolve_model(args.model))
     tokenizer = Tokenizer.from_pretrained(source.path)
     num_windows, context = args.evaluate
     text = TextSettings(context=context, stride=context, num_windows=num_windows)
     calibrate = {"calibrate": {"num_windows": args.calibrate[0], "context": args.calibrate[1]}}
     recipes = {name: [calibrate, *changed(ROWS[name], args.set)] for name in names}
-    most = max((setting(ROWS[name], "num_windows") for name in names if trains(recipes[name]) == "qat"), default=0)
-    calibration = calibration_windows(tokenizer=tokenizer, num_windows=max(args.calibrate[0], most), context=args.calibrate[1])
-    device = torch.device("cuda" if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available()) else "cpu")
+    most = max(
+        (setting(ROWS[name], "num_windows") for name in names if trains(recipes[name]) == "qat"),
+        default=0,
+    )
+    calibration = calibration_windows(
+        tokenizer=tokenizer, num_windows=max(args.calibrate[0], most), context=args.calibrate[1]
+    )
+    device = torch.device(
+        "cuda"
+        if args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+        else "cpu"
+    )
     plain = EngineArgs(model=args.model, device=device.type, dtype="float32", kernels="reference")
     settings = {
         "model": args.model,
@@ -330,8 +448,17 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
         results[name] = row
         write(settings=settings, results=results)
         if args.each:
-            common.save(args.each / f"{file_name(name)}.json", "compression_recipes", settings=settings, results={name: row})
-        print(name, {k: v for k, v in row.items() if k not in ("recipe", "history", "bits")}, flush=True)
+            common.save(
+                args.each / f"{file_name(name)}.json",
+                "compression_recipes",
+                settings=settings,
+                results={name: row},
+            )
+        print(
+            name,
+            {k: v for k, v in row.items() if k not in ("recipe", "history", "bits")},
+            flush=True,
+        )
 
     speed: dict[str, float] = {}
     known: dict[str, float] = {}  # seconds a step of training
@@ -347,7 +474,9 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
             try:
                 if args.seconds and (kind := trains(steps)):
                     if kind not in known:
-                        known[kind] = seconds_a_step(source, steps, folder / "trial", windows, device, dtype)
+                        known[kind] = seconds_a_step(
+                            source, steps, folder / "trial", windows, device, dtype
+                        )
                     num_steps = max(1, int(args.seconds[i % len(args.seconds)] / known[kind]))
                     steps = changed(steps, [f"{kind}.num_steps={num_steps}"])
                 info = carry_out(source, steps, out, windows, device, dtype)
@@ -358,7 +487,9 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
             row = {**measure(original, dataclasses.replace(plain, model=str(out)), text), **info}
             save(shown, row)
             if args.speed:
-                as_served = dataclasses.replace(plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto")
+                as_served = dataclasses.replace(
+                    plain, dtype="bfloat16" if device.type == "cuda" else "float32", kernels="auto"
+                )
                 speed = speed or tokens_per_s(as_served)
                 own = tokens_per_s(dataclasses.replace(as_served, model=str(out)))
                 save(shown, {**row, "tokens_per_s": own, "tokens_per_s_original": speed})
@@ -366,4 +497,3 @@ def run(args: argparse.Namespace, write: Callable[..., None]) -> None:
             found = measure(original, dataclasses.replace(plain, model=path), text)
             save(name, {**found, "file_bytes": model_bytes(Path(path))})
     show(args.model, settings, results)
-

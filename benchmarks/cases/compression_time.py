@@ -27,7 +27,9 @@ from slipstream.model.weights import dummy_parameters
 from slipstream.spec.description import huggingface_config, read_spec
 
 
-def make_checkpoint(config: Path, folder: Path, num_layers: int | None, device: torch.device) -> None:
+def make_checkpoint(
+    config: Path, folder: Path, num_layers: int | None, device: torch.device
+) -> None:
     folder.mkdir()
     written = json.loads((config / "config.json").read_text())
     if num_layers is not None:
@@ -72,15 +74,19 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             progress=lambda done, total: times.append(time.perf_counter()),
         )
         seconds = time.perf_counter() - times[0]
-        layers = [b - a for a, b in pairwise(times[1:])]  # the first step writes embeddings and head
+        layers = [
+            b - a for a, b in pairwise(times[1:])
+        ]  # the first step writes embeddings and head
         results = {
             "seconds": seconds,
             "seconds_a_layer": common.median(layers),
             "num_layers": source.spec.num_layers,
-            "seconds_of_the_whole": seconds + (whole - source.spec.num_layers) * common.median(layers),
+            "seconds_of_the_whole": seconds
+            + (whole - source.spec.num_layers) * common.median(layers),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         }
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
+    }
     save(settings=settings, results=results)
     print(json.dumps(results, indent=1))
-

@@ -50,7 +50,9 @@ RECIPES: dict[str, list[Any]] = {
     "int4 by 128 where it divides": [{"quantize": {"bits": 4, "group_size": "auto"}}],
     "int3 by 64": [{"quantize": {"bits": 3, "group_size": 64}}],
     "int2 by 32": [{"quantize": {"bits": 2, "group_size": 32}}],
-    "int4, down in 8": [{"quantize": {"bits": 4, "group_size": 64, "overrides": {"layers.*.mlp.down": {"bits": 8}}}}],
+    "int4, down in 8": [
+        {"quantize": {"bits": 4, "group_size": 64, "overrides": {"layers.*.mlp.down": {"bits": 8}}}}
+    ],
     "2:4": [{"sparsify": {"method": "magnitude", "pattern": "2:4"}}],
 }
 
@@ -63,7 +65,9 @@ def compared(ours: Scorer, path: Path, windows: list[tuple[int, ...]]) -> dict[s
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     for name, module in theirs.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda _, given, out, name=name: seen.__setitem__(name, (given[0][0], out[0])))
+            module.register_forward_hook(
+                lambda _, given, out, name=name: seen.__setitem__(name, (given[0][0], out[0]))
+            )
     kl, largest, same, count = 0.0, 0.0, 0, 0
     for window in windows:
         a, b = ours.logits(ours.hidden(window)), theirs(torch.tensor([window])).logits[0]
@@ -78,7 +82,9 @@ def compared(ours: Scorer, path: Path, windows: list[tuple[int, ...]]) -> dict[s
             both = [seen[f"model.layers.{i}.{module}"] for module in parts]
             exact = torch.cat([y for _, y in both], dim=-1)
             error += float(
-                (ours.decoder.ops.linear(both[0][0], getattr(getattr(layer, part), name)) - exact).square().sum()
+                (ours.decoder.ops.linear(both[0][0], getattr(getattr(layer, part), name)) - exact)
+                .square()
+                .sum()
             )
             total += float(exact.square().sum())
     return {
@@ -93,7 +99,9 @@ def compared(ours: Scorer, path: Path, windows: list[tuple[int, ...]]) -> dict[s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="NAME")
+    parser.add_argument(
+        "--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="NAME"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -129,6 +137,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         for name, r in results.items()
     ]
     print_table(
-        "Slipstream and transformers", ("checkpoint", "products", "KL", "largest difference", "same likeliest"), rows
+        "Slipstream and transformers",
+        ("checkpoint", "products", "KL", "largest difference", "same likeliest"),
+        rows,
     )
-

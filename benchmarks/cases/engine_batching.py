@@ -49,10 +49,19 @@ class Padded:
         self.engine, self.batch_size = engine, batch_size
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
-        batches = [requests[i : i + self.batch_size] for i in range(0, len(requests), self.batch_size)]
-        padded = [replace(r, output_tokens=max(m.output_tokens for m in batch)) for batch in batches for r in batch]
+        batches = [
+            requests[i : i + self.batch_size] for i in range(0, len(requests), self.batch_size)
+        ]
+        padded = [
+            replace(r, output_tokens=max(m.output_tokens for m in batch))
+            for batch in batches
+            for r in batch
+        ]
         records = self.engine.run(padded)
-        return [replace(record, output_tokens=r.output_tokens) for record, r in zip(records, requests, strict=True)]
+        return [
+            replace(record, output_tokens=r.output_tokens)
+            for record, r in zip(records, requests, strict=True)
+        ]
 
     def describe(self) -> dict[str, object]:
         return self.engine.describe()
@@ -60,7 +69,9 @@ class Padded:
 
 def speed(args: argparse.Namespace) -> None:
     path, threads = resolve_model(args.model), available_cores()
-    workload = recorded(args.lengths_file, args.num_requests or 32, vocab_size=read_spec(path).spec.vocab_size)
+    workload = recorded(
+        args.lengths_file, args.num_requests or 32, vocab_size=read_spec(path).spec.vocab_size
+    )
 
     def slipstream(policy: str) -> OfflineSlipstream:
         return OfflineSlipstream(
@@ -81,7 +92,12 @@ def speed(args: argparse.Namespace) -> None:
         "slipstream, static": Padded(slipstream("static"), args.batch_size),
         "slipstream, static, ended rows dropped": slipstream("static"),
         "transformers.generate": OfflineTransformers(
-            path, batch_size=args.batch_size, dtype=args.dtype, device="cpu", num_threads=threads, dummy=False
+            path,
+            batch_size=args.batch_size,
+            dtype=args.dtype,
+            device="cpu",
+            num_threads=threads,
+            dummy=False,
         ),
     }
     for engine in engines.values():
@@ -90,7 +106,10 @@ def speed(args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         for name, engine in engines.items():
             runs[name].append(summarize(engine.run(workload.requests)))
-            print(f"round {number + 1}, {name}: {runs[name][-1].output_throughput:.1f} output tok/s", flush=True)
+            print(
+                f"round {number + 1}, {name}: {runs[name][-1].output_throughput:.1f} output tok/s",
+                flush=True,
+            )
 
     rate = {name: common.median([s.output_throughput for s in each]) for name, each in runs.items()}
     ttft = {name: common.median([s.ttft_s.mean for s in each]) for name, each in runs.items()}
@@ -98,7 +117,10 @@ def speed(args: argparse.Namespace) -> None:
     print_table(
         f"{workload.name} × {len(workload.requests)}, {workload.input_tokens} tokens in, {workload.output_tokens} out",
         ("", "output tok/s", "mean TTFT, s", "in-flight is"),
-        [(name, f"{rate[name]:.1f}", f"{ttft[name]:.2f}", f"{first / rate[name]:.2f} ×") for name in engines],
+        [
+            (name, f"{rate[name]:.1f}", f"{ttft[name]:.2f}", f"{first / rate[name]:.2f} ×")
+            for name in engines
+        ],
     )
     common.save(
         args.output or common.RESULTS / "batching.json",
@@ -138,7 +160,13 @@ async def memory(args: argparse.Namespace) -> None:
         while not load.done():
             stats = await engine.engine.stats()
             if stats.num_waiting and stats.num_running > 1:
-                readings.append((stats.kv_wasted_tokens / stats.kv_allocated_tokens, stats.num_running, stats.kv_cache_usage))
+                readings.append(
+                    (
+                        stats.kv_wasted_tokens / stats.kv_allocated_tokens,
+                        stats.num_running,
+                        stats.kv_cache_usage,
+                    )
+                )
             await asyncio.sleep(0.005)
         summary = summarize(await load)
         described = await engine.describe()
@@ -163,7 +191,12 @@ async def memory(args: argparse.Namespace) -> None:
         "batching_memory",
         workload=workload.describe(),
         engine=described,
-        results={"wasted": waste, "cache_in_use": usage, "num_running": running, "num_readings": len(readings)},
+        results={
+            "wasted": waste,
+            "cache_in_use": usage,
+            "num_running": running,
+            "num_readings": len(readings),
+        },
     )
 
 
@@ -179,7 +212,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="speed: (default: 8)")
     parser.add_argument("--rounds", type=int, default=3, help="speed: (default: 3)")
     parser.add_argument("--dtype", default="bfloat16", help="speed: (default: bfloat16)")
-    parser.add_argument("--num-tokens", type=int, default=16384, help="memory: that the cache holds (default: 16384)")
+    parser.add_argument(
+        "--num-tokens",
+        type=int,
+        default=16384,
+        help="memory: that the cache holds (default: 16384)",
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:

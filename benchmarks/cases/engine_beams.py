@@ -123,9 +123,15 @@ class Steps:
         rows = []
         for kind, steps in kinds.items():
             row: dict[str, Any] = {"kind": kind, "steps": len(steps)}
-            row |= {name: sum(step[i] for step in steps) / len(steps) for i, name in enumerate(("sequences", "tokens"))}
+            row |= {
+                name: sum(step[i] for step in steps) / len(steps)
+                for i, name in enumerate(("sequences", "tokens"))
+            }
             if self._on_gpu:
-                row |= {"gpu_ms": common.median([step[2] for step in steps]), "gpu_s": sum(step[2] for step in steps) / 1e3}
+                row |= {
+                    "gpu_ms": common.median([step[2] for step in steps]),
+                    "gpu_s": sum(step[2] for step in steps) / 1e3,
+                }
             rows.append(row)
         return rows
 
@@ -152,7 +158,9 @@ def watch(llm: LLM) -> tuple[Clock, Steps]:
 
 def floor_s(spec: Any, args: argparse.Namespace) -> dict[str, float]:
     """Seconds of a summary by what takes them, see above. All prompts run at once."""
-    numbers = sum(p.rows * p.inner for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size))
+    numbers = sum(
+        p.rows * p.inner for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size)
+    )
     heads = sum(layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers)
     width = 1 if args.quantization == "fp8" else 2
     rate = FP8 if width == 1 else DENSE
@@ -172,11 +180,19 @@ def profiled(steps: Steps, kind: str, search: Callable[[int], Any]) -> list[dict
     """Kernels of a step, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
-    steps.num_profiled, steps.profiled_kind, steps.profile = 0, kind, profile(activities=[ProfilerActivity.CUDA])
+    steps.num_profiled, steps.profiled_kind, steps.profile = (
+        0,
+        kind,
+        profile(activities=[ProfilerActivity.CUDA]),
+    )
     search(SHORT)
     found, steps.profile = steps.profile, None
     rows = [
-        {"kernel": e.key[:80], "calls": e.count / PROFILED, "ms": e.self_device_time_total / 1e3 / PROFILED}
+        {
+            "kernel": e.key[:80],
+            "calls": e.count / PROFILED,
+            "ms": e.self_device_time_total / 1e3 / PROFILED,
+        }
         for e in found.key_averages()
     ]
     return sorted((row for row in rows if row["ms"] > 0.005), key=lambda row: -row["ms"])[:24]
@@ -196,7 +212,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="fp8")
     parser.add_argument("--max-num-seqs", type=int, help="(default: all beams)")
     parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--no-share", action="store_true", help="read the prompt's keys once a beam")
+    parser.add_argument(
+        "--no-share", action="store_true", help="read the prompt's keys once a beam"
+    )
     parser.add_argument("--profile", action="store_true")
 
 
@@ -211,10 +229,15 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     runner = llm.core.executor.runner
     if args.no_share and llm.core.config.device.info.is_cuda:
         runner.ops.shares_prefixes = False
-        runner.forwards.paths = [path for path in runner.forwards.paths if not isinstance(path, SharedPrefixGraphs)]
+        runner.forwards.paths = [
+            path for path in runner.forwards.paths if not isinstance(path, SharedPrefixGraphs)
+        ]
     spec = llm.core.description.spec
     started = time.perf_counter() - began
-    print(f"started in {started:.1f} s; the cache holds {llm.ledger.num_kv_tokens:,} tokens", flush=True)
+    print(
+        f"started in {started:.1f} s; the cache holds {llm.ledger.num_kv_tokens:,} tokens",
+        flush=True,
+    )
 
     def search(num_tokens: int, seed: int) -> float:
         prompts = common.prompts([args.prompt] * args.requests, spec.vocab_size, seed)
@@ -241,18 +264,27 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         "preemptions": llm.stats().num_preemptions,
     }
     gpu = sum(row.get("gpu_s", 0.0) for row in table)
-    print(f"\n{found['summaries_per_s']:.2f} summaries/s, {found['share_of_floor']:.0%} of the floor; {wall:.2f} s")
+    print(
+        f"\n{found['summaries_per_s']:.2f} summaries/s, {found['share_of_floor']:.0%} of the floor; {wall:.2f} s"
+    )
     print(f"{num_steps} steps; ms a step by stage of the host:")
     for name, ms in sorted(found["host_ms_a_step"].items(), key=lambda item: -item[1]):
         print(f"  {name:20} {ms:8.3f}")
     for row in table:
-        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        print(
+            "  ".join(
+                f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+            )
+        )
     if gpu:
         waited = clock.seconds["wait"]
-        print(f"GPU busy for {gpu:.2f} s of {wall:.2f}; the host worked for {wall - waited:.2f} s, waited for {waited:.2f} s")
+        print(
+            f"GPU busy for {gpu:.2f} s of {wall:.2f}; the host worked for {wall - waited:.2f} s, waited for {waited:.2f} s"
+        )
     if args.profile and gpu:
         found["kernels"] = {  # prompts of their own: those of a run before are in the cache
-            kind: profiled(steps, kind, lambda n, seed=seed: search(n, seed)) for seed, kind in ((3, DECODES), (4, PROMPTS))
+            kind: profiled(steps, kind, lambda n, seed=seed: search(n, seed))
+            for seed, kind in ((3, DECODES), (4, PROMPTS))
         }
         for kind, rows in found["kernels"].items():
             print(f"\nkernels of a step, {kind}, ms")

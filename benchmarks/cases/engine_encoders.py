@@ -61,7 +61,9 @@ def embed(model: Any, given: list[list[int]], size: int, device: str) -> None:
     for batch in batches(given, size):
         inputs = padded(batch, device)
         hidden, mask = model(**inputs).last_hidden_state, inputs["attention_mask"][:, :, None]
-        torch.nn.functional.normalize(((hidden * mask).sum(1) / mask.sum(1)).float(), dim=-1).tolist()
+        torch.nn.functional.normalize(
+            ((hidden * mask).sum(1) / mask.sum(1)).float(), dim=-1
+        ).tolist()
 
 
 @torch.inference_mode()
@@ -69,7 +71,12 @@ def write(model: Any, given: list[list[int]], size: int, output_len: int, device
     for batch in batches(given, size):
         # Greedy, and as many tokens as asked for: no end-of-sequence token stops it.
         found = model.generate(
-            **padded(batch, device), max_new_tokens=output_len, do_sample=False, num_beams=1, eos_token_id=None, pad_token_id=0
+            **padded(batch, device),
+            max_new_tokens=output_len,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         assert found.shape[1] == output_len + 1
         found.tolist()
@@ -107,7 +114,9 @@ RECORD = "encoders"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--encoder", default="minilm")
-    parser.add_argument("--t5", default=str(CONFIG), help="a folder; without weights they are random")
+    parser.add_argument(
+        "--t5", default=str(CONFIG), help="a folder; without weights they are random"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--num-texts", type=int, default=256)
@@ -122,24 +131,40 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
     on_cpu, dtype = args.device == "cpu", getattr(torch, args.dtype)
     threads = available_cores()
-    settings: dict[str, Any] = {"device": args.device, "dtype": args.dtype, **({"num_threads": threads} if on_cpu else {})}
+    settings: dict[str, Any] = {
+        "device": args.device,
+        "dtype": args.dtype,
+        **({"num_threads": threads} if on_cpu else {}),
+    }
     torch.set_num_threads(threads)
     results: dict[str, dict[str, float]] = {}
 
     more: dict[str, Any]
     folder = tempfile.TemporaryDirectory()
     path = with_weights(resolve_model(args.encoder), Path(folder.name), dtype)
-    given = [[CLS, *text, SEP] for text in texts(args.num_texts, 6, 254, read_spec(path).spec.vocab_size)]
+    given = [
+        [CLS, *text, SEP] for text in texts(args.num_texts, 6, 254, read_spec(path).spec.vocab_size)
+    ]
     prompts = [{"prompt_token_ids": text} for text in given]
     with LLM(str(path), skip_tokenizer_init=True, **settings) as llm:
         theirs = transformers.AutoModel.from_pretrained(path, dtype=dtype).eval().to(args.device)
         with torch.inference_mode():  # the two give the same vectors
-            expected = theirs(torch.tensor([given[0]], device=args.device)).last_hidden_state[0].float().mean(0).cpu()
+            expected = (
+                theirs(torch.tensor([given[0]], device=args.device))
+                .last_hidden_state[0]
+                .float()
+                .mean(0)
+                .cpu()
+            )
         ours = torch.tensor(llm.embed(prompts[0])[0].embedding)
         assert torch.nn.functional.cosine_similarity(ours, expected, dim=0) > 0.999
-        runs: dict[str, Callable[[], Any]] = {"slipstream": lambda: llm.embed(prompts, progress=False)}
+        runs: dict[str, Callable[[], Any]] = {
+            "slipstream": lambda: llm.embed(prompts, progress=False)
+        }
         for size in args.batch_sizes:
-            runs[f"transformers, batches of {size}"] = lambda size=size: embed(theirs, given, size, args.device)
+            runs[f"transformers, batches of {size}"] = lambda size=size: embed(
+                theirs, given, size, args.device
+            )
         results["embed"] = compare(runs, sum(map(len, given)), args.rounds)
         one = [prompts[i : i + 1] for i in range(32)]
         runs = {
@@ -158,7 +183,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     prompts = [{"prompt_token_ids": text} for text in given]
     greedy = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
     more = {"load_format": "dummy"} if dummy else {}
-    with LLM(args.t5, skip_tokenizer_init=True, max_num_seqs=max(args.batch_sizes), **settings, **more) as llm:
+    with LLM(
+        args.t5, skip_tokenizer_init=True, max_num_seqs=max(args.batch_sizes), **settings, **more
+    ) as llm:
         if dummy:
             config = transformers.AutoConfig.from_pretrained(path)
             with torch.device(args.device):
@@ -181,7 +208,10 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
 
 def note(
-    args: argparse.Namespace, save: Callable[..., None], settings: dict[str, Any], results: dict[str, dict[str, float]]
+    args: argparse.Namespace,
+    save: Callable[..., None],
+    settings: dict[str, Any],
+    results: dict[str, dict[str, float]],
 ) -> None:
     """Print and write what there is so far."""
     ratios = {}
@@ -192,7 +222,12 @@ def note(
         print_table(part, ("", "tok/s", "slipstream is"), rows)
     save(
         settings={**settings, "output_len": args.output_len},
-        workload={"encoder": args.encoder, "num_texts": args.num_texts, "t5": args.t5, "num_prompts": args.num_prompts},
+        workload={
+            "encoder": args.encoder,
+            "num_texts": args.num_texts,
+            "t5": args.t5,
+            "num_prompts": args.num_prompts,
+        },
         results=results,
         over_the_best_of_transformers=ratios,
     )

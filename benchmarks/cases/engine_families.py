@@ -37,7 +37,8 @@ from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES, Scheme
 
 MODELS = (
-    "gpt-j-6b,falcon-7b,starcoder-15b,mpt-7b,bloom-7b1,gpt-neox-20b,opt-13b,mixtral-8x7b:fp8,qwen3-30b-a3b,deepseek-v2-lite,gpt-oss-20b"
+    "gpt-j-6b,falcon-7b,starcoder-15b,mpt-7b,bloom-7b1,gpt-neox-20b,opt-13b,mixtral-8x7b:fp8,"
+    "qwen3-30b-a3b,deepseek-v2-lite,gpt-oss-20b"
 )
 PROMPT = ANSWER = 128
 DECODED = 64
@@ -68,14 +69,20 @@ def reached(num_experts: int, entries: int) -> float:
     return num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** entries)
 
 
-def step_seconds(spec: ModelSpec, num_tokens: int, dtype_bytes: int, scheme: Scheme | None, ceilings: Ceilings) -> float:
+def step_seconds(
+    spec: ModelSpec, num_tokens: int, dtype_bytes: int, scheme: Scheme | None, ceilings: Ceilings
+) -> float:
     """The products of a step, without the head."""
     total = 0.0
     for layer in spec.layers:
         m = layer.mlp
         for p in layer.weight_shapes(spec.hidden_size):
             rounded = scheme is not None and not (scheme.experts_only and p.copies == 1)
-            num_bytes = scheme.weight_bytes(p.rows, p.inner) if rounded and scheme else p.rows * p.inner * dtype_bytes
+            num_bytes = (
+                scheme.weight_bytes(p.rows, p.inner)
+                if rounded and scheme
+                else p.rows * p.inner * dtype_bytes
+            )
             eight = rounded and scheme is not None and scheme.inputs is not None
             rate = ceilings.eight_bits if eight and ceilings.eight_bits else ceilings.dense
             rows = num_tokens
@@ -88,7 +95,13 @@ def step_seconds(spec: ModelSpec, num_tokens: int, dtype_bytes: int, scheme: Sch
 
 
 def floors(
-    spec: ModelSpec, *, dtype_bytes: int, scheme: Scheme | None, num_requests: int, concurrency: int, ceilings: Ceilings
+    spec: ModelSpec,
+    *,
+    dtype_bytes: int,
+    scheme: Scheme | None,
+    num_requests: int,
+    concurrency: int,
+    ceilings: Ceilings,
 ) -> Floors:
     head = spec.vocab_size * spec.embed_width
     cached = spec.kv_bytes_per_token(dtype_bytes)
@@ -130,15 +143,26 @@ def measure(device: str) -> Ceilings:
     m, n, k = (8192, 28672, 4096) if gpu else (256, 512, 512)
     data = torch.zeros(2**30 if gpu else 2**22, dtype=torch.int32, device=device)
     read = data.nbytes / seconds(torch, lambda: data.amax(), gpu)
-    a, b = torch.randn(m, k, device=device, dtype=kind), torch.randn(n, k, device=device, dtype=kind)
+    a, b = (
+        torch.randn(m, k, device=device, dtype=kind),
+        torch.randn(n, k, device=device, dtype=kind),
+    )
     dense = 2 * m * n * k / seconds(torch, lambda: a @ b.T, gpu)
     eight = None
     if gpu:  # the fast 8-bit product of a Hopper, whatever the scheme
         a8, b8 = (t.to(torch.float8_e4m3fn) for t in (a, b))
         ones = torch.ones(m, 1, device=device), torch.ones(1, n, device=device)
         out = torch.bfloat16
-        eight = 2 * m * n * k / seconds(
-            torch, lambda: torch._scaled_mm(a8, b8.T, *ones, out_dtype=out, use_fast_accum=True), gpu
+        eight = (
+            2
+            * m
+            * n
+            * k
+            / seconds(
+                torch,
+                lambda: torch._scaled_mm(a8, b8.T, *ones, out_dtype=out, use_fast_accum=True),
+                gpu,
+            )
         )
     return Ceilings(read=read, dense=dense, eight_bits=eight)
 
@@ -164,7 +188,9 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     if args.compile_only:
         folder = tempfile.TemporaryDirectory()
         path, more = shortened(path, Path(folder.name)), {"kv_cache_bytes": COMPILED_CACHE}
-    given = "" if args.compile_only else sys.stdin.readline()  # the ceilings: it is this process's turn
+    given = (
+        "" if args.compile_only else sys.stdin.readline()
+    )  # the ceilings: it is this process's turn
     begin = time.perf_counter()
     llm = LLM(
         str(path),
@@ -182,8 +208,13 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
 
     def generate(lengths: list[tuple[int, int]]) -> float:
-        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(n)]} for i, (n, _) in enumerate(lengths)]
-        sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in lengths]
+        prompts = [
+            {"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(n)]}
+            for i, (n, _) in enumerate(lengths)
+        ]
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in lengths
+        ]
         start = time.perf_counter()
         llm.generate(prompts, sampling, progress=False)
         return time.perf_counter() - start
@@ -202,7 +233,9 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     fits = max(1, llm.ledger.num_kv_tokens // (PROMPT + ANSWER))
     ledger, dtype = llm.ledger.describe(), config.model.dtype
     concurrency = min(args.requests, config.scheduling.max_num_seqs, fits)
-    profiles = {} if not args.profile else {str(n): kernels_of(llm, n, PROMPT) for n in (1, concurrency)}
+    profiles = (
+        {} if not args.profile else {str(n): kernels_of(llm, n, PROMPT) for n in (1, concurrency)}
+    )
     llm.shutdown()
     ceilings = Ceilings(**json.loads(given))
     floor = floors(
@@ -227,7 +260,11 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         "throughput_share": floor.load_s / taken,
         "concurrency": floor.concurrency,
         "requests": args.requests,
-        "ceilings": {"read_bytes_per_s": ceilings.read, "flops": ceilings.dense, "flops_8_bits": ceilings.eight_bits},
+        "ceilings": {
+            "read_bytes_per_s": ceilings.read,
+            "flops": ceilings.dense,
+            "flops_8_bits": ceilings.eight_bits,
+        },
         "seconds": time.perf_counter() - begin,
         "ledger": ledger,
         **({"profiles": profiles} if profiles else {}),
@@ -238,10 +275,16 @@ RECORD = "families"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default=MODELS, help="names of configs, each with :SCHEME and =REQUESTS if wanted")
+    parser.add_argument(
+        "--models",
+        default=MODELS,
+        help="names of configs, each with :SCHEME and =REQUESTS if wanted",
+    )
     parser.add_argument("--configs", type=Path, default=CONFIGS)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--repeat", type=int, default=2, help="measured runs of the load, after one that is not")
+    parser.add_argument(
+        "--repeat", type=int, default=2, help="measured runs of the load, after one that is not"
+    )
     parser.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--profile", action="store_true")
@@ -262,7 +305,13 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         return
     rows: list[dict[str, Any]] = []
     passed_on = ["--configs", str(args.configs), "--repeat", str(args.repeat)]
-    passed_on += ["--budget", str(args.budget), "--device", args.device, *(["--profile"] if args.profile else [])]
+    passed_on += [
+        "--budget",
+        str(args.budget),
+        "--device",
+        args.device,
+        *(["--profile"] if args.profile else []),
+    ]
 
     def child(model: str, *more: str, **pipes: Any) -> subprocess.Popen[str]:
         """`model`: a config's name, with :SCHEME and =REQUESTS if wanted."""

@@ -47,9 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def started(tree: Path, config: Path, settings: dict[str, Any]) -> dict[str, Any]:
     others = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([str(tree.resolve()), *([others] if others else [])])
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPATH": paths}
+    env = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    } | {"PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-c", START, str(config), json.dumps(settings)], env=env, check=True, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", START, str(config), json.dumps(settings)],
+        env=env,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -57,7 +63,11 @@ def started(tree: Path, config: Path, settings: dict[str, Any]) -> dict[str, Any
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     trees = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.tree)}
-    settings = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype, "device": args.device}
+    settings = {
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "device": args.device,
+    }
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for i in range(args.rounds + 1):
         for name, tree in trees.items():
@@ -66,6 +76,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             if i:
                 starts[name].append(found)
         if i:  # written after each round: a lent machine may go first
-            medians = {name: statistics.median(s["start_to_first_token_s"] for s in own) for name, own in starts.items()}
+            medians = {
+                name: statistics.median(s["start_to_first_token_s"] for s in own)
+                for name, own in starts.items()
+            }
             print(medians, flush=True)
             save(settings=settings | {"config": args.config}, medians=medians, starts=starts)

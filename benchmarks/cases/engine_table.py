@@ -98,7 +98,11 @@ class Slipstream:
 
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             self.run([(128, 128)] * num_seqs)
-        spans = sorted((e.time_range.start, e.time_range.end) for e in trace.events() if e.time_range.end > e.time_range.start)
+        spans = sorted(
+            (e.time_range.start, e.time_range.end)
+            for e in trace.events()
+            if e.time_range.end > e.time_range.start
+        )
         covered, reached = 0.0, spans[0][0]
         for start, end in spans:
             covered += max(0.0, end - max(start, reached))
@@ -117,14 +121,23 @@ class Transformers:
         self.torch, self.device = torch, "cuda" if args.device == "auto" else args.device
         self.config = transformers.AutoConfig.from_pretrained(common.CONFIGS / args.config)
         with torch.device(self.device):
-            self.model = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16).eval()
+            self.model = transformers.AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.bfloat16
+            ).eval()
 
     def run(self, lengths: Lengths) -> float:
         torch, (n_in, n_out) = self.torch, lengths[0]
         if set(lengths) != {lengths[0]}:
-            raise SystemExit("--engine transformers takes loads of equal requests, such as 128/128x512")
+            raise SystemExit(
+                "--engine transformers takes loads of equal requests, such as 128/128x512"
+            )
         prompt = torch.randint(0, self.config.vocab_size, (len(lengths), n_in), device=self.device)
-        length = {"max_new_tokens": n_out, "min_new_tokens": n_out, "do_sample": False, "pad_token_id": 0}
+        length = {
+            "max_new_tokens": n_out,
+            "min_new_tokens": n_out,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         begin = time.perf_counter()
         with torch.inference_mode():
             self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **length).tolist()
@@ -142,9 +155,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--seqs", type=int, default=1024, help="max_num_seqs (default: 1024)")
-    parser.add_argument("--budget", type=int, default=16384, help="max_num_batched_tokens (default: 16384)")
+    parser.add_argument(
+        "--budget", type=int, default=16384, help="max_num_batched_tokens (default: 16384)"
+    )
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--single", default="128/256", help="the request whose decode is timed; '' for none (default: 128/256)")
+    parser.add_argument(
+        "--single",
+        default="128/256",
+        help="the request whose decode is timed; '' for none (default: 128/256)",
+    )
     parser.add_argument("--loads", default="128/128x1024")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--profile", action="store_true")

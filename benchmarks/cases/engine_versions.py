@@ -52,11 +52,20 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
     for _ in range(args.rounds):
         for version, python in (("before", args.before), ("after", sys.executable)):
-            done = subprocess.run([python, "-c", FIGURES, args.model], check=True, capture_output=True, text=True)
-            runs[version].append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
-            print(version, {name: round(value, 2) for name, value in runs[version][-1].items()}, flush=True)
+            done = subprocess.run(
+                [python, "-c", FIGURES, args.model], check=True, capture_output=True, text=True
+            )
+            runs[version].append(
+                json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+            )
+            print(
+                version,
+                {name: round(value, 2) for name, value in runs[version][-1].items()},
+                flush=True,
+            )
     medians: dict[str, Any] = {
-        version: {name: statistics.median(x[name] for x in of) for name in of[0]} for version, of in runs.items()
+        version: {name: statistics.median(x[name] for x in of) for name in of[0]}
+        for version, of in runs.items()
     }
     print(json.dumps(medians, indent=1))
     save(medians=medians, runs=runs)

@@ -58,18 +58,36 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         data, out = Path(folder) / "harbour.jsonl", Path(folder) / "adapter"
         data.write_text("\n".join(map(json.dumps, conversations())))
         settings = LoRA(
-            text=str(data), context=128, rank=args.rank, learning_rate=1e-3, num_steps=200, minutes=args.minutes, micro_batch=8
+            text=str(data),
+            context=128,
+            rank=args.rank,
+            learning_rate=1e-3,
+            num_steps=200,
+            minutes=args.minutes,
+            micro_batch=8,
         )
         begin = time.perf_counter()
         receipt = train_adapter(source, settings, out, device=torch.device(args.device))
         took = time.perf_counter() - begin
-        sizes = dict(device=args.device, max_model_len=512, enable_lora=True, max_lora_rank=args.rank)
+        sizes = dict(
+            device=args.device, max_model_len=512, enable_lora=True, max_lora_rank=args.rank
+        )
         with LLM(args.model, **sizes) as llm:
             mine = LoRARequest("harbour", 1, str(out))
             sampling = SamplingParams(temperature=0, max_tokens=48)
-            answers = [llm.chat(QUESTION, sampling, lora_request=way)[0].outputs[0].text for way in (None, mine)]
+            answers = [
+                llm.chat(QUESTION, sampling, lora_request=way)[0].outputs[0].text
+                for way in (None, mine)
+            ]
     receipt["settings"]["text"] = "harbour.jsonl"
     for name in ("held_out", "adapter", "data"):
         print(name, receipt[name])
-    print(f"{receipt['training']['num_steps']} steps, {took:.0f} s in all\nbefore: {answers[0]}\nafter: {answers[1]}")
-    save(receipt=receipt, seconds_in_all=round(took, 1), answers=answers, load_average=os.getloadavg())
+    print(
+        f"{receipt['training']['num_steps']} steps, {took:.0f} s in all\nbefore: {answers[0]}\nafter: {answers[1]}"
+    )
+    save(
+        receipt=receipt,
+        seconds_in_all=round(took, 1),
+        answers=answers,
+        load_average=os.getloadavg(),
+    )

@@ -52,14 +52,18 @@ def shapes(config: Path, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]
             "mlp.up_proj": (m.intermediate_size, e),
             "mlp.down_proj": (e, m.intermediate_size),
         }
-        found |= {f"model.layers.{i}.{k}": v for k, v in sizes.items() if k.rpartition(".")[2] in targets}
+        found |= {
+            f"model.layers.{i}.{k}": v for k, v in sizes.items() if k.rpartition(".")[2] in targets
+        }
     return found
 
 
 def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    (folder / CONFIG_NAME).write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    (folder / CONFIG_NAME).write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+    )
     tensors = {}
     for name, (out, inner) in modules.items():
         for side, shape in (("A", (rank, inner)), ("B", (out, rank))):
@@ -68,7 +72,9 @@ def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], rank: int, 
     save_file(tensors, folder / WEIGHTS_NAME)
 
 
-def measure(llm: LLM, prompts: list[Any], sampling: SamplingParams, adapters: list[LoRARequest | None]) -> float:
+def measure(
+    llm: LLM, prompts: list[Any], sampling: SamplingParams, adapters: list[LoRARequest | None]
+) -> float:
     """Seconds a token of a sequence."""
     begin = time.perf_counter()
     llm.generate(prompts, sampling, lora_request=adapters, progress=False)
@@ -107,8 +113,14 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         folder = Path(name)
         for i in range(args.num_adapters + 4):
             write_adapter(folder / str(i), modules, args.rank, i)
-        requests = [LoRARequest(f"a{i}", i + 1, str(folder / str(i))) for i in range(args.num_adapters + 4)]
-        on_gpu = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() and args.device != "cpu" else {}
+        requests = [
+            LoRARequest(f"a{i}", i + 1, str(folder / str(i))) for i in range(args.num_adapters + 4)
+        ]
+        on_gpu = (
+            {"gpu_memory_utilization": 0.4}
+            if torch.cuda.is_available() and args.device != "cpu"
+            else {}
+        )
         shared = dict(
             load_format="dummy",
             device=args.device,
@@ -120,10 +132,16 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         )
         off = LLM(str(args.config), **shared, **on_gpu)
         both = {"gpu_memory_utilization": 0.85} if on_gpu else {}
-        lora = dict(enable_lora=True, max_loras=args.num_adapters, max_lora_rank=args.rank, max_cpu_loras=args.num_adapters + 4)
+        lora = dict(
+            enable_lora=True,
+            max_loras=args.num_adapters,
+            max_lora_rank=args.rank,
+            max_cpu_loras=args.num_adapters + 4,
+        )
         on = LLM(str(args.config), **shared, **lora, **both)
         prompts = [
-            {"prompt_token_ids": [(7 * i + 31 * s) % 1000 + 3 for i in range(PROMPT_TOKENS)]} for s in range(args.num_seqs)
+            {"prompt_token_ids": [(7 * i + 31 * s) % 1000 + 3 for i in range(PROMPT_TOKENS)]}
+            for s in range(args.num_seqs)
         ]
         sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
         used = [requests[i % args.num_adapters] for i in range(args.num_seqs)]
@@ -141,11 +159,20 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         numbers = sum(args.rank * (out + inner) for out, inner in modules.values())
         ledger = off.ledger
         adapters_bytes = 2 * numbers * min(args.num_adapters, args.num_seqs)
-        cache = args.num_seqs * (PROMPT_TOKENS + args.max_tokens // 2) * ledger.block_bytes / ledger.block_size
+        cache = (
+            args.num_seqs
+            * (PROMPT_TOKENS + args.max_tokens // 2)
+            * ledger.block_bytes
+            / ledger.block_size
+        )
         record |= {
-            "ms_a_step": {name: round(1e3 * statistics.median(values), 4) for name, values in found.items()},
+            "ms_a_step": {
+                name: round(1e3 * statistics.median(values), 4) for name, values in found.items()
+            },
             "ratio": {
-                name: round(statistics.median(a / b for a, b in zip(values, found["off"], strict=True)), 4)
+                name: round(
+                    statistics.median(a / b for a, b in zip(values, found["off"], strict=True)), 4
+                )
                 for name, values in found.items()
             },
             "floor_of_used": round(1 + adapters_bytes / (ledger.weights_bytes + cache), 4),

@@ -39,10 +39,19 @@ from slipstream.types import EngineRequest, ScheduledRequest, StepPlan
 
 
 def schema(rng: random.Random, num_properties: int) -> dict[str, Any]:
-    kinds = ({"type": "string", "maxLength": 40}, {"type": "integer", "minimum": 0}, {"enum": ["red", "green", "blue"]})
+    kinds = (
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0},
+        {"enum": ["red", "green", "blue"]},
+    )
     names = ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(num_properties)]
     properties = {name: rng.choice(kinds) for name in names}
-    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": names,
+        "additionalProperties": False,
+    }
 
 
 def made_tokenizer(folder: Path, size: int) -> None:
@@ -54,10 +63,15 @@ def made_tokenizer(folder: Path, size: int) -> None:
     while len(words) < size:
         words["".join(rng.choices(alphabet, k=rng.randint(2, 9))).replace(" ", "Ġ")] = None
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
 
 
 def first_masks(llm: LLM, num_properties: int, count: int) -> list[float]:
@@ -67,7 +81,11 @@ def first_masks(llm: LLM, num_properties: int, count: int) -> list[float]:
         params = StructuredOutputsParams(json=schema(rng, num_properties))
         sampling = SamplingParams(structured_outputs=params)
         begin = time.perf_counter()
-        grammars.begin(EngineRequest(request_id="first", prompt_token_ids=(1,), sampling=sampling, max_tokens=9))
+        grammars.begin(
+            EngineRequest(
+                request_id="first", prompt_token_ids=(1,), sampling=sampling, max_tokens=9
+            )
+        )
         while grammars.is_compiling:
             time.sleep(0.0002)
             grammars.compiled()
@@ -78,26 +96,36 @@ def first_masks(llm: LLM, num_properties: int, count: int) -> list[float]:
     return sorted(found)
 
 
-def mask_times(grammars: Grammars, params: StructuredOutputsParams, count: int, steps: int) -> dict[str, list[float]]:
+def mask_times(
+    grammars: Grammars, params: StructuredOutputsParams, count: int, steps: int
+) -> dict[str, list[float]]:
     """Milliseconds of the masks of each step of `count` sequences that draw from them, and of taking in what was drawn."""
     import numpy as np
 
     rng, names = np.random.default_rng(0), [str(i) for i in range(count)]
     sampling = SamplingParams(structured_outputs=params)
     for name in names:
-        grammars.begin(EngineRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, max_tokens=9))
+        grammars.begin(
+            EngineRequest(request_id=name, prompt_token_ids=(1,), sampling=sampling, max_tokens=9)
+        )
     while grammars.is_compiling:
         time.sleep(0.01)
         grammars.compiled()
     plan = StepPlan(step_id=1, scheduled=tuple(ScheduledRequest(name, 1, 1, 1) for name in names))
-    found: dict[str, list[float]] = {"masks": [], "masks, CPU time of all threads": [], "accept": []}
+    found: dict[str, list[float]] = {
+        "masks": [],
+        "masks, CPU time of all threads": [],
+        "accept": [],
+    }
     for _ in range(steps):
         begin, begin_cpu = time.perf_counter(), time.process_time()
         mask, ended = grammars.masks(plan)
         found["masks"].append((time.perf_counter() - begin) * 1e3)
         found["masks, CPU time of all threads"].append((time.process_time() - begin_cpu) * 1e3)
         assert not ended, ended
-        bits = np.unpackbits(np.frombuffer(mask.bits, np.uint8).reshape(count, -1), axis=1, bitorder="little")
+        bits = np.unpackbits(
+            np.frombuffer(mask.bits, np.uint8).reshape(count, -1), axis=1, bitorder="little"
+        )
         drawn = [int(rng.choice(np.flatnonzero(row))) for row in bits]
         begin = time.perf_counter()
         for name, token in zip(names, drawn, strict=True):
@@ -117,9 +145,19 @@ def masks_only(args: argparse.Namespace, vocab: int) -> None:
     grammars = Grammars(lambda: tokenizer, vocab, lambda given: given.eos_token_ids)
     params = endless(args.properties)
     mask_times(grammars, params, args.num_requests, 8)  # makes the vocabulary
-    found = {name: sorted(ms) for name, ms in mask_times(grammars, params, args.num_requests, args.steps).items()}
-    rows = [(name, *(f"{ms[int(len(ms) * part)]:.3f}" for part in (0.5, 0.9, 0.99))) for name, ms in found.items()]
-    print_table(f"{args.num_requests} sequences, {vocab:,} tokens", ("ms a step", "median", "90 %", "99 %"), rows)
+    found = {
+        name: sorted(ms)
+        for name, ms in mask_times(grammars, params, args.num_requests, args.steps).items()
+    }
+    rows = [
+        (name, *(f"{ms[int(len(ms) * part)]:.3f}" for part in (0.5, 0.9, 0.99)))
+        for name, ms in found.items()
+    ]
+    print_table(
+        f"{args.num_requests} sequences, {vocab:,} tokens",
+        ("ms a step", "median", "90 %", "99 %"),
+        rows,
+    )
     common.save(args.output, "structured_masks", workload=vars(args), ms=found)
 
 
@@ -157,10 +195,18 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.made_vocabulary:
         made_tokenizer(Path(folder.name), vocab)
     more = {"tokenizer": folder.name} if args.made_vocabulary else {}
-    fields = dict(device=args.device, dtype=args.dtype, load_format=args.load_format, max_num_seqs=args.num_requests)
+    fields = dict(
+        device=args.device,
+        dtype=args.dtype,
+        load_format=args.load_format,
+        max_num_seqs=args.num_requests,
+    )
     llm = LLM.from_engine_args(EngineArgs(model=args.model, max_model_len=2048, **fields, **more))
     plain = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=0)
-    kinds = {"without": plain, "with": dataclasses.replace(plain, structured_outputs=endless(args.properties))}
+    kinds = {
+        "without": plain,
+        "with": dataclasses.replace(plain, structured_outputs=endless(args.properties)),
+    }
     given = common.prompts([args.prompt_len] * args.num_requests, vocab)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     masks, compute = [], llm.core.grammars.masks
@@ -187,11 +233,19 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     first = first_masks(llm, args.properties, 200)
     steps = {kind: common.median(each) / args.tokens * 1e3 for kind, each in seconds.items()}
     rows = [(kind, f"{ms:.3f}", f"{ms / steps['without']:.3f} ×") for kind, ms in steps.items()]
-    print_table(f"{args.num_requests} sequences, {vocab:,} tokens", ("schemas", "ms a token", "beside without"), rows)
+    print_table(
+        f"{args.num_requests} sequences, {vocab:,} tokens",
+        ("schemas", "ms a token", "beside without"),
+        rows,
+    )
     p50, p99 = first[len(first) // 2] * 1e3, first[int(len(first) * 0.99)] * 1e3
     of_step = {f"p{part}": masks[len(masks) * part // 100] for part in (50, 90, 99)}
     print("masks of a step, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in of_step.items()))
     print(f"first mask of a new schema: median {p50:.2f} ms, 99th percentile {p99:.2f} ms")
-    results = {"ms_per_token": steps, "ratio": steps["with"] / steps["without"], "first_mask_ms": {"p50": p50, "p99": p99}}
+    results = {
+        "ms_per_token": steps,
+        "ratio": steps["with"] / steps["without"],
+        "first_mask_ms": {"p50": p50, "p99": p99},
+    }
     results["masks_ms"] = of_step
     save(workload=vars(args), seconds=seconds, results=results)

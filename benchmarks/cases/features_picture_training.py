@@ -45,7 +45,14 @@ COLOURS = {
 }
 NAMES = (*SHAPES, *DIGITS)
 SPECIAL = (
-    *("<pad>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"),
+    *(
+        "<pad>",
+        "<|im_start|>",
+        "<end_of_utterance>",
+        "<fake_token_around_image>",
+        "<image>",
+        "<global-img>",
+    ),
     *("User:", "Assistant:", "What", "is", "this", "?"),
 )
 WORDS = (*SPECIAL, *COLOURS, *NAMES)
@@ -64,7 +71,10 @@ def drawn(rng: random.Random) -> tuple[Image.Image, str]:
     colour, name = rng.choice(list(COLOURS)), rng.choice(NAMES)
     dark = tuple(rng.randrange(0, 70) for _ in range(3))
     image = Image.new("RGB", (SIDE, SIDE), dark)
-    draw, fill = ImageDraw.Draw(image), tuple(max(0, min(255, c + rng.randrange(-25, 26))) for c in COLOURS[colour])
+    draw, fill = (
+        ImageDraw.Draw(image),
+        tuple(max(0, min(255, c + rng.randrange(-25, 26))) for c in COLOURS[colour]),
+    )
     size = rng.randrange(13, 25)
     x, y = rng.randrange(0, SIDE - size), rng.randrange(0, SIDE - size)
     box = (x, y, x + size, y + size)
@@ -83,14 +93,31 @@ def drawn(rng: random.Random) -> tuple[Image.Image, str]:
         draw.text((x + size / 2, y + size / 2), name, fill=fill, font=font, anchor="mm")
     noise = torch.tensor([rng.randrange(2**31)])
     generator = torch.Generator().manual_seed(int(noise))
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3).float()
+    pixels = (
+        torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3).float()
+    )
     pixels += torch.randn(pixels.shape, generator=generator) * 8
     return Image.fromarray(pixels.clamp(0, 255).to(torch.uint8).numpy()), f"{colour} {name}"
 
 
 def prompt_ids() -> list[int]:
-    image = ["<fake_token_around_image>", "<global-img>", *["<image>"] * NUM_IMAGE_TOKENS, "<fake_token_around_image>"]
-    words = ["<|im_start|>", "User:", *image, "What", "is", "this", "?", "<end_of_utterance>", "Assistant:"]
+    image = [
+        "<fake_token_around_image>",
+        "<global-img>",
+        *["<image>"] * NUM_IMAGE_TOKENS,
+        "<fake_token_around_image>",
+    ]
+    words = [
+        "<|im_start|>",
+        "User:",
+        *image,
+        "What",
+        "is",
+        "this",
+        "?",
+        "<end_of_utterance>",
+        "Assistant:",
+    ]
     return [IDS[word] for word in words]
 
 
@@ -122,7 +149,11 @@ def make_model() -> Any:
     )
     torch.manual_seed(0)
     config = SmolVLMConfig(
-        text_config=text, vision_config=vision, image_token_id=IMAGE, scale_factor=2, tie_word_embeddings=False
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        scale_factor=2,
+        tie_word_embeddings=False,
     )
     return SmolVLMForConditionalGeneration(config)
 
@@ -131,13 +162,21 @@ def write_files(folder: Path) -> None:
     """Tokenizer, template and image processor, beside the weights."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    spelled = {f"Ġ{word}" if word in NAMES else word: i for word, i in IDS.items()}  # names come behind a space
+    spelled = {
+        f"Ġ{word}" if word in NAMES else word: i for word, i in IDS.items()
+    }  # names come behind a space
     backend = Tokenizer(models.WordLevel(spelled, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(word, special=True, normalized=False) for word in SPECIAL]
+    )
     backend.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "pad_token": "<pad>"}
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": TEMPLATE,
+        "pad_token": "<pad>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
     processor = {
         "image_processor_type": "SmolVLMImageProcessor",
@@ -152,11 +191,18 @@ def write_files(folder: Path) -> None:
 
 
 def as_pixels(images: list[Image.Image]) -> torch.Tensor:
-    raw = torch.stack([torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3) for i in images])
+    raw = torch.stack(
+        [
+            torch.frombuffer(bytearray(i.tobytes()), dtype=torch.uint8).view(SIDE, SIDE, 3)
+            for i in images
+        ]
+    )
     return ((raw.float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2)[:, None]
 
 
-def train(model: Any, seconds: float, most_steps: int, num_pictures: int, batch: int = 64) -> dict[str, Any]:
+def train(
+    model: Any, seconds: float, most_steps: int, num_pictures: int, batch: int = 64
+) -> dict[str, Any]:
     """For so many steps, unless the time is over before. Pictures are drawn once, and moved and noised anew each time they are
     seen. The loss is of the answer's words and the end."""
     rng, start = random.Random(1), prompt_ids()
@@ -186,7 +232,11 @@ def train(model: Any, seconds: float, most_steps: int, num_pictures: int, batch:
         step += 1
         if step % 50 == 0:
             spent = time.monotonic() - begin
-            print(f"step {step}, loss {sum(losses[-50:]) / 50:.4f}, {spent:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"step {step}, loss {sum(losses[-50:]) / 50:.4f}, {spent:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     model.eval()
     return {
         "pictures": num_pictures,
@@ -211,11 +261,25 @@ def shares(answers: list[str], names: list[str]) -> dict[str, float]:
     colours = [first(answer, tuple(COLOURS)) == colour for answer, colour, _ in pairs]
     forms = [first(answer, NAMES) == form for answer, _, form in pairs]
     both = [a and b for a, b in zip(colours, forms, strict=True)]
-    return {name: sum(right) / len(right) for name, right in (("both", both), ("colour", colours), ("form", forms))}
+    return {
+        name: sum(right) / len(right)
+        for name, right in (("both", both), ("colour", colours), ("form", forms))
+    }
 
 
 def by_server(folder: Path, pictures: list[Image.Image], threads: int) -> list[str]:
-    command = [sys.executable, "-m", "slipstream", "serve", str(folder), "--port", "0", "--json", "--num-threads", str(threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--json",
+        "--num-threads",
+        str(threads),
+    ]
     command += ["--dtype", "float32", "--served-model-name", "eyes"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -232,7 +296,12 @@ def ask(url: str, picture: Image.Image) -> str:
     picture.save(file, "PNG")
     image = {"url": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()}
     parts = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "What is this ?"}]
-    body = {"model": "eyes", "messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+    body = {
+        "model": "eyes",
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
     request = urllib.request.Request(
         f"{url}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )

@@ -78,7 +78,11 @@ QWEN = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [16, 24, 24],
+        },
         "bos_token_id": None,
         "eos_token_id": 151645,
         "pad_token_id": 151643,
@@ -100,29 +104,49 @@ QWEN = {
 def tiny() -> dict[str, Any]:
     """SmolVLM's parts, small enough for a CPU."""
     config: dict[str, Any] = json.loads(json.dumps(SMOLVLM))
-    config["text_config"] |= {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 3}
+    config["text_config"] |= {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+    }
     config["text_config"] |= {"num_key_value_heads": 1, "vocab_size": 4096, "eos_token_id": 2}
-    config["vision_config"] |= {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 3}
+    config["vision_config"] |= {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+    }
     config["vision_config"] |= {"image_size": 128}
     return config | {"image_token_id": 4095}
 
 
 SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "tiny": (tiny, {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 128}, "resample": 1}),
-    "smolvlm-256m": (lambda: SMOLVLM, {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}, "resample": 1}),
+    "tiny": (
+        tiny,
+        {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 128}, "resample": 1},
+    ),
+    "smolvlm-256m": (
+        lambda: SMOLVLM,
+        {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}, "resample": 1},
+    ),
     "qwen2.5-vl-3b": (lambda: QWEN, {"min_pixels": 3136, "max_pixels": 1003520, "resample": 3}),
 }
 
 
 def pictures(count: int, seed: int) -> list[Image.Image]:
     rng = np.random.default_rng(seed)
-    small = (Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)) for _ in range(count))
+    small = (
+        Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8)) for _ in range(count)
+    )
     return [image.resize((640, 480), Image.Resampling.BICUBIC) for image in small]
 
 
 class Ours:
     def __init__(self, folder: Path, config: dict[str, Any], args: Any, **more: Any) -> None:
-        more |= {"kv_cache_bytes": 2**33} if args.device == "cuda" else {"num_threads": args.threads}
+        more |= (
+            {"kv_cache_bytes": 2**33} if args.device == "cuda" else {"num_threads": args.threads}
+        )
         more |= {} if more.get("max_images") == 0 else {"image_cache_bytes": 0}
         self.llm = LLM(
             str(folder), load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, device=args.device,
@@ -139,19 +163,28 @@ class Ours:
             tokens = [5, 6, 7]
             for piece in picture.pieces:
                 tokens += [8, *[self.token] * piece.num_tokens]
-            found.append({"prompt_token_ids": [*tokens, 9, 10], "multi_modal_data": {"image": [picture]}})
+            found.append(
+                {"prompt_token_ids": [*tokens, 9, 10], "multi_modal_data": {"image": [picture]}}
+            )
         return found
 
     def answer(self, images: list[Image.Image], num_tokens: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        return [list(a.outputs[0].token_ids) for a in self.llm.generate(self.prompts(images), sampling, progress=False)]
+        return [
+            list(a.outputs[0].token_ids)
+            for a in self.llm.generate(self.prompts(images), sampling, progress=False)
+        ]
 
 
 class Theirs:
     def __init__(self, config: dict[str, Any], processing: dict[str, Any], args: Any) -> None:
         import transformers as t
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import (
+            SmolVLMImageProcessorPil,
+        )
 
         self.is_qwen = config["model_type"] == "qwen2_5_vl"
         made, kind = (
@@ -162,10 +195,20 @@ class Theirs:
         with torch.device(args.device):
             settings = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
             self.model = kind(made(**settings)).to(getattr(torch, args.dtype)).eval()
-        self.processor = (Qwen2VLImageProcessorPil if self.is_qwen else SmolVLMImageProcessorPil)(**processing)
-        self.token, self.device, self.one_by_one = config["image_token_id"], args.device, args.one_by_one
+        self.processor = (Qwen2VLImageProcessorPil if self.is_qwen else SmolVLMImageProcessorPil)(
+            **processing
+        )
+        self.token, self.device, self.one_by_one = (
+            config["image_token_id"],
+            args.device,
+            args.one_by_one,
+        )
         vision = config["vision_config"]
-        self.each = 0 if self.is_qwen else (processing["max_image_size"]["longest_edge"] // vision["patch_size"]) ** 2
+        self.each = (
+            0
+            if self.is_qwen
+            else (processing["max_image_size"]["longest_edge"] // vision["patch_size"]) ** 2
+        )
         self.each //= 1 if self.is_qwen else config["scale_factor"] ** 2
 
     @torch.inference_mode()
@@ -174,13 +217,17 @@ class Theirs:
         return [row for group in groups for row in self._batch(group, num_tokens)]
 
     def _batch(self, images: list[Image.Image], num_tokens: int) -> list[list[int]]:
-        given = self.processor(images if self.is_qwen else [[x] for x in images], return_tensors="pt")
+        given = self.processor(
+            images if self.is_qwen else [[x] for x in images], return_tensors="pt"
+        )
         if self.is_qwen:
             counts = (given["image_grid_thw"].prod(-1) // 4).tolist()
             runs = [[8, *[self.token] * n] for n in counts]
         else:
             runs = [[8, *[self.token] * self.each] * given["pixel_values"].shape[1] for _ in images]
-        rows = [[5, 6, 7, *run, 9, 10] for run in runs]  # all pictures are of one size, so no row is padded
+        rows = [
+            [5, 6, 7, *run, 9, 10] for run in runs
+        ]  # all pictures are of one size, so no row is padded
         ids = torch.tensor(rows, device=self.device)
         names = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
         more = {k: v.to(self.device) for k, v in given.items() if k in names}
@@ -232,7 +279,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--one-by-one", action="store_true", help="transformers answers one request after another")
+    parser.add_argument(
+        "--one-by-one", action="store_true", help="transformers answers one request after another"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -249,7 +298,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         for i in range(args.rounds + 1):
             images = pictures(args.pictures, i)
             order = list(ways)[:: 1 if i % 2 == 0 else -1]
-            rounds.append({way: seconds(lambda way=way: ways[way](images, args.tokens)) for way in order})
+            rounds.append(
+                {way: seconds(lambda way=way: ways[way](images, args.tokens)) for way in order}
+            )
         del rounds[0]
         without = Ours(folder, config, args, max_images=0)
         text_s = texts(ours, without, args)
@@ -260,7 +311,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         "pictures": args.pictures,
         "tokens_each": args.tokens,
         "rounds_s": rounds,
-        "pictures_per_s": {w: args.pictures / statistics.median(r[w] for r in rounds) for w in rounds[0]},
+        "pictures_per_s": {
+            w: args.pictures / statistics.median(r[w] for r in rounds) for w in rounds[0]
+        },
         "times_transformers": statistics.median(ratios),
         "text_s": text_s,
         "load_average": os.getloadavg(),

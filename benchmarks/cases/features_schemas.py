@@ -38,7 +38,12 @@ Case = tuple[str, str, Any, list[Test]]
 def maskbench(folder: Path, every: int) -> Iterator[Case]:
     for path in sorted(folder.glob("*.json"))[::every]:
         given = json.loads(path.read_text("utf-8"))
-        yield "MaskBench", path.stem, given["schema"], [(t["valid"], t["data"]) for t in given.get("tests", ())]
+        yield (
+            "MaskBench",
+            path.stem,
+            given["schema"],
+            [(t["valid"], t["data"]) for t in given.get("tests", ())],
+        )
 
 
 def suite(folder: Path) -> Iterator[Case]:
@@ -46,7 +51,12 @@ def suite(folder: Path) -> Iterator[Case]:
         for path in sorted((folder / "tests" / draft).glob("*.json")):
             for group in json.loads(path.read_text("utf-8")):
                 tests = [(t["valid"], t["data"]) for t in group["tests"]]
-                yield f"test suite, {draft}", f"{path.stem}: {group['description']}", group["schema"], tests
+                yield (
+                    f"test suite, {draft}",
+                    f"{path.stem}: {group['description']}",
+                    group["schema"],
+                    tests,
+                )
 
 
 def ordered(value: Any, schema: Any) -> Any:
@@ -55,8 +65,14 @@ def ordered(value: Any, schema: Any) -> Any:
         return value
     if isinstance(value, dict):
         properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
-        names = [*(name for name in properties if name in value), *(name for name in value if name not in properties)]
-        return {name: ordered(value[name], properties.get(name, schema.get("additionalProperties"))) for name in names}
+        names = [
+            *(name for name in properties if name in value),
+            *(name for name in value if name not in properties),
+        ]
+        return {
+            name: ordered(value[name], properties.get(name, schema.get("additionalProperties")))
+            for name in names
+        }
     if isinstance(value, list):
         return [ordered(item, schema.get("items")) for item in value]
     return value
@@ -82,7 +98,11 @@ def slipstream_engine() -> Callable[[Any], Callable[[str], bool]]:
         def accepts(text: str) -> bool:
             matcher = first.deep_copy()
             tokens = vocabulary.tokenize_str(text)
-            return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+            return (
+                matcher.validate_tokens(tokens) == len(tokens)
+                and matcher.consume_tokens(tokens)
+                and matcher.is_accepting()
+            )
 
         return accepts
 
@@ -163,24 +183,38 @@ RECORD = "schemas"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--maskbench", type=Path)
     parser.add_argument("--suite", type=Path)
-    parser.add_argument("--every", type=int, default=1, help="take every so many of MaskBench's schemas")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds for a schema and its instances")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take every so many of MaskBench's schemas"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=20.0, help="seconds for a schema and its instances"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    cases = [*(maskbench(args.maskbench, args.every) if args.maskbench else ()), *(suite(args.suite) if args.suite else ())]
+    cases = [
+        *(maskbench(args.maskbench, args.every) if args.maskbench else ()),
+        *(suite(args.suite) if args.suite else ()),
+    ]
     versions = {}
     for package in {package for package, _ in ENGINES.values()}:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             print(f"{package} is not installed and is left out", file=sys.stderr)
-    engines = {name: Process(name, args.limit) for name, (package, _) in ENGINES.items() if package in versions}
+    engines = {
+        name: Process(name, args.limit)
+        for name, (package, _) in ENGINES.items()
+        if package in versions
+    }
     counts: dict[tuple[str, str], Counter[str]] = {}
     wrong: list[dict[str, str]] = []
     reasons: dict[str, Counter[str]] = {name: Counter() for name in engines}
     for number, (source, case, schema, tests) in enumerate(cases):
-        texts = [json.dumps(ordered(value, schema), separators=(",", ":"), ensure_ascii=False) for _, value in tests]
+        texts = [
+            json.dumps(ordered(value, schema), separators=(",", ":"), ensure_ascii=False)
+            for _, value in tests
+        ]
         for name, engine in engines.items():
             verdict, reason, found, _ = engine.ask(schema, texts)
             count = counts.setdefault((source, name), Counter())
@@ -194,7 +228,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 count["valid" if valid else "invalid"] += 1
                 if accepted and not valid:
                     count["wrongly accepted"] += 1
-                    wrong.append({"engine": name, "case": f"{source}: {case}", "instance": text[:200]})
+                    wrong.append(
+                        {"engine": name, "case": f"{source}: {case}", "instance": text[:200]}
+                    )
                 elif valid and not accepted:
                     count["wrongly rejected"] += 1
                     right = False
@@ -202,13 +238,28 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             count["all right"] += right
         if number % 500 == 499:
             print(f"{number + 1} of {len(cases)} schemas", file=sys.stderr, flush=True)
-    keys = ("schemas", "taken", "refused", "failed", "too slow", "died", "all right", "valid", "wrongly rejected", "invalid")
+    keys = (
+        "schemas",
+        "taken",
+        "refused",
+        "failed",
+        "too slow",
+        "died",
+        "all right",
+        "valid",
+        "wrongly rejected",
+        "invalid",
+    )
     keys = (*keys, "wrongly accepted")
     for source in dict.fromkeys(source for source, _ in counts):
         rows = [(name, *(str(counts[source, name][key]) for key in keys)) for name in engines]
         print_table(source, ("engine", *keys), rows)
-    results = [{"source": s, "engine": n, **{key: count[key] for key in keys}} for (s, n), count in counts.items()]
-    save(engines=versions,
+    results = [
+        {"source": s, "engine": n, **{key: count[key] for key in keys}}
+        for (s, n), count in counts.items()
+    ]
+    save(
+        engines=versions,
         workload={"every": args.every, "limit_s": args.limit},
         results=results,
         refusals={name: dict(found.most_common(40)) for name, found in reasons.items()},

@@ -54,11 +54,17 @@ class Asked:
 
     name = "slipstream"
 
-    def __init__(self, engine: SimulatedEngine, limits: ScalingLimits, cold_start_s: float, **more: Any) -> None:
+    def __init__(
+        self, engine: SimulatedEngine, limits: ScalingLimits, cold_start_s: float, **more: Any
+    ) -> None:
         objectives = LatencyObjectives(limits=LIMITS, attainment=ATTAINMENT)
         self.capacity = RecentCapacity(engine, parse_workload("sharegpt"), objectives)
         self.policy = Autoscaler(
-            self.capacity.replicas_for, limits=limits, interval_s=INTERVAL_S, cold_start_s=cold_start_s, **more
+            self.capacity.replicas_for,
+            limits=limits,
+            interval_s=INTERVAL_S,
+            cold_start_s=cold_start_s,
+            **more,
         )
 
     def decide(self, seen: FleetObservation) -> int:
@@ -69,7 +75,9 @@ class Asked:
         self.capacity.learn(request.input_tokens, request.output_tokens)
 
 
-def oracle(engine: SimulatedEngine, requests: tuple[TrafficRequest, ...], cold_start: ColdStart, most: int) -> Planned:
+def oracle(
+    engine: SimulatedEngine, requests: tuple[TrafficRequest, ...], cold_start: ColdStart, most: int
+) -> Planned:
     numbers: list[int] = []
     last = requests[-1].arrival
     while len(numbers) * BLOCK_S <= last:
@@ -79,15 +87,25 @@ def oracle(engine: SimulatedEngine, requests: tuple[TrafficRequest, ...], cold_s
             number += 1
         numbers.append(number)
         print(f"oracle: minute {len(numbers)}: {number}", flush=True)
-    return Planned([(i * BLOCK_S, n) for i, n in enumerate(numbers)], ahead_s=cold_start.mean_s + INTERVAL_S)
+    return Planned(
+        [(i * BLOCK_S, n) for i, n in enumerate(numbers)], ahead_s=cold_start.mean_s + INTERVAL_S
+    )
 
 
 def holds(
-    engine: SimulatedEngine, requests: tuple[TrafficRequest, ...], numbers: list[int], begin: float, number: int
+    engine: SimulatedEngine,
+    requests: tuple[TrafficRequest, ...],
+    numbers: list[int],
+    begin: float,
+    number: int,
 ) -> bool:
     """The requests of the minute meet the objectives with so many replicas, and more in the next."""
     start = max(0.0, begin - LEAD_S)
-    window = [r._replace(arrival=r.arrival - start) for r in requests if start <= r.arrival < begin + BLOCK_S + TAIL_S]
+    window = [
+        r._replace(arrival=r.arrival - start)
+        for r in requests
+        if start <= r.arrival < begin + BLOCK_S + TAIL_S
+    ]
     before = numbers[-1] if numbers else number
     plan = [(0.0, before), (begin - start, number), (begin - start + BLOCK_S, number + 1)]
     fleet = FleetReplay(
@@ -164,18 +182,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="l4")
     parser.add_argument("--cold-start", type=float, default=40.0)
     parser.add_argument("--max-replicas", type=int, default=16)
-    parser.add_argument("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)} (default: all)")
-    parser.add_argument("--add", action="store_true", help="keep what the record has of other policies")
+    parser.add_argument(
+        "--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)} (default: all)"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the record has of other policies"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     names = args.policies.split(",")
     if set(names) - set(POLICIES):
-        raise SystemExit(f"--policies: {', '.join(sorted(set(names) - set(POLICIES)))} is not of {', '.join(POLICIES)}")
+        raise SystemExit(
+            f"--policies: {', '.join(sorted(set(names) - set(POLICIES)))} is not of {', '.join(POLICIES)}"
+        )
     folder = common.CONFIGS / "llama-3-8b"
-    engine = plan_engine(EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device(args.gpu)).simulated
+    engine = plan_engine(
+        EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device(args.gpu)
+    ).simulated
     requests = read_trace(args.trace).requests
-    limits, cold_start = ScalingLimits(max_replicas=args.max_replicas), ColdStart(mean_s=args.cold_start)
+    limits, cold_start = (
+        ScalingLimits(max_replicas=args.max_replicas),
+        ColdStart(mean_s=args.cold_start),
+    )
     makes: dict[str, Callable[[], Policy]] = {
         "ours": lambda: Asked(engine, limits, args.cold_start),
         "enova": lambda: Enova(limits, max_num_seqs=engine.scheduling.max_num_seqs),
@@ -202,9 +231,17 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         print(name, rows[name], flush=True)
     best = rows.get("oracle")
     for one in rows.values():
-        one["hours_over_the_oracles"] = None if best is None else one["replica_hours"] / best["replica_hours"]
-    save(objectives={**LIMITS, "attainment": ATTAINMENT},
-        engine={"model": "llama-3-8b fp8", "gpu": args.gpu, "cold_start_s": args.cold_start, "initial": INITIAL},
+        one["hours_over_the_oracles"] = (
+            None if best is None else one["replica_hours"] / best["replica_hours"]
+        )
+    save(
+        objectives={**LIMITS, "attainment": ATTAINMENT},
+        engine={
+            "model": "llama-3-8b fp8",
+            "gpu": args.gpu,
+            "cold_start_s": args.cold_start,
+            "initial": INITIAL,
+        },
         requests=len(requests),
         forecast=errors,
         policies=rows,

@@ -33,7 +33,10 @@ from slipstream.server.state import ServerSettings
 from slipstream.stats import EngineStats
 
 _CHOICE = b'{"index":0,"text":" word","finish_reason":null,"logprobs":null}'
-EVENT = b'data: {"id":"cmpl-0","object":"text_completion","created":1,"model":"m","choices":[%b]}\n\n:t 1234\n' % _CHOICE
+EVENT = (
+    b'data: {"id":"cmpl-0","object":"text_completion","created":1,"model":"m","choices":[%b]}\n\n:t 1234\n'
+    % _CHOICE
+)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -54,10 +57,23 @@ async def replica(listener: socket.socket, streams: int, events: int, rate: floa
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         writer.write(HEAD)
         if b"/fleet/events" in head:
-            writer.write(framed(CacheEvents(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)))
+            writer.write(
+                framed(
+                    CacheEvents(
+                        number=0,
+                        block_size=16,
+                        root_key=b"r" * 16,
+                        adapters={},
+                        stored=b"",
+                        whole=True,
+                    )
+                )
+            )
             stats = EngineStats(num_running=0, num_waiting=0, num_blocks=10, num_free_blocks=10)
             while not over.is_set():
-                writer.write(framed(ReplicaLoad(stats=stats, is_up=True, num_open=0, max_model_len=1024)))
+                writer.write(
+                    framed(ReplicaLoad(stats=stats, is_up=True, num_open=0, max_model_len=1024))
+                )
                 await asyncio.sleep(0.5)
             return
         await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
@@ -93,8 +109,12 @@ async def clients(port: int, streams: int, results) -> None:
     async def one() -> int:
         nonlocal begun
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        body = msgspec.json.encode({"model": "m", "prompt": "x", "max_tokens": 1000, "stream": True})
-        about = b"host: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        body = msgspec.json.encode(
+            {"model": "m", "prompt": "x", "max_tokens": 1000, "stream": True}
+        )
+        about = b"host: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+            body
+        )
         writer.write(b"POST /v1/completions HTTP/1.1\r\n" + about + body)
         found, first = 0, True
         while data := await reader.read(65536):
@@ -145,7 +165,9 @@ async def measured(run, listener: socket.socket, args) -> tuple[float, int]:
     """Processor seconds of this process for all events but the first, and their number. `run` gives the port to ask."""
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    made = spawn.Process(target=run_replica, args=(listener, args.streams, args.events, args.rate), daemon=True)
+    made = spawn.Process(
+        target=run_replica, args=(listener, args.streams, args.events, args.rate), daemon=True
+    )
     made.start()
     async with run as port:
         asking = spawn.Process(target=run_clients, args=(port, args.streams, results), daemon=True)
@@ -198,7 +220,9 @@ class Copy:
                     self.opening = loop.create_task(self.open())
 
             async def open(self) -> None:
-                _, other = await loop.create_connection(lambda: Way(self.transport), "127.0.0.1", port)
+                _, other = await loop.create_connection(
+                    lambda: Way(self.transport), "127.0.0.1", port
+                )
                 other.transport.write(self.early)
                 self.other = other.transport
 
@@ -237,5 +261,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     found = {f"{what}_us_per_event": common.median(values) for what, values in seconds.items()}
     found["times_the_floor"] = found["gateway_us_per_event"] / found["floor_us_per_event"]
     found["load_average"] = os.getloadavg()[0]
-    print_table("the gateway's cost of an event", ["what", "value"], [(name, f"{value:.2f}") for name, value in found.items()])
+    print_table(
+        "the gateway's cost of an event",
+        ["what", "value"],
+        [(name, f"{value:.2f}") for name, value in found.items()],
+    )
     save(results={**found, "all": seconds})

@@ -109,9 +109,13 @@ class FaultyCost:
         return found
 
 
-def day_of(workload: Workload, seconds: float, rng: random.Random, faults: list[Fault]) -> list[TrafficRequest]:
+def day_of(
+    workload: Workload, seconds: float, rng: random.Random, faults: list[Fault]
+) -> list[TrafficRequest]:
     """The trace's requests, one after another, at the rate of the hour, from a place that is drawn."""
-    requests = itertools.islice(itertools.cycle(workload.requests), rng.randrange(len(workload.requests)), None)
+    requests = itertools.islice(
+        itertools.cycle(workload.requests), rng.randrange(len(workload.requests)), None
+    )
     found, at = [], 0.0
     while True:
         rate = PEAK * (0.3 + 0.7 * math.sin(math.pi * ((at / 3600 + 3) % 24) / 24) ** 2)
@@ -123,24 +127,33 @@ def day_of(workload: Workload, seconds: float, rng: random.Random, faults: list[
         template = min(int(rng.expovariate(0.35)), TEMPLATES - 1)
         tokens = max(600, min(r.input_tokens, 3000))
         prefix = (10**6 + len(found),) if kind == "prompt drift" else (template,)
-        answer = min(800, 5 * r.output_tokens + 300) if kind == "runaway answers" else r.output_tokens
+        answer = (
+            min(800, 5 * r.output_tokens + 300) if kind == "runaway answers" else r.output_tokens
+        )
         found.append(TrafficRequest(at, tokens, answer, prefix))
 
 
-def observed_day(engine: SimulatedEngine, workload: Workload, number: int, days: float, seed: int) -> tuple[list, list]:
+def observed_day(
+    engine: SimulatedEngine, workload: Workload, number: int, days: float, seed: int
+) -> tuple[list, list]:
     """The observations of a replica, and its faults."""
     rng = random.Random(seed * 1000 + number)
     seconds = days * 86400
     kinds = list(KINDS)
     rng.shuffle(kinds)
     slot = (seconds - SETTLED_S) / len(kinds)
-    faults = [Fault(k, SETTLED_S + i * slot + rng.uniform(0, slot - FAULT_S - 900)) for i, k in enumerate(kinds)]
+    faults = [
+        Fault(k, SETTLED_S + i * slot + rng.uniform(0, slot - FAULT_S - 900))
+        for i, k in enumerate(kinds)
+    ]
     own = day_of(workload, seconds, rng, faults)
     ghosts = [TrafficRequest(0.0, 200, 6000) for _ in range(400)]
     traffic = [*own, *ghosts]
     ended: list[int] = []
     cost = FaultyCost(engine.cost, rng)
-    replica = Replica(replace(engine, cost=cost), traffic, lambda i, at: ended.append(i), exact=False)  # type: ignore[arg-type]
+    replica = Replica(
+        replace(engine, cost=cost), traffic, lambda i, at: ended.append(i), exact=False
+    )  # type: ignore[arg-type]
     found: list[Observation] = []
     upcoming, ghost = 0, len(own)
     taken: list[int] = []
@@ -166,7 +179,9 @@ def observed_day(engine: SimulatedEngine, workload: Workload, number: int, days:
         end = at + INTERVAL_S
         prompt_tokens = 0
         while True:
-            if upcoming < len(own) and own[upcoming].arrival <= min(end, replica.now if replica.can_step else end):
+            if upcoming < len(own) and own[upcoming].arrival <= min(
+                end, replica.now if replica.can_step else end
+            ):
                 replica.add(upcoming, own[upcoming].arrival)
                 prompt_tokens += own[upcoming].input_tokens
                 upcoming += 1
@@ -181,8 +196,14 @@ def observed_day(engine: SimulatedEngine, workload: Workload, number: int, days:
         num_ghosts -= len(ended) - len(mine)
         ended.clear()
         errors = sum(rng.random() < (0.25 if fault == "failing requests" else 0.0005) for _ in mine)
-        stall = abs(rng.gauss(0, 0.02)) + (2.0 if rng.random() < 0.0005 else 0.0) + (3.0 if fault == "slow client" else 0.0)
-        canary = math.exp(rng.gauss(math.log(2e-3), 0.3)) * (8.0 if fault == "quality drift" else 1.0)
+        stall = (
+            abs(rng.gauss(0, 0.02))
+            + (2.0 if rng.random() < 0.0005 else 0.0)
+            + (3.0 if fault == "slow client" else 0.0)
+        )
+        canary = math.exp(rng.gauss(math.log(2e-3), 0.3)) * (
+            8.0 if fault == "quality drift" else 1.0
+        )
         found.append(
             Observation(
                 replica=f"replica-{number}", at=at,
@@ -219,7 +240,9 @@ def judge(observations: list[Observation], faults: list[Fault]) -> dict[str, Any
     for finding in found.values():
         during = next((f for f in faults if f.begin <= finding.began <= f.end + ECHO_S), None)
         if during is None:
-            false.append({"cause": finding.cause, "at_h": finding.began / 3600, "evidence": finding.evidence})
+            false.append(
+                {"cause": finding.cause, "at_h": finding.began / 3600, "evidence": finding.evidence}
+            )
         elif finding.began > during.end:
             echoes.append(finding.cause)
         else:
@@ -232,19 +255,30 @@ def judge(observations: list[Observation], faults: list[Fault]) -> dict[str, Any
                 "delay_s": own[0].began - fault.begin if own else None,
                 "causes": [f.cause for f in own],
                 "named": bool(own) and own[0].cause == KINDS[fault.kind],
-                "lasted_s": own[0].ended - own[0].began if own and own[0].ended is not None else None,
+                "lasted_s": own[0].ended - own[0].began
+                if own and own[0].ended is not None
+                else None,
             }
         )
-    return {"faults": rows, "false_alarms": false, "echoes": echoes, "us_an_observation": seconds / len(observations) * 1e6}
+    return {
+        "faults": rows,
+        "false_alarms": false,
+        "echoes": echoes,
+        "us_an_observation": seconds / len(observations) * 1e6,
+    }
 
 
 def one(task: tuple[int, float, int, Path, Path | None]) -> dict[str, Any]:
     number, days, seed, path, kept = task
     file = None if kept is None else kept / f"seed-{seed}-days-{days:g}-replica-{number}.msgpack"
     if file is not None and file.exists():
-        return judge(*msgspec.msgpack.decode(file.read_bytes(), type=tuple[list[Observation], list[Fault]]))
+        return judge(
+            *msgspec.msgpack.decode(file.read_bytes(), type=tuple[list[Observation], list[Fault]])
+        )
     folder = common.CONFIGS / "llama-3-8b"
-    engine = plan_engine(EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device("l40s")).simulated
+    engine = plan_engine(
+        EngineArgs(model=str(folder), quantization="fp8"), read_spec(folder), find_device("l40s")
+    ).simulated
     day = observed_day(engine, read_trace(path), number, days, seed)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -259,12 +293,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--days", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="each draws that many replicas' days")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the observations here, and use those that are there")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0], help="each draws that many replicas' days"
+    )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="keep the observations here, and use those that are there",
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    tasks = [(i, args.days, seed, args.trace, args.keep) for seed in args.seed for i in range(args.replicas)]
+    tasks = [
+        (i, args.days, seed, args.trace, args.keep)
+        for seed in args.seed
+        for i in range(args.replicas)
+    ]
     replica_days = len(tasks) * args.days
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         runs = list(pool.map(one, tasks))
@@ -281,12 +326,21 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         "precision": precision,
         "recall": recall,
         "f1": 2 * precision * recall / max(1e-9, precision + recall),
-        "delay_s": {"median": statistics.median(delays), "most": delays[-1], "within_30_s": sum(d <= 30 for d in delays)},
+        "delay_s": {
+            "median": statistics.median(delays),
+            "most": delays[-1],
+            "within_30_s": sum(d <= 30 for d in delays),
+        },
         "false_alarms_a_replica_day": len(false) / replica_days,
         "us_an_observation": statistics.mean(run["us_an_observation"] for run in runs),
     }
     by_kind = {
-        kind: [{k: row[k] for k in ("delay_s", "causes", "lasted_s")} for row in rows if row["kind"] == kind] for kind in KINDS
+        kind: [
+            {k: row[k] for k in ("delay_s", "causes", "lasted_s")}
+            for row in rows
+            if row["kind"] == kind
+        ]
+        for kind in KINDS
     }
     for kind, each in by_kind.items():
         print(kind, each)

@@ -55,7 +55,9 @@ class File:
         self.windows = windows
         learning = int(0.15 * min(len(scores), 5000))
         self.false: list[tuple[float, float]] = []  # (score, cost) of the points outside
-        self.inside: list[list[tuple[float, float]]] = [[] for _ in windows]  # (score, gain), in order of time
+        self.inside: list[list[tuple[float, float]]] = [
+            [] for _ in windows
+        ]  # (score, gain), in order of time
         for i, score in enumerate(scores):
             if i < learning:
                 continue
@@ -70,7 +72,9 @@ class File:
             self.false.append((score, cost))
         self.false.sort()
         self._scores = [score for score, _ in self.false]
-        self._costs = [0.0, *accumulate(cost for _, cost in reversed(self.false))][::-1]  # of a place and all behind it
+        self._costs = [0.0, *accumulate(cost for _, cost in reversed(self.false))][
+            ::-1
+        ]  # of a place and all behind it
 
     def total(self, threshold: float) -> float:
         found = FP_COST * self._costs[bisect_left(self._scores, threshold)]
@@ -82,8 +86,14 @@ class File:
 def best(files: Sequence[File]) -> tuple[float, float]:
     """(the score from 0 to 100, the threshold)."""
     count = sum(len(f.windows) for f in files)
-    values = sorted({s for f in files for s, _ in f.false} | {s for f in files for p in f.inside for s, _ in p})
-    steps = values if len(values) <= 2000 else [values[round(i * (len(values) - 1) / 1999)] for i in range(2000)]
+    values = sorted(
+        {s for f in files for s, _ in f.false} | {s for f in files for p in f.inside for s, _ in p}
+    )
+    steps = (
+        values
+        if len(values) <= 2000
+        else [values[round(i * (len(values) - 1) / 1999)] for i in range(2000)]
+    )
     top = sorted(values)[-200:]  # thresholds matter at the top
     total, threshold = max((sum(f.total(t) for f in files), t) for t in (*steps, *top, 1e9))
     return 100 * (total + count) / (2 * count), threshold
@@ -94,9 +104,16 @@ def ours(values: Sequence[float]) -> list[float]:
     series = [values, [0.0, *(b - a for a, b in pairwise(values))]]
     found = [0.0] * len(values)
     for own in series:
-        spread = max(own) - min(own)  # of what is known beforehand only its unit: the floor is a thousandth of it
-        baseline = Baseline(Signal(name="", what="", read=lambda o: None, direction="up", floor=spread / 1000))
-        tests = {sign: PageHinkley(min_instances=2, delta=2.0, threshold=12.0, alpha=1.0, mode="up") for sign in (1, -1)}
+        spread = max(own) - min(
+            own
+        )  # of what is known beforehand only its unit: the floor is a thousandth of it
+        baseline = Baseline(
+            Signal(name="", what="", read=lambda o: None, direction="up", floor=spread / 1000)
+        )
+        tests = {
+            sign: PageHinkley(min_instances=2, delta=2.0, threshold=12.0, alpha=1.0, mode="up")
+            for sign in (1, -1)
+        }
         recent: deque[float] = deque(maxlen=5)
         quiet_until = 0
         for i, value in enumerate(own):
@@ -112,7 +129,9 @@ def ours(values: Sequence[float]) -> list[float]:
     return found
 
 
-def files(nab: Path, labels: dict[str, Any], groups: Sequence[str]) -> Iterator[tuple[str, list[float], list[Window]]]:
+def files(
+    nab: Path, labels: dict[str, Any], groups: Sequence[str]
+) -> Iterator[tuple[str, list[float], list[Window]]]:
     for name, windows in labels.items():
         path = nab / "data" / name
         if name.split("/")[0] not in groups or not path.exists():

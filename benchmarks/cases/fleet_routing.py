@@ -60,7 +60,13 @@ def mooncake(path: Path, speed: float) -> Iterator[Request]:
         row = json.loads(line)
         keys = [blake2b(i.to_bytes(8, "little"), digest_size=16).digest() for i in row["hash_ids"]]
         whole = row["input_length"] // 512
-        yield row["timestamp"] / 1000 / speed, keys[:whole], row["input_length"], row["output_length"], str(number)
+        yield (
+            row["timestamp"] / 1000 / speed,
+            keys[:whole],
+            row["input_length"],
+            row["output_length"],
+            str(number),
+        )
 
 
 def turns(num_sessions: int, seconds: float, seed: int = 0) -> list[Request]:
@@ -82,14 +88,29 @@ def turns(num_sessions: int, seconds: float, seed: int = 0) -> list[Request]:
 
 
 def simulate(
-    requests: list[Request], policy: str, *, replicas: int, blocks: int, size: int, rate: float, step_s: float
+    requests: list[Request],
+    policy: str,
+    *,
+    replicas: int,
+    blocks: int,
+    size: int,
+    rate: float,
+    step_s: float,
 ) -> dict:
     router = Router(policy)
     caches = {f"r{i}": Cache(blocks) for i in range(replicas)}
     for name in caches:
-        router.add(ReplicaState(id=name, block_size=size, prefill_tokens_per_s=rate, step_s=step_s, max_num_seqs=256))
+        router.add(
+            ReplicaState(
+                id=name, block_size=size, prefill_tokens_per_s=rate, step_s=step_s, max_num_seqs=256
+            )
+        )
         router.reset(name, 0, [])
-    queues, busy, work = {name: deque() for name in caches}, dict.fromkeys(caches, False), dict.fromkeys(caches, 0.0)
+    queues, busy, work = (
+        {name: deque() for name in caches},
+        dict.fromkeys(caches, False),
+        dict.fromkeys(caches, 0.0),
+    )
     told = dict.fromkeys(caches, 0)
     events: list[tuple[float, int, object]] = []
     number, hits, asked, ttfts, cpu, chosen = 0, 0, 0, [], 0.0, 0
@@ -167,9 +188,23 @@ def prefixes(args) -> list[dict]:
         loads["mooncake"] = (list(mooncake(args.mooncake, args.speed)), 512, 2_000, 20_000.0)
     for name, (requests, size, blocks, rate) in loads.items():
         best = ideal(requests, args.replicas * blocks, size)
-        shape = {"replicas": args.replicas, "blocks": blocks, "size": size, "rate": rate, "step_s": 0.02}
+        shape = {
+            "replicas": args.replicas,
+            "blocks": blocks,
+            "size": size,
+            "rate": rate,
+            "step_s": 0.02,
+        }
         runs = [simulate(requests, policy, **shape) for policy in POLICIES]
-        studies.append({"load": name, "requests": len(requests), **shape, "ideal_hit_share": best, "runs": runs})
+        studies.append(
+            {
+                "load": name,
+                "requests": len(requests),
+                **shape,
+                "ideal_hit_share": best,
+                "runs": runs,
+            }
+        )
         header = ["policy", "hits of ideal", "balance", "TTFT p50 s", "p99 s", "µs a decision"]
         rows = [
             (
@@ -181,7 +216,9 @@ def prefixes(args) -> list[dict]:
             )
             for r in runs
         ]
-        print_table(f"{name}: {len(requests)} requests, an ideal cache has {best:.1%}", header, rows)
+        print_table(
+            f"{name}: {len(requests)} requests, an ideal cache has {best:.1%}", header, rows
+        )
     return studies
 
 
@@ -231,18 +268,26 @@ def decisions(args) -> dict:
         "decision_us_p99": times[int(0.99 * len(times))] * 1e6,
         "load_average": os.getloadavg()[0],
     }
-    print_table("decisions", ["what", "value"], [(name, f"{value:,.1f}") for name, value in found.items()])
+    print_table(
+        "decisions", ["what", "value"], [(name, f"{value:,.1f}") for name, value in found.items()]
+    )
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=("prefixes", "decisions", "all"), default="all")
-    parser.add_argument("--mooncake", type=Path, help="mooncake_conversation.jsonl (kvcache-ai/Mooncake, Apache-2.0)")
+    parser.add_argument(
+        "--mooncake",
+        type=Path,
+        help="mooncake_conversation.jsonl (kvcache-ai/Mooncake, Apache-2.0)",
+    )
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace (default: 1)")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--sessions", type=int, default=2000)
     parser.add_argument("--fleet-size", type=int, default=1000)
-    parser.add_argument("--blocks", type=int, default=30_000, help="that a replica holds (default: 30,000)")
+    parser.add_argument(
+        "--blocks", type=int, default=30_000, help="that a replica holds (default: 30,000)"
+    )
     parser.add_argument("--decisions", type=int, default=20_000)
 
 

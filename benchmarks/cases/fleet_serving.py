@@ -45,10 +45,19 @@ JSON = b"content-type: application/json\r\n"
 
 class Fleet:
     def __init__(self, args, replicas: int) -> None:
-        engine = {"num_threads": 1, "max_model_len": 1024, "max_num_seqs": 16, "kv_cache_bytes": 2**28}
+        engine = {
+            "num_threads": 1,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            "kv_cache_bytes": 2**28,
+        }
         several = {"min": max(1, replicas - 1), "max": replicas}
         version = {"name": "v1", "model": args.model, "engine": engine, "replicas": several}
-        file = {"port": 0, "models": {args.name: {"versions": [version]}}, "router": {"queue_s": 120}}
+        file = {
+            "port": 0,
+            "models": {args.name: {"versions": [version]}},
+            "router": {"queue_s": 120},
+        }
         self.settings = ServerSettings(port=0, served_model_names=(args.name,))
         self.head = Head(check(file), Path(tempfile.mkdtemp()) / "state", self.settings)
 
@@ -105,7 +114,9 @@ class Asked:
 
 async def ask(pool: ConnectionPool, body: dict, headers: list[bytes]) -> Asked:
     found, raw = Asked(time.monotonic()), b""
-    answer = await pool.ask(b"POST", b"/v1/completions", [JSON, *headers], json.dumps(body).encode())
+    answer = await pool.ask(
+        b"POST", b"/v1/completions", [JSON, *headers], json.dumps(body).encode()
+    )
     try:
         found.id = dict(answer.headers).get(b"x-request-id", b"").decode()
         while (data := await answer.read()) is not None:
@@ -128,8 +139,17 @@ async def ask(pool: ConnectionPool, body: dict, headers: list[bytes]) -> Asked:
 
 
 def body_of(number: int, tokens: int, model: str) -> dict:
-    made = {"model": model, "prompt": f"Story {number}. Once upon a time", "max_tokens": tokens, "stream": True}
-    return {**made, "ignore_eos": True, **({"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number})}
+    made = {
+        "model": model,
+        "prompt": f"Story {number}. Once upon a time",
+        "max_tokens": tokens,
+        "stream": True,
+    }
+    return {
+        **made,
+        "ignore_eos": True,
+        **({"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}),
+    }
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -138,16 +158,26 @@ def quantile(values: list[float], share: float) -> float:
 
 def added(ttfts: dict[str, list[float]], share: float) -> tuple[float, float, float]:
     """What the gateway adds to this quantile of the TTFT, in ms, and from where to where 95 of 100 bootstrap draws have it."""
-    rng, ways = np.random.default_rng(0), [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")]
+    rng, ways = (
+        np.random.default_rng(0),
+        [np.array(ttfts[way]) * 1e3 for way in ("gateway", "replica")],
+    )
     drawn = [np.quantile(rng.choice(way, (2000, len(way))), share, axis=1) for way in ways]
     least, most = np.quantile(drawn[0] - drawn[1], (0.025, 0.975))
-    return float(np.quantile(ways[0], share) - np.quantile(ways[1], share)), float(least), float(most)
+    return (
+        float(np.quantile(ways[0], share) - np.quantile(ways[1], share)),
+        float(least),
+        float(most),
+    )
 
 
 async def gateway(args) -> dict:
     async with Fleet(args, 1) as fleet:
         (replica,) = fleet.replicas
-        ways = {"replica": (ConnectionPool(replica.url, None), [replica.key_line + b"\r\n"]), "gateway": (fleet.gateway, [])}
+        ways = {
+            "replica": (ConnectionPool(replica.url, None), [replica.key_line + b"\r\n"]),
+            "gateway": (fleet.gateway, []),
+        }
         ttfts: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(args.requests + 10):
             for way in random.sample(list(ways), 2):
@@ -159,13 +189,20 @@ async def gateway(args) -> dict:
             way = list(ways)[number % 2]
             begin = time.monotonic()
             found = await asyncio.gather(
-                *(ask(ways[way][0], body_of(100 * number + user, 64, args.name), ways[way][1]) for user in range(args.users))
+                *(
+                    ask(ways[way][0], body_of(100 * number + user, 64, args.name), ways[way][1])
+                    for user in range(args.users)
+                )
             )
             rates[way].append(sum(f.events for f in found) / (time.monotonic() - begin))
     differences = [a - b for a, b in zip(ttfts["gateway"], ttfts["replica"], strict=True)]
     found = {
         "requests": args.requests,
-        **{f"ttft_{way}_p{round(100 * q)}_ms": quantile(ttfts[way], q) * 1e3 for way in ways for q in (0.5, 0.99)},
+        **{
+            f"ttft_{way}_p{round(100 * q)}_ms": quantile(ttfts[way], q) * 1e3
+            for way in ways
+            for q in (0.5, 0.99)
+        },
         **{
             f"ttft_added_p{round(100 * q)}{name}_ms": ms
             for q in (0.5, 0.99)
@@ -178,7 +215,10 @@ async def gateway(args) -> dict:
         "machine": "busy: latencies are not to be compared" if args.busy else "quiet",
         "load_average": os.getloadavg()[0],
     }
-    rows = [(name, f"{value:.2f}" if isinstance(value, float) else str(value)) for name, value in found.items()]
+    rows = [
+        (name, f"{value:.2f}" if isinstance(value, float) else str(value))
+        for name, value in found.items()
+    ]
     print_table("the gateway's cost", ["what", "value"], rows)
     return found
 
@@ -225,14 +265,21 @@ def p99s(asked: list[Asked]) -> dict[str, float]:
     if not done:
         return {}
     gaps = [gap for one in done for gap in one.gaps]
-    return {"requests": len(done), "ttft_p99_s": quantile([one.ttft for one in done], 0.99), "itl_p99_s": quantile(gaps, 0.99)}
+    return {
+        "requests": len(done),
+        "ttft_p99_s": quantile([one.ttft for one in done], 0.99),
+        "itl_p99_s": quantile(gaps, 0.99),
+    }
 
 
 async def kill(args) -> dict:
     async with Fleet(args, args.replicas) as fleet:
         await fleet.scale(args.replicas)
         users = Users(fleet, args)
-        expected = {story: (await ask(fleet.gateway, users.body(story), [])).text for story in range(args.stories)}
+        expected = {
+            story: (await ask(fleet.gateway, users.body(story), [])).text
+            for story in range(args.stories)
+        }
         quiet = {"all replicas": p99s([one for _, one in await users.ask(args.quiet)])}
         if args.replicas > 1:
             await fleet.scale(args.replicas - 1)
@@ -245,14 +292,21 @@ async def kill(args) -> dict:
             due = time.monotonic()
             while (due := max(due + args.every, time.monotonic())) < until:
                 await asyncio.sleep(due - time.monotonic())
-                alive = [m for kept in fleet.head._kept.values() for m in kept if m.replica is not None and m.replica.heard]
+                alive = [
+                    m
+                    for kept in fleet.head._kept.values()
+                    for m in kept
+                    if m.replica is not None and m.replica.heard
+                ]
                 if len(alive) < 2:
                     continue
                 victim, begin = rng.choice(alive), time.monotonic()
                 name = victim.replica.id
                 os.kill(victim.started.process.pid, signal.SIGKILL)
                 kept = victim.replica
-                while kept is victim.replica or not (victim.replica.heard and victim.serves.is_set()):
+                while kept is victim.replica or not (
+                    victim.replica.heard and victim.serves.is_set()
+                ):
                     await asyncio.sleep(0.02)
                 kills.append((name, begin, time.monotonic()))
 
@@ -264,7 +318,11 @@ async def kill(args) -> dict:
             """Who was missing at about that time. A replica that is started anew keeps its name."""
             return [name for name, begin, back in kills if begin - 1 < one.begin < back]
 
-        others = [one for _, one in found if (missing := near(one)) and not set(missing) & set(users.at.get(one.id, ()))]
+        others = [
+            one
+            for _, one in found
+            if (missing := near(one)) and not set(missing) & set(users.at.get(one.id, ()))
+        ]
         at_kills, else_ = p99s(others), p99s([one for _, one in found if not near(one)])
         ratios = {
             f"{what}_others_over_{name.replace(' ', '_')}": at_kills[what] / known[what]
@@ -280,8 +338,13 @@ async def kill(args) -> dict:
             "users": args.users,
             "kills": len(kills),
             "back_after_s": [round(back - begin, 2) for _, begin, back in kills],
-            "ends": {end: sum(one.end == end for _, one in found) for end in sorted({one.end for _, one in found})},
-            "texts_that_differ": sum(one.end == "done" and one.text != expected[story] for story, one in found),
+            "ends": {
+                end: sum(one.end == end for _, one in found)
+                for end in sorted({one.end for _, one in found})
+            },
+            "texts_that_differ": sum(
+                one.end == "done" and one.text != expected[story] for story, one in found
+            ),
             "resumed": gateway.num_resumed,
             "failovers": gateway.num_failovers,
             "broken": gateway.num_broken,
@@ -307,8 +370,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--every", type=float, default=30.0)
-    parser.add_argument("--quiet", type=float, default=30.0, help="seconds without kills, of all replicas and of one fewer")
-    parser.add_argument("--busy", action="store_true", help="say in the record that others used this machine")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=30.0,
+        help="seconds without kills, of all replicas and of one fewer",
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="say in the record that others used this machine"
+    )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--stories", type=int, default=40)
 

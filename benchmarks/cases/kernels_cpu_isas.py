@@ -35,7 +35,12 @@ from slipstream.worker.roofline import measure_ceilings
 
 SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
 FORMS = {"int8": "int8", "Q4_1": "int4-g32", "bfloat16": None}
-LOADS = {"prompt of 512": (1, 512, 1), "1 stream": (1, 32, 64), "16 requests": (16, 128, 0), "64 requests": (64, 128, 0)}
+LOADS = {
+    "prompt of 512": (1, 512, 1),
+    "1 stream": (1, 32, 64),
+    "16 requests": (16, 128, 0),
+    "64 requests": (64, 128, 0),
+}
 """Requests, tokens of a prompt, tokens of an answer (0: `--answers`)."""
 
 
@@ -47,9 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--model", type=Path, default=common.HERE / "configs" / "smollm2")
     parser.add_argument("--loads", nargs="*", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--answers", type=int, default=128, help="tokens of an answer with 16 and 64 requests")
+    parser.add_argument(
+        "--answers", type=int, default=128, help="tokens of an answer with 16 and 64 requests"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--product-s", type=float, default=25.0, help="seconds for all products together")
+    parser.add_argument(
+        "--product-s", type=float, default=25.0, help="seconds for all products together"
+    )
 
 
 def own_cores(count: int) -> list[int]:
@@ -64,9 +73,13 @@ def own_cores(count: int) -> list[int]:
 class Products:
     """One weight, several times one after the other, so that it comes from the last cache."""
 
-    def __init__(self, ops: NativeOps, weight: torch.Tensor, form: str, tokens: int, copies: int) -> None:
+    def __init__(
+        self, ops: NativeOps, weight: torch.Tensor, form: str, tokens: int, copies: int
+    ) -> None:
         scheme = FORMS[form]
-        held = ops.quantize_weight(weight if scheme else weight.bfloat16(), None, SCHEMES[scheme] if scheme else None)
+        held = ops.quantize_weight(
+            weight if scheme else weight.bfloat16(), None, SCHEMES[scheme] if scheme else None
+        )
         (part,) = held.parts
         arena = Arena()
         self.copies, self.tokens = copies, tokens
@@ -77,7 +90,9 @@ class Products:
         x, y = self.program.buffer(part.form, inner), self.program.bound(self.y)
         self.program.add("convert", self.program.bound(self.x), x, part.form, inner, 1)
         for _ in range(copies):
-            add_linear(self.program, x, y, NativeLinear(weight=held.weight, parts=(part.moved(arena),)))
+            add_linear(
+                self.program, x, y, NativeLinear(weight=held.weight, parts=(part.moved(arena),))
+            )
 
     def us(self) -> float:
         begin = time.perf_counter()
@@ -87,12 +102,20 @@ class Products:
 
 def products(args: argparse.Namespace) -> list[dict[str, Any]]:
     ops = {isa: NativeOps(args.threads, isa) for isa in args.isas}
-    cases = [(form, shape, tokens) for form in args.forms for shape in args.shapes for tokens in args.tokens]
+    cases = [
+        (form, shape, tokens)
+        for form in args.forms
+        for shape in args.shapes
+        for tokens in args.tokens
+    ]
     found = []
     for form, shape, tokens in cases:
         rows, inner = map(int, shape.split("x"))
         weight = torch.randn(rows, inner, generator=torch.Generator().manual_seed(1)) / inner**0.5
-        runs = {isa: Products(o, weight, form, tokens, 30 if tokens <= 64 else 4) for isa, o in ops.items()}
+        runs = {
+            isa: Products(o, weight, form, tokens, 30 if tokens <= 64 else 4)
+            for isa, o in ops.items()
+        }
         times: dict[str, list[float]] = {isa: [] for isa in runs}
         until = time.perf_counter() + args.product_s / len(cases)
         while len(times[args.isas[0]]) < 4 or time.perf_counter() < until:
@@ -104,11 +127,19 @@ def products(args: argparse.Namespace) -> list[dict[str, Any]]:
         ratio = us[args.isas[0]] / us[args.isas[1]]
         gops = {isa: 2e-3 * rows * inner * tokens / t for isa, t in us.items()}
         found.append(
-            {"form": form, "shape": shape, "tokens": tokens, "us": us, "gop_per_s": gops, "ratio": ratio}
+            {
+                "form": form,
+                "shape": shape,
+                "tokens": tokens,
+                "us": us,
+                "gop_per_s": gops,
+                "ratio": ratio,
+            }
             | {"equal": bool(torch.equal(first, second)), "apart": apart}
         )
         print(
-            f"{form:9} {shape:9} {tokens:4} tokens " + " ".join(f"{isa} {us[isa]:9.1f} µs {gops[isa]:7.0f} GOP/s" for isa in us)
+            f"{form:9} {shape:9} {tokens:4} tokens "
+            + " ".join(f"{isa} {us[isa]:9.1f} µs {gops[isa]:7.0f} GOP/s" for isa in us)
             + f"  {ratio:5.2f} x, {'equal' if found[-1]['equal'] else f'apart by {apart:.1e}'}",
             flush=True,
         )
@@ -117,10 +148,21 @@ def products(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def engine(args: argparse.Namespace, isa: str, form: str) -> LLM:
     choice = CpuChoice(isa=isa, dtype="bfloat16", num_threads=args.threads, timings=())
-    with patch("slipstream.worker.device.choose_cpu", lambda *_, **__: choice), patch.object(CpuChoice, "reason", "given"):
+    with (
+        patch("slipstream.worker.device.choose_cpu", lambda *_, **__: choice),
+        patch.object(CpuChoice, "reason", "given"),
+    ):
         return LLM(
-            str(args.model), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", seed=0,
-            quantization=FORMS[form], num_threads=args.threads, max_model_len=1024, max_num_seqs=64,
+            str(args.model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="bfloat16",
+            seed=0,
+            quantization=FORMS[form],
+            num_threads=args.threads,
+            max_model_len=1024,
+            max_num_seqs=64,
             enable_prefix_caching=False,
         )
 
@@ -129,11 +171,16 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for form in args.forms if args.loads else ():
         llms = {isa: engine(args, isa, form) for isa in args.isas}
         for isa, llm in llms.items():
-            assert isa in str(llm.core.executor.runner.ops.name) or llm.core.executor.runner.ops.pool.isa == isa
+            assert (
+                isa in str(llm.core.executor.runner.ops.name)
+                or llm.core.executor.runner.ops.pool.isa == isa
+            )
         for name in args.loads:
             count, num_in, num_out = LOADS[name]
             num_out = num_out or args.answers
-            given = torch.randint(0, 500, (count, num_in), generator=torch.Generator().manual_seed(0)).tolist()
+            given = torch.randint(
+                0, 500, (count, num_in), generator=torch.Generator().manual_seed(0)
+            ).tolist()
             prompts = [{"prompt_token_ids": ids} for ids in given]
             params = SamplingParams(max_tokens=num_out, ignore_eos=True, temperature=0.0)
             times: dict[str, list[float]] = {isa: [] for isa in llms}
@@ -148,9 +195,15 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             tokens = count * (num_in if num_out == 1 else num_out)
             rates = {isa: tokens / common.median(t) for isa, t in times.items()}
             same = sum(a == b for a, b in zip(*texts.values(), strict=True)) / count
-            row = {"form": form, "load": name, "tokens_per_s": rates, "ratio": rates[args.isas[1]] / rates[args.isas[0]]}
+            row = {
+                "form": form,
+                "load": name,
+                "tokens_per_s": rates,
+                "ratio": rates[args.isas[1]] / rates[args.isas[0]],
+            }
             print(
-                f"{form:9} {name:14} " + " ".join(f"{isa} {r:8.0f} tok/s" for isa, r in rates.items())
+                f"{form:9} {name:14} "
+                + " ".join(f"{isa} {r:8.0f} tok/s" for isa, r in rates.items())
                 + f"  {row['ratio']:.2f} x, {same:.0%} same",
                 flush=True,
             )
@@ -162,7 +215,10 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     os.sched_setaffinity(0, own_cores(args.threads))
     torch.set_num_threads(1)
-    ceilings = {isa: dataclasses.asdict(measure_ceilings(NativeOps(args.threads, isa).pool)) for isa in args.isas}
+    ceilings = {
+        isa: dataclasses.asdict(measure_ceilings(NativeOps(args.threads, isa).pool))
+        for isa in args.isas
+    }
     for isa, rates in ceilings.items():
         print(isa, {name: f"{rate / 1e9:.0f} G/s" for name, rate in rates.items()}, flush=True)
     save(threads=args.threads, isas=args.isas, ceilings=ceilings)

@@ -79,9 +79,13 @@ class Step:
 class Round:
     """Products with all copies of one weight, one after the other, or of several weights in turn."""
 
-    def __init__(self, ops: NativeOps, weights: Sequence[tuple[Shape, ScaledLinear]], copies: int) -> None:
+    def __init__(
+        self, ops: NativeOps, weights: Sequence[tuple[Shape, ScaledLinear]], copies: int
+    ) -> None:
         self.copies, self.program = copies, Program(ops.pool)
-        self.at: list[list[int]] = [[] for _ in weights]  # of each weight: its operators in the program
+        self.at: list[list[int]] = [
+            [] for _ in weights
+        ]  # of each weight: its operators in the program
         self.num_bytes: list[int] = []  # of each, and of all
         self._x: list[int] = []  # unbound buffers
         self._y: list[int] = []
@@ -106,15 +110,34 @@ class Round:
                 at.append(len(self.program.operators))
                 if shape.gated:
                     kind = (native.FORM_F32, *native.activation_of("silu"))
-                    self.program.add("gated_linear", q, y, *kind, part.kind, part.rows, part.inner, copy.data, None, None, 0)
+                    self.program.add(
+                        "gated_linear",
+                        q,
+                        y,
+                        *kind,
+                        part.kind,
+                        part.rows,
+                        part.inner,
+                        copy.data,
+                        None,
+                        None,
+                        0,
+                    )
                 else:
-                    add_linear(self.program, q, y, NativeLinear(weight=packed.weight, parts=(copy,)))
+                    add_linear(
+                        self.program, q, y, NativeLinear(weight=packed.weight, parts=(copy,))
+                    )
 
     def bind(self, tokens: int) -> list[torch.Tensor]:
         """What the next rounds write."""
-        self._inputs = [torch.randn(tokens, n, generator=torch.Generator().manual_seed(0)) for n, _ in self._sizes]
+        self._inputs = [
+            torch.randn(tokens, n, generator=torch.Generator().manual_seed(0))
+            for n, _ in self._sizes
+        ]
         self._results = [torch.zeros(tokens, n) for _, n in self._sizes]
-        for buffer, given in zip([*self._x, *self._y], [*self._inputs, *self._results], strict=True):
+        for buffer, given in zip(
+            [*self._x, *self._y], [*self._inputs, *self._results], strict=True
+        ):
             self.program.bind(buffer, given)
         return self._results
 
@@ -126,11 +149,16 @@ class Round:
         return [sum(ns[i] for i in at) / self.copies / 1e3 for at in self.at]
 
 
-def compare(args: Any, shapes: Sequence[Shape], steps: Sequence[Step], zeros: float | str) -> list[dict[str, Any]]:
+def compare(
+    args: Any, shapes: Sequence[Shape], steps: Sequence[Step], zeros: float | str
+) -> list[dict[str, Any]]:
     weights = [(s, weight_of(s, zeros)) for s in shapes]
-    copies = args.layers or max(2, -(-args.cache_mb * 2**20 // sum(s.rows * s.inner for s in shapes)))
+    copies = args.layers or max(
+        2, -(-args.cache_mb * 2**20 // sum(s.rows * s.inner for s in shapes))
+    )
     dense, sparse = (
-        Round(NativeOps(args.threads, args.isa, sparse_from=threshold), weights, copies) for threshold in (2.0, 0.0)
+        Round(NativeOps(args.threads, args.isa, sparse_from=threshold), weights, copies)
+        for threshold in (2.0, 0.0)
     )
     names = [*(s.name for s in shapes), *(["a layer"] if args.layers else [])]
     rows = []
@@ -142,7 +170,9 @@ def compare(args: Any, shapes: Sequence[Shape], steps: Sequence[Step], zeros: fl
                 us = form.us(step, args.clock)
                 times[form] += [[*us, sum(us)]] if i else []
         if not all(map(torch.equal, ours, theirs)):
-            raise SystemExit(f"{step.name}, zeros {zeros}: the sparse weights' results are not those of the dense ones")
+            raise SystemExit(
+                f"{step.name}, zeros {zeros}: the sparse weights' results are not those of the dense ones"
+            )
         for i, name in enumerate(names):
             pairs = [(d[i], s[i]) for d, s in zip(times[dense], times[sparse], strict=True)]
             dense_us, sparse_us = map(common.median, zip(*pairs, strict=True))
@@ -170,16 +200,39 @@ def dense_from(args: Any, shape: Shape, zeros: float | str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help=f"rows x inputs (default: {' '.join(SHAPES)})")
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 4, 64], help="decodes (default: 1 4 64)")
-    parser.add_argument("--prompts", nargs="*", type=int, default=[], help="lengths of prompts (default: none)")
-    parser.add_argument("--zeros", nargs="+", type=share, default=list(ZEROS), help="shares, or 2:4 (default: nine)")
-    parser.add_argument("--layers", type=int, default=0, help="all shapes in turn, so often in a round (default: each alone)")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        help=f"rows x inputs (default: {' '.join(SHAPES)})",
+    )
+    parser.add_argument(
+        "--tokens", nargs="*", type=int, default=[1, 4, 64], help="decodes (default: 1 4 64)"
+    )
+    parser.add_argument(
+        "--prompts", nargs="*", type=int, default=[], help="lengths of prompts (default: none)"
+    )
+    parser.add_argument(
+        "--zeros", nargs="+", type=share, default=list(ZEROS), help="shares, or 2:4 (default: nine)"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        help="all shapes in turn, so often in a round (default: each alone)",
+    )
     parser.add_argument("--isa", choices=native.instruction_sets())
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--clock", choices=["wall", "processor"], default="wall", help="processor: of all threads")
-    parser.add_argument("--cache-mb", type=int, default=192, help="copies of a dense weight fill this much (default: 192)")
+    parser.add_argument(
+        "--clock", choices=["wall", "processor"], default="wall", help="processor: of all threads"
+    )
+    parser.add_argument(
+        "--cache-mb",
+        type=int,
+        default=192,
+        help="copies of a dense weight fill this much (default: 192)",
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -201,5 +254,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 )
     isa = args.isa or native.instruction_sets()[-1]
     for zeros in args.zeros:
-        print(f"zeros {zeros}: {dense_from(args, shapes[0], zeros)}, as an engine with dense_copies measures it at its start")
+        print(
+            f"zeros {zeros}: {dense_from(args, shapes[0], zeros)}, as an engine with dense_copies measures it at its start"
+        )
     save(threads=args.threads, instruction_set=isa, clock=args.clock, results=results)

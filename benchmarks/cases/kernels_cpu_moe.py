@@ -52,7 +52,10 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         spec = replace(mlp, num_experts=min(args.experts, mlp.num_experts), groups=None)
         shapes = replace(whole.layers[0], mlp=spec).weight_shapes(whole.hidden_size)
         products = [p for p in shapes if p.copies > 1]
-        held = {form: layer(native if form != "torch" else CpuOps(), form, spec, products) for form in args.forms}
+        held = {
+            form: layer(native if form != "torch" else CpuOps(), form, spec, products)
+            for form in args.forms
+        }
         for num_tokens in args.tokens:
             x = torch.randn(num_tokens, whole.hidden_size, dtype=torch.bfloat16)
             times: dict[str, list[float]] = {form: [] for form in held}
@@ -66,18 +69,40 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     if i:
                         times[form].append(time.perf_counter() - begin)
             median = {form: common.median(found) for form, found in times.items()}
-            multiplied = 2 * num_tokens * spec.num_experts_per_token * sum(p.rows * p.inner for p in products)
+            multiplied = (
+                2
+                * num_tokens
+                * spec.num_experts_per_token
+                * sum(p.rows * p.inner for p in products)
+            )
             for form, (ops, weights) in held.items():
-                num_bytes = sum(n for w in weights for _, n in ops.forms_of(w)) * common.median(reached) / spec.num_experts
-                rate = {"int8": ceilings.int8, "int4": ceilings.int6, "mxfp4": ceilings.int6}.get(form, ceilings.bfloat16)
+                num_bytes = (
+                    sum(n for w in weights for _, n in ops.forms_of(w))
+                    * common.median(reached)
+                    / spec.num_experts
+                )
+                rate = {"int8": ceilings.int8, "int4": ceilings.int6, "mxfp4": ceilings.int6}.get(
+                    form, ceilings.bfloat16
+                )
                 floor = max(num_bytes / ceilings.read, multiplied / rate)
-                row: dict[str, Any] = {"model": name, "experts": spec.num_experts, "tokens": num_tokens, "form": form}
-                row |= {"ms": 1e3 * median[form], "share_of_floor": floor / median[form], "mb": num_bytes / 1e6}
+                row: dict[str, Any] = {
+                    "model": name,
+                    "experts": spec.num_experts,
+                    "tokens": num_tokens,
+                    "form": form,
+                }
+                row |= {
+                    "ms": 1e3 * median[form],
+                    "share_of_floor": floor / median[form],
+                    "mb": num_bytes / 1e6,
+                }
                 row |= {"times_torch": median["torch"] / median[form]} if "torch" in median else {}
                 results.append(row)
                 beside = f"{row['times_torch']:6.2f} × torch" if "torch" in median else ""
                 share = f"{row['share_of_floor']:5.0%} of the floor"
-                print(f"{name:16} {num_tokens:4} tokens  {form:9} {row['ms']:9.2f} ms  {share} {beside}")
+                print(
+                    f"{name:16} {num_tokens:4} tokens  {form:9} {row['ms']:9.2f} ms  {share} {beside}"
+                )
     isa = native.pool.isa
     save(threads=args.threads, instruction_set=isa, ceilings=ceilings, results=results)
 
@@ -86,7 +111,8 @@ def layer(ops: OpSet, form: str, spec: MoESpec, products: list[Any]) -> tuple[Op
     """(ops, up and down), of random weights."""
     made = []
     for p in products:
-        weight = torch.empty(spec.num_experts * p.rows, p.inner, dtype=torch.bfloat16).normal_(0.0, 0.02)
+        weight = torch.empty(spec.num_experts * p.rows, p.inner, dtype=torch.bfloat16).normal_(
+            0.0, 0.02
+        )
         made.append(ops.quantize_experts(weight, SCHEMES.get(form), num_experts=spec.num_experts))
     return ops, made
-

@@ -63,7 +63,9 @@ def measured(args: argparse.Namespace, isa: str, form: str, cache: str) -> Roofl
     try:
         assert isinstance(executor.runner, ModelRunner)
         assert executor.runner.ops.pool.isa == isa
-        return measure_roofline(executor.runner, batch_sizes=args.batch_sizes, prompt=args.prompt, context=args.context)
+        return measure_roofline(
+            executor.runner, batch_sizes=args.batch_sizes, prompt=args.prompt, context=args.context
+        )
     finally:
         executor.shutdown()
 
@@ -77,10 +79,17 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             for isa in args.isas:
                 roofline = measured(args, isa, form, cache)
                 for step in roofline.steps:
-                    print(f"\n{form}, cache {cache}, {isa}: {step.name}: {step.seconds * 1e6:,.0f} µs", flush=True)
+                    print(
+                        f"\n{form}, cache {cache}, {isa}: {step.name}: {step.seconds * 1e6:,.0f} µs",
+                        flush=True,
+                    )
                     for o in sorted(step.operators, key=lambda o: -o.seconds):
-                        rate = f"{o.operations / o.seconds / 1e9:8,.0f} GOP/s" if o.operations else ""
+                        rate = (
+                            f"{o.operations / o.seconds / 1e9:8,.0f} GOP/s" if o.operations else ""
+                        )
                         each = f"{o.count:4} × {o.seconds / o.count * 1e6:9,.1f} = {o.seconds * 1e6:9,.0f} µs"
                         print(f"  {o.operator:40} {each} {rate}", flush=True)
-                found.append({"form": form, "cache": cache, "isa": isa} | dataclasses.asdict(roofline))
+                found.append(
+                    {"form": form, "cache": cache, "isa": isa} | dataclasses.asdict(roofline)
+                )
                 save(threads=args.threads, shares=found)

@@ -51,23 +51,47 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         for form in args.forms:
             kind, options = FORMS[form]
             model = rewritten(path, kind, Path(place)) if kind else path
-            result[form] = measure(args, model, ("--device", "cpu", "--num-threads", str(args.threads), *options))
+            result[form] = measure(
+                args, model, ("--device", "cpu", "--num-threads", str(args.threads), *options)
+            )
             show(form, result[form])
             save(model=args.model, threads=args.threads, results=result)
 
 
 def measure(args: argparse.Namespace, model: Path, engine: tuple[str, ...]) -> dict[str, Any]:
     shapes = ("--batch-sizes", args.batch_sizes, "--prompt", str(args.prompt))
-    found: dict[str, Any] = {"roofline": common.slipstream("bench", "roofline", model, *shapes, *engine)["results"]}
+    found: dict[str, Any] = {
+        "roofline": common.slipstream("bench", "roofline", model, *shapes, *engine)["results"]
+    }
     rates = {}
     for name in args.loads:
         count, n_in, n_out = LOADS[name]
-        lengths = ("--num-requests", str(count), "--input-len", str(n_in), "--output-len", str(n_out))
-        ran = common.slipstream("bench", "throughput", model, *lengths, "--repeat", str(args.rounds), *engine)
+        lengths = (
+            "--num-requests",
+            str(count),
+            "--input-len",
+            str(n_in),
+            "--output-len",
+            str(n_out),
+        )
+        ran = common.slipstream(
+            "bench", "throughput", model, *lengths, "--repeat", str(args.rounds), *engine
+        )
         rates[name] = ran["results"]["output_throughput"]
     found["output_tokens_per_s"] = rates
     if args.text:
-        text = ("--text", args.text, "--part", "all", "--context", "512", "--stride", "512", "--windows", str(args.windows))
+        text = (
+            "--text",
+            args.text,
+            "--part",
+            "all",
+            "--context",
+            "512",
+            "--stride",
+            "512",
+            "--windows",
+            str(args.windows),
+        )
         found["perplexity"] = common.slipstream("eval", model, *text, *engine)["perplexity"]
     return found
 

@@ -65,11 +65,15 @@ def decode_step(batch: int, dtype: torch.dtype) -> tuple[AttentionMetadata, Laye
     return meta, kv
 
 
-def products_decode(q: torch.Tensor, kv: LayerKV, group: cpu.DecodeGroup, scores: torch.dtype) -> torch.Tensor:
+def products_decode(
+    q: torch.Tensor, kv: LayerKV, group: cpu.DecodeGroup, scores: torch.dtype
+) -> torch.Tensor:
     """Decode attention by matrix products, scores in the type given: what SDPA was chosen over."""
     q = q if group.rows is None else q[group.rows]
     n, length = len(q) * K, group.num_blocks * BLOCK
-    keys, values = (t.view(-1, BLOCK * D).index_select(0, group.blocks).view(n, length, D) for t in (kv.k, kv.v))
+    keys, values = (
+        t.view(-1, BLOCK * D).index_select(0, group.blocks).view(n, length, D) for t in (kv.k, kv.v)
+    )
     s = torch.bmm(q.view(n, H // K, D).to(scores), keys.to(scores).transpose(1, 2)).float() * 0.125
     s = s.view(len(q), K, H // K, length) + group.mask
     return torch.bmm(s.softmax(-1).view(n, H // K, length).to(q.dtype), values)
@@ -86,7 +90,10 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
         "head": (V, E),
     }.items():
         x = torch.randn(batch, inner).to(dtype)
-        weights = [torch.randn(out, inner).to(dtype) for _ in range(max(2, min(24, int(1e8 / (out * inner * 2)))))]
+        weights = [
+            torch.randn(out, inner).to(dtype)
+            for _ in range(max(2, min(24, int(1e8 / (out * inner * 2)))))
+        ]
         packed = [ops.quantize_weight(w, None) for w in weights]
         found[f"linear {name}"] = {
             "used": rotating(packed, lambda w, x=x: ops.linear(x, w)),
@@ -117,7 +124,9 @@ def cases(batch: int, dtype: torch.dtype) -> dict[str, dict[str, Run]]:
     found["attention, decode"] = {
         "used": lambda: ops.attention(q, kv, meta, AttentionParams(scale=0.125)),
         "first layer": lambda: CpuOps().attention(q, kv, meta, AttentionParams(scale=0.125)),
-        "products, float32 scores": lambda: [products_decode(q, kv, g, torch.float32) for g in groups],
+        "products, float32 scores": lambda: [
+            products_decode(q, kv, g, torch.float32) for g in groups
+        ],
         "products, scores as the cache": lambda: [products_decode(q, kv, g, dtype) for g in groups],
         "reference": lambda: reference.attention(q, kv, meta, AttentionParams(scale=0.125)),
     }
@@ -165,8 +174,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 for op, variants in cases(batch, getattr(torch, dtype)).items():
                     times = {name: measure(call, args.seconds) for name, call in variants.items()}
                     rows.append({"dtype": dtype, "batch": batch, "op": op, "times": times})
-                    shown = " · ".join(f"{name} {t['min_us']:.0f} ({t['median_us']:.0f})" for name, t in times.items())
+                    shown = " · ".join(
+                        f"{name} {t['min_us']:.0f} ({t['median_us']:.0f})"
+                        for name, t in times.items()
+                    )
                     print(f"{dtype:9}{batch:4}  {op:20} {shown}", flush=True)
-    openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
-    sizes = {"E": E, "H": H, "K": K, "D": D, "F": FF, "V": V, "context": CONTEXT, "block_size": BLOCK}
+    openmp = {
+        name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))
+    }
+    sizes = {
+        "E": E,
+        "H": H,
+        "K": K,
+        "D": D,
+        "F": FF,
+        "V": V,
+        "context": CONTEXT,
+        "block_size": BLOCK,
+    }
     save(threads=args.threads, openmp=openmp, sizes=sizes, unit="microseconds", rows=rows)

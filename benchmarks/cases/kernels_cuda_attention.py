@@ -43,8 +43,16 @@ CASES = {  # lengths of the prompts, tokens in the cache before them, (query hea
 }
 MOST_SPLIT = 256
 """Tokens of a step whose keys may be split."""
-EVERY_CHIP = {("bf16", 64): (128, 32, 4, 3), ("fp8", 64): (128, 64, 4, 2), ("bf16", 256): (64, 32, 8, 2)}
-EVERY_CHIP |= {("bf16", 128): (128, 32, 4, 3), ("fp8", 128): (128, 64, 4, 2), ("fp8", 256): (64, 32, 8, 2)}
+EVERY_CHIP = {
+    ("bf16", 64): (128, 32, 4, 3),
+    ("fp8", 64): (128, 64, 4, 2),
+    ("bf16", 256): (64, 32, 8, 2),
+}
+EVERY_CHIP |= {
+    ("bf16", 128): (128, 32, 4, 3),
+    ("fp8", 128): (128, 64, 4, 2),
+    ("fp8", 256): (64, 32, 8, 2),
+}
 
 
 def step(
@@ -55,7 +63,10 @@ def step(
     per = [-(-n // BLOCK_SIZE) for n in ends]
     blocks = (torch.randperm(sum(per), device="cuda") + 1).to(torch.int32).split(per)
     table = torch.nn.utils.rnn.pad_sequence(list(blocks), batch_first=True)
-    k, v = (torch.randn(sum(per) + 1, kv_heads, BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.randn(sum(per) + 1, kv_heads, BLOCK_SIZE, dim, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     kv = LayerKV(k, v)
     if kind == "fp8":
         ones = torch.ones(kv_heads, device="cuda")
@@ -71,7 +82,9 @@ def step(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME"
+    )
 
 
 @torch.inference_mode()
@@ -83,7 +96,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         torch.cuda.synchronize()
         taken = microseconds([call] * max(2, min(50, int(2e13 / flops))))
         rows.append({"case": case, "kernel": kernel, "us": taken, "tflops": flops / taken / 1e6})
-        print(f"{case:22} {kernel:20} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True)
+        print(
+            f"{case:22} {kernel:20} {taken:9.1f} us {flops / taken / 1e6:7.1f} TFLOP/s", flush=True
+        )
         save(rows=rows)
 
     for case in args.cases:
@@ -93,16 +108,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         for kind in ("bf16", "fp8"):
             kv, meta = step(lengths, [context] * len(lengths), kv_heads, dim, kind)
             call = partial(paged_attention, q, kv, meta, AttentionParams(scale=dim**-0.5))
-            measure(case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim]))
+            measure(
+                case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim])
+            )
             measure(case, f"{kind} Hopper", flops, call)
             if sum(lengths) <= MOST_SPLIT:
                 with mock.patch.object(hopper, "num_parts", return_value=1):
                     measure(case, f"{kind} Hopper, unsplit", flops, call)
         if len(set(lengths)) == 1 and not context:
             shape = (len(lengths), lengths[0], -1, dim)
-            k, v = (torch.randn(len(q), kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            k, v = (
+                torch.randn(len(q), kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+                for _ in range(2)
+            )
             q4, k4, v4 = (t.view(shape).transpose(1, 2) for t in (q, k, v))
-            cudnn = partial(F.scaled_dot_product_attention, q4, k4, v4, is_causal=True, enable_gqa=True)
+            cudnn = partial(
+                F.scaled_dot_product_attention, q4, k4, v4, is_causal=True, enable_gqa=True
+            )
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 measure(case, "bf16 cuDNN", flops, cudnn)
-

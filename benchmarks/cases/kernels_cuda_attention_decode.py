@@ -46,7 +46,9 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME"
+    )
     parser.add_argument("--rate", type=float, default=4.45, help="of the memory, TB/s")
 
 
@@ -66,14 +68,25 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 call()
                 whole = microseconds([call] * 20)
             floor = 2 * sum(lengths) * KV_HEADS * DIM * kv.k.element_size() / args.rate / 1e6
-            row = {"case": case, "kind": kind, "us": taken, "share_of_rate": floor / taken, "whole_us": whole}
+            row = {
+                "case": case,
+                "kind": kind,
+                "us": taken,
+                "share_of_rate": floor / taken,
+                "whole_us": whole,
+            }
             rows.append(row)
-            print(f"{case:22} {kind:5} {taken:8.1f} us ({floor / taken:4.0%} of the rate), whole {whole:8.1f}", flush=True)
+            print(
+                f"{case:22} {kind:5} {taken:8.1f} us ({floor / taken:4.0%} of the rate), whole {whole:8.1f}",
+                flush=True,
+            )
             save(rows=rows)
 
     def find() -> None:
         meta.derived.clear()
-        split_keys.DecodeParts.of(meta, None, KV_HEADS, 16, torch.cuda.get_device_properties(0).multi_processor_count)
+        split_keys.DecodeParts.of(
+            meta, None, KV_HEADS, 16, torch.cuda.get_device_properties(0).multi_processor_count
+        )
 
     rows.append({"case": args.cases[-1], "kind": "find", "us": microseconds([find] * 20)})
     print(rows[-1])

@@ -28,7 +28,9 @@ BANDWIDTH, DENSE_RATE, EIGHT_BIT_RATE = 4.45e12, 780e12, 1450e12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="1,16,64,256,1024,8192")
     parser.add_argument("--schemes", default="dense,fp8,int8,int4")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="of those of an 8B Llama, or outputs x inputs")
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help="of those of an 8B Llama, or outputs x inputs"
+    )
     parser.add_argument("--tile-table", default="auto")
 
 
@@ -42,16 +44,28 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             kind = SCHEMES.get(scheme)
             weight_bytes = kind.weight_bytes(outer, inner) if kind else outer * inner * 2
             weight = torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * 0.02
-            copies = [ops.quantize_weight(weight.clone(), None, kind) for _ in range(max(2, int(3e8 / weight_bytes)))]
+            copies = [
+                ops.quantize_weight(weight.clone(), None, kind)
+                for _ in range(max(2, int(3e8 / weight_bytes)))
+            ]
             rate = EIGHT_BIT_RATE if kind and kind.inputs else DENSE_RATE
             for num_tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(num_tokens, inner, device="cuda", dtype=torch.bfloat16)
                 given = ops.quantize(x, kind.inputs) if kind and kind.inputs else x
-                calls = [partial(ops.linear, given, copies[i % len(copies)]) for i in range(max(16, len(copies)))]
+                calls = [
+                    partial(ops.linear, given, copies[i % len(copies)])
+                    for i in range(max(16, len(copies)))
+                ]
                 taken = microseconds(calls)
                 floor = max(weight_bytes / BANDWIDTH, 2 * num_tokens * outer * inner / rate) * 1e6
                 rows.append(
-                    {"product": name, "scheme": scheme, "tokens": num_tokens, "us": taken, "floor_us": floor}
+                    {
+                        "product": name,
+                        "scheme": scheme,
+                        "tokens": num_tokens,
+                        "us": taken,
+                        "floor_us": floor,
+                    }
                 )
                 print(
                     f"{name:5} {scheme:6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor",
@@ -59,4 +73,3 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 )
             del copies
     save(tile_table=tiles.describe(), rows=rows)
-

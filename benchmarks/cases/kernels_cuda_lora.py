@@ -78,11 +78,16 @@ class Bench:
     def choose(self, modules: str) -> int:
         """Have adapters of these modules; their bytes in a slot."""
         places = self.layout.places.values()
-        found = [(p.linear, self.layout.weights(self.adapters._slots, p, self.parts[modules])) for p in places]
+        found = [
+            (p.linear, self.layout.weights(self.adapters._slots, p, self.parts[modules]))
+            for p in places
+        ]
         self.adapters.weights = {id(linear): w for linear, w in found if w.live}
         rank, total = self.layout.max_rank, 0
         for w in self.adapters.weights.values():
-            total += sum(2 * rank * (w.down.shape[2] + w.parts[p].stop - w.parts[p].start) for p in w.live)
+            total += sum(
+                2 * rank * (w.down.shape[2] + w.parts[p].stop - w.parts[p].start) for p in w.live
+            )
         return total
 
     def milliseconds(self, step: Callable[[], Tensor]) -> float:
@@ -114,10 +119,17 @@ class Bench:
         self, modules: str, num_tokens: int, adapters: int, name: str, *, prompt: bool = False
     ) -> dict[str, Any]:
         num_bytes, key = self.choose(modules) * min(adapters, num_tokens), (num_tokens, prompt)
-        slots = [i * adapters // num_tokens for i in range(num_tokens)] if prompt else [i % adapters for i in range(num_tokens)]
+        slots = (
+            [i * adapters // num_tokens for i in range(num_tokens)]
+            if prompt
+            else [i % adapters for i in range(num_tokens)]
+        )
         if key not in self.off:
             self.off[key] = self.milliseconds(self.step(num_tokens, prompt, None))
-        used, layers = self.milliseconds(self.step(num_tokens, prompt, slots)), len(self.runner.model.decoder.layers)
+        used, layers = (
+            self.milliseconds(self.step(num_tokens, prompt, slots)),
+            len(self.runner.model.decoder.layers),
+        )
         found = {
             "modules": modules, "tokens": num_tokens, "adapters": adapters, "prompt": prompt, "variant": name,
             "off_ms": round(self.off[key], 4), "ratio": round(used / self.off[key], 4),
@@ -145,8 +157,13 @@ class Bench:
                 got = lora.lora(y.clone(), rows, w, tokens)
                 again = lora.lora(y.clone(), rows, w, tokens)
                 assert torch.equal(got, again), "a second run gave another result"
-                worst = max(worst, float((got.float() - expected).abs().max() / expected.abs().max()))
-        print(f"check: {num_tokens} tokens, {adapters} adapters, tiles of {tokens.tile_tokens}: {worst:.4f}", flush=True)
+                worst = max(
+                    worst, float((got.float() - expected).abs().max() / expected.abs().max())
+                )
+        print(
+            f"check: {num_tokens} tokens, {adapters} adapters, tiles of {tokens.tile_tokens}: {worst:.4f}",
+            flush=True,
+        )
         assert worst < 0.01, "the kernels differ from float32"
         return worst
 
@@ -171,7 +188,12 @@ def load_stages(
             mark()
             read.copy_to(bench.adapters._slots[0])
             mark()
-            found.append({k: round(1e3 * (b - a), 2) for k, a, b in zip(("read", "upload"), marks, marks[1:], strict=False)})
+            found.append(
+                {
+                    k: round(1e3 * (b - a), 2)
+                    for k, a, b in zip(("read", "upload"), marks, marks[1:], strict=False)
+                }
+            )
             print("load, ms:", found[-1], flush=True)
     return found
 
@@ -200,7 +222,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     print(f"started in {time.perf_counter() - begin:.0f} s", flush=True)
     cases = CASES if args.num_adapters >= 64 else ((args.num_adapters, args.num_adapters),)
     prompts = PROMPTS if on_gpu else ()
-    checks = {f"{t} tokens, {a} adapters": bench.check(t, a, every=t == a) for t, a in (*cases, *prompts)}
+    checks = {
+        f"{t} tokens, {a} adapters": bench.check(t, a, every=t == a) for t, a in (*cases, *prompts)
+    }
     rows, chosen, own = [], lora.FEW_TILES, TritonOps._starts_next_behind_inputs
     if args.sweep:
         most = cases[min(2, len(cases) - 1)]
@@ -211,14 +235,24 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             lora.FEW_TILES = tiles
             TritonOps._starts_next_behind_inputs = own if beside else lambda *_: False  # type: ignore[method-assign]
             values = ", ".join(str(v) for v in dataclasses.astuple(tiles))
-            rows.append(bench.row("q, v", *most, f"{'beside' if beside else 'before'} the product: {values}"))
-            checks[f"{values}: both orders are equal"] = torch.equal(hidden.setdefault(tiles, bench.last), bench.last)
+            rows.append(
+                bench.row(
+                    "q, v", *most, f"{'beside' if beside else 'before'} the product: {values}"
+                )
+            )
+            checks[f"{values}: both orders are equal"] = torch.equal(
+                hidden.setdefault(tiles, bench.last), bench.last
+            )
             best = min(best, (rows[-1]["us_a_layer"], tiles, beside), key=lambda found: found[0])
 
         for tiles in SHRINK:
             for beside in (True, False):
                 measure(lora.FewTiles(*tiles), beside)
-        print("orders equal:", [value for name, value in checks.items() if "equal" in name], flush=True)
+        print(
+            "orders equal:",
+            [value for name, value in checks.items() if "equal" in name],
+            flush=True,
+        )
         _, tiles, beside = best
         for numbers_, warps, registers in EXPAND:
             more = dict(expand_numbers=numbers_, expand_warps=warps, expand_registers=registers)
@@ -230,6 +264,13 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     rows += [bench.row(modules, *case, "chosen") for case in cases for modules in bench.parts]
     rows += [bench.row("q, v", *case, "chosen", prompt=True) for case in prompts]
     lora.FEW_TILES, TritonOps._starts_next_behind_inputs = chosen, own  # type: ignore[method-assign]
-    stages = load_stages(bench, whole.shapes(args.config, ("q_proj", "v_proj")), args.rank, whole.write_adapter)
+    stages = load_stages(
+        bench, whole.shapes(args.config, ("q_proj", "v_proj")), args.rank, whole.write_adapter
+    )
     print(f"whole run {time.perf_counter() - begin:.0f} s", flush=True)
-    save(settings={k: str(v) for k, v in vars(args).items()}, checks=checks, rows=rows, load_ms=stages)
+    save(
+        settings={k: str(v) for k, v in vars(args).items()},
+        checks=checks,
+        rows=rows,
+        load_ms=stages,
+    )

@@ -35,7 +35,14 @@ CASES = {
     "1 of 16,384": [16384],
     "22 of 20 to 1,500": random.Random(1).choices(range(20, 1501), k=22),
 }
-TILES = ((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2))
+TILES = (
+    (128, 64, 8, 2),
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 64, 4, 2),
+)
 """(BLOCK_M, BLOCK_N, warps, stages); None is what is taken."""
 MANY_HEADS = {"8 of 2,048": TILES[:2] + TILES[3:5], "1 of 16,384": TILES[:2]}
 """DeepSeek V3's 128, attention alone."""
@@ -58,7 +65,9 @@ class Layer:
 def step(lengths: list[int], device: torch.device) -> AttentionMetadata:
     """Whole prompts, whose blocks lie anywhere."""
     per = [-(-n // BLOCK) for n in lengths]
-    table = torch.nn.utils.rnn.pad_sequence(list((torch.randperm(sum(per)).int() + 1).split(per)), batch_first=True)
+    table = torch.nn.utils.rnn.pad_sequence(
+        list((torch.randperm(sum(per)).int() + 1).split(per)), batch_first=True
+    )
     at = torch.cat([torch.arange(n) for n in lengths])
     of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return AttentionMetadata(
@@ -78,7 +87,9 @@ def layer(lengths: list[int], num_heads: int, device: torch.device) -> Layer:
     new = partial(torch.randn, device=device, dtype=torch.bfloat16)
     meta, num_tokens = step(lengths, device), sum(lengths)
     k = new(meta.block_table.amax().item() + 1, 1, BLOCK, ROTATED + LATENT)
-    angles = torch.outer(torch.arange(max(lengths)).float(), 1e4 ** -torch.arange(0, 1, 2 / ROTATED))
+    angles = torch.outer(
+        torch.arange(max(lengths)).float(), 1e4 ** -torch.arange(0, 1, 2 / ROTATED)
+    )
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to(device)
     return Layer(
         meta,
@@ -151,7 +162,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     def tell(case: str, what: str, us: float, count: int | None = None, **more: Any) -> None:
         """`count`: of FLOPs."""
         tflops = None if count is None else count / us / 1e6
-        rows.append({"case": case, "what": what, "us": us if us < 1e9 else None, "tflops": tflops, **more})
+        rows.append(
+            {"case": case, "what": what, "us": us if us < 1e9 else None, "tflops": tflops, **more}
+        )
         shown = "" if tflops is None else f"{tflops:7.1f} TFLOP/s"
         print(f"{case:20} {what:34} {us:9.1f} us {shown}", flush=True)
         save(rows=rows)
@@ -183,6 +196,13 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     error = apart(out, expected)
                     assert error < NEAR, f"{case}, {tile}: {error}"
                 count = flops(CASES[case], num_heads)
-                tell(case, f"{num_heads} heads, {tile}", us, count, tile=tile, heads=num_heads, apart=error)
+                tell(
+                    case,
+                    f"{num_heads} heads, {tile}",
+                    us,
+                    count,
+                    tile=tile,
+                    heads=num_heads,
+                    apart=error,
+                )
             del x, k, v, out, expected
-

@@ -38,18 +38,24 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     ops, rows = TritonOps(), []
     for name in args.models.split(","):
         whole = read_spec(common.CONFIGS / name).spec
-        mixture, spec = next((layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec))
+        mixture, spec = next(
+            (layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec)
+        )
         products = [p for p in mixture.weight_shapes(whole.hidden_size) if p.copies > 1]
         for scheme in args.schemes.split(","):
             kind = SCHEMES.get(scheme)
             if kind is not None and any(p.inner % kind.multiple for p in products):
                 print(f"{name:18} {scheme:6} has no such products")
                 continue
-            sizes = [kind.weight_bytes(p.rows, p.inner) if kind else 2 * p.rows * p.inner for p in products]
+            sizes = [
+                kind.weight_bytes(p.rows, p.inner) if kind else 2 * p.rows * p.inner
+                for p in products
+            ]
             layers = [
                 [
                     ops.quantize_experts(
-                        torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
+                        torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16)
+                        * 0.02,
                         kind,
                         num_experts=p.copies,
                     )
@@ -59,18 +65,39 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             ]
             for num_tokens in map(int, args.tokens.split(",")):
                 x = torch.randn(num_tokens, whole.hidden_size, device="cuda", dtype=torch.bfloat16)
-                logits = torch.randn(LAYERS, num_tokens, spec.num_experts, device="cuda", dtype=torch.bfloat16)
-                calls = [partial(ops.moe, x, logits[i % LAYERS], Experts(*layers[i % LAYERS], spec)) for i in range(16)]
+                logits = torch.randn(
+                    LAYERS, num_tokens, spec.num_experts, device="cuda", dtype=torch.bfloat16
+                )
+                calls = [
+                    partial(ops.moe, x, logits[i % LAYERS], Experts(*layers[i % LAYERS], spec))
+                    for i in range(16)
+                ]
                 taken = microseconds(calls)
                 reached = [
-                    len(row.float().topk(spec.num_experts_per_token).indices.unique()) for row in logits
+                    len(row.float().topk(spec.num_experts_per_token).indices.unique())
+                    for row in logits
                 ]
                 num_bytes = sum(sizes) * sum(reached) / LAYERS
-                flops = 2 * num_tokens * spec.num_experts_per_token * sum(p.rows * p.inner for p in products)
+                flops = (
+                    2
+                    * num_tokens
+                    * spec.num_experts_per_token
+                    * sum(p.rows * p.inner for p in products)
+                )
                 rate = EIGHT_BIT_RATE if kind and kind.inputs else DENSE_RATE
                 floor = max(num_bytes / BANDWIDTH, flops / rate) * 1e6
-                rows.append({"model": name, "scheme": scheme, "tokens": num_tokens, "us": taken, "floor_us": floor})
-                print(f"{name:18} {scheme:6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor", flush=True)
+                rows.append(
+                    {
+                        "model": name,
+                        "scheme": scheme,
+                        "tokens": num_tokens,
+                        "us": taken,
+                        "floor_us": floor,
+                    }
+                )
+                print(
+                    f"{name:18} {scheme:6} {num_tokens:6} {taken:9.1f} us  {floor / taken:6.1%} of the floor",
+                    flush=True,
+                )
             del layers
     save(rows=rows)
-

@@ -41,13 +41,18 @@ GATHERED = {64: ((128, 256, 8, 3),), 128: ((128, 128, 8, 3), (256, 128, 8, 3))}
 """Entries of a tile: (BLOCK_N, bytes of BLOCK_K, warps, stages)."""
 TILES = {
     "up": {64: ((128, 4, 4), (64, 4, 3)), 128: ((128, 8, 3), (128, 8, 4), (64, 4, 3))},
-    "down": {64: ((128, 4, 4), (128, 4, 3)), 128: ((256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 4, 2))},
+    "down": {
+        64: ((128, 4, 4), (128, 4, 3)),
+        128: ((256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 4, 2)),
+    },
 }
 """Of a product, for the entries of a tile: (BLOCK_N, warps, stages); tiles of 128 also with an empty second half left out."""
 
 
 def tiles(which: str, block: int) -> list[tuple[int, int, int, bool]]:
-    return [(*tile, halved) for halved in (False, True)[: block // 64] for tile in TILES[which][block]]
+    return [
+        (*tile, halved) for halved in (False, True)[: block // 64] for tile in TILES[which][block]
+    ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +75,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
     for name, scheme in MODELS:
         whole = read_spec(common.CONFIGS / name).spec
-        mixture, spec = next((layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec))
+        mixture, spec = next(
+            (layer, layer.mlp) for layer in whole.layers if isinstance(layer.mlp, MoESpec)
+        )
         up, down = (
             ops.quantize_experts(
                 torch.randn(p.copies * p.rows, p.inner, device="cuda", dtype=torch.bfloat16) * 0.02,
@@ -87,11 +94,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             entries, size = chosen.numel(), spec.expert.intermediate_size
             usual = pairs_per_tile(entries, spec.num_experts)
 
-            def note(kind: str, us: float, block: int = 0, tile: Sequence[int] = (), share: float = 0.0) -> None:
+            def note(
+                kind: str, us: float, block: int = 0, tile: Sequence[int] = (), share: float = 0.0
+            ) -> None:
                 """`share` of both products' multiplications."""
-                row = {"model": name, "tokens": num_tokens, "kind": kind, "entries": block, "tile": list(tile), "us": us}
+                row = {
+                    "model": name,
+                    "tokens": num_tokens,
+                    "kind": kind,
+                    "entries": block,
+                    "tile": list(tile),
+                    "us": us,
+                }
                 if share:
-                    row["tflops"] = share * 6 * entries * size * whole.hidden_size / max(us, 1e-9) / 1e6
+                    row["tflops"] = (
+                        share * 6 * entries * size * whole.hidden_size / max(us, 1e-9) / 1e6
+                    )
                 rows.append(row)
                 print(json.dumps(row), flush=True)
 
@@ -103,20 +121,58 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 groups = sort_pairs(chosen, spec.num_experts, tile_m=block)
                 ordered = permute_rows(given, groups, spec.num_experts_per_token)
                 for tile in tiles("up", block):
-                    call = partial(grouped_gemm, ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert, tile=tile)
+                    call = partial(
+                        grouped_gemm,
+                        ordered,
+                        up,
+                        groups,
+                        size,
+                        spec.num_experts,
+                        x.dtype,
+                        spec.expert,
+                        tile=tile,
+                    )
                     note("sorted up", timed(call), block, tile, 2 / 3)
-                inner = grouped_gemm(ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert)
+                inner = grouped_gemm(
+                    ordered, up, groups, size, spec.num_experts, x.dtype, spec.expert
+                )
                 second = rounded(inner, down)
                 for tile in tiles("down", block):
-                    call = partial(grouped_gemm, second, down, groups, whole.hidden_size, spec.num_experts, x.dtype, tile=tile)
+                    call = partial(
+                        grouped_gemm,
+                        second,
+                        down,
+                        groups,
+                        whole.hidden_size,
+                        spec.num_experts,
+                        x.dtype,
+                        tile=tile,
+                    )
                     note("sorted down", timed(call), block, tile, 1 / 3)
                 for tile in GATHERED[block]:
                     bytes_of = tile[0], tile[1] // up.weight.element_size(), *tile[2:]
                     options = {"gather": True, "tile": bytes_of}
-                    call = partial(expert_gemm, given, up, groups, spec, spec.expert.up_rows, x.dtype, **options)
+                    call = partial(
+                        expert_gemm,
+                        given,
+                        up,
+                        groups,
+                        spec,
+                        spec.expert.up_rows,
+                        x.dtype,
+                        **options,
+                    )
                     note("gathered up", timed(call), block, tile, 2 / 3)
                     call = partial(
-                        expert_gemm, second, down, groups, spec, whole.hidden_size, x.dtype, gather=False, tile=bytes_of
+                        expert_gemm,
+                        second,
+                        down,
+                        groups,
+                        spec,
+                        whole.hidden_size,
+                        x.dtype,
+                        gather=False,
+                        tile=bytes_of,
                     )
                     note("gathered down", timed(call), block, tile, 1 / 3)
             ends = groups.starts[1:].contiguous()
@@ -125,7 +181,13 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 if isinstance(w, ScaledLinear) and isinstance(a, Quantized):
                     scales = a.scales.flatten(), w.scales.view(spec.num_experts, -1)
                     call = partial(
-                        torch._scaled_grouped_mm, a.values, stacked, *scales, offs=ends, out_dtype=x.dtype, use_fast_accum=True
+                        torch._scaled_grouped_mm,
+                        a.values,
+                        stacked,
+                        *scales,
+                        offs=ends,
+                        out_dtype=x.dtype,
+                        use_fast_accum=True,
                     )
                 else:
                     call = partial(torch._grouped_mm, a, stacked, offs=ends)
@@ -137,7 +199,11 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 "group": partial(sort_pairs, chosen, spec.num_experts),
                 "sort rows": partial(permute_rows, given, groups, spec.num_experts_per_token),
                 "activation alone": partial(
-                    activation, both, spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs
+                    activation,
+                    both,
+                    spec.expert.activation,
+                    gated=spec.expert.gated,
+                    inputs=down.inputs,
                 ),
                 "quantize between": partial(rounded, inner, down),
                 "combine": partial(moe.combine, y, weights, groups.inverse),
@@ -147,4 +213,3 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     note(kind, timed(call), share=1.0 if kind == "all" else 0.0)
         del up, down, ordered, inner, second, y, both
     save(rows=rows)
-

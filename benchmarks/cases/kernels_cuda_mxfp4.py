@@ -93,7 +93,10 @@ class Bench:
         assert isinstance(layer.mlp, MoESpec)
         self.spec, self.width = layer.mlp, whole.hidden_size
         self.products = [p for p in layer.weight_shapes(whole.hidden_size) if p.copies > 1]
-        self.before = [[self._random(p.copies * p.rows, p.inner) for p in self.products] for _ in range(num_layers)]
+        self.before = [
+            [self._random(p.copies * p.rows, p.inner) for p in self.products]
+            for _ in range(num_layers)
+        ]
         self.now = [[pack_mxfp4(w) for w in layer] for layer in self.before]
         self.numbers = sum(p.rows * p.inner for p in self.products)
 
@@ -102,7 +105,12 @@ class Bench:
         scales = torch.randint(-9, -5, (inner // 32, rows), device="cuda").float().exp2().bfloat16()
         bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
         return GroupedLinear(
-            weight=words, scales=scales, bias=bias, group_size=32, chunk=chunk_of(inner, 32), codes="e2m1"
+            weight=words,
+            scales=scales,
+            bias=bias,
+            group_size=32,
+            chunk=chunk_of(inner, 32),
+            codes="e2m1",
         )
 
     def x(self, num_tokens: int) -> torch.Tensor:
@@ -111,18 +119,39 @@ class Bench:
     def logits(self, num_tokens: int) -> torch.Tensor:
         return torch.randn(num_tokens, self.spec.num_experts, device="cuda", dtype=torch.bfloat16)
 
-    def product(self, which: str, num_tokens: int, tile: Tile, num_calls: int) -> list[Callable[[], torch.Tensor]]:
+    def product(
+        self, which: str, num_tokens: int, tile: Tile, num_calls: int
+    ) -> list[Callable[[], torch.Tensor]]:
         """Calls of one product, each with its own choice, in turns over the layers."""
         calls = []
         for i in range(num_calls):
             _, chosen = moe.route(self.logits(num_tokens), self.spec)
             small = moe.is_small_batch(num_tokens, self.spec)
-            tiles = unsorted_pairs(chosen) if small else sort_pairs(chosen, self.spec.num_experts, tile_m=tile.most_pairs)
-            how = dict(num_experts=self.spec.num_experts, top_k=self.spec.num_experts_per_token, dtype=torch.bfloat16)
+            tiles = (
+                unsorted_pairs(chosen)
+                if small
+                else sort_pairs(chosen, self.spec.num_experts, tile_m=tile.most_pairs)
+            )
+            how = dict(
+                num_experts=self.spec.num_experts,
+                top_k=self.spec.num_experts_per_token,
+                dtype=torch.bfloat16,
+            )
             up, down = self.now[i % len(self.now)]
             if which == "up":
                 x = self.x(num_tokens)
-                calls.append(partial(mxfp4_gemm, x, up, tiles, **how, tile=tile, expert=self.spec.expert, gather=True))
+                calls.append(
+                    partial(
+                        mxfp4_gemm,
+                        x,
+                        up,
+                        tiles,
+                        **how,
+                        tile=tile,
+                        expert=self.spec.expert,
+                        gather=True,
+                    )
+                )
             else:
                 x = self.x(chosen.numel())
                 calls.append(partial(mxfp4_gemm, x, down, tiles, **how, tile=tile))
@@ -131,7 +160,12 @@ class Bench:
     def mixture(self, num_tokens: int, num_calls: int) -> list[Callable[[], torch.Tensor]]:
         layers = [Experts(*layer, self.spec) for layer in self.now]
         return [
-            partial(TritonOps().moe, self.x(num_tokens), self.logits(num_tokens), layers[i % len(layers)])
+            partial(
+                TritonOps().moe,
+                self.x(num_tokens),
+                self.logits(num_tokens),
+                layers[i % len(layers)],
+            )
             for i in range(num_calls)
         ]
 
@@ -139,7 +173,10 @@ class Bench:
         """Microseconds of the bytes of the experts that so many tokens reach, and of the FLOPs."""
         x, k = self.spec.num_experts, self.spec.num_experts_per_token
         reached = x * (1 - (1 - k / x) ** num_tokens)
-        return reached * self.numbers * BITS / 8 / read * 1e6, 2 * num_tokens * k * self.numbers / rate * 1e6
+        return (
+            reached * self.numbers * BITS / 8 / read * 1e6,
+            2 * num_tokens * k * self.numbers / rate * 1e6,
+        )
 
 
 def error_of(bench: Bench, num_tokens: int, layer: int) -> float:
@@ -169,7 +206,9 @@ def compile_share(args: argparse.Namespace) -> None:
     for n in map(int, args.tokens.split(",")):
         for which in ("up", "down"):
             for tile in tiles_of(which, n):
-                trials.setdefault((which, tile, n == 1), partial(bench.product, which, min(n, 64), tile, 1))
+                trials.setdefault(
+                    (which, tile, n == 1), partial(bench.product, which, min(n, 64), tile, 1)
+                )
     trials[None] = partial(bench.mixture, 1, 1)
     for make in list(trials.values())[args.worker :: WORKERS]:
         tried(make)
@@ -193,8 +232,19 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
         parts["seconds"][stage] = round(time.perf_counter() - begin, 1)
         save(**parts)
 
-    mine = [sys.executable, sys.argv[0], "--device", "cuda", "--op", "mxfp4", "--tokens", args.tokens]
-    process = subprocess.Popen([*mine, "--model"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    mine = [
+        sys.executable,
+        sys.argv[0],
+        "--device",
+        "cuda",
+        "--op",
+        "mxfp4",
+        "--tokens",
+        args.tokens,
+    ]
+    process = subprocess.Popen(
+        [*mine, "--model"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     workers = [subprocess.Popen([*mine, "--worker", str(i)]) for i in range(WORKERS)]
     failed = [w.wait() for w in workers]
     parts["workers"] = failed
@@ -212,7 +262,14 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
                     us = microseconds(bench.product(which, n, tile, num_calls))
                 except Exception as e:
                     us = math.inf
-                    parts["rows"].append({"tokens": n, "product": which, "tile": asdict(tile), "failed": repr(e)[:500]})
+                    parts["rows"].append(
+                        {
+                            "tokens": n,
+                            "product": which,
+                            "tile": asdict(tile),
+                            "failed": repr(e)[:500],
+                        }
+                    )
                 parts["rows"].append(
                     {
                         "tokens": n,
@@ -224,7 +281,9 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 )
         for layer in range(LAYERS):
             parts["checks"].append({"tokens": n, "error": error_of(bench, n, layer)})
-        tiles = step_tiles(n * bench.spec.num_experts_per_token, bench.spec.num_experts, small_batch=n == 1)
+        tiles = step_tiles(
+            n * bench.spec.num_experts_per_token, bench.spec.num_experts, small_batch=n == 1
+        )
         turns = [microseconds(bench.mixture(n, num_calls)) for _ in range(2)]
         row = {
             "tokens": n,
@@ -243,8 +302,12 @@ def everything(args: argparse.Namespace, save: Callable[..., None]) -> None:
         process.kill()
         parts["model"] = "left out: no time"
     else:
-        printed = process.communicate(json.dumps({"ceilings": asdict(ceilings), "left": left}) + "\n")[0]
-        parts["model"] = json.loads(printed.splitlines()[-1]) if process.returncode == 0 else process.returncode
+        printed = process.communicate(
+            json.dumps({"ceilings": asdict(ceilings), "left": left}) + "\n"
+        )[0]
+        parts["model"] = (
+            json.loads(printed.splitlines()[-1]) if process.returncode == 0 else process.returncode
+        )
         if isinstance(parts["model"], dict):
             print({k: v for k, v in parts["model"].items() if k != "profiles"}, flush=True)
     note("model")
@@ -273,9 +336,16 @@ def model() -> dict[str, Any]:
     )
 
     def generate(count: int, tokens: int) -> float:
-        prompts = [{"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(prompt)]} for i in range(count)]
+        prompts = [
+            {"prompt_token_ids": [(31 * i + 7 * j) % 500 for j in range(prompt)]}
+            for i in range(count)
+        ]
         start = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), progress=False)
+        llm.generate(
+            prompts,
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+            progress=False,
+        )
         return time.perf_counter() - start
 
     generate(1, 2)
@@ -284,7 +354,11 @@ def model() -> dict[str, Any]:
     decode = common.median([(b - a) / 64 for a, b in pairs])
     generate(num, 8)
     taken = generate(num, answer)
-    profiles = {str(n): common.kernels_of(llm, n, prompt, 4) for n in (1, num)} if given["left"] > 30 else {}
+    profiles = (
+        {str(n): common.kernels_of(llm, n, prompt, 4) for n in (1, num)}
+        if given["left"] > 30
+        else {}
+    )
     made = families.floors(
         read_spec(common.CONFIGS / MODEL).spec,
         dtype_bytes=2,

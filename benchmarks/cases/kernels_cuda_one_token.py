@@ -26,7 +26,11 @@ LEFT_OUT = Reason("left out to measure without it", notable=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", default=["llama-3-8b:fp8:fp8", "llama-3-8b::auto", "llama-3-8b:int4:fp8"])
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["llama-3-8b:fp8:fp8", "llama-3-8b::auto", "llama-3-8b:int4:fp8"],
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[200, 1000, 1900])
     parser.add_argument("--paths", nargs="+", default=list(PATHS), choices=PATHS)
     parser.add_argument("--tokens", type=int, default=64, help="that are timed (default: 64)")

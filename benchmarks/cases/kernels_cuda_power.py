@@ -32,8 +32,15 @@ class Nvml:
         self.lib.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle))
 
     def read(self) -> tuple[int, float, int, int]:
-        clock, power, reasons, celsius = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_ulonglong(), ctypes.c_uint()
-        self.lib.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(clock))  # of the multiprocessors
+        clock, power, reasons, celsius = (
+            ctypes.c_uint(),
+            ctypes.c_uint(),
+            ctypes.c_ulonglong(),
+            ctypes.c_uint(),
+        )
+        self.lib.nvmlDeviceGetClockInfo(
+            self.handle, 1, ctypes.byref(clock)
+        )  # of the multiprocessors
         self.lib.nvmlDeviceGetPowerUsage(self.handle, ctypes.byref(power))
         self.lib.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle, ctypes.byref(reasons))
         self.lib.nvmlDeviceGetTemperature(self.handle, 0, ctypes.byref(celsius))
@@ -80,13 +87,23 @@ def watched(nvml: Nvml, run: Callable[[], object], flops: int, seconds: float) -
     done.set()
     watcher.join()
     late = [row[1:] for row in rows if row[0] > seconds / 2]
-    clock, watts, _, celsius = (sorted(column)[len(late) // 2] for column in zip(*late, strict=True))
+    clock, watts, _, celsius = (
+        sorted(column)[len(late) // 2] for column in zip(*late, strict=True)
+    )
     ms = sorted(times[len(times) // 2 :])[len(times) // 4]
-    found = {"first_ms": times[0], "ms": ms, "tflops": flops / ms / 1e9, "mhz": clock, "watts": watts}
+    found = {
+        "first_ms": times[0],
+        "ms": ms,
+        "tflops": flops / ms / 1e9,
+        "mhz": clock,
+        "watts": watts,
+    }
     return {**found, "reasons": sorted({hex(row[2]) for row in late}), "celsius": celsius}
 
 
-def products(num_tokens: int, names: Sequence[str], fp8: bool, uniform: bool) -> tuple[Callable[[], object], int]:
+def products(
+    num_tokens: int, names: Sequence[str], fp8: bool, uniform: bool
+) -> tuple[Callable[[], object], int]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -101,14 +118,19 @@ def products(num_tokens: int, names: Sequence[str], fp8: bool, uniform: bool) ->
     flops = sum(2 * num_tokens * SHAPES[n][0] * SHAPES[n][1] for n in names)
     if not fp8:
         return lambda: [F.linear(inputs[SHAPES[n][1]], w) for n, w in weights.items()], flops
-    rounded, given = {n: codes(w) for n, w in weights.items()}, {size: codes(x) for size, x in inputs.items()}
+    rounded, given = (
+        {n: codes(w) for n, w in weights.items()},
+        {size: codes(x) for size, x in inputs.items()},
+    )
 
     def run() -> list[Tensor]:
         made = []
         for name, (w, scale) in rounded.items():
             x, of_x = given[SHAPES[name][1]]
             scales = {"scale_a": of_x, "scale_b": scale.T}
-            made.append(torch._scaled_mm(x, w.T, **scales, out_dtype=torch.bfloat16, use_fast_accum=True))
+            made.append(
+                torch._scaled_mm(x, w.T, **scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+            )
         return made
 
     return run, flops
@@ -124,8 +146,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @torch.inference_mode()
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     nvml, found = Nvml(), {}
-    cases = [((name,), tokens, False, False) for tokens in (16384, 8192, 1024) for name in ("up", "down", "qkv")]
-    cases += [(tuple(SHAPES), tokens, fp8, False) for fp8 in (False, True) for tokens in (16384, 8192, 2048, 1024)]
+    cases = [
+        ((name,), tokens, False, False)
+        for tokens in (16384, 8192, 1024)
+        for name in ("up", "down", "qkv")
+    ]
+    cases += [
+        (tuple(SHAPES), tokens, fp8, False)
+        for fp8 in (False, True)
+        for tokens in (16384, 8192, 2048, 1024)
+    ]
     cases += [(tuple(SHAPES), 16384, fp8, True) for fp8 in (False, True)]
     for names, tokens, fp8, uniform in cases:
         kind = f"{'fp8' if fp8 else 'bf16'} {names[0] if len(names) == 1 else 'all'} {tokens}{' uniform' * uniform}"

@@ -35,13 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="1,1024,16384")
 
 
-def rotation(ops: TritonOps, num_tokens: int, model: str, kind: torch.dtype) -> tuple[Callable[[], object], int]:
+def rotation(
+    ops: TritonOps, num_tokens: int, model: str, kind: torch.dtype
+) -> tuple[Callable[[], object], int]:
     """A call, and the bytes that it reads and writes."""
     heads, kv_heads, dim, rotary, interleaved = HEADS[model]
     each = -(-PROMPT // BLOCK) * BLOCK
     at = torch.arange(num_tokens, device="cuda")
     meta = dataclasses.replace(
-        AttentionMetadata.uniform(1, num_tokens, num_tokens, block_size=BLOCK, device=torch.device("cuda")),
+        AttentionMetadata.uniform(
+            1, num_tokens, num_tokens, block_size=BLOCK, device=torch.device("cuda")
+        ),
         positions=at % PROMPT,
         slot_mapping=at // PROMPT * each + at % PROMPT + BLOCK,
     )
@@ -51,7 +55,9 @@ def rotation(ops: TritonOps, num_tokens: int, model: str, kind: torch.dtype) -> 
     kv = LayerKV(k, by_dim(v), *scales) if scales else LayerKV(k, v)
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     table = torch.rand(PROMPT, rotary, device="cuda")
-    layout = QKVLayout(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, interleaved=interleaved, cos_sin=table)
+    layout = QKVLayout(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, interleaved=interleaved, cos_sin=table
+    )
     numbers = 2 * qkv[0].numel() + 2 * heads * dim + 2 * kv_heads * dim * kind.itemsize
     return partial(ops.rope_and_cache, qkv, kv, meta, layout), num_tokens * numbers
 
@@ -75,9 +81,14 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 calls[f"rounding, {name}"] = partial(quantize, inner, form), 3 * inner.numel()
         for model in HEADS:
             for kind in (torch.float8_e4m3fn, torch.bfloat16):
-                calls[f"rotation, {model}, {str(kind)[6:]}"] = rotation(ops, num_tokens, model, kind)
+                calls[f"rotation, {model}, {str(kind)[6:]}"] = rotation(
+                    ops, num_tokens, model, kind
+                )
         for what, (call, num_bytes) in calls.items():
             taken, floor = microseconds([call] * 4), 1e6 * num_bytes / COPY
             rows.append({"tokens": num_tokens, "what": what, "us": taken, "floor_us": floor})
-            print(f"{num_tokens:6} tokens  {what:36} {taken:9.1f} us  {floor / taken:6.1%} of the floor", flush=True)
+            print(
+                f"{num_tokens:6} tokens  {what:36} {taken:9.1f} us  {floor / taken:6.1%} of the floor",
+                flush=True,
+            )
     save(rows=rows)

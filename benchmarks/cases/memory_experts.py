@@ -36,15 +36,28 @@ RECORD = "host_experts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", default="qwen3-30b-a3b", help="a folder of benchmarks/configs (default: qwen3-30b-a3b)")
+    parser.add_argument(
+        "--config",
+        default="qwen3-30b-a3b",
+        help="a folder of benchmarks/configs (default: qwen3-30b-a3b)",
+    )
     parser.add_argument("--quantization", default="int8", help="int8, int4 or none (default: int8)")
     parser.add_argument("--layers", type=int, default=None, help="instead of the config's number")
     parser.add_argument("--host-experts", default="all", help="as the engine has it (default: all)")
-    parser.add_argument("--hot-expert-bytes", type=int, default=None, help="as the engine has it (default: none)")
+    parser.add_argument(
+        "--hot-expert-bytes", type=int, default=None, help="as the engine has it (default: none)"
+    )
     parser.add_argument("--batches", default="1,8,64", help="sequences at once (default: 1,8,64)")
-    parser.add_argument("--prompts", default="128,2048", help="tokens of prompts (default: 128,2048)")
+    parser.add_argument(
+        "--prompts", default="128,2048", help="tokens of prompts (default: 128,2048)"
+    )
     parser.add_argument("--tokens", type=int, default=24, help="tokens of an answer (default: 24)")
-    parser.add_argument("--threads", type=int, default=None, help="of the host (default: a core fewer than there are)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        help="of the host (default: a core fewer than there are)",
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -62,19 +75,35 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
     batches = [int(text) for text in args.batches.split(",")]
     lengths = [int(text) for text in args.prompts.split(",") if text]
-    settings: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False)
-    settings |= dict(max_model_len=max(lengths, default=0) + 512, max_num_seqs=max(batches), kv_cache_bytes=4 * 2**30)
-    settings |= dict(num_threads=args.threads, host_experts=args.host_experts, hot_expert_bytes=args.hot_expert_bytes)
+    settings: dict[str, Any] = dict(
+        load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False
+    )
+    settings |= dict(
+        max_model_len=max(lengths, default=0) + 512,
+        max_num_seqs=max(batches),
+        kv_cache_bytes=4 * 2**30,
+    )
+    settings |= dict(
+        num_threads=args.threads,
+        host_experts=args.host_experts,
+        hot_expert_bytes=args.hot_expert_bytes,
+    )
     settings["quantization"] = None if args.quantization == "none" else args.quantization
     begin = time.perf_counter()
     with LLM(str(folder), device="cuda", **settings) as llm:
         runner, ledger = llm.core.executor.runner, llm.core.ledger
         ops = runner.ops
         start_s = time.perf_counter() - begin
-        print(f"start {start_s:.0f} s; {ops.describe()}; {ledger.host_expert_bytes / 2**30:.1f} GiB on the host", flush=True)
+        print(
+            f"start {start_s:.0f} s; {ops.describe()}; {ledger.host_expert_bytes / 2**30:.1f} GiB on the host",
+            flush=True,
+        )
         print("phases", {name: round(s, 1) for name, s in runner.phases.items()}, flush=True)
         read = measure_ceilings(ops.host.pool).read
-        print(f"the host reads {read / 1e9:.0f} GB/s with {ops.host.pool.num_threads} threads", flush=True)
+        print(
+            f"the host reads {read / 1e9:.0f} GB/s with {ops.host.pool.num_threads} threads",
+            flush=True,
+        )
         rows = {}
         for batch in batches:
             rows[batch] = decode(llm, ops, batch, args.tokens, read)
@@ -103,7 +132,11 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def decode(llm: Any, ops: Any, batch: int, tokens: int, read: float) -> dict[str, float]:
     chosen = experts_of_a_step(llm, batch)
-    layers = [x.mlp.experts for x in llm.core.executor.runner.model.decoder.layers if hasattr(x.mlp, "experts")]
+    layers = [
+        x.mlp.experts
+        for x in llm.core.executor.runner.model.decoder.layers
+        if hasattr(x.mlp, "experts")
+    ]
     held = [layer for layer in layers if id(layer.up) in ops._layers]
     hot = [ops._hot[id(layer.up)].held if id(layer.up) in ops._hot else [] for layer in held]
     numbers = [len(own.difference(there)) for own, there in zip(chosen, hot, strict=False)]
@@ -139,7 +172,10 @@ def experts_of_a_step(llm: Any, batch: int) -> list[set[int]]:
         return [c - b for c, b in zip(counts.values(), before, strict=True)]
 
     without, one = counted(1), counted(2)
-    return [set((more - less > 0).nonzero().flatten().tolist()) for more, less in zip(one, without, strict=True)]
+    return [
+        set((more - less > 0).nonzero().flatten().tolist())
+        for more, less in zip(one, without, strict=True)
+    ]
 
 
 def step_seconds(llm: Any, batch: int, tokens: int) -> float:
@@ -168,12 +204,16 @@ def layer_ms(llm: Any, ops: Any, num_tokens: int) -> dict[str, float]:
 
     decoder, copy_from, found = llm.core.executor.runner.model.decoder, ops.copy_from, {}
     experts = next(x.mlp.experts for x in decoder.layers if hasattr(x.mlp, "experts"))
-    x = torch.randn(num_tokens, decoder.spec.hidden_size, device=decoder.device, dtype=decoder.dtype)
+    x = torch.randn(
+        num_tokens, decoder.spec.hidden_size, device=decoder.device, dtype=decoder.dtype
+    )
     logits = torch.randn(num_tokens, experts.spec.num_experts, device=decoder.device)
     with torch.inference_mode():
         for way, least in (("host_layer_ms", None), ("copied_layer_ms", 0)):
             ops.copy_from = least
-            found[way] = 1e3 * min(ops._timed(lambda: ops.moe(x, logits, experts)) for _ in range(ROUNDS))
+            found[way] = 1e3 * min(
+                ops._timed(lambda: ops.moe(x, logits, experts)) for _ in range(ROUNDS)
+            )
     ops.copy_from = copy_from
     return found
 
@@ -183,9 +223,13 @@ def host_rate(ops: Any, held: list[Any], batch: int) -> float:
     from slipstream.kernels.native import StepInputs
 
     first, spec = ops._layers[id(held[0].up)], held[0].spec
-    chosen = first.given[:batch, -2 * spec.num_experts_per_token : -spec.num_experts_per_token].unique()
+    chosen = first.given[
+        :batch, -2 * spec.num_experts_per_token : -spec.num_experts_per_token
+    ].unique()
     number = int((chosen >= 0).sum())
-    num_bytes = sum(number * part.stride for layer in held for w in (layer.up, layer.down) for part in w.parts)
+    num_bytes = sum(
+        number * part.stride for layer in held for w in (layer.up, layer.down) for part in w.parts
+    )
     times = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()

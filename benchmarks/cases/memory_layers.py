@@ -33,17 +33,42 @@ import common
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
-    **dict(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32),
-    **dict(num_key_value_heads=4, max_position_embeddings=2048, rope_theta=10000.0, rms_norm_eps=1e-5, hidden_act="silu"),
+    **dict(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+    ),
+    **dict(
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+    ),
     **dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, model_type="llama"),
 )
 PROMPT = 64
 """Tokens of a prompt on a GPU."""
 OPT_30B = dict(
     architectures=["OPTForCausalLM"],
-    **dict(vocab_size=50272, hidden_size=7168, ffn_dim=28672, num_hidden_layers=48, num_attention_heads=56),
-    **dict(max_position_embeddings=2048, word_embed_proj_dim=7168, do_layer_norm_before=True, activation_function="relu"),
-    **dict(bos_token_id=2, eos_token_id=2, pad_token_id=1, model_type="opt", torch_dtype="bfloat16"),
+    **dict(
+        vocab_size=50272,
+        hidden_size=7168,
+        ffn_dim=28672,
+        num_hidden_layers=48,
+        num_attention_heads=56,
+    ),
+    **dict(
+        max_position_embeddings=2048,
+        word_embed_proj_dim=7168,
+        do_layer_norm_before=True,
+        activation_function="relu",
+    ),
+    **dict(
+        bos_token_id=2, eos_token_id=2, pad_token_id=1, model_type="opt", torch_dtype="bfloat16"
+    ),
 )
 ROUNDS = 3
 
@@ -52,20 +77,33 @@ RECORD = "offload"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--share", type=float, default=0.5, help="of the weights that are kept (default: 0.5)")
-    parser.add_argument("--batches", default=None, help="sequences at once (default: 1,8; on a GPU 256)")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the weights that are kept (default: 0.5)"
+    )
+    parser.add_argument(
+        "--batches", default=None, help="sequences at once (default: 1,8; on a GPU 256)"
+    )
     parser.add_argument("--tokens", type=int, default=12, help="tokens of an answer (default: 12)")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--weights-gib", type=float, default=16.0, help="GiB of weights on the GPU (default: 16)")
-    parser.add_argument("--with-all", action="store_true", help="on a GPU: also with all weights there")
-    parser.add_argument("--layers", type=int, default=None, help="on a GPU: layers of the model (default: 48)")
+    parser.add_argument(
+        "--weights-gib", type=float, default=16.0, help="GiB of weights on the GPU (default: 16)"
+    )
+    parser.add_argument(
+        "--with-all", action="store_true", help="on a GPU: also with all weights there"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=None, help="on a GPU: layers of the model (default: 48)"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     if args.device == "cuda" and args.output == common.RESULTS / "offload.json":
         args.output = common.RESULTS / "offload_gpu.json"
-    batches = [int(text) for text in (args.batches or ("256" if args.device == "cuda" else "1,8")).split(",")]
+    batches = [
+        int(text)
+        for text in (args.batches or ("256" if args.device == "cuda" else "1,8")).split(",")
+    ]
     with tempfile.TemporaryDirectory() as folder:
         if args.device == "cuda":
             own = {} if args.layers is None else {"num_hidden_layers": args.layers}
@@ -84,7 +122,9 @@ def measure(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[
     from slipstream.plan.estimate import all_weights_bytes, estimate
     from slipstream.spec.description import read_spec
 
-    settings: dict[str, Any] = dict(device="cpu", load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16")
+    settings: dict[str, Any] = dict(
+        device="cpu", load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16"
+    )
     settings |= dict(max_model_len=256, max_num_seqs=max(batches), kv_cache_bytes=256 * 2**20)
     settings |= dict(quantization=args.quantization, download_dir=str(folder / "models"))
     config, _ = estimate(EngineArgs(model=str(folder), **settings), read_spec(folder))
@@ -97,7 +137,9 @@ def measure(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[
         decoder = llm.core.executor.runner.model.decoder
         stream = decoder.stream
         per_step = sum(size for _, size in stream._spans.values())
-        print(f"start {start_s:.1f} s; {ledger.weights_bytes / 2**20:,.0f} MiB kept, {per_step / 2**20:,.0f} MiB read a step")
+        print(
+            f"start {start_s:.1f} s; {ledger.weights_bytes / 2**20:,.0f} MiB kept, {per_step / 2**20:,.0f} MiB read a step"
+        )
         for batch in batches:
             for way in ("memory", "disk"):
                 rows[f"{way}, {batch}"] = streamed(llm, stream, way, batch, args.tokens, per_step)
@@ -105,7 +147,11 @@ def measure(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[
     with LLM(str(folder), **settings) as llm:
         weights = llm.core.ledger.weights_bytes
         for batch in batches:
-            rows[f"all, {batch}"] = {"tokens_a_second": common.median([rate(llm, batch, args.tokens) for _ in range(ROUNDS)])}
+            rows[f"all, {batch}"] = {
+                "tokens_a_second": common.median(
+                    [rate(llm, batch, args.tokens) for _ in range(ROUNDS)]
+                )
+            }
             print(f"all, batch {batch}: {rows[f'all, {batch}']}", flush=True)
     return {
         "share": args.share,
@@ -122,17 +168,27 @@ def measure(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[
 def measure_gpu(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     from slipstream import LLM
 
-    settings: dict[str, Any] = dict(device="cuda", load_format="dummy", skip_tokenizer_init=True, max_model_len=256)
-    settings |= dict(max_num_seqs=max(batches), quantization=args.quantization, enable_prefix_caching=False)
+    settings: dict[str, Any] = dict(
+        device="cuda", load_format="dummy", skip_tokenizer_init=True, max_model_len=256
+    )
+    settings |= dict(
+        max_num_seqs=max(batches), quantization=args.quantization, enable_prefix_caching=False
+    )
     rows: dict[str, Any] = {}
     bound = int(args.weights_gib * 2**30)
     begin = time.perf_counter()
     with LLM(str(folder), weights_bytes=bound, **settings) as llm:
         start_s, phases = time.perf_counter() - begin, dict(llm.core.executor.phases)
         ledger, stream = llm.core.ledger, llm.core.executor.runner.model.decoder.stream
-        print(f"start {start_s:.1f} s {phases}; {ledger.weights_bytes / 2**30:.2f} GiB there, ", end="")
+        print(
+            f"start {start_s:.1f} s {phases}; {ledger.weights_bytes / 2**30:.2f} GiB there, ",
+            end="",
+        )
         gb_per_s = stream.measure_read_rate() / 1e9
-        print(f"{stream.step_bytes / 2**30:.2f} GiB copied a step; alone {gb_per_s:.2f} GB/s", flush=True)
+        print(
+            f"{stream.step_bytes / 2**30:.2f} GiB copied a step; alone {gb_per_s:.2f} GB/s",
+            flush=True,
+        )
         for batch in batches:
             alone, times = [stream.measure_read_rate()], []
             rate(llm, batch, 1, PROMPT)  # kernels are compiled
@@ -168,7 +224,9 @@ def measure_gpu(folder: Path, args: argparse.Namespace, batches: list[int]) -> d
     }
 
 
-def streamed(llm: Any, stream: Any, way: str, batch: int, tokens: int, per_step: int) -> dict[str, Any]:
+def streamed(
+    llm: Any, stream: Any, way: str, batch: int, tokens: int, per_step: int
+) -> dict[str, Any]:
     """Tokens a second, and what reading alone allows."""
     stream.forgets = way == "disk"
     if way == "disk":
@@ -199,7 +257,9 @@ def rate(llm: Any, batch: int, tokens: int, prompt: int = 3) -> float:
 
     def run(count: int) -> float:
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        prompts = [{"prompt_token_ids": [7 + i, *range(11, 9 + 2 * prompt, 2)]} for i in range(batch)]
+        prompts = [
+            {"prompt_token_ids": [7 + i, *range(11, 9 + 2 * prompt, 2)]} for i in range(batch)
+        ]
         begin = time.perf_counter()
         llm.generate(prompts, sampling, progress=False)
         return time.perf_counter() - begin

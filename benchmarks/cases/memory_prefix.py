@@ -45,13 +45,21 @@ async def measure(args) -> None:
                 for on, engine in engines.items():
                     distinct = seed * len(loads) + list(loads).index(load)
                     workload = shared_prefix(
-                        args.num_requests, args.prefix_len, 32, 32, vocab_size=vocab, seed=1000 + distinct
+                        args.num_requests,
+                        args.prefix_len,
+                        32,
+                        32,
+                        vocab_size=vocab,
+                        seed=1000 + distinct,
                     )
                     summary = summarize(await run_load(engine, workload.requests, arrivals))
                     assert not summary.num_failed, summary.errors
                     if seed:  # the first round warms up
                         runs[load, on].append(summary)
-                        print(f"round {seed}, {load}, reuse {on}: mean TTFT {summary.ttft_s.mean * 1e3:.1f} ms", flush=True)
+                        print(
+                            f"round {seed}, {load}, reuse {on}: mean TTFT {summary.ttft_s.mean * 1e3:.1f} ms",
+                            flush=True,
+                        )
         described = {f"reuse {on}": await engine.describe() for on, engine in engines.items()}
     finally:
         for engine in engines.values():
@@ -76,7 +84,9 @@ async def measure(args) -> None:
         workload=workload.describe(),
         engines=described,
         runs={f"{load}, reuse {on}": each for (load, on), each in runs.items()},
-        results={load: {"without_s": ttft[load, False], "with_s": ttft[load, True]} for load in loads},
+        results={
+            load: {"without_s": ttft[load, False], "with_s": ttft[load, True]} for load in loads
+        },
         ratios={load: ttft[load, False] / ttft[load, True] for load in loads},
     )
 

@@ -32,7 +32,9 @@ FIRST = SamplingParams(temperature=0, max_tokens=1)
 
 
 def prompt(seed: int, length: int) -> Any:
-    return {"prompt_token_ids": [(i * i + 31 * i + 7919 * seed) % 20_000 + 50 for i in range(length)]}
+    return {
+        "prompt_token_ids": [(i * i + 31 * i + 7919 * seed) % 20_000 + 50 for i in range(length)]
+    }
 
 
 def seconds(llm: LLM, text: Any, sampling: SamplingParams = FIRST) -> tuple[float, list[int]]:
@@ -49,8 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32_768)
     parser.add_argument("--host-bytes", type=parse_bytes)
     parser.add_argument("--disk-bytes", type=parse_bytes)
-    parser.add_argument("--disk-path", type=Path, help="a folder on the disk to measure, instead of the system's temporary one")
-    parser.add_argument("--drop-caches", action="store_true", help="empty the system's page cache before each hit")
+    parser.add_argument(
+        "--disk-path",
+        type=Path,
+        help="a folder on the disk to measure, instead of the system's temporary one",
+    )
+    parser.add_argument(
+        "--drop-caches", action="store_true", help="empty the system's page cache before each hit"
+    )
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -59,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    record: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items() if k not in ("output", "disk_path")}}
+    record: dict[str, Any] = {
+        "settings": {k: str(v) for k, v in vars(args).items() if k not in ("output", "disk_path")}
+    }
     with tempfile.TemporaryDirectory(dir=args.disk_path) as folder:
         shared: dict[str, Any] = dict(
             device=args.device,
@@ -96,21 +106,32 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 os.sync()
                 Path("/proc/sys/vm/drop_caches").write_text("3")
             took, again = seconds(on, new)
-            if args.load_format == "auto":  # random weights' logits are near ties, and the last block alone is another shape
+            if (
+                args.load_format == "auto"
+            ):  # random weights' logits are near ties, and the last block alone is another shape
                 assert again == token, "a hit changed the answer"
             found["hit"].append(took)
             after = on.stats().tiers
-            hit_tokens.append(after.host_hit_tokens + after.disk_hit_tokens - before.host_hit_tokens - before.disk_hit_tokens)
+            hit_tokens.append(
+                after.host_hit_tokens
+                + after.disk_hit_tokens
+                - before.host_hit_tokens
+                - before.disk_hit_tokens
+            )
         stats = on.stats().tiers
     ratios = {
         "hit_times_sooner": [a / b for a, b in zip(found["miss"], found["hit"], strict=True)],
         "miss_over_off": [a / b for a, b in zip(found["miss"], found["off"], strict=True)],
-        "decodes_while_storing": [a / b for a, b in zip(found["busy"], found["alone"], strict=True)],
+        "decodes_while_storing": [
+            a / b for a, b in zip(found["busy"], found["alone"], strict=True)
+        ],
     }
     record |= {
         "seconds": {name: round(statistics.median(values), 4) for name, values in found.items()},
         "ratio": {name: round(statistics.median(values), 4) for name, values in ratios.items()},
-        "spread": {name: [round(min(values), 4), round(max(values), 4)] for name, values in ratios.items()},
+        "spread": {
+            name: [round(min(values), 4), round(max(values), 4)] for name, values in ratios.items()
+        },
         "hit_tokens": hit_tokens,
         "rates": {
             "host_bytes_per_s": stats.host_bytes_per_s,

@@ -29,7 +29,10 @@ from cases.online_loads import served
 from slipstream.bench.report import print_table
 from slipstream.spec.description import read_spec
 
-PERCENTILES = (("ttft_s", "p50"), *((name, "p99") for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")))
+PERCENTILES = (
+    ("ttft_s", "p50"),
+    *((name, "p99") for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")),
+)
 
 
 def idle(address: tuple[str, int], count: int) -> list[socket.socket]:
@@ -44,7 +47,13 @@ def idle(address: tuple[str, int], count: int) -> list[socket.socket]:
 
 def streams(address: tuple[str, int], count: int, num_tokens: int) -> list[socket.socket]:
     """Streamed answers whose readers have little room."""
-    asked = {"prompt": [5, 6, 7], "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "model": "m"}
+    asked = {
+        "prompt": [5, 6, 7],
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "model": "m",
+    }
     body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     made = []
@@ -58,9 +67,15 @@ def streams(address: tuple[str, int], count: int, num_tokens: int) -> list[socke
 
 
 @contextlib.contextmanager
-def crowd(address: tuple[str, int], num_idle: int, num_slow: int, num_tokens: int) -> Iterator[dict[str, int]]:
+def crowd(
+    address: tuple[str, int], num_idle: int, num_slow: int, num_tokens: int
+) -> Iterator[dict[str, int]]:
     """Idle connections and slow readers, while the block runs. What it yields says afterwards how many were still open."""
-    waiting, slow, over = idle(address, num_idle), streams(address, num_slow, num_tokens), threading.Event()
+    waiting, slow, over = (
+        idle(address, num_idle),
+        streams(address, num_slow, num_tokens),
+        threading.Event(),
+    )
     found = {"idle": 0, "slow": 0}
 
     def read() -> None:
@@ -117,12 +132,34 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     folder, config = tempfile.TemporaryDirectory(), common.CONFIGS / args.config
     vocab = read_spec(config).spec.vocab_size
     made_tokenizer(Path(folder.name), vocab)
-    words = [str(config), "--tokenizer", folder.name, "--load-format", "dummy", "--served-model-name", "m"]
-    words += ["--max-num-seqs", str(args.streams + args.slow), "--max-model-len", "2048", "--api-servers", args.api_servers]
+    words = [
+        str(config),
+        "--tokenizer",
+        folder.name,
+        "--load-format",
+        "dummy",
+        "--served-model-name",
+        "m",
+    ]
+    words += [
+        "--max-num-seqs",
+        str(args.streams + args.slow),
+        "--max-model-len",
+        "2048",
+        "--api-servers",
+        args.api_servers,
+    ]
     words += ["--kv-cache-dtype", args.kv_cache_dtype]
     words += ["--quantization", args.quantization] if args.quantization else []
     load = ["--workload", "fixed", "--input-len", args.input_len, "--output-len", args.output_len]
-    load += ["--num-requests", str(args.num_requests), "--clients", args.clients, "--vocab-size", str(vocab)]
+    load += [
+        "--num-requests",
+        str(args.num_requests),
+        "--clients",
+        args.clients,
+        "--vocab-size",
+        str(vocab),
+    ]
     rounds: list[dict[str, Any]] = []
     with served(words, Path(folder.name) / "log") as (url, _):
         parts = urllib.parse.urlsplit(url)
@@ -132,8 +169,12 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
         def others(num_streams: int) -> dict[str, Any]:
             words = ("bench", "serve", "--url", url, *load, "--concurrency", str(num_streams))
-            found = common.slipstream(*words, may_fail=True)["results"]  # an answer of end tokens alone has no text
-            return {f"{name} {point}": found[name][point] for name, point in PERCENTILES} | {"failed": found["num_failed"]}
+            found = common.slipstream(*words, may_fail=True)[
+                "results"
+            ]  # an answer of end tokens alone has no text
+            return {f"{name} {point}": found[name][point] for name, point in PERCENTILES} | {
+                "failed": found["num_failed"]
+            }
 
         others(args.streams)  # warms up
         for _ in range(args.rounds):
@@ -144,9 +185,19 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             print(json.dumps(rounds[-1]), flush=True)
             time.sleep(2)
     names = [f"{name} {point}" for name, point in PERCENTILES]
-    ratios = {name: common.median([r["beside"][name] / r["alone"][name] for r in rounds]) for name in names}
+    ratios = {
+        name: common.median([r["beside"][name] / r["alone"][name] for r in rounds])
+        for name in names
+    }
     shown = [
-        (name, *(f"{common.median([r[way][name] for r in rounds]) * 1e3:.1f}" for way in ("alone", "beside")), f"{ratio:.3f}")
+        (
+            name,
+            *(
+                f"{common.median([r[way][name] for r in rounds]) * 1e3:.1f}"
+                for way in ("alone", "beside")
+            ),
+            f"{ratio:.3f}",
+        )
         for name, ratio in ratios.items()
     ]
     print_table(f"{args.streams} streams", ("", "alone, ms", "beside, ms", "ratio"), shown)

@@ -107,12 +107,15 @@ def timed(work: Callable[[], object], count: int) -> float:
 # --- Stages alone -----------------------------------------------------------------------------------------------------
 
 
-def stages(engine: AsyncLLM, tokens: list[int], num_streams: int, steps: int) -> dict[str, dict[str, float]]:
+def stages(
+    engine: AsyncLLM, tokens: list[int], num_streams: int, steps: int
+) -> dict[str, dict[str, float]]:
     assert engine.tokenizer is not None
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
     prepared = [
-        engine._input.prepare({"prompt_token_ids": [1, 2, 3]}, sampling, request_id=str(i)) for i in range(num_streams)
+        engine._input.prepare({"prompt_token_ids": [1, 2, 3]}, sampling, request_id=str(i))
+        for i in range(num_streams)
     ]
     keys = [p.engine_requests[0].request_id for p in prepared]
     made = [outputs_of(keys, tokens, step + 1) for step in range(steps)]
@@ -233,7 +236,11 @@ def request_stages(engine: AsyncLLM) -> dict[str, float]:
 
 def body_of(engine: AsyncLLM) -> dict[str, Any]:
     words = TEXT.split()[:72]
-    return {"model": engine.model_name, "stream": True, "messages": [{"role": "user", "content": " ".join(words)}]}
+    return {
+        "model": engine.model_name,
+        "stream": True,
+        "messages": [{"role": "user", "content": " ".join(words)}],
+    }
 
 
 def client(port: int, num_streams: int, request: bytes) -> None:
@@ -255,7 +262,16 @@ def client(port: int, num_streams: int, request: bytes) -> None:
 
 
 def start_client(port: int, num_streams: int, request: bytes) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(HERE / "online.py"), "--study", "cost", "--client", str(port), "--streams", str(num_streams)]
+    command = [
+        sys.executable,
+        str(HERE / "online.py"),
+        "--study",
+        "cost",
+        "--client",
+        str(port),
+        "--streams",
+        str(num_streams),
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=with_source())
     assert process.stdin is not None
     process.stdin.write(request)
@@ -268,7 +284,9 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def whole(engine: AsyncLLM, child: Child, tokens: list[int], num_streams: int, steps: int) -> dict[str, float]:
+async def whole(
+    engine: AsyncLLM, child: Child, tokens: list[int], num_streams: int, steps: int
+) -> dict[str, float]:
     """Requests, tokens and ends through the real server; microseconds each."""
     settings = ServerSettings(port=0)
     listener = bind(settings)
@@ -276,7 +294,9 @@ async def whole(engine: AsyncLLM, child: Child, tokens: list[int], num_streams: 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     body = json.dumps(body_of(engine)).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
     child.keys.clear()
     begin = time.process_time()
     process = start_client(listener.getsockname()[1], num_streams, head + body)
@@ -368,5 +388,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         for name, row in found.items():
             print(f"{name:30} {row['us']:8.2f} {row['floor_us']:7.2f}")
         print(f"a request's arrival {together['arrival']:.0f} us, its end {together['end']:.0f} us")
-        results[str(num_streams)] = {"stages": found, "arrival": together["arrival"], "end": together["end"]}
+        results[str(num_streams)] = {
+            "stages": found,
+            "arrival": together["arrival"],
+            "end": together["end"],
+        }
     save(units="microseconds of the processor", results=results)

@@ -44,7 +44,9 @@ LONG_PROMPTS = [[100, 250]] * 19 + [[7900, 50]]
 
 
 @contextlib.contextmanager
-def served(words: list[str], log: Path, program: Sequence[str] = ("-m", "slipstream")) -> Iterator[tuple[str, float]]:
+def served(
+    words: list[str], log: Path, program: Sequence[str] = ("-m", "slipstream")
+) -> Iterator[tuple[str, float]]:
     """A server's address, and seconds until it was ready. `program` is what takes the words `serve …`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,8 +89,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     folder, config = tempfile.TemporaryDirectory(), common.CONFIGS / args.config
     vocab = read_spec(config).spec.vocab_size
     made_tokenizer(Path(folder.name), vocab)
-    words = [str(config), "--tokenizer", folder.name, "--load-format", "dummy", "--no-enable-prefix-caching"]
-    words += ["--kv-cache-dtype", args.kv_cache_dtype, "--max-num-seqs", args.max_num_seqs, "--api-servers", args.api_servers]
+    words = [
+        str(config),
+        "--tokenizer",
+        folder.name,
+        "--load-format",
+        "dummy",
+        "--no-enable-prefix-caching",
+    ]
+    words += [
+        "--kv-cache-dtype",
+        args.kv_cache_dtype,
+        "--max-num-seqs",
+        args.max_num_seqs,
+        "--api-servers",
+        args.api_servers,
+    ]
     words += ["--quantization", args.quantization] if args.quantization else []
     words += ["--target-itl-ms", args.target_itl_ms] if args.target_itl_ms else []
     lengths = Path(folder.name) / "lengths.json"
@@ -98,14 +114,31 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     with served(words, Path(folder.name) / "log") as (url, ready_s):
         print(f"ready after {ready_s:.1f} s", flush=True)
         for name in args.loads.split(","):
-            given = ["bench", "serve", "--url", url, "--vocab-size", str(vocab), "--clients", args.clients, *loads[name]]
+            given = [
+                "bench",
+                "serve",
+                "--url",
+                url,
+                "--vocab-size",
+                str(vocab),
+                "--clients",
+                args.clients,
+                *loads[name],
+            ]
             result = common.slipstream(*given)
-            row = {"load": name, **{key: result[key] for key in ("workload", "arrivals", "results", "clients")}}
+            row = {
+                "load": name,
+                **{key: result[key] for key in ("workload", "arrivals", "results", "clients")},
+            }
             rows.append(row)
             print(json.dumps(row), flush=True)
             settings = {key: value for key, value in vars(args).items() if key != "output"}
             save(settings=settings, ready_s=ready_s, rows=rows)
-    columns = ("load", "tok/s", *(f"{name} p50 · p99, ms" for name in ("TTFT", "TPOT", "ITL", "worst gap")))
+    columns = (
+        "load",
+        "tok/s",
+        *(f"{name} p50 · p99, ms" for name in ("TTFT", "TPOT", "ITL", "worst gap")),
+    )
     print_table("online", columns, map(shown, rows))
 
 

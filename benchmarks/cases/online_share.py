@@ -50,7 +50,9 @@ def cpu_s(pid: int) -> float:
 def tree(pid: int) -> list[int]:
     """A process and all that it started."""
     threads = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    children = [
+        int(child) for thread in threads for child in (thread / "children").read_text().split()
+    ]
     return [pid, *(each for child in children for each in tree(child))]
 
 
@@ -61,11 +63,16 @@ def is_engine(pid: int) -> bool:
 class Load:
     """One load, in process or over HTTP; `processes` are those whose time counts, by what they are."""
 
-    def __init__(self, args: Any, url: str, engine: AsyncSlipstream, clients: Clients, vocab_size: int) -> None:
+    def __init__(
+        self, args: Any, url: str, engine: AsyncSlipstream, clients: Clients, vocab_size: int
+    ) -> None:
         self.args, self.engine, self.clients, self.vocab_size = args, engine, clients, vocab_size
         self.endpoint = Endpoint(url=url, model="m")
         me = os.getpid()
-        own, (client,) = engine.engine._core.link.process.pid, [process.pid for process in clients._processes]  # type: ignore[union-attr]
+        own, (client,) = (
+            engine.engine._core.link.process.pid,
+            [process.pid for process in clients._processes],
+        )  # type: ignore[union-attr]
         serving = [pid for pid in tree(me) if pid not in (me, own, client)]
         engines = [pid for pid in serving if is_engine(pid)]
         others = [pid for pid in serving if pid not in engines]
@@ -76,7 +83,13 @@ class Load:
 
     async def run(self, way: str, users: int, seed: int) -> dict[str, Any]:
         args = self.args
-        workload = fixed(users * args.each, args.input_len, args.output_len, vocab_size=self.vocab_size, seed=seed)
+        workload = fixed(
+            users * args.each,
+            args.input_len,
+            args.output_len,
+            vocab_size=self.vocab_size,
+            seed=seed,
+        )
         await self._send(way, warmup(workload, users), users)
         processes = self.processes[way]
         before = {name: sum(map(cpu_s, pids)) for name, pids in processes.items()}
@@ -84,27 +97,44 @@ class Load:
         after = {name: sum(map(cpu_s, pids)) for name, pids in processes.items()}
         if summary.num_failed:
             raise SystemExit(f"{way}: {summary.num_failed} requests failed: {summary.errors}")
-        took = {name: (after[name] - before[name]) / summary.output_tokens * 1e6 for name in processes}
-        return {"tokens_per_s": summary.output_throughput, "us_a_token": took, "ttft_p50_s": summary.ttft_s.p50}  # type: ignore[union-attr]
+        took = {
+            name: (after[name] - before[name]) / summary.output_tokens * 1e6 for name in processes
+        }
+        return {
+            "tokens_per_s": summary.output_throughput,
+            "us_a_token": took,
+            "ttft_p50_s": summary.ttft_s.p50,
+        }  # type: ignore[union-attr]
 
     async def _send(self, way: str, requests: Any, users: int) -> list[RequestRecord]:
         if way == "HTTP":
-            return (await self.clients.run(self.endpoint, requests, ClosedLoop(concurrency=users)))[0]
+            return (await self.clients.run(self.endpoint, requests, ClosedLoop(concurrency=users)))[
+                0
+            ]
         return await run_load(self.engine, requests, ClosedLoop(concurrency=users))
 
 
 async def measure(args: Any, url: str, vocab_size: int) -> list[dict[str, Any]]:
     most = max(args.users)
-    given: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": most}
+    given: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": most,
+    }
     found = []
     async with (
-        await AsyncSlipstream.start(EngineArgs(model=args.model, max_model_len=args.context, **given)) as engine,
+        await AsyncSlipstream.start(
+            EngineArgs(model=args.model, max_model_len=args.context, **given)
+        ) as engine,
         await Clients.start(1) as clients,
     ):
         load = Load(args, url, engine, clients, vocab_size)
         for number in range(args.rounds):
             for users in args.users:
-                both = {way: await load.run(way, users, seed=number) for way in WAYS[:: 1 - 2 * (number % 2)]}
+                both = {
+                    way: await load.run(way, users, seed=number)
+                    for way in WAYS[:: 1 - 2 * (number % 2)]
+                }
                 share = both["HTTP"]["tokens_per_s"] / both["in process"]["tokens_per_s"]
                 found.append({"users": users, "share": share, **both})
                 print(json.dumps(found[-1]), flush=True)
@@ -116,7 +146,9 @@ RECORD = "http_share"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--users", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64])
+    parser.add_argument(
+        "--users", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64]
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--each", type=int, default=4, help="requests of a user in a round")
     parser.add_argument("--step-ms", type=float)
@@ -126,14 +158,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     args.context = args.input_len + args.output_len
-    words = [args.model, "--served-model-name", "m", "--no-enable-prefix-caching", "--max-model-len", str(args.context)]
+    words = [
+        args.model,
+        "--served-model-name",
+        "m",
+        "--no-enable-prefix-caching",
+        "--max-model-len",
+        str(args.context),
+    ]
     words += ["--max-num-seqs", str(max(args.users))]
     vocab_size = read_spec(resolve_model(args.model)).spec.vocab_size
     program = ["-m", "slipstream"]
     if args.step_ms is not None:
         program = [paced.__file__, str(args.step_ms)]
         paced.pace(args.step_ms / 1e3)
-    with tempfile.TemporaryDirectory() as folder, served(words, Path(folder) / "log", program) as (url, _):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(words, Path(folder) / "log", program) as (url, _),
+    ):
         rounds = asyncio.run(measure(args, url, vocab_size))
     results, rows = {}, []
     for users in args.users:
@@ -141,10 +183,21 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         results[str(users)] = {"share": common.median([found["share"] for found in own])}
         for way in WAYS:
             speed = common.median([found[way]["tokens_per_s"] for found in own])
-            took = {name: common.median([f[way]["us_a_token"][name] for f in own]) for name in own[0][way]["us_a_token"]}
+            took = {
+                name: common.median([f[way]["us_a_token"][name] for f in own])
+                for name in own[0][way]["us_a_token"]
+            }
             results[str(users)][way] = {"tokens_per_s": speed, "us_a_token": took}
-            rows.append((f"{users} users, {way}", f"{speed:,.0f}", ", ".join(f"{name} {us:.1f}" for name, us in took.items())))
-        rows.append((f"{users} users, HTTP over in process", f"{results[str(users)]['share']:.3f}", ""))
+            rows.append(
+                (
+                    f"{users} users, {way}",
+                    f"{speed:,.0f}",
+                    ", ".join(f"{name} {us:.1f}" for name, us in took.items()),
+                )
+            )
+        rows.append(
+            (f"{users} users, HTTP over in process", f"{results[str(users)]['share']:.3f}", "")
+        )
     print_table("medians of the rounds", ("", "tok/s", "us of the processor a token"), rows)
     settings = {key: value for key, value in vars(args).items() if key != "output"}
     save(settings=settings, load=os.getloadavg()[0], results=results, rounds=rounds)

@@ -46,7 +46,11 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 def make_request(rng: random.Random) -> tuple[str, dict, str]:
     """(path, body, what to do: whole, stream, leave or bad)."""
-    body: dict = {"model": "tiny", "max_tokens": rng.randint(1, 8), "temperature": rng.choice([0, 0.7, 1.5])}
+    body: dict = {
+        "model": "tiny",
+        "max_tokens": rng.randint(1, 8),
+        "temperature": rng.choice([0, 0.7, 1.5]),
+    }
     words = " ".join(rng.choices(WORDS, k=rng.randint(1, 30)))
     if rng.random() < 0.5:
         path = "/v1/chat/completions"
@@ -55,7 +59,9 @@ def make_request(rng: random.Random) -> tuple[str, dict, str]:
             body["messages"].insert(0, {"role": "system", "content": SYSTEM})
     else:
         path = "/v1/completions"
-        body["prompt"] = rng.choices(range(4, 260), k=rng.randint(1, 60)) if rng.random() < 0.3 else words
+        body["prompt"] = (
+            rng.choices(range(4, 260), k=rng.randint(1, 60)) if rng.random() < 0.3 else words
+        )
     for name, share, make in (
         ("n", 0.1, lambda: rng.randint(2, 3)),
         ("seed", 0.3, lambda: rng.randrange(1000)),
@@ -72,7 +78,13 @@ def make_request(rng: random.Random) -> tuple[str, dict, str]:
         body.update({"logprobs": 2} if "prompt" in body else {"logprobs": True, "top_logprobs": 2})
     fate = rng.random()
     if fate < 0.05:
-        bad = [{"temperature": -1}, {"no_such_field": 1}, {"max_tokens": 10**6}, {"n": 0}, {"stop": 5}]
+        bad = [
+            {"temperature": -1},
+            {"no_such_field": 1},
+            {"max_tokens": 10**6},
+            {"n": 0},
+            {"stop": 5},
+        ]
         body.update(rng.choice(bad))
         return path, body, "bad"
     if fate < 0.25:
@@ -91,14 +103,22 @@ def judge(status: int, body: bytes, kind: str, choices: int) -> str:
     if status != 200:
         return f"LOST {status} {body[:200]!r}"
     if not body.startswith(b"data: "):
-        return "answered whole" if len(json.loads(body)["choices"]) == choices else f"LOST {body[:200]!r}"
+        return (
+            "answered whole"
+            if len(json.loads(body)["choices"]) == choices
+            else f"LOST {body[:200]!r}"
+        )
     last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
     if last == b"data: [DONE]" and b'"error"' not in body:
         return "answered by a stream"
-    return "ended by an error event" if b'"engine_dead"' in body else f"LOST, ends with {last[:200]!r}"
+    return (
+        "ended by an error event" if b'"engine_dead"' in body else f"LOST, ends with {last[:200]!r}"
+    )
 
 
-async def user(rng: random.Random, quota: list[int], address: tuple[str, int], tally: hammer.Tally) -> None:
+async def user(
+    rng: random.Random, quota: list[int], address: tuple[str, int], tally: hammer.Tally
+) -> None:
     loop = asyncio.get_running_loop()
     sock: socket.socket | None = None
     left = refused = 0
@@ -106,7 +126,11 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
         quota[0] -= 1
         path, body, kind = make_request(rng)
         data = json.dumps(body).encode()
-        data = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(data)) + data
+        data = (
+            b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+            % (path.encode(), len(data))
+            + data
+        )
         if sock is None:
             sock, left = hammer.connection(), EXCHANGES
         fresh, answers = left == EXCHANGES, hammer.Answers()
@@ -127,7 +151,11 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
             if answers.whole:
                 what = judge(*answers.whole[0], kind, body.get("n", 1))
             else:
-                what = "left" if kind == "leave" and count >= enough else f"LOST, closed after {count} bytes ({kind})"
+                what = (
+                    "left"
+                    if kind == "leave" and count >= enough
+                    else f"LOST, closed after {count} bytes ({kind})"
+                )
         except TimeoutError:
             what = f"LOST, nothing in {PATIENCE_S} s ({kind})"
         except OSError as error:
@@ -148,7 +176,9 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
         if not answers.keeps or not left:
             if rng.random() < 0.5:
                 with suppress(OSError):
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)  # half of those that leave reset it
+                    sock.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER
+                    )  # half of those that leave reset it
             sock.close()
             sock = None
         if what.startswith("refused"):
@@ -157,7 +187,9 @@ async def user(rng: random.Random, quota: list[int], address: tuple[str, int], t
         sock.close()
 
 
-async def users(number: int, quota: int, args, address: tuple[str, int], tally: hammer.Tally) -> None:
+async def users(
+    number: int, quota: int, args, address: tuple[str, int], tally: hammer.Tally
+) -> None:
     rngs = [random.Random(f"{args.seed} {number} {i}") for i in range(args.concurrency)]
     shared = [quota]
     await asyncio.gather(*(user(rng, shared, address, tally) for rng in rngs))
@@ -171,4 +203,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    hammer.run(__doc__, "soak", args, users, lambda what: what.startswith("LOST"), ("/v1/chat/completions", CHAT))
+    hammer.run(
+        __doc__,
+        "soak",
+        args,
+        users,
+        lambda what: what.startswith("LOST"),
+        ("/v1/chat/completions", CHAT),
+    )

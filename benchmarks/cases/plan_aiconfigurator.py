@@ -24,7 +24,11 @@ from slipstream.plan.traffic import mean_lengths, parse_workload
 USERS = {"1024": 1024, "256": 256, "64": 64}
 RATES = {"poisson-40": 40.0, "poisson-90": 90.0}
 COUNTS = {"poisson-40": 800, "poisson-90": 1200, "1024": 2000, "256": 768, "64": 256}
-FIGURES = {"ttft": r"TTFT:\s+([\d.,]+) ms", "tpot": r"TPOT:\s+([\d.,]+) ms", "throughput": r"tokens/s:\s+([\d.,]+)"}
+FIGURES = {
+    "ttft": r"TTFT:\s+([\d.,]+) ms",
+    "tpot": r"TPOT:\s+([\d.,]+) ms",
+    "throughput": r"tokens/s:\s+([\d.,]+)",
+}
 LATENCY = r"Request Latency:\s+([\d.,]+) ms"
 ROUNDS = 4
 """Of Little's law."""
@@ -38,15 +42,44 @@ def lengths_of(load: str) -> tuple[int, int]:
 
 def ask(command: str, backend: str, load: str, batch: int) -> dict[str, float]:
     n_in, n_out = lengths_of(load)
-    words = [command, "cli", "estimate", "--model-path", str(common.CONFIGS / "llama-3-8b"), "--system", "h200_sxm"]
-    words += ["--backend", backend, "--isl", str(n_in), "--osl", str(n_out), "--batch-size", str(batch)]
-    words += ["--gemm-quant-mode", "fp8", "--kvcache-quant-mode", "fp8", "--no-color", "--log-level", "ERROR"]
+    words = [
+        command,
+        "cli",
+        "estimate",
+        "--model-path",
+        str(common.CONFIGS / "llama-3-8b"),
+        "--system",
+        "h200_sxm",
+    ]
+    words += [
+        "--backend",
+        backend,
+        "--isl",
+        str(n_in),
+        "--osl",
+        str(n_out),
+        "--batch-size",
+        str(batch),
+    ]
+    words += [
+        "--gemm-quant-mode",
+        "fp8",
+        "--kvcache-quant-mode",
+        "fp8",
+        "--no-color",
+        "--log-level",
+        "ERROR",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
-    found = {name: re.search(pattern, text) for name, pattern in {**FIGURES, "latency": LATENCY}.items()}
+    found = {
+        name: re.search(pattern, text) for name, pattern in {**FIGURES, "latency": LATENCY}.items()
+    }
     if any(match is None for match in found.values()):
         raise SystemExit(text[-2000:])
-    values = {name: float(match[1].replace(",", "")) for name, match in found.items() if match is not None}
+    values = {
+        name: float(match[1].replace(",", "")) for name, match in found.items() if match is not None
+    }
     return {name: value if name == "throughput" else value / 1e3 for name, value in values.items()}
 
 
@@ -75,14 +108,25 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for row in rows:
         for backend in args.backends.split(","):
             found = estimated(args.aiconfigurator, backend, row["load"])
-            row[backend] = {**found, "errors": errors({n: found[n] for n in FIGURES}, row["measured"])}
+            row[backend] = {
+                **found,
+                "errors": errors({n: found[n] for n in FIGURES}, row["measured"]),
+            }
             print(row["load"], backend, row[backend], flush=True)
     names = ("predicted", *args.backends.split(","))
     means = {
-        who: {n: sum((r if who == "predicted" else r[who])["errors"][n] for r in rows) / len(rows) for n in TARGETS}
+        who: {
+            n: sum((r if who == "predicted" else r[who])["errors"][n] for r in rows) / len(rows)
+            for n in TARGETS
+        }
         for who in names
     }
-    shown = [(who.replace("predicted", "slipstream"), *(f"{m[n]:.1%}" for n in TARGETS)) for who, m in means.items()]
+    shown = [
+        (who.replace("predicted", "slipstream"), *(f"{m[n]:.1%}" for n in TARGETS))
+        for who, m in means.items()
+    ]
     print_table("mean error", ("estimates", *TARGETS), shown)
-    version = subprocess.run([args.aiconfigurator, "version"], capture_output=True, text=True, check=False).stdout.strip()
+    version = subprocess.run(
+        [args.aiconfigurator, "version"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     save(aiconfigurator=version.splitlines()[-1:], mean_errors=means, rows=rows)

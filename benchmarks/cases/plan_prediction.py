@@ -59,10 +59,16 @@ def draw(rng: random.Random, capacity: float, scale: int) -> dict[str, Any]:
     """Lengths around a random mean; users or a rate up to four fifths of `capacity` tokens a second."""
     mean_in, mean_out = rng.choice((16, 32, 64, 128, 256)) * scale, rng.choice((16, 32, 64)) * scale
     count = rng.choice((12, 16, 24)) * scale
-    lengths = [tuple(rng.randint(mean // 2, 3 * mean // 2) for mean in (mean_in, mean_out)) for _ in range(count)]
+    lengths = [
+        tuple(rng.randint(mean // 2, 3 * mean // 2) for mean in (mean_in, mean_out))
+        for _ in range(count)
+    ]
     if rng.random() < 0.5:
         return {"lengths": lengths, "users": rng.choice((1, 2, 4, 8, 16, 24)) * scale}
-    return {"lengths": lengths, "rate": round(rng.uniform(0.2, 0.8) * capacity / (mean_in / 4 + mean_out), 3)}
+    return {
+        "lengths": lengths,
+        "rate": round(rng.uniform(0.2, 0.8) * capacity / (mean_in / 4 + mean_out), 3),
+    }
 
 
 def loads_of(args: Any, capacity: float, scale: int) -> list[dict[str, Any]]:
@@ -78,7 +84,9 @@ def arrivals_of(load: dict[str, Any]) -> Arrivals:
 
 
 def predicted(engine: PlannedEngine, load: dict[str, Any], seed: int) -> Summary:
-    traffic = of_lengths("drawn", load["lengths"]).traffic(arrivals_of(load), len(load["lengths"]), seed=seed)
+    traffic = of_lengths("drawn", load["lengths"]).traffic(
+        arrivals_of(load), len(load["lengths"]), seed=seed
+    )
     return simulate(engine.simulated, traffic).summary
 
 
@@ -101,11 +109,17 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
     info, vocab = config.device.info, description.spec.vocab_size
     while executor.capture_next():
         pass
-    seqs = config.scheduling.max_num_seqs if info.is_cuda else min(32, config.scheduling.max_num_seqs)
+    seqs = (
+        config.scheduling.max_num_seqs if info.is_cuda else min(32, config.scheduling.max_num_seqs)
+    )
     limits = seqs, config.scheduling.max_num_batched_tokens, config.model.max_model_len
     scale, capacity = (8, 15000.0) if info.is_cuda else (1, 800.0)
     loads = loads_of(args, capacity, scale)
-    longest = LONGEST_ON_GPU if info.is_cuda else max(600, *(sum(lengths) for load in loads for lengths in load["lengths"]))
+    longest = (
+        LONGEST_ON_GPU
+        if info.is_cuda
+        else max(600, *(sum(lengths) for load in loads for lengths in load["lengths"]))
+    )
     steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     planned = plan_engine(settings, description, this_hardware(settings.device), info=info)
     planned = dataclasses.replace(planned.with_blocks(executor.ledger.num_blocks), config=config)
@@ -117,7 +131,9 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
     async def beside() -> tuple[list[MeasuredStep], HostCost]:
         now = measure_steps(executor, steps, rounds=1, least_s=args.least_s)
         fitted = fit_steps(now, identity={}, made_by={})
-        return now, await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24))
+        return now, await measure_host(
+            engine, fitted, vocab_size=vocab, run_ahead=ahead, users=(1, 4, 8, 12, 24)
+        )
 
     async with await AsyncSlipstream.start(settings) as engine:
         for _ in range(args.rounds):
@@ -128,15 +144,26 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
                 measured[number].append(figures(summarize(records)))
                 after = await beside()
                 points, hosts = zip(before, after, strict=True)
-                tables.append(fit_steps(middle_of(list(points)), identity={}, made_by={}, host=mean_host(hosts)))
-                found[number].append(figures(predicted(dataclasses.replace(planned, table=tables[-1]), load, number)))
+                tables.append(
+                    fit_steps(
+                        middle_of(list(points)), identity={}, made_by={}, host=mean_host(hosts)
+                    )
+                )
+                found[number].append(
+                    figures(predicted(dataclasses.replace(planned, table=tables[-1]), load, number))
+                )
                 before = after
                 print(number, measured[number][-1], found[number][-1], flush=True)
     rows = []
     for number, load in enumerate(loads):
         middle, by_table = medians(measured[number]), medians(found[number])
         fit_error = statistics.median(table.error for table in tables[number :: len(loads)])
-        row = {"load": shown(load), "measured": middle, "runs": measured[number], "predicted": by_table}
+        row = {
+            "load": shown(load),
+            "measured": middle,
+            "runs": measured[number],
+            "predicted": by_table,
+        }
         row |= {"predicted_runs": found[number], "errors": errors(by_table, middle)}
         rows.append(row | {"fit_error": fit_error, "load_average": os.getloadavg()[0]})
     return rows, tables[-1]
@@ -144,7 +171,10 @@ async def validate(args: Any, settings: EngineArgs) -> tuple[list[dict[str, Any]
 
 def mean_host(hosts: Sequence[HostCost]) -> HostCost:
     costs = ("step_s", "sequence_s", "ahead_s", "request_s")
-    return HostCost(**{name: statistics.fmean(getattr(h, name) for h in hosts) for name in costs}, label="measured")
+    return HostCost(
+        **{name: statistics.fmean(getattr(h, name) for h in hosts) for name in costs},
+        label="measured",
+    )
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -153,7 +183,10 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def middle_of(tables: list[list[MeasuredStep]]) -> list[MeasuredStep]:
     """Of each step the median of its times."""
-    return [MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of)) for of in zip(*tables, strict=True)]
+    return [
+        MeasuredStep(of[0].shape, statistics.median(p.seconds for p in of))
+        for of in zip(*tables, strict=True)
+    ]
 
 
 def shown(load: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +199,11 @@ async def held_out(
 ) -> tuple[list[dict[str, Any]], StepTable]:
     """Every prediction is made before the first load runs; nothing of a load is known to it but lengths and arrivals."""
     hardware, begin = this_hardware(settings.device), time.monotonic()
-    table = read_table(json.loads(args.table.read_text("utf-8")), args.table.name) if args.table else None
+    table = (
+        read_table(json.loads(args.table.read_text("utf-8")), args.table.name)
+        if args.table
+        else None
+    )
     points = measured_steps(args, settings) if table is None else ()
     phase("steps")
     scale, capacity = (8, 15000.0) if hardware.is_gpu else (1, 800.0)
@@ -174,7 +211,11 @@ async def held_out(
     loads = loads_of(args, capacity, scale)
     async with await AsyncSlipstream.start(settings) as engine:
         phase("start")
-        config, ledger, description = engine.engine.config, engine.engine.ledger, engine.engine.description
+        config, ledger, description = (
+            engine.engine.config,
+            engine.engine.ledger,
+            engine.engine.description,
+        )
         info, vocab = config.device.info, description.spec.vocab_size
         warm = from_lengths("warm", [(64, 16)] * 8, vocab_size=vocab, seed=args.seed)
         await run_load(engine, warm.requests, ClosedLoop(concurrency=8))
@@ -182,22 +223,36 @@ async def held_out(
             fitted = fit_steps(points, identity={}, made_by={})
             ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
             users = [n for n in USERS if n <= config.scheduling.max_num_seqs]
-            table = fitted.with_host(await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=users))
+            table = fitted.with_host(
+                await measure_host(engine, fitted, vocab_size=vocab, run_ahead=ahead, users=users)
+            )
         by_table = plan_engine(settings, description, hardware, info=info, table=table)
         by_table = dataclasses.replace(by_table.with_blocks(ledger.num_blocks), config=config)
         engines = {"predicted": by_table, "estimated": dataclasses.replace(by_table, table=None)}
         for number, load in enumerate(loads):
-            rows.append({"load": shown(load), **{by: figures(predicted(of, load, number)) for by, of in engines.items()}})
+            rows.append(
+                {
+                    "load": shown(load),
+                    **{by: figures(predicted(of, load, number)) for by, of in engines.items()},
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
         phase("host and predictions")
         for number, (load, row) in enumerate(zip(loads, rows, strict=True)):
             if time.monotonic() - begin > args.budget_s:
-                print(f"the budget of {args.budget_s:g} s is over: {args.num_loads - number} loads were not measured")
+                print(
+                    f"the budget of {args.budget_s:g} s is over: {args.num_loads - number} loads were not measured"
+                )
                 break
             bench = from_lengths("drawn", load["lengths"], vocab_size=vocab, seed=number)
-            measured = figures(summarize(await run_load(engine, bench.requests, arrivals_of(load), seed=number)))
+            measured = figures(
+                summarize(await run_load(engine, bench.requests, arrivals_of(load), seed=number))
+            )
             row["measured"] = measured
-            row |= {"errors": errors(row["predicted"], measured), "errors_estimated": errors(row["estimated"], measured)}
+            row |= {
+                "errors": errors(row["predicted"], measured),
+                "errors_estimated": errors(row["estimated"], measured),
+            }
             row |= {"fit_error": table.error, "load_average": os.getloadavg()[0]}
             print(json.dumps(row), flush=True)
         phase("loads")
@@ -209,8 +264,15 @@ def measured_steps(args: Any, settings: EngineArgs) -> list[MeasuredStep]:
     executor = LocalExecutor.build(settings)
     while executor.capture_next():
         pass
-    scheduling, longest = executor.config.scheduling, LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600
-    limits = scheduling.max_num_seqs, scheduling.max_num_batched_tokens, executor.config.model.max_model_len
+    scheduling, longest = (
+        executor.config.scheduling,
+        LONGEST_ON_GPU if executor.config.device.info.is_cuda else 600,
+    )
+    limits = (
+        scheduling.max_num_seqs,
+        scheduling.max_num_batched_tokens,
+        executor.config.model.max_model_len,
+    )
     steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     points = measure_steps(executor, steps, rounds=args.rounds, least_s=args.least_s)
     platform = executor.runner.platform
@@ -235,7 +297,13 @@ def means(lengths: list[tuple[int, int]]) -> list[float]:
 def recorded() -> list[dict[str, Any]]:
     """The recorded loads over HTTP: TTFT and TPOT at the median."""
     path = common.CONFIGS / "llama-3-8b"
-    args = EngineArgs(model=str(path), quantization="fp8", kv_cache_dtype="fp8", enable_prefix_caching=False, max_num_seqs=1024)
+    args = EngineArgs(
+        model=str(path),
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+        enable_prefix_caching=False,
+        max_num_seqs=1024,
+    )
     engine = plan_engine(args, read_spec(Path(path)), find_device("h200")).simulated
     sharegpt, fixed = parse_workload("sharegpt"), parse_workload("fixed:512/128")
     loads = {
@@ -255,8 +323,19 @@ def recorded() -> list[dict[str, Any]]:
         summary = simulate(engine, loads[row["load"]]).summary
         assert summary.ttft_s is not None
         assert summary.tpot_s is not None
-        found = {"tpot": summary.tpot_s.p50, "ttft": summary.ttft_s.p50, "throughput": summary.output_throughput}
-        rows.append({"load": row["load"], "measured": measured, "predicted": found, "errors": errors(found, measured)})
+        found = {
+            "tpot": summary.tpot_s.p50,
+            "ttft": summary.ttft_s.p50,
+            "throughput": summary.output_throughput,
+        }
+        rows.append(
+            {
+                "load": row["load"],
+                "measured": measured,
+                "predicted": found,
+                "errors": errors(found, measured),
+            }
+        )
     return rows
 
 
@@ -265,18 +344,44 @@ RECORDED = "online_split_keys_all.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", action="store_true", help="against the recorded loads of an H200; nothing is measured")
-    parser.add_argument("--held-out", action="store_true", help="predict all loads before the first runs")
-    parser.add_argument("--table", type=Path, help="with --held-out: a file of `--study steps` instead of measuring steps")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="against the recorded loads of an H200; nothing is measured",
+    )
+    parser.add_argument(
+        "--held-out", action="store_true", help="predict all loads before the first runs"
+    )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        help="with --held-out: a file of `--study steps` instead of measuring steps",
+    )
     parser.add_argument("--config")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--num-loads", type=int, default=10)
-    parser.add_argument("--loads", type=Path, help="a JSON list of loads in place of drawn ones: lengths, and a rate or users")
+    parser.add_argument(
+        "--loads",
+        type=Path,
+        help="a JSON list of loads in place of drawn ones: lengths, and a rate or users",
+    )
     parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--max-load-s", type=float, default=float("inf"), help="about as long as a load lasts")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="with --held-out: after this no load begins")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each step and, without --held-out, of each load")
+    parser.add_argument(
+        "--max-load-s", type=float, default=float("inf"), help="about as long as a load lasts"
+    )
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        help="with --held-out: after this no load begins",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="measurements of each step and, without --held-out, of each load",
+    )
     parser.add_argument("--least-s", type=float, default=0.03, help="seconds of each of a step's")
     parser.add_argument("--seed", type=int, default=20)
 
@@ -298,15 +403,22 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             load_format="dummy" if args.config else "auto",
             quantization=args.quantization,
             kv_cache_dtype=args.kv_cache_dtype,
-            kv_cache_bytes=GPU_CACHE if args.config else MEASURED_CACHE,  # two engines, one after or beside the other
+            kv_cache_bytes=GPU_CACHE
+            if args.config
+            else MEASURED_CACHE,  # two engines, one after or beside the other
             max_num_seqs=args.max_num_seqs,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
         )
-        rows, table = asyncio.run(held_out(args, settings, phase) if args.held_out else validate(args, settings))
+        rows, table = asyncio.run(
+            held_out(args, settings, phase) if args.held_out else validate(args, settings)
+        )
     if not rows:
         raise SystemExit("no load was measured")
-    found = {"errors": "by the table" if args.held_out else "predicted", "errors_estimated": "by estimated steps"}
+    found = {
+        "errors": "by the table" if args.held_out else "predicted",
+        "errors_estimated": "by estimated steps",
+    }
     of_all = {}
     for kind, title in found.items():
         if kind not in rows[0]:
@@ -315,15 +427,32 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         lines = [
             (
                 str(r["load"]),
-                *(f"{r['measured'][n]:.4g} · {r[by][n]:.4g} · {r[by][n] / r['measured'][n] - 1:+.0%}" for n in TARGETS),
+                *(
+                    f"{r['measured'][n]:.4g} · {r[by][n]:.4g} · {r[by][n] / r['measured'][n] - 1:+.0%}"
+                    for n in TARGETS
+                ),
             )
             for r in rows
         ]
         print_table(f"measured · {title} · error", ("load", *TARGETS), lines)
-        of_all[kind] = {name: sum(r[kind][name] for r in rows if name in r[kind]) / len(rows) for name in TARGETS}
-        print({name: f"{value:.1%} (target {TARGETS[name]:.0%})" for name, value in of_all[kind].items()})
-    shown_settings = {**vars(args), "output": args.output.name, "table": args.table and args.table.name}
-    shown_settings = {name: value for name, value in shown_settings.items() if value != float("inf")}
+        of_all[kind] = {
+            name: sum(r[kind][name] for r in rows if name in r[kind]) / len(rows)
+            for name in TARGETS
+        }
+        print(
+            {
+                name: f"{value:.1%} (target {TARGETS[name]:.0%})"
+                for name, value in of_all[kind].items()
+            }
+        )
+    shown_settings = {
+        **vars(args),
+        "output": args.output.name,
+        "table": args.table and args.table.name,
+    }
+    shown_settings = {
+        name: value for name, value in shown_settings.items() if value != float("inf")
+    }
     save(
         settings=shown_settings,
         mean_errors=of_all["errors"],

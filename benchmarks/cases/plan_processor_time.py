@@ -30,7 +30,13 @@ from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
 from slipstream.engine.engine_core import EngineCore
 from slipstream.plan.engines import plan_engine, this_hardware
-from slipstream.plan.step_cost import HostCost, StepShape, StepTable, fit_steps, non_negative_least_squares
+from slipstream.plan.step_cost import (
+    HostCost,
+    StepShape,
+    StepTable,
+    fit_steps,
+    non_negative_least_squares,
+)
 from slipstream.plan.traffic import Traffic, of_lengths
 from slipstream.types import EngineRequest, SamplingParams, TokenOutput
 from slipstream.worker.local_executor import LocalExecutor
@@ -47,7 +53,9 @@ class Replay:
     def __init__(self, core: EngineCore, traffic: Traffic, seed: int) -> None:
         self.core, self.requests, rng = core, traffic.requests, random.Random(seed)
         vocab = core.description.spec.vocab_size
-        self.prompts = [tuple(rng.randrange(vocab) for _ in range(r.input_tokens)) for r in self.requests]
+        self.prompts = [
+            tuple(rng.randrange(vocab) for _ in range(r.input_tokens)) for r in self.requests
+        ]
         self.sent, self.times = [0.0] * len(self.requests), [list[float]() for _ in self.requests]
         self.users, self.skipped, self.begin = traffic.users, 0.0, time.process_time()
 
@@ -71,12 +79,22 @@ class Replay:
                 self.times[int(output.request_id)] += [now] * len(output.token_ids)
                 num_open -= output.finish_reason is not None
         return [
-            RequestRecord(input_tokens=r.input_tokens, output_tokens=len(t), sent=sent, first_token=t[0], last_token=t[-1])
+            RequestRecord(
+                input_tokens=r.input_tokens,
+                output_tokens=len(t),
+                sent=sent,
+                first_token=t[0],
+                last_token=t[-1],
+            )
             for r, t, sent in zip(self.requests, self.times, self.sent, strict=True)
         ]
 
     def _is_due(self, index: int, num_open: int) -> bool:
-        return num_open < self.users if self.users is not None else self.requests[index].arrival <= self.now
+        return (
+            num_open < self.users
+            if self.users is not None
+            else self.requests[index].arrival <= self.now
+        )
 
     def _add(self, index: int) -> None:
         self.sent[index] = self.now if self.users is not None else self.requests[index].arrival
@@ -94,10 +112,14 @@ def host_of(core: EngineCore, table: StepTable) -> HostCost:
     """What a step takes beyond the table's, as `bench.host_costs` finds it."""
     rows, targets = [], []
     for count in BURSTS:
-        traffic = of_lengths("burst", [(PROMPT, ANSWER)] * count).traffic(ClosedLoop(concurrency=count), count)
+        traffic = of_lengths("burst", [(PROMPT, ANSWER)] * count).traffic(
+            ClosedLoop(concurrency=count), count
+        )
         replay = Replay(core, traffic, count)
         replay.run()
-        gap = statistics.median(b - a for times in replay.times for a, b in itertools.pairwise(times))
+        gap = statistics.median(
+            b - a for times in replay.times for a, b in itertools.pairwise(times)
+        )
         rows.append([1.0, float(count)])
         targets.append(max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))))
     step_s, sequence_s = non_negative_least_squares(rows, targets)
@@ -141,28 +163,45 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for number in range(args.num_loads):
         load = draw(rng, CAPACITY, 1)
         load["lengths"] = [(min(a, 96), min(b, 24)) for a, b in load["lengths"][:10]]
-        traffic = of_lengths("drawn", load["lengths"]).traffic(arrivals_of(load), len(load["lengths"]), seed=number)
+        traffic = of_lengths("drawn", load["lengths"]).traffic(
+            arrivals_of(load), len(load["lengths"]), seed=number
+        )
         found.append(figures(summarize(Replay(core, traffic, number).run())))
         loads.append(load)
         print(json.dumps({k: v for k, v in load.items() if k != "lengths"} | found[-1]), flush=True)
     after = measured()
     table = fit_steps([*before, *after], identity={}, made_by={}, host=host)
-    planned = plan_engine(settings, core.description, this_hardware("cpu", 1), info=config.device.info, table=table)
+    planned = plan_engine(
+        settings, core.description, this_hardware("cpu", 1), info=config.device.info, table=table
+    )
     planned = dataclasses.replace(planned.with_blocks(ledger.num_blocks), config=config)
     rows, shown = [], []
     for number, (load, measured_here) in enumerate(zip(loads, found, strict=True)):
         expected = figures(predicted(planned, load, number))
-        of = {k: v for k, v in load.items() if k != "lengths"} | {"mean_lengths": means(load["lengths"])}
+        of = {k: v for k, v in load.items() if k != "lengths"} | {
+            "mean_lengths": means(load["lengths"])
+        }
         signed = {name: expected[name] / measured_here[name] - 1 for name in TARGETS}
         rows.append({
             "load": of, "measured": measured_here, "predicted": expected, "signed": signed,
             "errors": errors(expected, measured_here),
         })  # fmt: skip
-        shown.append((str(of), *(f"{measured_here[n]:.4g} · {expected[n]:.4g} · {signed[n]:+.0%}" for n in TARGETS)))
+        shown.append(
+            (
+                str(of),
+                *(
+                    f"{measured_here[n]:.4g} · {expected[n]:.4g} · {signed[n]:+.0%}"
+                    for n in TARGETS
+                ),
+            )
+        )
     print_table("processor's time: measured · predicted · error", ("load", *TARGETS), shown)
     mean = {name: statistics.mean(row["errors"][name] for row in rows) for name in TARGETS}
     drift = statistics.mean(b.seconds / a.seconds for a, b in zip(before, after, strict=True))
-    print({name: f"{value:.1%}" for name, value in mean.items()}, f"fit {table.error:.1%}, table after over before {drift:.2f}")
+    print(
+        {name: f"{value:.1%}" for name, value in mean.items()},
+        f"fit {table.error:.1%}, table after over before {drift:.2f}",
+    )
     print(host)
     shown_settings = {**vars(args), "output": args.output.name}
     save(

@@ -51,7 +51,11 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 TARGET = 0.97
 FINALISTS = 3
-CPU_GRID = {"quantization": (None, "int8"), "max_num_seqs": (1, 2, 4, 8, 16), "max_num_batched_tokens": (64, 128, 512, 2048)}
+CPU_GRID = {
+    "quantization": (None, "int8"),
+    "max_num_seqs": (1, 2, 4, 8, 16),
+    "max_num_batched_tokens": (64, 128, 512, 2048),
+}
 GPU_GRID = {
     "quantization": ("fp8", "int8"),
     "max_num_seqs": (8, 16, 32, 64, 128),
@@ -75,7 +79,9 @@ async def measure(base: EngineArgs, setting: Setting, traffic: RecordedTraffic) 
         async with await AsyncSlipstream.start(dataclasses.replace(base, **setting)) as engine:
             work = traffic.workload(engine.engine.description.spec.vocab_size)
             arrivals = parse_arrivals(traffic.arrivals)
-            await run_load(engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed)
+            await run_load(
+                engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed
+            )
             summary = summarize(await run_load(engine, work.requests, arrivals, seed=traffic.seed))
     except SlipstreamError as error:
         return {"error": str(error)}
@@ -94,10 +100,19 @@ def figures(summary: Any) -> dict[str, Any]:
 
 
 def predict(
-    base: EngineArgs, description: ModelDescription, setting: Setting, traffic: RecordedTraffic, table: StepTable | None
+    base: EngineArgs,
+    description: ModelDescription,
+    setting: Setting,
+    traffic: RecordedTraffic,
+    table: StepTable | None,
 ) -> dict[str, Any]:
     try:
-        planned = plan_engine(dataclasses.replace(base, **setting), description, this_hardware(base.device), table=table)
+        planned = plan_engine(
+            dataclasses.replace(base, **setting),
+            description,
+            this_hardware(base.device),
+            table=table,
+        )
     except SlipstreamError as error:
         return {"error": str(error)}
     load = of_lengths(traffic.source, traffic.lengths).traffic(
@@ -106,7 +121,9 @@ def predict(
     return figures(simulate(planned.simulated, load).summary)
 
 
-def best(rows: list[dict[str, Any]], side: str, objectives: dict[str, float]) -> dict[str, Any] | None:
+def best(
+    rows: list[dict[str, Any]], side: str, objectives: dict[str, float]
+) -> dict[str, Any] | None:
     """The row with the most throughput of those that meet the objectives; the nearest to them where none does."""
     able = [r for r in rows if "error" not in r[side]]
     if not able:
@@ -120,14 +137,23 @@ def best(rows: list[dict[str, Any]], side: str, objectives: dict[str, float]) ->
 def judge(rows: list[dict[str, Any]], objectives: dict[str, float]) -> dict[str, Any]:
     chosen = best(rows, "predicted", objectives)
     finalists = [r for r in rows if r.get("again")]
-    if finalists and (chosen is None or chosen in finalists):  # not where a replay has other objectives
+    if finalists and (
+        chosen is None or chosen in finalists
+    ):  # not where a replay has other objectives
         found = judge_rows(finalists, chosen, objectives, "again")
-        return {"num_settings": len(rows), "finalists": found, "of_all_rounds": judge_rows(rows, chosen, objectives)}
+        return {
+            "num_settings": len(rows),
+            "finalists": found,
+            "of_all_rounds": judge_rows(rows, chosen, objectives),
+        }
     return judge_rows(rows, chosen, objectives)
 
 
 def judge_rows(
-    rows: list[dict[str, Any]], chosen: dict[str, Any] | None, objectives: dict[str, float], side: str = "measured"
+    rows: list[dict[str, Any]],
+    chosen: dict[str, Any] | None,
+    objectives: dict[str, float],
+    side: str = "measured",
 ) -> dict[str, Any]:
     """`chosen` beside the best of these, by what `side` holds of them."""
     ideal = best(rows, side, objectives)
@@ -158,7 +184,9 @@ RECORD = "recommendation"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--config", help="a folder of benchmarks/configs, with random weights, instead of a model")
+    parser.add_argument(
+        "--config", help="a folder of benchmarks/configs, with random weights, instead of a model"
+    )
     parser.add_argument("--gpu-grid", action="store_true", help="the grid of a GPU")
     parser.add_argument("--schemes", help="of the grid, instead of its own; `none` is as stored")
     parser.add_argument("--sizes", help="max_num_seqs of the grid, such as 2,8, instead of its own")
@@ -171,8 +199,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-bytes", default="auto")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--again", type=int, default=0, help="more rounds, of the recommended setting and the best")
-    parser.add_argument("--measure-steps", action="store_true", help="measure steps in each round, for the prediction")
+    parser.add_argument(
+        "--again", type=int, default=0, help="more rounds, of the recommended setting and the best"
+    )
+    parser.add_argument(
+        "--measure-steps",
+        action="store_true",
+        help="measure steps in each round, for the prediction",
+    )
     parser.add_argument("--step-rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", type=Path, help="a record of this script")
@@ -187,7 +221,11 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     found = judge(rows, objectives)
     rows.sort(key=lambda r: -r["measured"].get("throughput", 0.0))
     shown = [
-        (name_of(r["setting"]), *(f"{r[side].get('throughput', 0.0):,.1f}" for side in ("measured", "predicted"))) for r in rows
+        (
+            name_of(r["setting"]),
+            *(f"{r[side].get('throughput', 0.0):,.1f}" for side in ("measured", "predicted")),
+        )
+        for r in rows
     ]
     print_table("output tokens a second", ("", "measured", "predicted"), shown)
     print(json.dumps(found, indent=1))
@@ -207,22 +245,34 @@ def measured_rows(args: Any, objectives: dict[str, float]) -> list[dict[str, Any
     )
     description = read_spec(resolve_model(base.model))
     traffic = parse_traffic(
-        args.traffic, args.arrivals, num_requests=args.num_requests, longest=args.max_model_len, seed=args.seed
+        args.traffic,
+        args.arrivals,
+        num_requests=args.num_requests,
+        longest=args.max_model_len,
+        seed=args.seed,
     )
     grid = dict(GPU_GRID if args.gpu_grid else CPU_GRID)
     if args.schemes:
-        grid["quantization"] = tuple(None if name == "none" else name for name in args.schemes.split(","))
+        grid["quantization"] = tuple(
+            None if name == "none" else name for name in args.schemes.split(",")
+        )
     for name, given in (("max_num_seqs", args.sizes), ("max_num_batched_tokens", args.tokens)):
         if given:
             grid[name] = tuple(int(value) for value in given.split(","))
-    rows: list[dict[str, Any]] = [{"setting": setting, "predictions": [], "all": []} for setting in settings_of(grid)]
+    rows: list[dict[str, Any]] = [
+        {"setting": setting, "predictions": [], "all": []} for setting in settings_of(grid)
+    ]
     rng = random.Random(args.seed)
     tables: dict[str | None, StepTable] = {}
     for number in range(args.rounds):
         for scheme in grid["quantization"] if args.measure_steps else ():
-            with_scheme = dataclasses.replace(base, quantization=scheme, max_num_seqs=max(grid["max_num_seqs"]))
+            with_scheme = dataclasses.replace(
+                base, quantization=scheme, max_num_seqs=max(grid["max_num_seqs"])
+            )
             try:
-                tables[scheme], _ = measure_table(with_scheme, description, longest=512, rounds=args.step_rounds)
+                tables[scheme], _ = measure_table(
+                    with_scheme, description, longest=512, rounds=args.step_rounds
+                )
             except SlipstreamError as error:
                 print(f"steps of {scheme}: {error}", flush=True)
         for row in rows if args.measure_steps or number == 0 else ():
@@ -231,18 +281,30 @@ def measured_rows(args: Any, objectives: dict[str, float]) -> list[dict[str, Any
         for place, row in enumerate(rng.sample(rows, len(rows))):
             found = asyncio.run(measure(base, row["setting"], traffic))
             row["all"].append(found)
-            print(f"round {number + 1}, {place + 1} of {len(rows)}: {name_of(row['setting'])}: {found}", flush=True)
+            print(
+                f"round {number + 1}, {place + 1} of {len(rows)}: {name_of(row['setting'])}: {found}",
+                flush=True,
+            )
     found_rows: list[dict[str, Any]] = [
         {
             "setting": row["setting"],
             "predicted": median_of(row["predictions"]),
             "measured": median_of(row["all"]),
-            **{name: [f["throughput"] for f in row[of] if "error" not in f] for name, of in ROUNDS.items()},
+            **{
+                name: [f["throughput"] for f in row[of] if "error" not in f]
+                for name, of in ROUNDS.items()
+            },
         }
         for row in rows
     ]
     if args.again > 0:
-        measure_again(found_rows, args.again, objectives, rng, lambda setting: asyncio.run(measure(base, setting, traffic)))
+        measure_again(
+            found_rows,
+            args.again,
+            objectives,
+            rng,
+            lambda setting: asyncio.run(measure(base, setting, traffic)),
+        )
     return found_rows
 
 
@@ -256,7 +318,11 @@ def measure_again(
     """Adds to the recommended row and the best ones what they are in further rounds."""
     chosen, finalists = best(rows, "predicted", objectives), []
     left = list(rows)
-    while left and len(finalists) < FINALISTS and (row := best(left, "measured", objectives)) is not None:
+    while (
+        left
+        and len(finalists) < FINALISTS
+        and (row := best(left, "measured", objectives)) is not None
+    ):
         finalists.append(row)
         left = [r for r in left if r is not row]
     if chosen is not None and all(r is not chosen for r in finalists):
@@ -265,7 +331,10 @@ def measure_again(
     for number in range(rounds):
         for i in rng.sample(range(len(finalists)), len(finalists)):
             found[i].append(measured(finalists[i]["setting"]))
-            print(f"again {number + 1}: {name_of(finalists[i]['setting'])}: {found[i][-1]}", flush=True)
+            print(
+                f"again {number + 1}: {name_of(finalists[i]['setting'])}: {found[i][-1]}",
+                flush=True,
+            )
     for row, of in zip(finalists, found, strict=True):
         row["again"] = median_of(of)
         row["rounds_again"] = [f["throughput"] for f in of if "error" not in f]
@@ -276,4 +345,6 @@ ROUNDS = {"rounds": "all", "predicted_rounds": "predictions"}
 
 def median_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     done = [f for f in found if "error" not in f]
-    return {name: statistics.median(f[name] for f in done) for name in done[0]} if done else found[-1]
+    return (
+        {name: statistics.median(f[name] for f in done) for name in done[0]} if done else found[-1]
+    )

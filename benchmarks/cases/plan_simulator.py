@@ -40,7 +40,12 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     short = workload.at_rate(args.rate, COMPARED)
     fast, exact = simulate(engine, short), simulate(engine, short, exact=True)
     assert fast.records == exact.records
-    compared = {"requests": COMPARED, "asleep_s": fast.seconds, "every_step_s": exact.seconds, "same": True}
+    compared = {
+        "requests": COMPARED,
+        "asleep_s": fast.seconds,
+        "every_step_s": exact.seconds,
+        "same": True,
+    }
     print(compared, flush=True)
     found = simulate(engine, workload.at_rate(args.rate, args.num_requests))
     result = {

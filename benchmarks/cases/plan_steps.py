@@ -46,9 +46,15 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     description = read_spec(resolve_model(settings.model))
     table, ceilings = measure_table(settings, description, longest=args.longest, rounds=args.rounds)
     data = table.as_data()
-    data["made_by"] |= {"ceilings": ceilings, "settings": {**vars(args), "output": args.output.name}}
+    data["made_by"] |= {
+        "ceilings": ceilings,
+        "settings": {**vars(args), "output": args.output.name},
+    }
     data = common.without_folders(json.loads(json.dumps(data, default=plain)))
     args.output.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    rows = [(*map(str, p.shape), f"{p.seconds * 1e3:.3f}", f"{table.seconds(p.shape) * 1e3:.3f}") for p in table.points]
+    rows = [
+        (*map(str, p.shape), f"{p.seconds * 1e3:.3f}", f"{table.seconds(p.shape) * 1e3:.3f}")
+        for p in table.points
+    ]
     print_table("steps, ms", (*table.points[0].shape._fields, "measured", "fitted"), rows)
     print(f"fitted to {table.error:.1%}; host {table.host}\nwritten: {args.output}")

@@ -55,7 +55,9 @@ class World:
 
 WORLDS = {
     "plain": World(),
-    "exact prior": World(of_all=0.02, of_compression=0.02, of_setting=0.02, of_candidate=0.02, noise=0.02),
+    "exact prior": World(
+        of_all=0.02, of_compression=0.02, of_setting=0.02, of_candidate=0.02, noise=0.02
+    ),
     "settings": World(of_compression=0.1, of_setting=0.4),
     "combinations": World(of_candidate=0.25),
     "knee": World(knee=True),
@@ -73,7 +75,9 @@ def prior(candidate: Candidate) -> Prediction:
     step_s = 0.004 * BITS[candidate.compression] / 16 + 0.0005 * size * (0.95 if rounded else 1)
     prompt_s = 0.0004 * math.sqrt(settings["max_num_batched_tokens"] / 128)
     kl = 1.5 * KL[candidate.compression] + 0.005 * rounded
-    return Prediction(throughput=size / (step_s + 0.0008 * size), tpot_s=step_s + prompt_s * size, kl=kl)
+    return Prediction(
+        throughput=size / (step_s + 0.0008 * size), tpot_s=step_s + prompt_s * size, kl=kl
+    )
 
 
 def truth(world: World, rng: random.Random) -> dict[Candidate, TrialResult]:
@@ -84,7 +88,11 @@ def truth(world: World, rng: random.Random) -> dict[Candidate, TrialResult]:
         return rng.gauss(0, deviation), rng.gauss(0, deviation)
 
     by_compression = {name: two(world.of_compression) for name in SPACE.compressions}
-    by_setting = {(name, value): two(world.of_setting) for name, values in SPACE.axes.items() for value in values}
+    by_setting = {
+        (name, value): two(world.of_setting)
+        for name, values in SPACE.axes.items()
+        for value in values
+    }
     kl_off = {name: math.exp(rng.gauss(0, 0.3)) for name in SPACE.compressions}
     of_all, most = rng.gauss(0, world.of_all), rng.choice((3, 5, 9))
     found = {}
@@ -92,17 +100,27 @@ def truth(world: World, rng: random.Random) -> dict[Candidate, TrialResult]:
         settings, expected, own = dict(c.settings), prior(c), two(world.of_candidate)
         shared = by_compression[c.compression]
         slower = -of_all - shared[0] - sum(by_setting[pair][0] for pair in c.settings) + own[0]
-        longer = -0.9 * of_all + 0.5 * (shared[1] - shared[0]) + sum(by_setting[pair][1] for pair in c.settings) + own[1]
+        longer = (
+            -0.9 * of_all
+            + 0.5 * (shared[1] - shared[0])
+            + sum(by_setting[pair][1] for pair in c.settings)
+            + own[1]
+        )
         if world.knee and settings["max_num_seqs"] > most:
             beyond = 0.8 * math.log2(settings["max_num_seqs"] / most)
             slower, longer = slower + beyond, longer + beyond
-        kl = KL[c.compression] * kl_off[c.compression] + 0.003 * (settings["kv_cache_dtype"] != "auto")
+        kl = KL[c.compression] * kl_off[c.compression] + 0.003 * (
+            settings["kv_cache_dtype"] != "auto"
+        )
         if rng.random() < world.failing:
             found[c] = TrialResult(candidate=c, error="out of memory")
         elif kl > KL_LIMIT:
             found[c] = TrialResult(candidate=c, kl=kl, fits=False, error="KL")
         else:
-            throughput, tpot_s = expected.throughput * math.exp(-slower), expected.tpot_s * math.exp(longer)
+            throughput, tpot_s = (
+                expected.throughput * math.exp(-slower),
+                expected.tpot_s * math.exp(longer),
+            )
             found[c] = TrialResult(candidate=c, kl=kl, throughput=throughput, tpot_s=tpot_s)
     return found
 
@@ -127,7 +145,10 @@ def play(world: World, seed: int) -> dict[str, float]:
         r, noise = figures[candidate], [rng.gauss(0, world.noise) for _ in range(2)]
         if r.throughput is None or r.tpot_s is None:
             return r
-        throughput, tpot_s = r.throughput * math.exp(noise[0] - speed), r.tpot_s * math.exp(noise[1] + speed)
+        throughput, tpot_s = (
+            r.throughput * math.exp(noise[0] - speed),
+            r.tpot_s * math.exp(noise[1] + speed),
+        )
         return dataclasses.replace(r, throughput=throughput, tpot_s=tpot_s)
 
     def told_prior(candidate: Candidate) -> Prediction:
@@ -135,7 +156,9 @@ def play(world: World, seed: int) -> dict[str, float]:
         return Prediction(throughput=100.0, tpot_s=0.02, kl=expected.kl) if world.flat else expected
 
     most = int(SHARE * len(every))
-    Search(SPACE, told_prior, measure, seed=seed, kl_limit=KL_LIMIT).run(budget_s=most, clock=lambda: len(asked))
+    Search(SPACE, told_prior, measure, seed=seed, kl_limit=KL_LIMIT).run(
+        budget_s=most, clock=lambda: len(asked)
+    )
     whole = volume(list(points))
     return {"found": volume(asked) / whole, "at_random": volume(rng.sample(every, most)) / whole}
 

@@ -36,7 +36,10 @@ FIELDS = {"steps": "num_steps", "drafted": "spec_draft_tokens", "accepted": "spe
 
 def prompts(count: int) -> list[list[dict[str, str]]]:
     lines = (common.DATA / "prompts.jsonl").read_text("utf-8").splitlines()
-    return [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines[:: max(1, len(lines) // count)][:count]]
+    return [
+        [{"role": "user", "content": json.loads(line)["prompt"]}]
+        for line in lines[:: max(1, len(lines) // count)][:count]
+    ]
 
 
 def unpack(model: str, folder: Path) -> tuple[str, str]:
@@ -69,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-seqs", type=int, default=20, help="answered at a time")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no group of prompts after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no group of prompts after so long"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -77,18 +82,32 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
     settings: dict[str, Any] = {"dtype": "float32", "kernels": args.kernels, "max_model_len": 1024}
     settings["max_num_seqs"] = args.num_seqs
-    workload = {key: getattr(args, key) for key in ("model", "num_prompts", "max_tokens", "num_seqs", "methods")}
+    workload = {
+        key: getattr(args, key)
+        for key in ("model", "num_prompts", "max_tokens", "num_seqs", "methods")
+    }
     results = earlier(args.output, workload)
     names = ("plain", *args.methods)
-    results = results or {n: dict.fromkeys(("answers", "equal", *FIELDS), 0) | {"seconds": 0.0, "different": []} for n in names}
+    results = results or {
+        n: dict.fromkeys(("answers", "equal", *FIELDS), 0) | {"seconds": 0.0, "different": []}
+        for n in names
+    }
     with ExitStack() as stack:
         whole, draft = unpack(args.model, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         llms = {}
         for name in names:
-            config: dict[str, Any] | None = {"method": name, "num_speculative_tokens": 3} if name != "plain" else None
+            config: dict[str, Any] | None = (
+                {"method": name, "num_speculative_tokens": 3} if name != "plain" else None
+            )
             if name == "draft":
                 config = {**(config or {}), "model": draft}
-            made = LLM(whole, tokenizer=args.model, speculative_config=config, kv_cache_bytes=2 << 30, **settings)
+            made = LLM(
+                whole,
+                tokenizer=args.model,
+                speculative_config=config,
+                kv_cache_bytes=2 << 30,
+                **settings,
+            )
             llms[name] = stack.enter_context(made)
         for first in range(results["plain"]["answers"], len(chats), args.num_seqs):
             if time.monotonic() - begun > 60 * args.minutes:
@@ -96,13 +115,18 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             expected: list[list[int]] = []
             for name, llm in llms.items():
                 before, begin = llm.core.stats(), time.perf_counter()
-                answers = [a.outputs[0].token_ids for a in llm.chat(chats[first : first + args.num_seqs], sampling)]
+                answers = [
+                    a.outputs[0].token_ids
+                    for a in llm.chat(chats[first : first + args.num_seqs], sampling)
+                ]
                 found, after = results[name], llm.core.stats()
                 found["seconds"] += time.perf_counter() - begin
                 expected = expected or answers
                 for i, (own, other) in enumerate(zip(expected, answers, strict=True), first):
                     if own != other:
-                        at = next(k for k, (a, b) in enumerate(zip(own, other, strict=True)) if a != b)
+                        at = next(
+                            k for k, (a, b) in enumerate(zip(own, other, strict=True)) if a != b
+                        )
                         found["different"].append({"prompt": i, "token": at})
                 found["answers"] += len(answers)
                 found["equal"] = found["answers"] - len(found["different"])

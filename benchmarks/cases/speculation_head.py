@@ -56,7 +56,9 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
 
         def tokens(count: int) -> tuple[torch.Tensor, AttentionMetadata]:
             size = second.config.cache.block_size
-            meta = AttentionMetadata.single_sequence(128 - count, count, block_size=size, device=device)
+            meta = AttentionMetadata.single_sequence(
+                128 - count, count, block_size=size, device=device
+            )
             return torch.full((count,), 50, dtype=torch.int32, device=device), meta
 
         def step(runner: Any, count: int) -> None:
@@ -71,7 +73,11 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
             hidden, _ = draft.head.forward(ids, draft.ends[:1].clone(), draft.kv, meta)
             draft.head.greedy(hidden)
 
-        kinds = {"plain": lambda: step(first, 1), "head loaded": lambda: step(second, 1), "head's pass": one_pass}
+        kinds = {
+            "plain": lambda: step(first, 1),
+            "head loaded": lambda: step(second, 1),
+            "head's pass": one_pass,
+        }
         kinds |= {f"verify {n} drafts": lambda n=n: step(second, 1 + n) for n in (1, 2, 3, 5)}
         times: dict[str, list[float]] = {name: [] for name in kinds}
         with torch.inference_mode():
@@ -81,7 +87,9 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
                     run()
                     second.platform.synchronize()
                     times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: {"best_ms": min(own), "median_ms": common.median(own)} for name, own in times.items()}
+    return {
+        name: {"best_ms": min(own), "median_ms": common.median(own)} for name, own in times.items()
+    }
 
 
 RECORD = "draft_head"
@@ -112,7 +120,16 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         if args.out is None:
             raise SystemExit("--out, --export or --receipt is needed")
         code = slipstream(
-            ["compress", args.model, "--recipe", args.recipe, "--out", str(args.out), "--device", args.device]
+            [
+                "compress",
+                args.model,
+                "--recipe",
+                args.recipe,
+                "--out",
+                str(args.out),
+                "--device",
+                args.device,
+            ]
         )
         if code:
             raise SystemExit(code)

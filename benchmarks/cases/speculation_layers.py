@@ -43,11 +43,18 @@ class Model:
         self.count = len(self.decoder.layers)
 
     @torch.inference_mode()
-    def best(self, tokens: list[int], start: int, left_out: frozenset[int] = frozenset()) -> list[int]:
+    def best(
+        self, tokens: list[int], start: int, left_out: frozenset[int] = frozenset()
+    ) -> list[int]:
         """The likeliest token behind each of `tokens`, which stand at `start`, …"""
         d = self.decoder
-        meta = AttentionMetadata.single_sequence(start, len(tokens), block_size=self.size, device=d.device)
-        ids, kept = torch.tensor(tokens, dtype=torch.int32), [i for i in range(self.count) if i not in left_out]
+        meta = AttentionMetadata.single_sequence(
+            start, len(tokens), block_size=self.size, device=d.device
+        )
+        ids, kept = (
+            torch.tensor(tokens, dtype=torch.int32),
+            [i for i in range(self.count) if i not in left_out],
+        )
         layers, caches = [d.layers[i] for i in kept], [self.kv[i] for i in kept]
         hidden = d.finished(*run_layers(d.ops, layers, d.embedded(ids, meta), caches, meta))
         found: list[int] = d.logits(hidden).argmax(-1).tolist()
@@ -73,7 +80,9 @@ def ranked(model: Model, texts: list[tuple[list[int], int]]) -> list[int]:
     return sorted(range(model.count), key=lambda i: -same[i])
 
 
-def accepted(model: Model, texts: list[tuple[list[int], int]], left_out: frozenset[int], num_drafts: int) -> list[float]:
+def accepted(
+    model: Model, texts: list[tuple[list[int], int]], left_out: frozenset[int], num_drafts: int
+) -> list[float]:
     """How often the first, second, … draft and those before it are right."""
     right, runs = [0] * num_drafts, 0
     for tokens, begin in texts:
@@ -84,7 +93,9 @@ def accepted(model: Model, texts: list[tuple[list[int], int]], left_out: frozens
             for i in range(num_drafts):
                 drafts += model.best([(drafts or [tokens[at]])[-1]], at + i, left_out)
             own = model.best([tokens[at], *drafts], at)
-            count = next((i for i, (a, b) in enumerate(zip(drafts, own, strict=False)) if a != b), num_drafts)
+            count = next(
+                (i for i, (a, b) in enumerate(zip(drafts, own, strict=False)) if a != b), num_drafts
+            )
             right = [n + (i < count) for i, n in enumerate(right)]
             tokens[at + 1 : at + 2 + count] = own[: count + 1]  # what the whole model writes
             runs, at = runs + 1, at + count + 1
@@ -101,15 +112,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     with LLM(args.model, max_model_len=512, max_num_seqs=4, num_threads=1) as llm:
         prompts: list[Any] = [[{"role": "user", "content": q}] for q in QUESTIONS]
-        outputs = llm.chat(prompts, SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True))
-    texts = [([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids) - 1) for o in outputs]
+        outputs = llm.chat(
+            prompts, SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+        )
+    texts = [
+        ([*o.prompt_token_ids, *o.outputs[0].token_ids], len(o.prompt_token_ids) - 1)
+        for o in outputs
+    ]
     model, results = Model(args.model, 512), []
     order = ranked(model, texts)
     for count in args.left_out:
         left_out = frozenset(order[:count])
-        right = accepted(model, [(list(tokens), begin) for tokens, begin in texts], left_out, args.drafts)
+        right = accepted(
+            model, [(list(tokens), begin) for tokens, begin in texts], left_out, args.drafts
+        )
         found = {"left_out": sorted(left_out), "share_of_a_step": round(model.share(left_out), 4)}
-        found |= {"right_by_position": [round(x, 4) for x in right], "accepted_length": round(1 + sum(right), 4)}
+        found |= {
+            "right_by_position": [round(x, 4) for x in right],
+            "accepted_length": round(1 + sum(right), 4),
+        }
         print(found, flush=True)
         results.append(found)
-    save(model=args.model, num_drafts=args.drafts, num_tokens=args.tokens, order=order, results=results)
+    save(
+        model=args.model,
+        num_drafts=args.drafts,
+        num_tokens=args.tokens,
+        order=order,
+        results=results,
+    )

@@ -83,8 +83,11 @@ NAMES = (
 )
 PROMPTS = {
     "quoting": (
-        "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n" + CODE + "```",
-        "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n" + LETTER,
+        "Repeat this code exactly, but call the variable `result` `found`:\n\n```python\n"
+        + CODE
+        + "```",
+        "Copy this letter word by word and correct nothing but the number of days, which is twelve:\n\n"
+        + LETTER,
         "Return this list as it is, but sort nothing and leave out nothing:\n\n" + LIST,
     ),
     "other": tuple(
@@ -123,7 +126,10 @@ def prompts(kind: str, round_: int, count: int) -> list[list[dict[str, str]]]:
 def answered(llm: LLM, kind: str, round_: int, args: argparse.Namespace) -> dict[str, Any]:
     before, begin, cpu = llm.core.stats(), time.perf_counter(), time.process_time()
     sampling = SamplingParams(temperature=0, max_tokens=args.max_tokens)
-    tokens = sum(len(answer.outputs[0].token_ids) for answer in llm.chat(prompts(kind, round_, args.num_prompts), sampling))
+    tokens = sum(
+        len(answer.outputs[0].token_ids)
+        for answer in llm.chat(prompts(kind, round_, args.num_prompts), sampling)
+    )
     seconds, after = time.perf_counter() - begin, llm.core.stats()
     return {
         "tokens": tokens,
@@ -153,12 +159,19 @@ class Forced:
         return self.said[place]
 
     def verified(
-        self, requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
+        self,
+        requests: Sequence[ScheduledRequest],
+        tokens: Sequence[int],
+        from_model: Sequence[int] = (),
     ) -> tuple[list[int], tuple[int, ...]]:
         """In the place of the engine's own."""
         counts = tuple(self.tokens_of(s) if s.drafts else s.num_sampled for s in requests)
         begins = itertools.accumulate((s.num_sampled for s in requests), initial=0)
-        kept = [t for begin, count in zip(begins, counts, strict=False) for t in tokens[begin : begin + count]]
+        kept = [
+            t
+            for begin, count in zip(begins, counts, strict=False)
+            for t in tokens[begin : begin + count]
+        ]
         return kept, counts
 
 
@@ -167,10 +180,15 @@ def forced_acceptance(length: float) -> Iterator[None]:
     """Verifications of engines that are made and used meanwhile are said to yield `length` tokens on average."""
     forced, replay = Forced(length), ChainGraphs._replay
 
-    def replayed(self: ChainGraphs, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int) -> None:
+    def replayed(
+        self: ChainGraphs, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int
+    ) -> None:
         """The chain behind a step is told behind which token it begins, and compares nothing."""
         counts = [forced.tokens_of(s) if n else 0 for s, n in zip(drafted, sampled, strict=True)]
-        ends = [s._replace(num_computed_tokens=s.num_computed_tokens + n) for s, n in zip(drafted, counts, strict=True)]
+        ends = [
+            s._replace(num_computed_tokens=s.num_computed_tokens + n)
+            for s, n in zip(drafted, counts, strict=True)
+        ]
         replay(self, ends, [0] * len(ends), depth)
 
     with (
@@ -182,8 +200,16 @@ def forced_acceptance(length: float) -> Iterator[None]:
 
 def forced(args: argparse.Namespace) -> None:
     """Milliseconds a token behind a prompt of 64 tokens, plain and with each config, with each number of sequences."""
-    settings: dict[str, Any] = {"max_num_seqs": max(8, *args.num_seqs), "max_model_len": 2048, "dtype": args.dtype}
-    settings |= {"load_format": args.load_format, "skip_tokenizer_init": True, "quantization": args.quantization}
+    settings: dict[str, Any] = {
+        "max_num_seqs": max(8, *args.num_seqs),
+        "max_model_len": 2048,
+        "dtype": args.dtype,
+    }
+    settings |= {
+        "load_format": args.load_format,
+        "skip_tokenizer_init": True,
+        "quantization": args.quantization,
+    }
     settings["num_threads"] = args.num_threads
     engines: list[tuple[str, Any, bool]] = [("plain", None, False)]
     for config in args.config:
@@ -195,12 +221,16 @@ def forced(args: argparse.Namespace) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(forced_acceptance(args.forced))
             if op_by_op:
-                stack.enter_context(unittest.mock.patch.object(ChainGraphs, "of", return_value=None))
+                stack.enter_context(
+                    unittest.mock.patch.object(ChainGraphs, "of", return_value=None)
+                )
             llm = stack.enter_context(LLM(args.model, speculative_config=config, **settings))
             for num_seqs, runs in found.items():
                 runs[name] = own = timed(llm, num_seqs, args)
                 plain = runs["plain"]
-                ratio, of_cpu = (plain[key] / own[key] for key in ("ms_per_token", "cpu_ms_per_token"))
+                ratio, of_cpu = (
+                    plain[key] / own[key] for key in ("ms_per_token", "cpu_ms_per_token")
+                )
                 shown = f"{own['ms_per_token']:7.3f} ms a token, {ratio:.2f} x plain, CPU {of_cpu:.2f} x"
                 yields = f"{own['tokens_a_verification']:.2f} tokens a verification (forced)"
                 print(f"{num_seqs:4} {name:80} {shown}; {yields}", flush=True)
@@ -223,13 +253,23 @@ def timed(llm: LLM, num_seqs: int, args: argparse.Namespace) -> dict[str, Any]:
             own += [time.perf_counter() - begin] * (round_ >= 0)
             cpu_times[count] += [time.process_time() - cpu] * (round_ >= 0)
     after = llm.core.stats()
-    runs, right = (getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}") for x in ("num_drafts", "accepted_tokens"))
+    runs, right = (
+        getattr(after, f"spec_{x}") - getattr(before, f"spec_{x}")
+        for x in ("num_drafts", "accepted_tokens")
+    )
     ms, cpu_ms = (
-        1e3 * (statistics.median(of[args.max_tokens]) - statistics.median(of[1])) / (args.max_tokens - 1)
+        1e3
+        * (statistics.median(of[args.max_tokens]) - statistics.median(of[1]))
+        / (args.max_tokens - 1)
         for of in (times, cpu_times)
     )
     yields = 1 + right / runs if runs else 1.0
-    return {"ms_per_token": ms, "cpu_ms_per_token": cpu_ms, "tokens_a_verification": yields, "seconds": times}
+    return {
+        "ms_per_token": ms,
+        "cpu_ms_per_token": cpu_ms,
+        "tokens_a_verification": yields,
+        "seconds": times,
+    }
 
 
 RECORD = "speculation"
@@ -237,19 +277,40 @@ RECORD = "speculation"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
+    parser.add_argument(
+        "--config", type=json.loads, action="append", help="a speculative_config; may be repeated"
+    )
     parser.add_argument("--head", help="of EAGLE-3: fixed numbers of drafts, and as many as pay")
     parser.add_argument("--kinds", nargs="+", default=list(PROMPTS), choices=(*PROMPTS, "sharegpt"))
-    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1], help="with --forced several, one after the other")
-    parser.add_argument("--num-prompts", type=int, help="of each kind in a round; as many as sequences unless given")
+    parser.add_argument(
+        "--num-seqs",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="with --forced several, one after the other",
+    )
+    parser.add_argument(
+        "--num-prompts", type=int, help="of each kind in a round; as many as sequences unless given"
+    )
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--quantization")
-    parser.add_argument("--load-format", default="dummy", help="with --forced: auto takes the model's own weights")
-    parser.add_argument("--forced", type=float, metavar="X", help="random weights; a verification is said to yield X tokens")
-    parser.add_argument("--op-by-op", action="store_true", help="with --forced: each config without graphs of its chains, too")
+    parser.add_argument(
+        "--load-format", default="dummy", help="with --forced: auto takes the model's own weights"
+    )
+    parser.add_argument(
+        "--forced",
+        type=float,
+        metavar="X",
+        help="random weights; a verification is said to yield X tokens",
+    )
+    parser.add_argument(
+        "--op-by-op",
+        action="store_true",
+        help="with --forced: each config without graphs of its chains, too",
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -265,11 +326,17 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         head = {"method": "eagle3", "model": args.head}
         args.config = [{**head, "num_speculative_tokens": n} for n in (1, 2, 3, 4, 5, "auto")]
     configs = [None, *(args.config or [{"method": "ngram"}, {"method": "suffix"}])]
-    settings: dict[str, Any] = {"max_num_seqs": args.num_seqs[0], "max_model_len": 1024, "dtype": args.dtype}
+    settings: dict[str, Any] = {
+        "max_num_seqs": args.num_seqs[0],
+        "max_model_len": 1024,
+        "dtype": args.dtype,
+    }
     settings |= {"num_threads": args.num_threads, "quantization": args.quantization}
     llms = [LLM(args.model, speculative_config=config, **settings) for config in configs]
     names = ["plain", *(json.dumps(config) for config in configs[1:])]
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {name: [] for name in names} for kind in args.kinds}
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {
+        kind: {name: [] for name in names} for kind in args.kinds
+    }
     load = os.getloadavg()[0]
     for round_ in range(-1, args.rounds):  # the first warms caches, and the tables of costs
         turns = list(zip(names, llms, strict=True))
@@ -284,12 +351,21 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         ratios[kind] = {}
         for name in names[1:]:
             pairs = list(zip(of_kind["plain"], of_kind[name], strict=True))
-            ratio = statistics.median(p["seconds"] / p["tokens"] * s["tokens"] / s["seconds"] for p, s in pairs)
-            totals = [sum(r["cpu_seconds"] for r in of_kind[n]) / sum(r["tokens"] for r in of_kind[n]) for n in ("plain", name)]
+            ratio = statistics.median(
+                p["seconds"] / p["tokens"] * s["tokens"] / s["seconds"] for p, s in pairs
+            )
+            totals = [
+                sum(r["cpu_seconds"] for r in of_kind[n]) / sum(r["tokens"] for r in of_kind[n])
+                for n in ("plain", name)
+            ]
             ratios[kind][name] = {"seconds": ratio, "cpu_seconds": totals[0] / totals[1]}
-            drafted, accepted, steps = (sum(r[key] for r in of_kind[name]) for key in ("drafted", "accepted", "steps"))
+            drafted, accepted, steps = (
+                sum(r[key] for r in of_kind[name]) for key in ("drafted", "accepted", "steps")
+            )
             tokens = sum(r["tokens"] for r in of_kind[name])
             share = f"{accepted} of {drafted} guesses right, {tokens / steps:.2f} tokens a step"
-            print(f"{kind:8} {name:60} {ratio:5.2f} x plain, CPU {totals[0] / totals[1]:.2f} x   ({share})")
+            print(
+                f"{kind:8} {name:60} {ratio:5.2f} x plain, CPU {totals[0] / totals[1]:.2f} x   ({share})"
+            )
     loads = [load, os.getloadavg()[0]]
     save(settings=settings, load_average=loads, ratios=ratios, runs=runs)

@@ -129,7 +129,11 @@ class Stages:
                 found[name].append(a.elapsed_time(b) * 1e3)
             found["step"].append(marks[0].elapsed_time(marks[-1]) * 1e3)
         host = {name: statistics.median(s[3:] or s) * 1e6 for name, s in self.host.items()}
-        return {"gpu_us": {k: statistics.median(v) for k, v in found.items() if v}, "host_us": host, "steps": len(steps)}
+        return {
+            "gpu_us": {k: statistics.median(v) for k, v in found.items() if v},
+            "host_us": host,
+            "steps": len(steps),
+        }
 
 
 class Waited:
@@ -152,7 +156,11 @@ def kernels(llm: LLM, given: Any, sampling: SamplingParams) -> dict[str, Any]:
         llm.generate(given, sampling, progress=False)
         torch.cuda.synchronize()
     steps: float = llm.core.stats().num_steps - before
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type.name == "CUDA")
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in trace.events()
+        if e.device_type.name == "CUDA"
+    )
     spans = spans[len(spans) // 4 : 3 * len(spans) // 4]
     steps /= 2
     by_name: dict[str, list[float]] = defaultdict(list)
@@ -161,14 +169,22 @@ def kernels(llm: LLM, given: Any, sampling: SamplingParams) -> dict[str, Any]:
         by_name[name[:90]].append(last - first)
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
-    rows = sorted(((sum(t) / steps, len(t) / steps, name) for name, t in by_name.items()), reverse=True)
+    rows = sorted(
+        ((sum(t) / steps, len(t) / steps, name) for name, t in by_name.items()), reverse=True
+    )
     whole = (end - spans[0][0]) / steps
-    return {"us": whole, "busy_us": busy / steps, "kernels": [{"us": u, "calls": c, "name": n} for u, c, n in rows[:40]]}
+    return {
+        "us": whole,
+        "busy_us": busy / steps,
+        "kernels": [{"us": u, "calls": c, "name": n} for u, c, n in rows[:40]],
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=str(common.CONFIGS / "llama-3-8b"))
-    parser.add_argument("--config", type=json.loads, action="append", help="a speculative_config; may be repeated")
+    parser.add_argument(
+        "--config", type=json.loads, action="append", help="a speculative_config; may be repeated"
+    )
     parser.add_argument("--quantizations", nargs="+", default=["none", "fp8"])
     parser.add_argument("--forced", type=float, default=3.3)
     parser.add_argument("--num-seqs", type=int, default=1)
@@ -187,13 +203,21 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for quantization in args.quantizations:
         for config in configs:
             shown = json.dumps({k: Path(v).name if k == "model" else v for k, v in config.items()})
-            found[f"{quantization} {shown}"] = own = one(args, quantization, config, given, sampling)
-            print(f"\n{quantization} {shown}: {own['ms_per_token']:.3f} ms a token (acceptance forced)")
+            found[f"{quantization} {shown}"] = own = one(
+                args, quantization, config, given, sampling
+            )
+            print(
+                f"\n{quantization} {shown}: {own['ms_per_token']:.3f} ms a token (acceptance forced)"
+            )
             for part in ("gpu_us", "host_us"):
-                print_table(part, ("stage", "µs"), [(k, f"{v:.0f}") for k, v in own["stages"][part].items()])
+                print_table(
+                    part, ("stage", "µs"), [(k, f"{v:.0f}") for k, v in own["stages"][part].items()]
+                )
             if "kernels" in own:
                 k = own["kernels"]
-                print(f"kernels: {k['us']:.0f} µs a step, of which some run for {k['busy_us']:.0f} (under the profiler)")
+                print(
+                    f"kernels: {k['us']:.0f} µs a step, of which some run for {k['busy_us']:.0f} (under the profiler)"
+                )
                 rows = [(f"{r['us']:.1f}", f"{r['calls']:.1f}", r["name"]) for r in k["kernels"]]
                 print_table("kernels", ("µs a step", "calls", "kernel"), rows)
     settings = {k: v for k, v in vars(args).items() if k != "output"}
@@ -201,11 +225,20 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     save(label=label, settings=settings, runs=found)
 
 
-def one(args: argparse.Namespace, quantization: str, config: Any, given: Any, sampling: SamplingParams) -> dict[str, Any]:
-    settings: dict[str, Any] = {"max_num_seqs": max(8, args.num_seqs), "max_model_len": 2048, "dtype": "bfloat16"}
+def one(
+    args: argparse.Namespace, quantization: str, config: Any, given: Any, sampling: SamplingParams
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "max_num_seqs": max(8, args.num_seqs),
+        "max_model_len": 2048,
+        "dtype": "bfloat16",
+    }
     settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     settings["quantization"] = None if quantization == "none" else quantization
-    with speculation_speed.forced_acceptance(args.forced), LLM(args.model, speculative_config=config, **settings) as llm:
+    with (
+        speculation_speed.forced_acceptance(args.forced),
+        LLM(args.model, speculative_config=config, **settings) as llm,
+    ):
         times = []
         for round_ in range(-2, args.rounds):  # the first compile what is left, and capture graphs
             begin = time.perf_counter()
@@ -214,7 +247,10 @@ def one(args: argparse.Namespace, quantization: str, config: Any, given: Any, sa
         stages = Stages(llm)
         with stages.watched():
             llm.generate(given, sampling, progress=False)
-        found = {"ms_per_token": statistics.median(times) / args.max_tokens * 1e3, "stages": stages.table()}
+        found = {
+            "ms_per_token": statistics.median(times) / args.max_tokens * 1e3,
+            "stages": stages.table(),
+        }
         if not args.no_kernels:
             found["kernels"] = kernels(llm, given, sampling)
         del stages

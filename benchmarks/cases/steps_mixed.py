@@ -29,10 +29,14 @@ REPEATS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
 
 
-def plans(decodes: int, context: int, prompts: tuple[int, ...], block_size: int) -> tuple[StepPlan, StepPlan]:
+def plans(
+    decodes: int, context: int, prompts: tuple[int, ...], block_size: int
+) -> tuple[StepPlan, StepPlan]:
     """The step with its new sequences, and the same step once they are known."""
     new, scheduled, next_block = [], [], 1
-    shares = [(f"d{i}", context, 1) for i in range(decodes)] + [(f"p{i}", 0, n) for i, n in enumerate(prompts)]
+    shares = [(f"d{i}", context, 1) for i in range(decodes)] + [
+        (f"p{i}", 0, n) for i, n in enumerate(prompts)
+    ]
     for name, computed, count in shares:
         blocks = -(-(computed + count + 1) // block_size)
         update = TableUpdate(0, 0, tuple(range(next_block, next_block + blocks)))
@@ -44,7 +48,9 @@ def plans(decodes: int, context: int, prompts: tuple[int, ...], block_size: int)
     return StepPlan(1, tuple(scheduled), tuple(new)), StepPlan(2, again)
 
 
-def measure(runner: Any, case: tuple[int, int, tuple[int, ...]], paths: list[Any]) -> dict[str, Any]:
+def measure(
+    runner: Any, case: tuple[int, int, tuple[int, ...]], paths: list[Any]
+) -> dict[str, Any]:
     import torch
 
     runner.forget_rows()
@@ -73,7 +79,12 @@ def measure(runner: Any, case: tuple[int, int, tuple[int, ...]], paths: list[Any
     for step in steps:
         step.result()
     each = (time.perf_counter() - at) / REPEATS * 1e3
-    return {"host_ms": statistics.median(host), "gpu_ms": statistics.median(gpu), "step_ms": each, "tokens": list(tokens)}
+    return {
+        "host_ms": statistics.median(host),
+        "gpu_ms": statistics.median(gpu),
+        "step_ms": each,
+        "tokens": list(tokens),
+    }
 
 
 RECORD = "mixed_steps"
@@ -86,10 +97,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    options = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096)
+    options = dict(
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=4096,
+    )
     options |= dict(max_num_seqs=1024, max_num_batched_tokens=16384)
     llm = LLM(
-        str(common.CONFIGS / args.config), quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype, **options
+        str(common.CONFIGS / args.config),
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        **options,
     )
     runner = llm.core.executor.runner
     graphs, rows, captures = runner.graphs, [], []
@@ -98,7 +117,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         free, at = runner.platform.memory()[0], time.perf_counter()
         runner.capture_next()
         runner.platform.synchronize()
-        captures.append({"ms": (time.perf_counter() - at) * 1e3, "bytes": free - runner.platform.memory()[0]})
+        captures.append(
+            {"ms": (time.perf_counter() - at) * 1e3, "bytes": free - runner.platform.memory()[0]}
+        )
     paths = runner.forwards.paths
     for case in CASES:
         ways = {"graph": paths, "eager": [path for path in paths if path is not graphs]}
@@ -108,5 +129,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         row["equal_tokens"] = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
         rows.append(row)
         print(json.dumps(row), flush=True)
-    settings = {"config": args.config, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    settings = {
+        "config": args.config,
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
     save(settings=settings, captures=captures, rows=rows)

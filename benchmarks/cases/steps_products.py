@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def shared_out(args: argparse.Namespace, folder: str) -> str:
     """A folder with the configuration of a rank's share."""
     config = json.loads((common.CONFIGS / args.config / "config.json").read_text())
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config["head_dim"] = (
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         config[name] //= args.ranks
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
@@ -58,7 +60,9 @@ def tiled(text: str, tile: Callable[..., tuple[int, int]]) -> Callable[..., tupl
     shape, chosen = text.split(":")
     outer, inner = map(int, shape.split("x"))
     block_n, parts = map(int, chosen.split("/"))
-    return lambda n, row_bytes, block_m: (block_n, parts) if (n, row_bytes) == (outer, inner) else tile(n, row_bytes, block_m)
+    return lambda n, row_bytes, block_m: (
+        (block_n, parts) if (n, row_bytes) == (outer, inner) else tile(n, row_bytes, block_m)
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
@@ -73,18 +77,35 @@ def measure(args: argparse.Namespace, save: Callable[..., None], model: str) -> 
     from slipstream.kernels.triton import hopper_linear, linear
     from slipstream.worker.graphs import StepGraphs
 
-    options = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=4096)
-    llm = LLM(model, quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype, max_num_seqs=64, **options)
+    options = dict(
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=4096,
+    )
+    llm = LLM(
+        model,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        max_num_seqs=64,
+        **options,
+    )
     runner = llm.core.executor.runner
     others = [path for path in runner.forwards.paths if not isinstance(path, StepGraphs)]
     own, tile = linear._on_hopper, hopper_linear._tile
-    ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"without": (lambda *_: None, tile), "with": (own, tile)}
+    ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "without": (lambda *_: None, tile),
+        "with": (own, tile),
+    }
     ways |= {text: (own, tiled(text, tile)) for text in filter(None, args.tiles.split(","))}
     rows = []
     for num_seqs in map(int, args.tokens.split(",")):
         graphs, hidden, times = {}, {}, {way: list[float]() for way in ways}
         for way, (product, tiles) in ways.items():
-            patched = patch.object(linear, "_on_hopper", product), patch.object(hopper_linear, "_tile", tiles)
+            patched = (
+                patch.object(linear, "_on_hopper", product),
+                patch.object(hopper_linear, "_tile", tiles),
+            )
             with patched[0], patched[1], torch.inference_mode():
                 graphs[way] = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
                 captured = graphs[way]._decode_graph(num_seqs)
@@ -96,11 +117,18 @@ def measure(args: argparse.Namespace, save: Callable[..., None], model: str) -> 
             hidden[way] = captured.output[:num_seqs].float().clone()
         for _ in range(ROUNDS):
             for way, held in graphs.items():
-                times[way] += runner.platform.timed_replays(held._captured[num_seqs, 0].graph, REPLAYS)
+                times[way] += runner.platform.timed_replays(
+                    held._captured[num_seqs, 0].graph, REPLAYS
+                )
         found: dict[str, Any] = {way: statistics.median(values) for way, values in times.items()}
         found["ratio"] = found["with"] / found["without"]
-        found["difference"] = float((hidden["with"] - hidden["without"]).norm() / hidden["without"].norm())
+        found["difference"] = float(
+            (hidden["with"] - hidden["without"]).norm() / hidden["without"].norm()
+        )
         rows.append({"tokens": num_seqs, **found})
         print(json.dumps(rows[-1], indent=1 if args.tiles else None), flush=True)
-    settings = {name: getattr(args, name) for name in ("config", "quantization", "kv_cache_dtype", "ranks", "layers", "tiles")}
+    settings = {
+        name: getattr(args, name)
+        for name in ("config", "quantization", "kv_cache_dtype", "ranks", "layers", "tiles")
+    }
     save(settings=settings, rows=rows)

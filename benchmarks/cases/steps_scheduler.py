@@ -23,10 +23,17 @@ STEPS = 200
 
 
 def make_scheduler(
-    num_seqs: int, num_windows: int, *, max_num_seqs: int | None = None, num_blocks: int | None = None
+    num_seqs: int,
+    num_windows: int,
+    *,
+    max_num_seqs: int | None = None,
+    num_blocks: int | None = None,
 ) -> Scheduler:
     """With `num_seqs` requests, for which there is room."""
-    groups = CacheGroup(kind="full"), *(CacheGroup(kind="window", window=128) for _ in range(num_windows))
+    groups = (
+        CacheGroup(kind="full"),
+        *(CacheGroup(kind="window", window=128) for _ in range(num_windows)),
+    )
     scheduling = SchedulingConfig(
         policy="inflight",
         max_num_seqs=max_num_seqs or num_seqs,
@@ -49,7 +56,14 @@ def make_scheduler(
     for i in range(num_seqs):
         prompt = tuple((7 * i + j) % 1000 for j in range(100 + i % 64))
         sampling = SamplingParams(max_tokens=1000)
-        scheduler.add(EngineRequest(request_id=f"request-{i}", prompt_token_ids=prompt, sampling=sampling, max_tokens=1000))
+        scheduler.add(
+            EngineRequest(
+                request_id=f"request-{i}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                max_tokens=1000,
+            )
+        )
     return scheduler
 
 
@@ -66,7 +80,9 @@ RECORD = "scheduler_steps"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-seqs", type=int, default=1024)
-    parser.add_argument("--windows", type=int, default=0, help="groups with a window beside the full one")
+    parser.add_argument(
+        "--windows", type=int, default=0, help="groups with a window beside the full one"
+    )
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:

@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     path, cores = str(resolve_model("smollm2")), available_cores()
-    common_settings: dict[str, Any] = dict(device="cpu", max_model_len=512, max_num_seqs=1, enable_prefix_caching=False)
+    common_settings: dict[str, Any] = dict(
+        device="cpu", max_model_len=512, max_num_seqs=1, enable_prefix_caching=False
+    )
     engines = {
         "follows": LLM(path, **common_settings),
         "fixed": LLM(path, num_threads=cores, **common_settings),
@@ -60,19 +62,27 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for i in range(args.rounds):
         found: dict[str, Any] = {}
         for beside in (0, args.neighbours):
-            busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
+            busy = [
+                subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)
+            ]
             try:
                 for name in sorted(engines, reverse=bool(i % 2)):
                     speed, own, threads = tokens_per_s(engines[name], args.seconds)
                     answers |= own
                     mean = sum(threads) / len(threads)
-                    found[f"{name}, {beside} neighbours"] = {"tokens_per_s": speed, "mean_threads": mean}
+                    found[f"{name}, {beside} neighbours"] = {
+                        "tokens_per_s": speed,
+                        "mean_threads": mean,
+                    }
             finally:
                 for process in busy:
                     process.kill()
                     process.wait()
         for beside in (0, args.neighbours):
-            ours, other = (found[f"{name}, {beside} neighbours"]["tokens_per_s"] for name in ("follows", "fixed"))
+            ours, other = (
+                found[f"{name}, {beside} neighbours"]["tokens_per_s"]
+                for name in ("follows", "fixed")
+            )
             found[f"ratio, {beside} neighbours"] = ours / other
         print(found, flush=True)
         rounds.append(found)

@@ -20,7 +20,18 @@ from slipstream.worker import graphs
 from slipstream.worker.step_costs import Step, measure_steps
 
 CONTEXTS = (256, 1024, 4096)
-SIZES = ((16, 8), (32, 5), (64, 1), (64, 2), (64, 5), (128, 1), (128, 2), (128, 4), (256, 1), (256, 2))
+SIZES = (
+    (16, 8),
+    (32, 5),
+    (64, 1),
+    (64, 2),
+    (64, 5),
+    (128, 1),
+    (128, 2),
+    (128, 4),
+    (256, 1),
+    (256, 2),
+)
 """(sequences, drafts of each)"""
 
 RECORD = "verified_steps"
@@ -34,11 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
-    options = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, max_model_len=8192)
-    options |= dict(max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_dtype=args.kv_cache_dtype)
+    options = dict(
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=8192,
+    )
+    options |= dict(
+        max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_dtype=args.kv_cache_dtype
+    )
     speculative = {"method": "ngram", "num_speculative_tokens": 8}
     llm = LLM(
-        str(common.CONFIGS / args.config), quantization=args.quantization, speculative_config=speculative, **options
+        str(common.CONFIGS / args.config),
+        quantization=args.quantization,
+        speculative_config=speculative,
+        **options,
     )
     executor = llm.core.executor
     room = (llm.core.ledger.num_blocks - 1) * llm.core.config.cache.block_size
@@ -47,12 +68,27 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     most, rows, found = graphs.MOST_KEYS_AGAIN, graphs.MIXED_ROWS, {}
     for way, bound in (("rows", 1 << 62), ("mixed", -(1 << 62))):
         graphs.MOST_KEYS_AGAIN = bound
-        found[way] = [1e3 * step.seconds for step in measure_steps(executor, steps, rounds=args.rounds)]
+        found[way] = [
+            1e3 * step.seconds for step in measure_steps(executor, steps, rounds=args.rounds)
+        ]
     table: list[dict[str, Any]] = []
-    for (n, drafts, context), by_rows, mixed in zip(cases, found["rows"], found["mixed"], strict=True):
+    for (n, drafts, context), by_rows, mixed in zip(
+        cases, found["rows"], found["mixed"], strict=True
+    ):
         chosen = "rows" if n * (1 + drafts - rows) * context <= most else "mixed"
-        row = {"sequences": n, "drafts": drafts, "context": context, "rows_ms": by_rows, "mixed_ms": mixed, "chosen": chosen}
+        row = {
+            "sequences": n,
+            "drafts": drafts,
+            "context": context,
+            "rows_ms": by_rows,
+            "mixed_ms": mixed,
+            "chosen": chosen,
+        }
         table.append(row)
         print(json.dumps(row), flush=True)
-    settings = {"config": args.config, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    settings = {
+        "config": args.config,
+        "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
     save(settings=settings, rows=table)

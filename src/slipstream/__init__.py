@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
     from slipstream.errors import SlipstreamError
     from slipstream.outputs import CompletionOutput, RequestOutput
-    from slipstream.types import BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
+    from slipstream.types import (
+        BeamSearchParams,
+        LoRARequest,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",

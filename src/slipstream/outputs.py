@@ -63,7 +63,11 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """The answer's log-probability, the sum of its tokens' (nats). None where `logprobs` was not asked for, as in vLLM."""
-        return None if self.logprobs is None else sum(position.chosen.logprob for position in self.logprobs)
+        return (
+            None
+            if self.logprobs is None
+            else sum(position.chosen.logprob for position in self.logprobs)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,11 @@ class ChatMessage:
             made["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             made["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
                 for call in self.tool_calls
             ]
         return made
@@ -115,7 +123,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token, which nothing precedes
+    prompt_logprobs: list[PositionLogprobs | None] | None = (
+        None  # None for the first token, which nothing precedes
+    )
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
 

@@ -19,7 +19,18 @@ MAX_CHOICES = 128
 """The largest `n` (OpenAI's limit)."""
 
 SAMPLERS = (
-    *("penalties", "dry", "no_repeat_ngram", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc"),
+    *(
+        "penalties",
+        "dry",
+        "no_repeat_ngram",
+        "temperature",
+        "top_n_sigma",
+        "min_p",
+        "top_k",
+        "typ_p",
+        "top_p",
+        "xtc",
+    ),
 )
 """The samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
 
@@ -30,7 +41,13 @@ SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's for DRY."""
 
 
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "spaces_between_special_tokens")
+FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "detokenize",
+    "spaces_between_special_tokens",
+)
 
 MOST_PENALTY = 10
 """Of a length: to its power even a million tokens are a number."""
@@ -79,13 +96,17 @@ class StructuredOutputsParams:
             if not isinstance(value := getattr(self, name), (str, type(None))):
                 raise refuse(f"{name} must be a text, got {value!r}", name)
         choice = self.choice
-        if choice is not None and not (isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)):
+        if choice is not None and not (
+            isinstance(choice, tuple) and choice and all(isinstance(c, str) and c for c in choice)
+        ):
             raise refuse(f"choice must be a list of non-empty texts, got {choice!r}", "choice")
         given = [n for n in ("json", "regex", "choice", "grammar") if getattr(self, n) is not None]
         given += ["json_object"] * bool(self.json_object)
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            message = f"give exactly one of json, regex, choice, grammar and json_object, got {found}"
+            message = (
+                f"give exactly one of json, regex, choice, grammar and json_object, got {found}"
+            )
             raise RequestError(message, field="structured_outputs")
         for name in ("json_object", "disable_any_whitespace"):
             if not _flag(getattr(self, name)):
@@ -178,10 +199,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # As in other libraries, stop may be a string or a list, and -1 means no top_k.
         if not isinstance(self.stop, (str, list, tuple, type(None))):
-            raise RequestError(f"stop must be a string or a list of strings, got {self.stop!r}", field="stop")
+            raise RequestError(
+                f"stop must be a string or a list of strings, got {self.stop!r}", field="stop"
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids or ()))
+        object.__setattr__(
+            self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids or ())
+        )
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias or {}))
         for name in ("bad_words", "bad_words_token_ids"):
@@ -189,11 +214,16 @@ class SamplingParams:
         words = tuple(_items("bad_words_token_ids", word) for word in self.bad_words_token_ids)
         object.__setattr__(self, "bad_words_token_ids", words)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids))
+            object.__setattr__(
+                self, "allowed_token_ids", _items("allowed_token_ids", self.allowed_token_ids)
+            )
         for name in ("dry_sequence_breakers", "dry_breaker_token_ids", "logits_processors"):
             object.__setattr__(self, name, _items(name, getattr(self, name) or ()))
         if self.samplers is not None:
-            names = ("typ_p" if name == "typical_p" else name for name in _items("samplers", self.samplers))
+            names = (
+                "typ_p" if name == "typical_p" else name
+                for name in _items("samplers", self.samplers)
+            )
             object.__setattr__(self, "samplers", tuple(names))
         self._check()
         self._check_samplers()
@@ -238,7 +268,11 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def _require(self, ok: bool, name: str, need: str) -> None:
         if not ok:
@@ -247,13 +281,25 @@ class SamplingParams:
     def _check(self) -> None:
         require = self._require
         finite, whole = _finite, _whole
-        require(whole(self.n) and 1 <= self.n <= MAX_CHOICES, "n", f"a whole number from 1 to {MAX_CHOICES}")
-        require(finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "between 0 and 100")
+        require(
+            whole(self.n) and 1 <= self.n <= MAX_CHOICES,
+            "n",
+            f"a whole number from 1 to {MAX_CHOICES}",
+        )
+        require(
+            finite(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            "between 0 and 100",
+        )
         fits = whole(self.top_k) and 0 <= self.top_k < 2**31
         require(fits, "top_k", "a whole number from 1 to 2147483647, or 0 or -1 for no limit")
         require(finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         require(finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        require(finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "above 0")
+        require(
+            finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "above 0",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             require(finite(value) and -2 <= value <= 2, name, "between -2 and 2")
@@ -263,13 +309,29 @@ class SamplingParams:
             "a map of token ids to finite numbers",
         )
         seed, most, kept = self.seed, self.max_tokens, self.truncate_prompt_tokens
-        require(seed is None or (whole(seed) and -(2**63) <= seed < 2**63), "seed", "a 64-bit whole number")
+        require(
+            seed is None or (whole(seed) and -(2**63) <= seed < 2**63),
+            "seed",
+            "a 64-bit whole number",
+        )
         require(most is None or (whole(most) and most >= 1), "max_tokens", "a whole number ≥ 1")
         require(whole(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a whole number ≥ 0")
-        require(most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})")
-        require(all(isinstance(s, str) and s for s in self.stop), "stop", "made of non-empty strings")
-        require(all(whole(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "made of token ids")
-        require(all(isinstance(w, str) and w.strip() for w in self.bad_words), "bad_words", "made of words")
+        require(
+            most is None or self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})"
+        )
+        require(
+            all(isinstance(s, str) and s for s in self.stop), "stop", "made of non-empty strings"
+        )
+        require(
+            all(whole(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids",
+            "made of token ids",
+        )
+        require(
+            all(isinstance(w, str) and w.strip() for w in self.bad_words),
+            "bad_words",
+            "made of words",
+        )
         fits = all(w and all(whole(t) and t >= 0 for t in w) for w in self.bad_words_token_ids)
         require(fits, "bad_words_token_ids", "lists of token ids")
         allowed = self.allowed_token_ids
@@ -277,19 +339,28 @@ class SamplingParams:
         require(fits, "allowed_token_ids", "None, or at least one token id")
         fits = kept is None or (whole(kept) and (kept == -1 or kept >= 1))
         require(fits, "truncate_prompt_tokens", "−1 or a whole number ≥ 1")
-        fits = self.best_of is None or (whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES)
+        fits = self.best_of is None or (
+            whole(self.best_of) and self.n <= self.best_of <= MAX_CHOICES
+        )
         require(fits, "best_of", f"a whole number from n ({self.n}) to {MAX_CHOICES}")
         if self.stop and not self.detokenize:
             message = "stop strings are looked for in the text; leave detokenize on, or use stop_token_ids"
             raise RequestError(message, field="stop")
         form = self.structured_outputs
-        require(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", "a StructuredOutputsParams")
+        require(
+            form is None or isinstance(form, StructuredOutputsParams),
+            "structured_outputs",
+            "a StructuredOutputsParams",
+        )
         for name in FLAGS:
             require(_flag(getattr(self, name)), name, "True or False")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            require(value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS), name, f"from 0 to {MAX_LOGPROBS}")
-
+            require(
+                value is None or (whole(value) and 0 <= value <= MAX_LOGPROBS),
+                name,
+                f"from 0 to {MAX_LOGPROBS}",
+            )
 
     def _check_samplers(self) -> None:
         require = self._require
@@ -302,32 +373,68 @@ class SamplingParams:
             value = getattr(self, name)
             require(_finite(value) and low < value <= high, name, need)
         for name in ("xtc_probability", "xtc_threshold"):
-            require(_finite(value := getattr(self, name)) and 0 <= value <= 1, name, "between 0 and 1")
+            require(
+                _finite(value := getattr(self, name)) and 0 <= value <= 1, name, "between 0 and 1"
+            )
         require(_finite(self.top_n_sigma), "top_n_sigma", "a number; 0 or less is off")
-        require(_finite(self.dry_multiplier) and 0 <= self.dry_multiplier <= 100, "dry_multiplier", "between 0 and 100")
-        for name, least in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1), ("no_repeat_ngram_size", 0)):
-            require(_whole(value := getattr(self, name)) and least <= value < 2**31, name, f"a whole number ≥ {least}")
+        require(
+            _finite(self.dry_multiplier) and 0 <= self.dry_multiplier <= 100,
+            "dry_multiplier",
+            "between 0 and 100",
+        )
+        for name, least in (
+            ("dry_allowed_length", 1),
+            ("dry_penalty_last_n", -1),
+            ("no_repeat_ngram_size", 0),
+        ):
+            require(
+                _whole(value := getattr(self, name)) and least <= value < 2**31,
+                name,
+                f"a whole number ≥ {least}",
+            )
         ids = self.dry_breaker_token_ids
-        require(all(isinstance(b, str) and b for b in self.dry_sequence_breakers), "dry_sequence_breakers", "made of texts")
-        require(all(_whole(t) and t >= 0 for t in ids), "dry_breaker_token_ids", "made of token ids")
-        require(_whole(self.mirostat_mode) and self.mirostat_mode in (0, 2), "mirostat_mode", "0 (off) or 2")
-        known, given = self.samplers is None or set(self.samplers) <= set(SAMPLERS), self.samplers or ()
+        require(
+            all(isinstance(b, str) and b for b in self.dry_sequence_breakers),
+            "dry_sequence_breakers",
+            "made of texts",
+        )
+        require(
+            all(_whole(t) and t >= 0 for t in ids), "dry_breaker_token_ids", "made of token ids"
+        )
+        require(
+            _whole(self.mirostat_mode) and self.mirostat_mode in (0, 2),
+            "mirostat_mode",
+            "0 (off) or 2",
+        )
+        known, given = (
+            self.samplers is None or set(self.samplers) <= set(SAMPLERS),
+            self.samplers or (),
+        )
         require(known, "samplers", f"made of {', '.join(SAMPLERS)}")
         require(len(set(given)) == len(given), "samplers", "without one named twice")
         fits = all((isinstance(f, str) and ":" in f) or callable(f) for f in self.logits_processors)
         require(fits, "logits_processors", 'made of functions or their names, "module:function"')
         if self.mirostat_mode and (cuts := [name for name in TRUNCATING if self.takes(name)]):
             name = {"typ_p": "typical_p", "xtc": "xtc_probability"}.get(cuts[0], cuts[0])
-            message = f"mirostat_mode=2 chooses by itself how many tokens may be drawn; leave {name} out"
+            message = (
+                f"mirostat_mode=2 chooses by itself how many tokens may be drawn; leave {name} out"
+            )
             raise RequestError(message, field="mirostat_mode")
-        for name, on in (("mirostat_mode", self.mirostat_mode), ("xtc_probability", self.takes("xtc"))):
+        for name, on in (
+            ("mirostat_mode", self.mirostat_mode),
+            ("xtc_probability", self.takes("xtc")),
+        ):
             if on and self.temperature == 0:
-                raise RequestError(f"{name} is for draws, and temperature=0 takes the likeliest token", field=name)
+                raise RequestError(
+                    f"{name} is for draws, and temperature=0 takes the likeliest token", field=name
+                )
 
 
 def _finite(value: object) -> bool:
     try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:  # a whole number that no float can hold
         return False
 
@@ -349,7 +456,9 @@ def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
         message = f"logit_bias must be a map of token ids to finite numbers, got {given!r}"
         raise RequestError(message, field="logit_bias") from None
     if len(made) < len(given):
-        raise RequestError(f"logit_bias names a token twice: {sorted(map(str, given))}", field="logit_bias")
+        raise RequestError(
+            f"logit_bias names a token twice: {sorted(map(str, given))}", field="logit_bias"
+        )
     return made
 
 
@@ -381,11 +490,20 @@ class BeamSearchParams:
         for name in ("beam_width", "max_tokens", "num_beam_groups"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(f"{name} must be a whole number above 0, got {value!r}", field=name)
+                raise RequestError(
+                    f"{name} must be a whole number above 0, got {value!r}", field=name
+                )
         if self.beam_width >= MAX_LOGPROBS:
-            raise RequestError(f"beam_width must be below {MAX_LOGPROBS}, got {self.beam_width}", field="beam_width")
+            raise RequestError(
+                f"beam_width must be below {MAX_LOGPROBS}, got {self.beam_width}",
+                field="beam_width",
+            )
         penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not abs(penalty) <= MOST_PENALTY:
+        if (
+            not isinstance(penalty, int | float)
+            or isinstance(penalty, bool)
+            or not abs(penalty) <= MOST_PENALTY
+        ):
             raise RequestError(
                 f"length_penalty must be a number from -{MOST_PENALTY} to {MOST_PENALTY}, got {penalty!r}",
                 field="length_penalty",
@@ -400,8 +518,11 @@ class BeamSearchParams:
             message = "num_beam_groups above 1 and a diversity_penalty above 0 go together"
             raise RequestError(message, field="diversity_penalty")
         if not _flag(self.ignore_eos):
-            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}", field="ignore_eos")
+            raise RequestError(
+                f"ignore_eos must be True or False, got {self.ignore_eos!r}", field="ignore_eos"
+            )
         if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise RequestError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}', field="early_stopping"
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}',
+                field="early_stopping",
             )

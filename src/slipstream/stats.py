@@ -37,7 +37,9 @@ class TierStats:
     host_limit_bytes: int = 0
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
-    disk_is_written: bool = False  # False: another server writes to the folder, and this one only reads
+    disk_is_written: bool = (
+        False  # False: another server writes to the folder, and this one only reads
+    )
     stored_blocks: int = 0
     stored_bytes: int = 0
     dropped_blocks: int = 0  # that could not be stored: no room, or the disk refused
@@ -66,12 +68,16 @@ class SchedulerStats:
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # of them found
     num_preemptions: int = 0
-    kv_allocated_tokens: int = 0  # that the blocks in use have room for, each in the layers of its group
+    kv_allocated_tokens: int = (
+        0  # that the blocks in use have room for, each in the layers of its group
+    )
     kv_wasted_tokens: int = 0  # of them allocated and not written
     spec_num_drafts: int = 0  # runs of guessed tokens that steps verified
     spec_draft_tokens: int = 0  # the tokens in them
     spec_accepted_tokens: int = 0  # those that were right
-    spec_accepted_by_position: tuple[int, ...] = ()  # how often the first of a run was, the second, …
+    spec_accepted_by_position: tuple[
+        int, ...
+    ] = ()  # how often the first of a run was, the second, …
     forced_tokens: int = 0  # that grammars forced, and for which nothing was sampled
     tiers: TierStats | None = None  # None: the device's cache has none below it
 
@@ -81,7 +87,9 @@ class EngineStats(SchedulerStats):
     """The scheduler's figures and the engine's own. `_s` are seconds. `expert_load` is there if it was asked for."""
 
     num_steps: int = 0
-    step_seconds_total: float = 0.0  # of the steps: from the launch, or the end of the step before, to the result
+    step_seconds_total: float = (
+        0.0  # of the steps: from the launch, or the end of the step before, to the result
+    )
     last_step_age_s: float = 0.0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
@@ -105,7 +113,11 @@ class CanaryResult:
     num_tokens: int
 
     def describe(self) -> str:
-        verdict = "sings as it should" if self.ok else "is dead: the model gives something else here than where it was made"
+        verdict = (
+            "sings as it should"
+            if self.ok
+            else "is dead: the model gives something else here than where it was made"
+        )
         return (
             f"the checkpoint's canary {verdict} (mean KL {self.kl_mean:.4g} nats, {self.limit:g} at most; the same likeliest "
             f"token at {self.top1_agreement:.0%} of {self.num_tokens})"

@@ -76,7 +76,9 @@ class LoRARequest:
         if not isinstance(self.name, str) or not self.name:
             raise AdapterError(f"the name of an adapter is a text, got {self.name!r}", field="name")
         if not isinstance(self.id, int) or isinstance(self.id, bool) or not 0 < self.id < 2**31:
-            raise AdapterError(f"the id of an adapter is a whole number above 0, got {self.id!r}", field="id")
+            raise AdapterError(
+                f"the id of an adapter is a whole number above 0, got {self.id!r}", field="id"
+            )
         object.__setattr__(self, "path", str(self.path))
 
     @property
@@ -147,12 +149,20 @@ class EngineRequest:
     fork_of: str | None = None
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
-    encoder_token_ids: tuple[int, ...] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
+    encoder_token_ids: tuple[
+        int, ...
+    ] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
     lora: LoRARequest | None = None
-    share: Share | None = None  # whose it is; None: nobody's in particular, who is one more owner of weight 1
-    answer_token_ids: tuple[int, ...] = ()  # of an answer that began elsewhere: it goes on behind them
+    share: Share | None = (
+        None  # whose it is; None: nobody's in particular, who is one more owner of weight 1
+    )
+    answer_token_ids: tuple[
+        int, ...
+    ] = ()  # of an answer that began elsewhere: it goes on behind them
     images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
-    beam_of: str | None = None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
+    beam_of: str | None = (
+        None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
+    )
 
     @property
     def parent(self) -> str | None:
@@ -361,14 +371,18 @@ class SampledLogprobs:
 
     request_ids: tuple[str, ...]  # [N]
     token_ids: tuple[int, ...]  # [N]: what was sampled there
-    counts: tuple[int, ...]  # [N]: how many of the likeliest tokens the request asked for, K at most
+    counts: tuple[
+        int, ...
+    ]  # [N]: how many of the likeliest tokens the request asked for, K at most
     logprobs: bytes  # float32 [N]
     ranks: bytes  # int64 [N]
     top_ids: bytes  # int64 [N, K], the best first
     top_logprobs: bytes  # float32 [N, K]
 
 
-def as_logprobs(tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]) -> list[TokenLogprobs]:
+def as_logprobs(
+    tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
+) -> list[TokenLogprobs]:
     """Of tensors or arrays on the host, as `best_logprobs` has them. Row i has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
@@ -418,7 +432,9 @@ class RequestFailure:
     error: str
 
 
-Extra: TypeAlias = SampledLogprobs | PromptLogprobs | PooledVector | TextVectors | SamplerState | RequestFailure
+Extra: TypeAlias = (
+    SampledLogprobs | PromptLogprobs | PooledVector | TextVectors | SamplerState | RequestFailure
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,13 @@ from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
 
 URL = "--url=http://127.0.0.1:1"
-DUMMY = ["--load-format=dummy", "--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=8MiB"]
+DUMMY = [
+    "--load-format=dummy",
+    "--device=cpu",
+    "--dtype=float32",
+    "--num-threads=1",
+    "--kv-cache-bytes=8MiB",
+]
 SHORT = ["--num-requests=6", "--input-len=20", "--output-len=9"]
 
 
@@ -37,7 +43,15 @@ def check_document(found, kind):
 
 
 def test_latency(config_only, capsys):
-    words = ["latency", config_only, "--batch-sizes=1,3", "--input-len=8", "--output-len=6", "--repeat=2", *DUMMY]
+    words = [
+        "latency",
+        config_only,
+        "--batch-sizes=1,3",
+        "--input-len=8",
+        "--output-len=6",
+        "--repeat=2",
+        *DUMMY,
+    ]
     found = result(capsys, *words)
     check_document(found, "latency")
     assert [row["batch_size"] for row in found["results"]] == [1, 3]
@@ -48,17 +62,29 @@ def test_latency(config_only, capsys):
 
 @pytest.mark.parametrize("policy", ["inflight", "dynamic", "static"])
 def test_throughput_of_each_policy(config_only, capsys, policy):
-    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, f"--scheduling-policy={policy}", "--repeat=2")
+    found = result(
+        capsys,
+        "throughput",
+        config_only,
+        *SHORT,
+        *DUMMY,
+        f"--scheduling-policy={policy}",
+        "--repeat=2",
+    )
     check_document(found, "throughput")
     assert found["engine"]["config"]["scheduling"]["policy"] == policy
     assert found["engine"]["config"]["cache"]["enable_prefix_caching"] is False
     assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (120, 54)
     assert found["results"]["cached_tokens"] == 0
-    assert found["results"]["output_throughput"] == min(found["output_throughput_of_each_run"])  # of two, the lower
+    assert found["results"]["output_throughput"] == min(
+        found["output_throughput_of_each_run"]
+    )  # of two, the lower
 
 
 def test_throughput_random_and_lengths(config_only, capsys, tmp_path):
-    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, "--workload=random", "--range-ratio=0.2")
+    found = result(
+        capsys, "throughput", config_only, *SHORT, *DUMMY, "--workload=random", "--range-ratio=0.2"
+    )
     assert found["workload"]["input_range"] == [4, 20]
     path = tmp_path / "lengths.json"
     path.write_text('{"lengths": [[3, 4], [5, 6]]}')
@@ -70,14 +96,22 @@ def test_throughput_random_and_lengths(config_only, capsys, tmp_path):
 def test_shared_prefix_is_shared(config_only, capsys):
     words = ["--workload=shared-prefix", "--prefix-len=64", "--warmup=2", "--max-num-seqs=1"]
     found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words)
-    assert found["results"]["cached_tokens"] == 5 * 64  # all but the first, and nothing of the warm-up
-    found = result(capsys, "throughput", config_only, *SHORT, *DUMMY, *words, "--no-enable-prefix-caching")
+    assert (
+        found["results"]["cached_tokens"] == 5 * 64
+    )  # all but the first, and nothing of the warm-up
+    found = result(
+        capsys, "throughput", config_only, *SHORT, *DUMMY, *words, "--no-enable-prefix-caching"
+    )
     assert found["results"]["cached_tokens"] == 0
 
 
 def test_runs_do_not_profit_from_earlier_ones(config_only):
     args = EngineArgs(
-        model=str(config_only), load_format="dummy", device="cpu", skip_tokenizer_init=True, num_threads=1
+        model=str(config_only),
+        load_format="dummy",
+        device="cpu",
+        skip_tokenizer_init=True,
+        num_threads=1,
     )
     engine = OfflineSlipstream(args)
     workload = fixed(3, 40, 2, vocab_size=200)
@@ -103,7 +137,9 @@ def test_throughput_transformers(config_only, capsys):
 
 def test_transformers_batches_compute_what_single_requests_do(tiny_model, monkeypatch):
     """Left padding and the mask are right: in a batch of uneven prompts each gets the tokens it gets alone."""
-    engine = OfflineTransformers(tiny_model, batch_size=3, dtype="float32", device="cpu", num_threads=1, dummy=False)
+    engine = OfflineTransformers(
+        tiny_model, batch_size=3, dtype="float32", device="cpu", num_threads=1, dummy=False
+    )
     made = []
     generate = engine.model.generate
 
@@ -113,7 +149,8 @@ def test_transformers_batches_compute_what_single_requests_do(tiny_model, monkey
 
     monkeypatch.setattr(engine.model, "generate", spy)
     requests = [
-        BenchRequest(prompt_token_ids=tuple(range(5, 5 + n)), output_tokens=m) for n, m in ((3, 6), (20, 9), (9, 4))
+        BenchRequest(prompt_token_ids=tuple(range(5, 5 + n)), output_tokens=m)
+        for n, m in ((3, 6), (20, 9), (9, 4))
     ]
     records = engine.run(requests)
     (together,) = made
@@ -140,12 +177,18 @@ def test_serve_in_process(config_only, capsys, tmp_path):
 def test_serve_a_url(capsys):
     engine = FakeEngine()
     with serving(engine, served_model_names=("tiny",)) as server:
-        found = result(capsys, "serve", "--url", server.url, "--vocab-size=200", "--arrivals=closed:2", *SHORT)
+        found = result(
+            capsys, "serve", "--url", server.url, "--vocab-size=200", "--arrivals=closed:2", *SHORT
+        )
         assert (found["engine"]["model"], found["arrivals"]["concurrency"]) == ("tiny", 2)
         assert (found["results"]["input_tokens"], found["results"]["output_tokens"]) == (120, 54)
         assert found["results"]["num_failed"] == 0
-        measured = [sampling for prompt, sampling, _ in engine.seen if len(prompt["prompt_token_ids"]) == 20]
-        assert [(s.max_tokens, s.ignore_eos, s.temperature) for s in measured[-6:]] == [(9, True, 0.0)] * 6
+        measured = [
+            sampling for prompt, sampling, _ in engine.seen if len(prompt["prompt_token_ids"]) == 20
+        ]
+        assert [(s.max_tokens, s.ignore_eos, s.temperature) for s in measured[-6:]] == [
+            (9, True, 0.0)
+        ] * 6
         words = ["--url", server.url, "--vocab-size=200", "--served-model-name=other"]
         told = result(capsys, "serve", *words, *SHORT, code=2)
         assert "404" in told["error"]["message"]
@@ -168,8 +211,19 @@ def test_one_that_does_not_say(capsys, monkeypatch):
 
 def test_serve_compares_two_servers_in_turn(capsys):
     first, second = FakeEngine(), FakeEngine()
-    with serving(first, served_model_names=("a",)) as one, serving(second, served_model_names=("b",)) as two:
-        words = ["--url", one.url, "--compare", two.url, "--compare-model=b", "--clients=2", "--concurrency=3"]
+    with (
+        serving(first, served_model_names=("a",)) as one,
+        serving(second, served_model_names=("b",)) as two,
+    ):
+        words = [
+            "--url",
+            one.url,
+            "--compare",
+            two.url,
+            "--compare-model=b",
+            "--clients=2",
+            "--concurrency=3",
+        ]
         words += ["--vocab-size=200", "--rounds=3", "--warmup=1", *SHORT]
         found = result(capsys, "serve", *words)
         assert main(["bench", "serve", *words]) == 0
@@ -178,10 +232,16 @@ def test_serve_compares_two_servers_in_turn(capsys):
     for part in (found, found["compared"]):
         assert part["clients"]["num_clients"] == 2
         assert len(part["output_throughput_of_each_round"]) == 3
-        assert part["results"]["output_throughput"] == sorted(part["output_throughput_of_each_round"])[1]
+        assert (
+            part["results"]["output_throughput"]
+            == sorted(part["output_throughput_of_each_round"])[1]
+        )
     assert "first / second" in table
     # The warm-up and six requests a round, with other prompts in each round, and the same for both.
-    prompts = [[tuple(prompt["prompt_token_ids"]) for prompt, _, _ in engine.seen] for engine in (first, second)]
+    prompts = [
+        [tuple(prompt["prompt_token_ids"]) for prompt, _, _ in engine.seen]
+        for engine in (first, second)
+    ]
     assert len(prompts[0]) == 2 * 3 * 7
     assert len(set(prompts[0])) == 3 * 7
     assert set(prompts[0]) == set(prompts[1])
@@ -189,7 +249,14 @@ def test_serve_compares_two_servers_in_turn(capsys):
 
 def test_serve_finds_a_rate(capsys):
     with serving(FakeEngine(), served_model_names=("tiny",)) as server:
-        words = ["--url", server.url, "--vocab-size=200", "--request-rate=100", "--find-rate-runs=3", *SHORT]
+        words = [
+            "--url",
+            server.url,
+            "--vocab-size=200",
+            "--request-rate=100",
+            "--find-rate-runs=3",
+            *SHORT,
+        ]
         found = result(capsys, "serve", *words, "--find-rate=ttft_p99=60")
         (search,) = found["results"]
         assert found["benchmark"] == "find-rate"
@@ -211,7 +278,20 @@ def test_tables(config_only, capsys):
     out = capsys.readouterr().out
     for part in ("TTFT, ms", "output throughput", "total throughput", "p99", *DEFINITIONS.values()):
         assert part in out
-    assert main(["bench", "latency", str(config_only), "--batch-sizes=1", "--output-len=3", "--repeat=1", *DUMMY]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "latency",
+                str(config_only),
+                "--batch-sizes=1",
+                "--output-len=3",
+                "--repeat=1",
+                *DUMMY,
+            ]
+        )
+        == 0
+    )
     assert "decode, ms/token" in capsys.readouterr().out
 
 
@@ -225,7 +305,10 @@ def test_tables(config_only, capsys):
         (["throughput", "M", "--workload=random", "--range-ratio=0"], "range_ratio"),
         (["throughput", "M", "--warmup=-1"], "warmup"),
         (["throughput", "M", "--engine=transformers"], "dtype"),
-        (["throughput", "M", "--engine=transformers", "--dtype=float32", "--load-format=gguf"], "load_format"),
+        (
+            ["throughput", "M", "--engine=transformers", "--dtype=float32", "--load-format=gguf"],
+            "load_format",
+        ),
         (["throughput", "M", "--engine=llamacpp"], "engine"),  # its package is not there
         (["throughput", "M", "--engine=openvino"], "engine"),
         (["throughput", "M", "--engine=onnxruntime"], "engine"),
@@ -252,8 +335,14 @@ def test_refuses(config_only, capsys, words, field):
         (["throughput", "M", "--range-ratio=0.5"], "--workload random"),
         (["throughput", "M", "--prefix-len=400", "--workload=random"], "--workload shared-prefix"),
         (["throughput", "M", "--lengths-file=x"], "--workload lengths"),
-        (["throughput", "M", "--input-len=128", "--workload=sharegpt"], "the workloads fixed, random, shared-prefix"),
-        (["serve", "M", "--output-len=128", "--workload=lengths"], "the workloads fixed, random, shared-prefix"),
+        (
+            ["throughput", "M", "--input-len=128", "--workload=sharegpt"],
+            "the workloads fixed, random, shared-prefix",
+        ),
+        (
+            ["serve", "M", "--output-len=128", "--workload=lengths"],
+            "the workloads fixed, random, shared-prefix",
+        ),
         (["throughput", "M", "--max-num-seqs=4", "--engine=transformers"], "--engine slipstream"),
         (["throughput", "M", "--kernels=cpu", "--engine=transformers"], "--engine slipstream"),
         (["throughput", "M", "--dtype=bfloat16", "--engine=llamacpp"], "--engine slipstream"),
@@ -263,7 +352,10 @@ def test_refuses(config_only, capsys, words, field):
         (["serve", "M", "--max-num-seqs=4", URL], "an engine started here"),
         (["serve", "M", "--no-enable-prefix-caching", URL], "an engine started here"),
         (["serve", "--download-dir=x", "--vocab-size=9", URL], "an engine started here"),
-        (["serve", "M", "--vocab-size=9", "--workload=sharegpt", URL], "workloads of random token ids"),
+        (
+            ["serve", "M", "--vocab-size=9", "--workload=sharegpt", URL],
+            "workloads of random token ids",
+        ),
         (["serve", "M", "--served-model-name=x"], "--url"),
         (["serve", "M", "--api-key=x"], "--url"),
         (["serve", "M", "--no-ignore-eos"], "--url"),
@@ -271,7 +363,10 @@ def test_refuses(config_only, capsys, words, field):
         (["serve", "M", "--compare=http://x"], "--url"),
         (["serve", "--compare-model=x", "--vocab-size=9", URL], "--compare"),
         (["serve", "M", "--find-rate-runs=3"], "--find-rate"),
-        (["serve", "M", "--rounds=3", "--find-rate=ttft_p99=1", "--request-rate=1"], "runs without --find-rate"),
+        (
+            ["serve", "M", "--rounds=3", "--find-rate=ttft_p99=1", "--request-rate=1"],
+            "runs without --find-rate",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(config_only, capsys, words, owner):
@@ -287,15 +382,30 @@ def test_output_that_cannot_be_written(config_only, capsys):
     assert result(capsys, *words, code=2)["error"]["field"] == "output"
 
 
-@pytest.mark.parametrize("name", [".", "/proc/self/x.json"])  # where root may write, too, as to the permissions
-def test_an_output_is_tried_before_anything_is_measured(config_only, tmp_path, capsys, monkeypatch, name):
-    monkeypatch.setattr("slipstream.bench.adapters.slipstream.OfflineSlipstream", lambda *_, **__: pytest.fail("it has begun"))
+@pytest.mark.parametrize(
+    "name", [".", "/proc/self/x.json"]
+)  # where root may write, too, as to the permissions
+def test_an_output_is_tried_before_anything_is_measured(
+    config_only, tmp_path, capsys, monkeypatch, name
+):
+    monkeypatch.setattr(
+        "slipstream.bench.adapters.slipstream.OfflineSlipstream",
+        lambda *_, **__: pytest.fail("it has begun"),
+    )
     words = ["latency", config_only, *DUMMY, f"--output={tmp_path / name}"]
     assert result(capsys, *words, code=2)["error"]["field"] == "output"
 
 
 def test_what_was_measured_is_shown_though_the_disk_is_full(config_only, capsys):
-    words = ["latency", config_only, "--batch-sizes=1", "--output-len=3", "--repeat=1", *DUMMY, "--output=/dev/full"]
+    words = [
+        "latency",
+        config_only,
+        "--batch-sizes=1",
+        "--output-len=3",
+        "--repeat=1",
+        *DUMMY,
+        "--output=/dev/full",
+    ]
     assert main(["bench", *map(str, words)]) == 2
     out, err = capsys.readouterr()
     assert "ms/token" in out
@@ -305,7 +415,13 @@ def test_what_was_measured_is_shown_though_the_disk_is_full(config_only, capsys)
 def test_batch_size_of_transformers(tiny_model):
     with pytest.raises(ConfigError, match="batch_size"):
         make_engine(
-            EngineSetup(engine="transformers", model="tiny", path=tiny_model, batch_size=0, settings={"dtype": "float32"})
+            EngineSetup(
+                engine="transformers",
+                model="tiny",
+                path=tiny_model,
+                batch_size=0,
+                settings={"dtype": "float32"},
+            )
         )
 
 
@@ -319,10 +435,17 @@ def test_roofline(config_only, capsys, monkeypatch):
     ceilings = found["results"]["ceilings"]
     assert set(ceilings) == {"read", "int6", "int8", "bfloat16", "float32"}
     assert min(ceilings.values()) > 0
-    assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {"linear", "attention", "norm"}
+    assert {o["operator"].split()[0] for o in found["results"]["steps"][0]["operators"]} >= {
+        "linear",
+        "attention",
+        "norm",
+    }
     assert main(["bench", *map(str, words)]) == 0
     out = capsys.readouterr().out
     for shown in ("bound by", "decode 2, 8 tokens each: ", "prefill 8 tokens: "):
         assert shown in out
-    assert main(["bench", "roofline", str(config_only), "--prompt=8", *DUMMY[:1], "--kernels=torch"]) != 0
+    assert (
+        main(["bench", "roofline", str(config_only), "--prompt=8", *DUMMY[:1], "--kernels=torch"])
+        != 0
+    )
     assert "kernels" in capsys.readouterr().err

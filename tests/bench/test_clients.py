@@ -29,7 +29,11 @@ class Server:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                (length,) = (int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.startswith(b"content-length"))
+                (length,) = (
+                    int(x.split(b":")[1])
+                    for x in head.split(b"\r\n")
+                    if x.startswith(b"content-length")
+                )
                 await self.answer(json.loads(await reader.readexactly(length)), writer)
         writer.close()
 
@@ -44,10 +48,18 @@ class Server:
         self.most = max(self.most, self.in_flight)
         await asyncio.sleep(self.hold_s)
         events = [{"choices": [{"text": "x"}]}] * body["max_tokens"]
-        events.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": body["max_tokens"]}})
-        data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+        events.append(
+            {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": body["max_tokens"]}}
+        )
+        data = (
+            b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+            + b"data: [DONE]\n\n"
+        )
         self.in_flight -= 1
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+            % (len(data), data)
+        )
 
 
 @contextlib.asynccontextmanager
@@ -72,8 +84,13 @@ async def test_each_request_is_sent_once_and_its_record_is_at_its_place():
             server.order.clear()
             records, load = await clients.run(endpoint, requests(20), arrivals, on_done=seen.append)
             assert sorted(server.order) == list(range(20))
-            assert [r.output_tokens for r in records if r.ok] == [1 + i % 3 for i in range(20) if i != 4]
-            assert (records[4].refused, records[4].error) == (True, "EngineOverloadedError: HTTP 429: full")
+            assert [r.output_tokens for r in records if r.ok] == [
+                1 + i % 3 for i in range(20) if i != 4
+            ]
+            assert (records[4].refused, records[4].error) == (
+                True,
+                "EngineOverloadedError: HTTP 429: full",
+            )
             assert [r.ok for r in records].count(False) == 1
             assert load.num_clients == 3
             assert load.cpu > 0
@@ -88,7 +105,9 @@ async def test_the_users_of_a_closed_loop_take_turns_across_clients():
         assert server.most <= 5
         assert server.num_connections <= 5  # they stay open
         assert sorted(server.order) == list(range(30))
-        assert all(number <= place + 4 for place, number in enumerate(server.order))  # those before it are on their way
+        assert all(
+            number <= place + 4 for place, number in enumerate(server.order)
+        )  # those before it are on their way
         server.most = 0
         await clients.run(endpoint, requests(3), ClosedLoop(concurrency=1))
         assert server.most == 1

@@ -47,7 +47,9 @@ def rows(count, *, factor=1.0, repeats=2):
         row |= {"input_len": n_in, "output_len": 64, "batch_size": size, "repeat": repeat}
         found.append(row)
         if len(found) % 50 == 0:
-            row["error"] = "timeout: the case took more than 600 s </script><script>alert(1)</script>"
+            row["error"] = (
+                "timeout: the case took more than 600 s </script><script>alert(1)</script>"
+            )
             continue
         tpot = (0.004 + 0.0003 * size + n_in * 1e-6) / factor * rng.uniform(0.97, 1.03)
         wall = tpot * 70
@@ -61,7 +63,10 @@ def rows(count, *, factor=1.0, repeats=2):
             for field, value in (("tpot_s", tpot), ("ttft_s", 5 * tpot))
             for q in ("mean", "p50", "p90", "p99")
         }
-        row |= {"j_per_output_token": row["power_w"] / row["output_throughput"], "flops_per_byte": 2.0 * size}
+        row |= {
+            "j_per_output_token": row["power_w"] / row["output_throughput"],
+            "flops_per_byte": 2.0 * size,
+        }
         row |= {"step_flops": 1e8 * size, "achieved_flops_per_s": 1e8 * size / tpot}
     return found
 
@@ -122,8 +127,12 @@ def test_a_small_sweep_of_which_a_model_failed_is_readable(browser, tmp_path):
             row["error"] = "no such model"
     opened(browser, tmp_path, [SweepRun(name="small", rows=some, meta=META)], 390)
     dots = "[...document.querySelectorAll('#chart circle')].map((dot) => dot.getBoundingClientRect().x)"
-    left, right, width = browser.run(f"const x = {dots}; return [Math.min(...x), Math.max(...x), innerWidth]")
-    assert right - left > 0.4 * width  # the axes end where the measurements do, not at powers of ten
+    left, right, width = browser.run(
+        f"const x = {dots}; return [Math.min(...x), Math.max(...x), innerWidth]"
+    )
+    assert (
+        right - left > 0.4 * width
+    )  # the axes end where the measurements do, not at powers of ten
     choose(browser, "compare")
     assert "no case in common" not in browser.run("return document.body.innerText")
     assert browser.run("return document.querySelector('#controls select').value") == "scheme"
@@ -144,7 +153,10 @@ def test_filters_take_out_what_they_say(browser, tmp_path):
     labels = browser.run("return [...new Set(chosenCells().map((cell) => cell.label))]")
     assert labels == ["slipstream"]
     assert 0 < browser.run("return chosenCells().length") < before
-    assert browser.run("return document.querySelector(\"button[data-value='llamacpp']\").ariaPressed") == "false"
+    assert (
+        browser.run("return document.querySelector(\"button[data-value='llamacpp']\").ariaPressed")
+        == "false"
+    )
     assert browser.errors() == []
 
 
@@ -152,18 +164,27 @@ def test_intervals_are_students(browser, tmp_path):
     given = rows(300, repeats=5)
     opened(browser, tmp_path, [SweepRun(name="one", rows=given, meta=META)])
     first = [r["output_throughput"] for r in given[:5]]
-    mean, half = browser.run("const c = allCells[0]; return [c.output_throughput, c['output_throughput±']]")
+    mean, half = browser.run(
+        "const c = allCells[0]; return [c.output_throughput, c['output_throughput±']]"
+    )
     assert mean == pytest.approx(statistics.mean(first), rel=1e-4)
     assert half == pytest.approx(2.776 * statistics.stdev(first) / math.sqrt(5), rel=1e-3)
-    assert browser.run("return [t95(1), t95(4), t95(1e9)]") == pytest.approx([12.706, 2.776, 1.96], abs=1e-3)
+    assert browser.run("return [t95(1), t95(4), t95(1e9)]") == pytest.approx(
+        [12.706, 2.776, 1.96], abs=1e-3
+    )
     assert 2.228 < browser.run("return t95(9)") < 2.306
 
 
 def test_two_runs_are_compared_with_intervals(browser, tmp_path):
-    fast, slow = (SweepRun(name=n, rows=rows(800, factor=f, repeats=4), meta=META) for n, f in (("new", 1.2), ("old", 1.0)))
+    fast, slow = (
+        SweepRun(name=n, rows=rows(800, factor=f, repeats=4), meta=META)
+        for n, f in (("new", 1.2), ("old", 1.0))
+    )
     opened(browser, tmp_path, [fast, slow])
     choose(browser, "compare")
-    assert "geometric mean 0.833" in browser.run("return document.getElementById('note').textContent")
+    assert "geometric mean 0.833" in browser.run(
+        "return document.getElementById('note').textContent"
+    )
     rows_of = browser.run(
         "return [...document.querySelectorAll('#chart tbody tr')].map((row) => row.lastChild.textContent)"
     )
@@ -174,9 +195,12 @@ def test_two_runs_are_compared_with_intervals(browser, tmp_path):
 def test_the_front_is_that_of_brute_force(browser, tmp_path):
     opened(browser, tmp_path, [SweepRun(name="one", rows=rows(3000, repeats=1), meta=META)])
     choose(browser, "pareto")
-    load, shown = browser.run("return [chosen.load, document.querySelectorAll('#chart tbody tr').length]")
+    load, shown = browser.run(
+        "return [chosen.load, document.querySelectorAll('#chart tbody tr').length]"
+    )
     points = browser.run(
-        "return allCells.filter((c) => c.load === arguments[0]).map((c) => [c.tpot_s_p50, c.output_throughput])", load
+        "return allCells.filter((c) => c.load === arguments[0]).map((c) => [c.tpot_s_p50, c.output_throughput])",
+        load,
     )
     front = [p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
     assert shown == len(front)

@@ -47,14 +47,24 @@ def test_costs_are_found_again(monkeypatch, run_ahead, expected):
             prompt = len(r.prompt_token_ids)
             first = REQUEST_S + 0.010 + 0.001 * prompt + waited(1)
             gaps = [gap] * (r.output_tokens - 1)
-            if r.output_tokens == host_costs.ANSWER:  # two of 62 are late; the first prompt's next two hold the others' prompts
+            if (
+                r.output_tokens == host_costs.ANSWER
+            ):  # two of 62 are late; the first prompt's next two hold the others' prompts
                 gaps = [gap, *([gap + 0.015, *[gap - 0.0005] * 30] * 2)]
             if count > 1:
-                gaps, first = ([gap + 0.1] * 2 + gaps, first) if number == 0 else (gaps, first + 2 * (gap + 0.1) - 1e-9)
+                gaps, first = (
+                    ([gap + 0.1] * 2 + gaps, first)
+                    if number == 0
+                    else (gaps, first + 2 * (gap + 0.1) - 1e-9)
+                )
             times = itertools.accumulate([first, *gaps])
             records.append(RequestRecord.of(prompt, 0.0, list(times)))
         return records
 
     monkeypatch.setattr(host_costs, "run_load", run_load)
-    found = asyncio.run(host_costs.measure_host(None, Linear(), vocab_size=100, run_ahead=run_ahead))
-    assert (found.step_s, found.sequence_s, found.ahead_s, found.request_s) == pytest.approx(expected, abs=1e-5)
+    found = asyncio.run(
+        host_costs.measure_host(None, Linear(), vocab_size=100, run_ahead=run_ahead)
+    )
+    assert (found.step_s, found.sequence_s, found.ahead_s, found.request_s) == pytest.approx(
+        expected, abs=1e-5
+    )

@@ -42,7 +42,9 @@ class Library:
         return SimpleNamespace(n_tokens=0, seq_id=[[0] for _ in range(size)], **arrays)
 
     def llama_decode(self, _: object, batch: Any) -> int:
-        rows = zip(batch.token, batch.pos, (ids[0] for ids in batch.seq_id), batch.logits, strict=True)
+        rows = zip(
+            batch.token, batch.pos, (ids[0] for ids in batch.seq_id), batch.logits, strict=True
+        )
         self.calls.append([(t, p, s, bool(w)) for t, p, s, w in rows][: batch.n_tokens])
         for _, position, sequence, _ in self.calls[-1]:
             held = self.cells.setdefault(sequence, [])
@@ -86,7 +88,10 @@ def test_a_call_holds_every_running_sequence_once_in_the_order_of_ids(library, t
     """llama.cpp joins only sequences of increasing ids. Answers of different lengths free slots in another order than they were
     taken, and waiting requests take them."""
     lengths = [(3, 9), (5, 2), (4, 6), (2, 4), (6, 3), (1, 8), (3, 1)]
-    requests = [BenchRequest(prompt_token_ids=tuple([i] * n), output_tokens=out) for i, (n, out) in enumerate(lengths)]
+    requests = [
+        BenchRequest(prompt_token_ids=tuple([i] * n), output_tokens=out)
+        for i, (n, out) in enumerate(lengths)
+    ]
     records = engine_of(tmp_path, 3).run(requests)
     assert [r.output_tokens for r in records] == [out for _, out in lengths]
     for call in library.calls:

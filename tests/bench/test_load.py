@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.load import Burst, ClosedLoop, Poisson, Ramp, parse_arrivals, run_load, send_times
+from slipstream.bench.load import (
+    Burst,
+    ClosedLoop,
+    Poisson,
+    Ramp,
+    parse_arrivals,
+    run_load,
+    send_times,
+)
 from slipstream.bench.workload import BenchRequest
 from slipstream.errors import ConfigError, EngineOverloadedError
 
@@ -43,7 +51,9 @@ class Echo:
 
 
 def requests(count, output_tokens=3):
-    return [BenchRequest(prompt_token_ids=(i, 0), output_tokens=output_tokens) for i in range(count)]
+    return [
+        BenchRequest(prompt_token_ids=(i, 0), output_tokens=output_tokens) for i in range(count)
+    ]
 
 
 async def test_burst_sends_all_at_once():
@@ -52,7 +62,9 @@ async def test_burst_sends_all_at_once():
     records = await run_load(engine, requests(20), Burst(), on_done=seen.append)
     assert engine.most == 20
     assert seen == list(range(1, 21))
-    assert [(r.input_tokens, r.output_tokens, len(r.gaps_s), r.cached_tokens) for r in records] == [(2, 3, 2, 2)] * 20
+    assert [(r.input_tokens, r.output_tokens, len(r.gaps_s), r.cached_tokens) for r in records] == [
+        (2, 3, 2, 2)
+    ] * 20
     for r in records:
         assert r.sent <= r.first_token <= r.last_token
         assert sum(r.gaps_s) == pytest.approx(r.last_token - r.first_token)
@@ -109,7 +121,12 @@ def test_ramp_counts_follow_the_rate():
     assert len(after) / (after[-1] - 100) == pytest.approx(50, rel=0.1)
 
 
-@given(start=st.floats(0, 100), end=st.floats(0.01, 100), duration=st.floats(0.01, 100), seed=st.integers(0, 9))
+@given(
+    start=st.floats(0, 100),
+    end=st.floats(0.01, 100),
+    duration=st.floats(0.01, 100),
+    seed=st.integers(0, 9),
+)
 def test_ramp_times_only_grow(start, end, duration, seed):
     times = send_times(Ramp(start_rate=start, end_rate=end, duration_s=duration), 50, seed)
     assert all(math.isfinite(t) for t in times)
@@ -131,7 +148,18 @@ def test_parse(text, arrivals):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "burst:1", "closed", "closed:0", "closed:1.5", "closed:inf", "poisson:0", "poisson:nan", "ramp:1:2"],
+    [
+        "",
+        "x",
+        "burst:1",
+        "closed",
+        "closed:0",
+        "closed:1.5",
+        "closed:inf",
+        "poisson:0",
+        "poisson:nan",
+        "ramp:1:2",
+    ],
 )
 def test_parse_refuses(text):
     with pytest.raises(ConfigError, match="arrivals"):

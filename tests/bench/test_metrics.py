@@ -21,8 +21,17 @@ from slipstream.errors import ConfigError
 
 # Sent at 0: first token at 1, then 2, 4. Sent at 1: a single token at 3. The third failed.
 RECORDS = [
-    RequestRecord(input_tokens=10, output_tokens=3, sent=0.0, first_token=1.0, last_token=4.0, gaps_s=(1.0, 2.0)),
-    RequestRecord(input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()),
+    RequestRecord(
+        input_tokens=10,
+        output_tokens=3,
+        sent=0.0,
+        first_token=1.0,
+        last_token=4.0,
+        gaps_s=(1.0, 2.0),
+    ),
+    RequestRecord(
+        input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()
+    ),
     RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
 ]
 
@@ -58,7 +67,13 @@ def test_summary():
 
 @pytest.mark.parametrize(
     ("text", "good"),
-    [("ttft_s=1", 1), ("ttft_s=2,e2e_s=4", 2), ("tpot_s=1.4", 1), ("tpot_s=1.5", 2), ("e2e_s=1", 0)],
+    [
+        ("ttft_s=1", 1),
+        ("ttft_s=2,e2e_s=4", 2),
+        ("tpot_s=1.4", 1),
+        ("tpot_s=1.5", 2),
+        ("e2e_s=1", 0),
+    ],
 )
 def test_goodput(text, good):
     assert summarize(RECORDS, parse_objectives(text)).goodput == good / 4.0
@@ -66,9 +81,16 @@ def test_goodput(text, good):
 
 def test_steady_throughput_leaves_out_the_beginning_and_the_end():
     steady = RequestRecord(
-        input_tokens=1, output_tokens=21, sent=0.0, first_token=10.0, last_token=30.0, gaps_s=(1.0,) * 20
+        input_tokens=1,
+        output_tokens=21,
+        sent=0.0,
+        first_token=10.0,
+        last_token=30.0,
+        gaps_s=(1.0,) * 20,
     )
-    late = RequestRecord(input_tokens=1, output_tokens=1, sent=0.0, first_token=90.0, last_token=90.0, gaps_s=())
+    late = RequestRecord(
+        input_tokens=1, output_tokens=1, sent=0.0, first_token=90.0, last_token=90.0, gaps_s=()
+    )
     assert summarize([steady, late]).steady_throughput == 1.0
     # An event of two tokens each: the same answer in half as many deliveries.
     halved = replace(steady, output_tokens=42)
@@ -85,7 +107,9 @@ def test_nothing_measured():
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(0, 100))
 def test_percentile_is_numpys(values, q):
-    assert percentile(sorted(values), q) == pytest.approx(np.percentile(values, q), rel=1e-9, abs=1e-6)
+    assert percentile(sorted(values), q) == pytest.approx(
+        np.percentile(values, q), rel=1e-9, abs=1e-6
+    )
 
 
 def test_distribution_leaves_out_what_is_not_known():
@@ -93,7 +117,9 @@ def test_distribution_leaves_out_what_is_not_known():
     assert distribution([None, 2.0, 1.0]).mean == 1.5
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft_s=x", "itl=1", "ttft_s=0", "ttft_s=-1", "tpot_s=nan"])
+@pytest.mark.parametrize(
+    "text", ["ttft", "ttft_s=x", "itl=1", "ttft_s=0", "ttft_s=-1", "tpot_s=nan"]
+)
 def test_bad_objectives(text):
     with pytest.raises(ConfigError, match="slo"):
         parse_objectives(text)

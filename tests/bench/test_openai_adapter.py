@@ -64,7 +64,11 @@ def test_an_endless_event_is_refused():
         (
             {
                 "choices": [],
-                "usage": {"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}},
+                "usage": {
+                    "prompt_tokens": 3,
+                    "completion_tokens": 4,
+                    "prompt_tokens_details": {"cached_tokens": 2},
+                },
             },
             0,
             (3, 4),
@@ -76,7 +80,9 @@ def test_an_endless_event_is_refused():
 def test_an_event(event, tokens, usage, cached):
     answer = MeasuredAnswer()
     Events(answer).feed(b"data: " + json.dumps(event).encode() + b"\n\n", 7.0)
-    assert answer == MeasuredAnswer(times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached)
+    assert answer == MeasuredAnswer(
+        times=[7.0] * tokens, num_tokens=tokens, usage=usage, cached_tokens=cached
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,9 @@ async def server(answer):
     async def serve(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         length = [
-            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+            int(line.split(b":")[1])
+            for line in head.split(b"\r\n")
+            if line.lower().startswith(b"content-length")
         ]
         bodies.append((head, json.loads(await reader.readexactly(length[0])) if length else None))
         writer.write(answer)
@@ -141,7 +149,10 @@ async def server(answer):
 
 
 def http(body, status="200 OK"):
-    return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+        + body
+    )
 
 
 GOOD = b"".join(
@@ -172,7 +183,12 @@ async def test_a_good_answer():
     ((head, body),) = bodies
     assert b"POST /v1/completions " in head
     assert b"Bearer the-key" in head
-    assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["temperature"]) == ([1, 2], 5, True, 0)
+    assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["temperature"]) == (
+        [1, 2],
+        5,
+        True,
+        0,
+    )
 
 
 async def test_text_and_no_extension():

@@ -12,9 +12,16 @@ from slipstream.errors import ConfigError
 
 @pytest.fixture
 def powercap(tmp_path):
-    for zone, name, used in (("intel-rapl:0", "package-0", 5_000_000), ("intel-rapl:1", "package-1", 1_000_000)):
+    for zone, name, used in (
+        ("intel-rapl:0", "package-0", 5_000_000),
+        ("intel-rapl:1", "package-1", 1_000_000),
+    ):
         (tmp_path / zone).mkdir()
-        for file, text in (("name", name), ("energy_uj", used), ("max_energy_range_uj", 10_000_000)):
+        for file, text in (
+            ("name", name),
+            ("energy_uj", used),
+            ("max_energy_range_uj", 10_000_000),
+        ):
             (tmp_path / zone / file).write_text(f"{text}\n")
     (tmp_path / "intel-rapl:0:0").mkdir()  # a part of package 0, which counts there already
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999\n")
@@ -42,7 +49,9 @@ def test_what_cannot_be_read_is_none(powercap, tmp_path):
 
 def test_packages_and_gpus_that_are_not_in_use_do_not_count(powercap, monkeypatch):
     (powercap / "intel-rapl:1" / "name").write_text("psys\n")
-    assert EnergyMeter(powercap).read().of("rapl").counters.keys() == {"rapl package-0"}, "psys has the packages in it"
+    assert EnergyMeter(powercap).read().of("rapl").counters.keys() == {"rapl package-0"}, (
+        "psys has the packages in it"
+    )
     (powercap / "intel-rapl:1" / "name").write_text("package-1\n")
     monkeypatch.setattr(power, "packages_in_use", lambda: {"package-1"})
     meter = EnergyMeter(powercap, devices=["cpu"])
@@ -50,7 +59,9 @@ def test_packages_and_gpus_that_are_not_in_use_do_not_count(powercap, monkeypatc
     asked = []
     monkeypatch.setattr(power, "_open_nvml", lambda numbers: asked.append(numbers) or (None, []))
     meter = EnergyMeter(powercap, devices=["cuda:1"])
-    assert (asked, meter.sources) == ([[1]], ()), "a GPU that tells no energy is not told as the CPU's"
+    assert (asked, meter.sources) == ([[1]], ()), (
+        "a GPU that tells no energy is not told as the CPU's"
+    )
 
 
 def test_the_power_of_the_cpu_beside_a_gpu_is_told_apart(powercap, monkeypatch):
@@ -59,7 +70,12 @@ def test_the_power_of_the_cpu_beside_a_gpu_is_told_apart(powercap, monkeypatch):
     before = Reading({"nvml 0": Counter(10.0), "rapl package-0": Counter(1.0)})
     after = Reading({"nvml 0": Counter(40.0), "rapl package-0": Counter(5.0)})
     energy = meter.energy(before, after, 2.0, 10)
-    assert (energy.joules, energy.watts, energy.joules_per_output_token, energy.cpu_watts) == (30.0, 15.0, 3.0, 2.0)
+    assert (energy.joules, energy.watts, energy.joules_per_output_token, energy.cpu_watts) == (
+        30.0,
+        15.0,
+        3.0,
+        2.0,
+    )
 
 
 def test_a_counter_without_a_known_end_does_not_wrap():

@@ -10,7 +10,9 @@ from slipstream.bench.metrics import RequestRecord, summarize
 from slipstream.bench.rates import PRECISION, RateSearch, holds, parse_rate_objectives
 from slipstream.errors import ConfigError
 
-FAST = RequestRecord(input_tokens=1, output_tokens=3, sent=0.0, first_token=0.5, last_token=1.5, gaps_s=(0.25, 0.75))
+FAST = RequestRecord(
+    input_tokens=1, output_tokens=3, sent=0.0, first_token=0.5, last_token=1.5, gaps_s=(0.25, 0.75)
+)
 FAILED = RequestRecord(input_tokens=1, output_tokens=0, sent=0.0, error="full", refused=True)
 
 
@@ -53,7 +55,9 @@ def test_objectives(text, records, held):
     assert holds(summarize(records), parse_rate_objectives(text)) is held
 
 
-@pytest.mark.parametrize("text", ["", "ttft_p99", "ttft_p98=1", "ttft=1", "ttft_p99=0", "ttft_p99=x", "ttft_p99=1,"])
+@pytest.mark.parametrize(
+    "text", ["", "ttft_p99", "ttft_p98=1", "ttft=1", "ttft_p99=0", "ttft_p99=x", "ttft_p99=1,"]
+)
 def test_bad_objectives(text):
     with pytest.raises(ConfigError, match="find_rate"):
         parse_rate_objectives(text)

@@ -18,7 +18,11 @@ RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
 HELPERS = ("common.py", "hammer.py", "processes.py")
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in HELPERS)
 CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(BENCHMARKS.glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(BENCHMARKS.glob("*.md")),
+]
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]*")
 
 
@@ -65,15 +69,23 @@ def test_each_script_and_case_is_named_with_its_command():
         assert any(re.search(rf"{option}[`, ]", row) for row in found), case.name
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, *CASES, BENCHMARKS / "common.py"], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [*SCRIPTS, *CASES, BENCHMARKS / "common.py"], ids=lambda path: path.stem
+)
 def test_what_a_script_imports_of_slipstream_is_there(path):
     if "cuda" in path.stem:
         pytest.importorskip("triton")
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "slipstream":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "slipstream"
+        ):
             module = importlib.import_module(node.module)
             for alias in node.names:
-                found = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                found = hasattr(module, alias.name) or importlib.util.find_spec(
+                    f"{node.module}.{alias.name}"
+                )
                 assert found, f"{node.module}.{alias.name}"
 
 
@@ -85,8 +97,14 @@ def test_the_chart_is_drawn_from_the_record():
 def test_a_saved_record_keeps_of_a_path_its_last_part(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.plan.hardware.bound_spinning", lambda: None)
     common = load("common")
-    monkeypatch.setattr(sys, "argv", ["/somewhere/else/kernels.py", "--model=/a/b/c.gguf", "128/128x1024"])
-    common.save(tmp_path / "made.json", "made", results={"where": Path("/x/y"), "rate": "12 MB/s", "url": "http://h/v1/x"})
+    monkeypatch.setattr(
+        sys, "argv", ["/somewhere/else/kernels.py", "--model=/a/b/c.gguf", "128/128x1024"]
+    )
+    common.save(
+        tmp_path / "made.json",
+        "made",
+        results={"where": Path("/x/y"), "rate": "12 MB/s", "url": "http://h/v1/x"},
+    )
     made = json.loads((tmp_path / "made.json").read_text())
     assert made["command"] == ["kernels.py", "--model=c.gguf", "128/128x1024"]
     assert made["results"] == {"where": "y", "rate": "12 MB/s", "url": "http://h/v1/x"}

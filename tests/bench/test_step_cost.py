@@ -24,4 +24,6 @@ def test_a_dense_step_by_hand(tmp_path, family):
     products += spec.vocab_size * spec.hidden_size
     cost = decode_step(description, batch_size=batch_size, context=context)
     assert cost.num_flops == batch_size * (2 * products + num_layers * 4 * q * seen)
-    assert cost.num_bytes == pytest.approx(2 * products + batch_size * num_layers * 2 * kv * 2 * seen, rel=1e-3)
+    assert cost.num_bytes == pytest.approx(
+        2 * products + batch_size * num_layers * 2 * kv * 2 * seen, rel=1e-3
+    )

@@ -11,19 +11,34 @@ import pytest
 from slipstream.bench.adapters import EngineSetup, Parallel, check
 from slipstream.bench.sweep import runner
 from slipstream.bench.sweep.grid import parse_grid, read_grid
-from slipstream.bench.sweep.results import COLUMNS, append, columns_of, read_parquet, read_rows, write_parquet
+from slipstream.bench.sweep.results import (
+    COLUMNS,
+    append,
+    columns_of,
+    read_parquet,
+    read_rows,
+    write_parquet,
+)
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from tests.server.conftest import serving
 
-pytest.importorskip("pyarrow", reason="results are Parquet, which needs pyarrow (the extra `sweep`)")
+pytest.importorskip(
+    "pyarrow", reason="results are Parquet, which needs pyarrow (the extra `sweep`)"
+)
 
 BASE = """
 models = ["m"]
 lengths = [[8, 4]]
 batch_sizes = [2, 1]
 """
-SMALL = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "num_threads": 1, "kv_cache_bytes": 8 * 2**20}
+SMALL = {
+    "load_format": "dummy",
+    "device": "cpu",
+    "dtype": "float32",
+    "num_threads": 1,
+    "kv_cache_bytes": 8 * 2**20,
+}
 
 
 def grid_of(text, **more):
@@ -45,7 +60,11 @@ def test_grid_is_the_product_of_its_axes():
     )
     setups = list(grid.setups())
     assert [(s.engine.label, s.scheme, str(s.parallel)) for s in setups] == [
-        *(("slipstream", scheme, form) for scheme in ("none", "int8") for form in ("tp1", "tp2pp2")),
+        *(
+            ("slipstream", scheme, form)
+            for scheme in ("none", "int8")
+            for form in ("tp1", "tp2pp2")
+        ),
         *(("llamacpp", "none", form) for form in ("tp1", "tp2pp2")),
     ]
     assert grid.num_rows == 6 * 2 * 3
@@ -70,8 +89,14 @@ def test_alternating_repetitions_take_turns():
         ('[[engines]]\nengine = "slipstream"\nscheme = ["int8"]', "engines[0].scheme"),
         ('[[engines]]\nengine = "slipstream"\nschemes = ["int9"]', "engines[0].schemes"),
         ('[[engines]]\nengine = "openai"\nschemes = ["auto"]', "engines[0].schemes"),
-        ('[[engines]]\nengine = "slipstream"\nsettings = {dtyp = "float32"}', "engines[0].settings"),
-        ('[[engines]]\nengine = "openvino"\nsettings = {dtype = "float32"}', "engines[0].settings.dtype"),
+        (
+            '[[engines]]\nengine = "slipstream"\nsettings = {dtyp = "float32"}',
+            "engines[0].settings",
+        ),
+        (
+            '[[engines]]\nengine = "openvino"\nsettings = {dtype = "float32"}',
+            "engines[0].settings.dtype",
+        ),
         ('[[engines]]\nengine = "openvino"\nparallel = ["2"]', "engines[0].parallel"),
         ('[[engines]]\nengine = "openvino"\n[[engines]]\nengine = "openvino"', "label"),
         ('repeats = 0\n[[engines]]\nengine = "openvino"', "repeats"),
@@ -115,7 +140,10 @@ def test_rows_survive_a_line_that_was_cut_off(tmp_path):
         append({"key": key, "output_throughput": float(len(read_rows(tmp_path)))}, tmp_path)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"key": "c", "outp')
-    assert read_rows(tmp_path) == [{"key": "b", "output_throughput": 1.0}, {"key": "a", "output_throughput": 2.0}]
+    assert read_rows(tmp_path) == [
+        {"key": "b", "output_throughput": 1.0},
+        {"key": "a", "output_throughput": 2.0},
+    ]
     append({"key": "c"}, tmp_path)
     assert [row["key"] for row in read_rows(tmp_path)] == ["b", "a", "c"]
     with pytest.raises(ValueError, match="no column"):
@@ -130,7 +158,9 @@ def test_parquet_gives_back_what_went_in(tmp_path):
     write_parquet(rows, tmp_path / "r.parquet", {"name": "n"})
     assert read_parquet(tmp_path / "r.parquet") == (rows, {"name": "n"})
     write_parquet([{**rows[0], "scheme": "auto"}], tmp_path / "old.parquet", {"name": "n"})
-    assert read_parquet(tmp_path / "old.parquet")[0] == [{**rows[0], "scheme": "none"}]  # the word of older sweeps
+    assert read_parquet(tmp_path / "old.parquet")[0] == [
+        {**rows[0], "scheme": "none"}
+    ]  # the word of older sweeps
     assert columns_of(rows) == {
         "key": ["a", "b"],
         "label": ["x", "x"],
@@ -171,8 +201,12 @@ def interpreter(tmp_path):
     return made
 
 
-def test_a_sweep_measures_and_keeps_what_fails_and_goes_on(config_only, tmp_path, capsys, interpreter, monkeypatch):
-    dying = interpreter("dying", "read setup; echo '{\"start_s\": 1.0}'; read case; echo out of memory >&2; exit 3")
+def test_a_sweep_measures_and_keeps_what_fails_and_goes_on(
+    config_only, tmp_path, capsys, interpreter, monkeypatch
+):
+    dying = interpreter(
+        "dying", "read setup; echo '{\"start_s\": 1.0}'; read case; echo out of memory >&2; exit 3"
+    )
     hanging = interpreter("hanging", "sleep 60")
     file, out = tmp_path / "s.toml", tmp_path / "out"
     file.write_text(f"""
@@ -201,10 +235,15 @@ engine = "openvino"
 models = ["no-such-model"]
 """)
     real = runner.Worker.start
-    monkeypatch.setattr(runner.Worker, "start", lambda w, limit: real(w, 0.3 if "hanging" in str(w._log) else limit))
+    monkeypatch.setattr(
+        runner.Worker, "start", lambda w, limit: real(w, 0.3 if "hanging" in str(w._log) else limit)
+    )
     found = sweep(capsys, file, f"--out={out}", "--no-ceilings")
     assert (found["num_rows"], found["num_failed"]) == (12, 10)
-    errors = {(row["label"], row["parallel"], row["batch_size"]): row.get("error") for row in found["rows"]}
+    errors = {
+        (row["label"], row["parallel"], row["batch_size"]): row.get("error")
+        for row in found["rows"]
+    }
     assert errors["slipstream", "tp1", 3] is None
     assert "tensor_parallel_size: 3 ranks" in errors["slipstream", "tp3", 1]
     assert (
@@ -215,7 +254,9 @@ models = ["no-such-model"]
     assert errors["hanging", "tp1", 1] == "timeout: the start took more than 0.3 s"
     assert "scheme='int8'" in errors["transformers", "tp1", 1]
     assert "no-such-model" in errors["openvino", "tp1", 1]
-    row = next(row for row in found["rows"] if row["label"] == "slipstream" and row["batch_size"] == 3)
+    row = next(
+        row for row in found["rows"] if row["label"] == "slipstream" and row["batch_size"] == 3
+    )
     assert (row["input_tokens"], row["output_tokens"], row["num_failed"]) == (24, 12, 0)
     assert row["output_throughput"] == pytest.approx(12 / row["wall_s"])
     assert row["total_throughput"] == pytest.approx(36 / row["wall_s"])
@@ -227,23 +268,32 @@ models = ["no-such-model"]
     assert "Content-Security-Policy" in (out / "dashboard.html").read_text()
 
     lines = (out / "rows.jsonl").read_text().splitlines()
-    (out / "rows.jsonl").write_text("\n".join(line for line in lines if '"dying"' not in line) + "\n")
+    (out / "rows.jsonl").write_text(
+        "\n".join(line for line in lines if '"dying"' not in line) + "\n"
+    )
     again = sweep(capsys, file, f"--out={out}", "--no-ceilings")
     assert [row["key"] for row in again["rows"]] == [row["key"] for row in rows]
-    assert [a["time"] == b["time"] for a, b in zip(again["rows"], rows, strict=True) if a["label"] != "dying"] == [
-        True
-    ] * 10
+    assert [
+        a["time"] == b["time"]
+        for a, b in zip(again["rows"], rows, strict=True)
+        if a["label"] != "dying"
+    ] == [True] * 10
     assert len((out / "rows.jsonl").read_text().splitlines()) == 12
 
     shown = sweep(
-        capsys, out / "results.parquet", f"--baseline={out / 'results.parquet'}", f"--out={tmp_path / 'both'}"
+        capsys,
+        out / "results.parquet",
+        f"--baseline={out / 'results.parquet'}",
+        f"--out={tmp_path / 'both'}",
     )
     assert shown["num_rows"] == 12
     assert "s (baseline)" in (tmp_path / "both" / "dashboard.html").read_text()
 
 
 def test_an_interrupted_sweep_leaves_no_process(config_only, tmp_path, interpreter, monkeypatch):
-    slow = interpreter("slow", f"echo $$ > {tmp_path}/pid; read setup; echo '{{\"start_s\": 1.0}}'; sleep 60")
+    slow = interpreter(
+        "slow", f"echo $$ > {tmp_path}/pid; read setup; echo '{{\"start_s\": 1.0}}'; sleep 60"
+    )
     text = f'[[engines]]\nengine = "openvino"\npython = "{slow}"'
     grid = grid_of(text, models=[str(config_only)])
     real = runner.Worker.ask
@@ -274,9 +324,16 @@ label = "no server"
 settings = {{command = ["sh", "-c", "exit 7"]}}
 """)
         found = sweep(capsys, tmp_path / "s.toml", "--no-ceilings")
-    good, bad = ([row for row in found["rows"] if row["label"] == label] for label in ("openai", "no server"))
-    assert [(row["batch_size"], row["num_requests"], row["num_failed"]) for row in good] == [(1, 1, 0), (2, 2, 0)]
-    assert {row["error"] for row in bad} == {"the server ended with exit code 7 before it was ready"}
+    good, bad = (
+        [row for row in found["rows"] if row["label"] == label] for label in ("openai", "no server")
+    )
+    assert [(row["batch_size"], row["num_requests"], row["num_failed"]) for row in good] == [
+        (1, 1, 0),
+        (2, 2, 0),
+    ]
+    assert {row["error"] for row in bad} == {
+        "the server ended with exit code 7 before it was ready"
+    }
 
 
 @pytest.mark.slow
@@ -295,7 +352,9 @@ def test_a_server_that_a_command_starts(tiny_model, tmp_path, capsys):
         "{batch_size}",
     ]
     (tmp_path / "s.toml").write_text(
-        BASE.replace('"m"', f'"{tiny_model}"').replace("[[8, 4]]", "[[8, 128]]")  # 4 tokens may come in one delivery
+        BASE.replace('"m"', f'"{tiny_model}"').replace(
+            "[[8, 4]]", "[[8, 128]]"
+        )  # 4 tokens may come in one delivery
         + f'[[engines]]\nengine = "openai"\nsettings = {{command = {json.dumps(words)}}}'
     )
     found = sweep(capsys, tmp_path / "s.toml", "--no-ceilings")

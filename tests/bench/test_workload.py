@@ -24,7 +24,9 @@ def test_fixed():
     assert workload.describe()["num_requests"] == 5
 
 
-@given(low=st.integers(1, 5), more=st.integers(0, 5), vocab=st.integers(2, 50), seed=st.integers(0, 9))
+@given(
+    low=st.integers(1, 5), more=st.integers(0, 5), vocab=st.integers(2, 50), seed=st.integers(0, 9)
+)
 def test_uniform_stays_within(low, more, vocab, seed):
     workload = make.uniform(20, (low, low + more), (1, 3), vocab_size=vocab, seed=seed)
     for request in workload.requests:
@@ -58,7 +60,9 @@ def test_warmup_shares_no_prefix_and_is_short():
     workload = make.shared_prefix(4, 10, 3, 20, vocab_size=1000)
     first = make.warmup(workload, 2)
     assert [r.output_tokens for r in first] == [8, 8]
-    assert {r.prompt_token_ids[0] for r in first}.isdisjoint({r.prompt_token_ids[0] for r in workload.requests})
+    assert {r.prompt_token_ids[0] for r in first}.isdisjoint(
+        {r.prompt_token_ids[0] for r in workload.requests}
+    )
     assert len(make.warmup(workload, 100)) == 4
 
 
@@ -70,7 +74,9 @@ def test_recorded_takes_the_first(tmp_path):
         make.recorded(path, 4, vocab_size=10)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"lengths": [[1]]}', '{"lengths": [[0, 1]]}', '{"lengths": 3}', '[["x"]]'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"lengths": [[1]]}', '{"lengths": [[0, 1]]}', '{"lengths": 3}', '[["x"]]']
+)
 def test_bad_lengths(tmp_path, text):
     path = tmp_path / "lengths.json"
     path.write_text(text)
@@ -79,7 +85,10 @@ def test_bad_lengths(tmp_path, text):
 
 
 def test_sharegpt_filters_and_shuffles():
-    turns = [("a" * n, "b" * (n % 7 + 1)) for n in range(1, 40)] + [("a" * 10, "b" * 5000), ("c" * 2000, "d")]
+    turns = [("a" * n, "b" * (n % 7 + 1)) for n in range(1, 40)] + [
+        ("a" * 10, "b" * 5000),
+        ("c" * 2000, "d"),
+    ]
     workload = make.sharegpt(turns, list, 30, seed=1)
     assert len(workload.requests) == 30
     assert all(4 <= n_in <= 1024 and n_in + n_out <= 2048 for n_in, n_out in lengths(workload))

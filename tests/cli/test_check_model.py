@@ -43,7 +43,9 @@ def test_the_same_model_is_the_same_everywhere(tmp_path, capsys, family, overrid
     report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
     assert report.same, report
     assert [d.where for d in report.differences][:3] == ["embeddings", "layer 0", "layer 1"]
-    assert report.differences[-1].where == "logits"  # the reference's kernels make no program of a step
+    assert (
+        report.differences[-1].where == "logits"
+    )  # the reference's kernels make no program of a step
     assert report.top1_agreement == 1.0
     assert main(["check-model", str(tmp_path), "--json", "--num-tokens=1"]) == 0
     assert json.loads(capsys.readouterr().out)["same"]
@@ -60,7 +62,10 @@ def test_a_length_that_the_model_has_not_is_refused(tmp_path, capsys, number):
 @pytest.mark.parametrize(
     ("family", "end"),
     [
-        *((family, "states") for family in ("bert", "modernbert", "mpnet", "distilbert", "eurobert")),
+        *(
+            (family, "states")
+            for family in ("bert", "modernbert", "mpnet", "distilbert", "eurobert")
+        ),
         *((family, "scores") for family in ("roberta", "modernbert", "nomic_bert")),
         *((family, "logits") for family in ("t5", "flan-t5", "umt5")),
     ],
@@ -69,11 +74,15 @@ def test_encoders_and_encoder_decoders(tmp_path, capsys, family, end):
     if end == "logits":
         theirs = tiny_models.build_t5(tmp_path, family)
     else:
-        theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3 if end == "scores" else None)
+        theirs = tiny_models.build_encoder(
+            tmp_path, family, num_labels=3 if end == "scores" else None
+        )
     report = compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4)
     assert report.same, report
     expected = ["embeddings", "layer 0", "layer 1"]
-    assert [d.where for d in report.differences][:3] == [("encoder: " if end == "logits" else "") + x for x in expected]
+    assert [d.where for d in report.differences][:3] == [
+        ("encoder: " if end == "logits" else "") + x for x in expected
+    ]
     assert report.differences[-1].where == end
     assert (report.top1_agreement is None) is (end != "logits")
     assert main(["check-model", str(tmp_path), "--kernels=cpu"]) == 0
@@ -84,10 +93,20 @@ def test_encoders_and_encoder_decoders(tmp_path, capsys, family, end):
 
 def test_a_fault_in_an_encoder_is_found(tmp_path):
     theirs = tiny_models.build_t5(tmp_path, "umt5")
-    file, name = tmp_path / "model.safetensors", "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
+    file, name = (
+        tmp_path / "model.safetensors",
+        "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight",
+    )
     tensors = load_file(file)
-    save_file({**tensors, name: tensors[name] + 1.0 * torch.arange(8)[:, None]}, file, metadata={"format": "pt"})
-    assert compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4).first_divergence == "encoder: layer 1"
+    save_file(
+        {**tensors, name: tensors[name] + 1.0 * torch.arange(8)[:, None]},
+        file,
+        metadata={"format": "pt"},
+    )
+    assert (
+        compare(load(tmp_path), theirs, TOKENS, tolerance=1e-4).first_divergence
+        == "encoder: layer 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +130,9 @@ def test_the_first_place_at_fault_is_named(tmp_path, name, where):
 def test_what_is_no_number_is_a_divergence(tmp_path):
     theirs = tiny_models.build(tmp_path, "llama")
     ours = load(tmp_path)
-    ours.decoder.final_norm = dataclasses.replace(ours.decoder.final_norm, weight=torch.full((32,), torch.nan))
+    ours.decoder.final_norm = dataclasses.replace(
+        ours.decoder.final_norm, weight=torch.full((32,), torch.nan)
+    )
     assert compare(ours, theirs, TOKENS, tolerance=1e-4).first_divergence == "logits"
 
 
@@ -138,15 +159,33 @@ def test_rounded_weights_are_compared_exactly(tmp_path, capsys, monkeypatch):
     """The CPU's kernels round the inputs of such products as well, which is no fault of a description."""
     theirs = tiny_models.build(tmp_path / "hf", "qwen2", use_sliding_window=False)
     tensors = converted(tmp_path / "hf", gguf.MODEL_ARCH.QWEN2, 2)
-    rounded = {name: (value, "Q8_0" if value.ndim == 2 else "F32") for name, (value, _) in tensors.items()}
-    metadata = {"block_count": 2, "context_length": 256, "embedding_length": 32, "feed_forward_length": 64}
-    metadata |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6}
-    write(tmp_path / "model.gguf", rounded, "qwen2", **{f"qwen2.{key}": value for key, value in metadata.items()})
+    rounded = {
+        name: (value, "Q8_0" if value.ndim == 2 else "F32") for name, (value, _) in tensors.items()
+    }
+    metadata = {
+        "block_count": 2,
+        "context_length": 256,
+        "embedding_length": 32,
+        "feed_forward_length": 64,
+    }
+    metadata |= {
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    write(
+        tmp_path / "model.gguf",
+        rounded,
+        "qwen2",
+        **{f"qwen2.{key}": value for key, value in metadata.items()},
+    )
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.ndim == 2:
                 blocks = gguf.quants.quantize(parameter.numpy(), gguf.GGMLQuantizationType.Q8_0)
-                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)))
+                parameter.copy_(
+                    torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
+                )
     monkeypatch.setattr("slipstream.bench.adapters.transformers.load_folder", lambda *args: theirs)
     assert main(["check-model", str(tmp_path / "model.gguf"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"] == "reference"
@@ -165,13 +204,17 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch, nam
 def test_a_checkpoint_that_is_not_its_configs_is_no_internal_error(tmp_path):
     tiny_models.write(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "vocab_size": config["vocab_size"] + 1})
+    )
     with pytest.raises(ConfigError, match=r"transformers can't load") as error:
         load_folder(tmp_path, "float32")
     assert "pip install" not in str(error.value)
 
 
-@pytest.mark.parametrize(("lacks", "told"), [("gguf", "x: pip install 'slipstream[dev]'"), ("compressed-tensors", "x")])
+@pytest.mark.parametrize(
+    ("lacks", "told"), [("gguf", "x: pip install 'slipstream[dev]'"), ("compressed-tensors", "x")]
+)
 def test_the_extra_is_advised_for_what_it_has(monkeypatch, tmp_path, lacks, told):
     def load(*args, **more):
         raise ImportError(f"{lacks}>=0.15 is required. Please install x.\n")
@@ -188,5 +231,7 @@ def test_transformers_that_is_not_there(monkeypatch, tmp_path):
     for name in ("config.json", "x.gguf"):
         (tmp_path / name).touch()
     for path in (tmp_path, tmp_path / "x.gguf"):
-        with pytest.raises(ConfigError, match=r"transformers is missing: pip install 'slipstream\[dev\]'"):
+        with pytest.raises(
+            ConfigError, match=r"transformers is missing: pip install 'slipstream\[dev\]'"
+        ):
             load_folder(path, "float32")

@@ -10,7 +10,17 @@ TEXT = "hello hello hello the hello in the end hello hello"
 
 
 def test_a_prompt_is_shortened(tiny_model, capsys):
-    words = ["compress-prompt", str(tiny_model), TEXT, "--keep", "0.5", "--question", " what?", "--device", "cpu"]
+    words = [
+        "compress-prompt",
+        str(tiny_model),
+        TEXT,
+        "--keep",
+        "0.5",
+        "--question",
+        " what?",
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--protect", "end", "--compare", str(tiny_model), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["text"].endswith(" what?")

@@ -39,7 +39,9 @@ def test_the_time_left_is_an_estimate_from_the_first_step_on(clock):
     progress.set_done(2, 10)
     assert progress.seconds_left() == 48
     clock[0] += 100
-    assert progress.seconds_left() is None  # it takes longer than the steps before, no one knows how long
+    assert (
+        progress.seconds_left() is None
+    )  # it takes longer than the steps before, no one knows how long
 
 
 def test_a_first_step_without_a_beginning_counts_from_the_start(clock):
@@ -87,7 +89,9 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch, capsy
         phase("weights")
         wait_for(lambda: has_lines(weights), "no lines")
     told += capsys.readouterr().err
-    assert told.removeprefix(begun * told.count(begun)) == weights * told.count(weights)  # the first may be from before
+    assert told.removeprefix(begun * told.count(begun)) == weights * told.count(
+        weights
+    )  # the first may be from before
     told = ""
     with console.progress_bar("layers") as bar:
         bar(1, 2)
@@ -114,7 +118,14 @@ def test_quickstart_says_every_few_seconds_that_it_is_at_work(tmp_path):
     seconds = 'calls=0\nsleep() { [ "$1" = 1 ]; calls=$((calls + 1)); [ $calls -lt 3 ] || command sleep 60 3>&-; }'
     work = "until [ $(grep -c at.work said) = 2 ]; do sleep 0.05; done; cat said >&3; exit 3"
     program = f"set -eu\n{functions}\nevery=1\n{seconds}\nwatched Installing sh -c '{work}' 3>&2 2>said || echo code $?\n"
-    ran = subprocess.run(["sh", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    ran = subprocess.run(
+        ["sh", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
     assert ran.stdout == "code 3\n"
     assert ran.stderr == "Installing ...\n  still at work after 1 s\n  still at work after 2 s\n"
     assert text.count("watched ") >= 5

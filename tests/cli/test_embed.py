@@ -22,13 +22,19 @@ def test_vectors_and_similarity(tiny_encoder, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["texts"] == ["the cat", "a dog"]
     cosine = sum(a * b for a, b in zip(*rows, strict=True))
-    assert [x for row in found["similarity"] for x in row] == pytest.approx([1.0, cosine, cosine, 1.0], abs=1e-4)
+    assert [x for row in found["similarity"] for x in row] == pytest.approx(
+        [1.0, cosine, cosine, 1.0], abs=1e-4
+    )
     assert "embeddings" not in found
 
 
 @pytest.mark.parametrize(
     ("words", "field"),
-    [(["the " * 80], "prompt"), (["a", "--dimensions", "5"], "dimensions"), (["a", "--dtype", "int3"], "dtype")],
+    [
+        (["the " * 80], "prompt"),
+        (["a", "--dimensions", "5"], "dimensions"),
+        (["a", "--dtype", "int3"], "dtype"),
+    ],
     ids=str,
 )
 def test_what_is_wrong_is_named(tiny_encoder, capsys, words, field):

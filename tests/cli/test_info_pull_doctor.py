@@ -29,7 +29,12 @@ def free_memory(monkeypatch):
 
 
 def test_info_llama_8b(capsys):
-    assert main(["info", str(CONFIGS / "llama-3-8b"), "--json", "--device=cpu", "--max-model-len=4096"]) == 0
+    assert (
+        main(
+            ["info", str(CONFIGS / "llama-3-8b"), "--json", "--device=cpu", "--max-model-len=4096"]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["num_parameters"] == 8_030_261_248
     assert sum(found["bytes_by_part"].values()) == 2 * found["num_parameters"]
@@ -43,14 +48,24 @@ def test_info_llama_8b(capsys):
 def test_info_text(capsys):
     assert main(["info", str(CONFIGS / "gpt-j-6b"), "--device=cpu", "--dtype=float32"]) == 0
     out = capsys.readouterr().out
-    for part in ("6,050,882,784", "28 × MHA 16 heads", "917,504 B a token", "estimated", "one C++ program"):
+    for part in (
+        "6,050,882,784",
+        "28 × MHA 16 heads",
+        "917,504 B a token",
+        "estimated",
+        "one C++ program",
+    ):
         assert part in out
     assert "op by op" not in out
 
 
 def test_info_says_why_a_fast_way_does_not_cover_a_model(tiny_model, tmp_path, capsys):
     config = json.loads((tiny_model / "config.json").read_text())
-    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5}
+    granite = {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "residual_multiplier": 0.5,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, **granite}))
     assert main(["info", str(tmp_path), "--device=cpu"]) == 0
     assert "op by op, not one C++ program: residual_scale" in capsys.readouterr().out
@@ -63,7 +78,9 @@ def test_parts_add_up(name):
     spec = read_spec(CONFIGS / name).spec
     parts = weights_bytes(spec, 4)
     assert sum(parts.values()) == 4 * spec.num_parameters
-    norms = sum(n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms.values())
+    norms = sum(
+        n.size * (2 if n.bias else 1) for layer in spec.layers for n in layer.norms.values()
+    )
     assert parts["norms"] == 4 * (norms + spec.final_norm.size * (2 if spec.final_norm.bias else 1))
     assert "heads" in describe(spec.layers[0])
 
@@ -75,10 +92,20 @@ def test_info_names_zeros(tiny_model, tmp_path, capsys):
     for folder in (made, foreign, unknown):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
-    recipe = parse([{"sparsify": {"method": "wanda", "ratio": 0.6}}, {"quantize": {"bits": 8, "rounding": "nearest"}}])
+    recipe = parse(
+        [
+            {"sparsify": {"method": "wanda", "ratio": 0.6}},
+            {"quantize": {"bits": 8, "rounding": "nearest"}},
+        ]
+    )
     (made / RECIPE_NAME).write_text(json.dumps(recipe.as_data()))
     (unknown / RECIPE_NAME).write_text('[{"anneal": {}}]')
-    sparsity = {"format": "sparse-24-bitmask", "global_sparsity": 0.5, "sparsity_structure": "2:4", "targets": ["Linear"]}
+    sparsity = {
+        "format": "sparse-24-bitmask",
+        "global_sparsity": 0.5,
+        "sparsity_structure": "2:4",
+        "targets": ["Linear"],
+    }
     stored = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": sparsity}
     (foreign / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
 
@@ -86,7 +113,9 @@ def test_info_names_zeros(tiny_model, tmp_path, capsys):
         assert main(["info", str(folder), "--device=cpu", *words]) == 0
         return capsys.readouterr().out
 
-    assert "60% of the numbers in the sparsified products (wanda), stored among the others" in said(made)
+    assert "60% of the numbers in the sparsified products (wanda), stored among the others" in said(
+        made
+    )
     assert "sparsify, quantize" in said(made)
     assert json.loads(said(made, "--json"))["recipe"][0]["sparsify"]["ratio"] == 0.6
     assert "50% of the numbers in the sparsified products, left out" in said(foreign)
@@ -101,7 +130,13 @@ def test_info_unsupported_model(tmp_path, capsys):
 
 
 def test_info_cannot_fit(capsys):
-    words = ["info", str(CONFIGS / "llama-3-8b"), "--device=cpu", "--max-model-len=8192", "--kv-cache-bytes=64MiB"]
+    words = [
+        "info",
+        str(CONFIGS / "llama-3-8b"),
+        "--device=cpu",
+        "--max-model-len=8192",
+        "--kv-cache-bytes=64MiB",
+    ]
     assert main(words) == 1
     assert "max_model_len=8192" in capsys.readouterr().err
 
@@ -137,7 +172,9 @@ def test_doctor_text(capsys):
 def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(doctor, "gpus", lambda: (GPU, GPU))
-    monkeypatch.setattr(doctor, "cpu_choice", lambda measure: None)  # these measure the machine for the empty folder
+    monkeypatch.setattr(
+        doctor, "cpu_choice", lambda measure: None
+    )  # these measure the machine for the empty folder
     monkeypatch.setattr(doctor, "will_use", lambda: {"device": "cpu"})
     own = tiles_folder() / file_name(GPU.name)
     entries = {("gemv", "bfloat16", (64, 64)): Measured((2, 64, 4))}
@@ -157,7 +194,9 @@ def test_doctor_shows_the_tile_table_and_what_is_wrong_with_it(tmp_path, monkeyp
 
 @pytest.mark.parametrize("lacking", doctor.PACKAGES)
 @pytest.mark.parametrize("cards", [False, True])
-def test_doctor_does_not_say_that_nothing_is_missing_while_listing_what_is(monkeypatch, capsys, lacking, cards):
+def test_doctor_does_not_say_that_nothing_is_missing_while_listing_what_is(
+    monkeypatch, capsys, lacking, cards
+):
     monkeypatch.setattr(doctor, "gpus", lambda: (GPU,) if cards else ())
     monkeypatch.setattr(doctor, "package_version", lambda name: None if name == lacking else "1.0")
     if lacking == "torch":
@@ -182,7 +221,13 @@ def test_doctor_does_not_say_that_nothing_is_missing_while_listing_what_is(monke
 
 
 HOST = HostInfo(
-    system="Linux", cpu="x", cpu_features=(), num_cores=2, num_cpus=2, memory_bytes=2**34, free_bytes=2**33
+    system="Linux",
+    cpu="x",
+    cpu_features=(),
+    num_cores=2,
+    num_cpus=2,
+    memory_bytes=2**34,
+    free_bytes=2**33,
 )
 GPU = GpuInfo(name="NVIDIA H200", memory_bytes=2**37, free_bytes=2**37, driver="470.1")
 CPU_TORCH = doctor.TorchInfo(version="2.13.0", cuda_build=None, sees_gpu=False)
@@ -202,7 +247,14 @@ ALL = {"triton": "3", "huggingface-hub": "2"}
         ((GPU,), BLIND_TORCH, ALL, True, ["torch can use"], False),
         ((GPU,), CUDA_TORCH, {}, True, ["triton", "hub"], False),
         ((), CPU_TORCH, {}, False, ["hub", "default model"], False),
-        ((), CPU_TORCH, {**ALL, "transformers": None, "triton": None}, True, ["transformers"], False),
+        (
+            (),
+            CPU_TORCH,
+            {**ALL, "transformers": None, "triton": None},
+            True,
+            ["transformers"],
+            False,
+        ),
         ((), CPU_TORCH, {**ALL, "numpy": None, "tokenizers": "1"}, True, ["numpy"], True),
     ],
 )
@@ -218,7 +270,13 @@ def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
 def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
     monkeypatch.setattr("slipstream.plan.estimate.gpus", lambda: (GPU,))
     monkeypatch.setattr("slipstream.cli.info.host_memory", lambda: (64 * 2**30, 32 * 2**30))
-    words = ["info", str(CONFIGS / "llama-3-8b"), "--device=cuda", "--weights-bytes=8GiB", "--max-model-len=4096"]
+    words = [
+        "info",
+        str(CONFIGS / "llama-3-8b"),
+        "--device=cuda",
+        "--weights-bytes=8GiB",
+        "--max-model-len=4096",
+    ]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["offload"]
     assert found["read_rate"] == 55e9
@@ -226,8 +284,13 @@ def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert f"{len(found['streamed'])} of 32 layers are read in each step" in out
-    assert f"at most {55e9 / found['read_bytes']:,.2f} steps a second (estimated), at 55 GB/s from host to GPU" in out
+    assert (
+        f"at most {55e9 / found['read_bytes']:,.2f} steps a second (estimated), at 55 GB/s from host to GPU"
+        in out
+    )
     assert "(32.00 GiB) are free" in out
-    monkeypatch.setattr("slipstream.plan.estimate.gpus", lambda: (dataclasses.replace(GPU, name="a card"),))
+    monkeypatch.setattr(
+        "slipstream.plan.estimate.gpus", lambda: (dataclasses.replace(GPU, name="a card"),)
+    )
     assert main(words) == 0
     assert "how fast that is is not known of a card" in capsys.readouterr().out

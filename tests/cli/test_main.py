@@ -40,7 +40,9 @@ def test_version(capsys):
 
 def test_module_runs_as_a_program():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, "-m", "slipstream", "--version"], env=env, capture_output=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "slipstream", "--version"], env=env, capture_output=True, check=True
+    )
     assert result.stdout.decode().split() == ["slipstream", __version__]
 
 
@@ -77,10 +79,19 @@ def _safetensors_error(text):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "a file could not be written: No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "a file could not be written: No space left on device",
+        ),
         (OSError(errno.EROFS, "Read-only file system", "out/x"), "out/x: Read-only file system"),
-        (PermissionError(errno.EACCES, "Permission denied", "from", None, "to"), "to: Permission denied"),
-        (_safetensors_error("I/O error: full (os error 28)"), "a file could not be written: No space left on device"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "from", None, "to"),
+            "to: Permission denied",
+        ),
+        (
+            _safetensors_error("I/O error: full (os error 28)"),
+            "a file could not be written: No space left on device",
+        ),
     ],
 )
 def test_what_a_disk_refuses_is_no_internal_error(fails_with, capsys, error, told):
@@ -89,7 +100,10 @@ def test_what_a_disk_refuses_is_no_internal_error(fails_with, capsys, error, tol
     assert capsys.readouterr().err == f"slipstream: {told}\n"
 
 
-@pytest.mark.parametrize("error", [OSError("of no number"), OSError(errno.EBADF, "x"), _safetensors_error("header too large")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError("of no number"), OSError(errno.EBADF, "x"), _safetensors_error("header too large")],
+)
 def test_other_errors_of_files_are_internal(fails_with, capsys, error):
     fails_with(error)
     assert main(["doctor"]) == 1
@@ -110,7 +124,9 @@ def test_json_that_the_disk_has_no_room_for_goes_to_standard_error(monkeypatch, 
         assert main(["doctor", "--json"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert json.loads(told[0]) == {"measured": 1}
-    assert told[1].startswith("slipstream: cannot write to standard output: No space left on device; its line is above")
+    assert told[1].startswith(
+        "slipstream: cannot write to standard output: No space left on device; its line is above"
+    )
     assert len(told) == 2
 
 
@@ -176,7 +192,9 @@ def test_what_is_like_nothing_gets_no_hint(capsys, words):
     assert "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["bench", "serve"], ["bench", "latency"], ["compress-prompt"], ["serve"]])
+@pytest.mark.parametrize(
+    "words", [["bench", "serve"], ["bench", "latency"], ["compress-prompt"], ["serve"]]
+)
 def test_the_usage_of_many_options_is_a_line(capsys, words):
     with pytest.raises(SystemExit):
         main([*words, "--help"])
@@ -189,9 +207,15 @@ def test_the_usage_of_many_options_is_a_line(capsys, words):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--trust-remote-code"], "--trust-remote-code; leave it out: a checkpoint's own code is never run"),
+        (
+            ["--trust-remote-code"],
+            "--trust-remote-code; leave it out: a checkpoint's own code is never run",
+        ),
         (["-ngl", "99"], "-ngl 99; leave it out: a GPU holds all layers, but those of cpu_layers"),
-        (["--data-parallel-size", "2"], "(docs/fleet.md); expert_parallel_size alone deals out requests"),
+        (
+            ["--data-parallel-size", "2"],
+            "(docs/fleet.md); expert_parallel_size alone deals out requests",
+        ),
         (["-m", "y"], "-m y; the model stands without it: slipstream serve MODEL"),
         (["--model=y"], "--model=y; the model stands without it: slipstream serve MODEL"),
         (["--enable-prefix-caching=true"], "ignored explicit argument 'true'; it takes no value"),
@@ -205,7 +229,17 @@ def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {"__init__", "answer", "bench_folder", "bench_serve", "console", "main", "measurements", "options", "roofline"}
+    others = {
+        "__init__",
+        "answer",
+        "bench_folder",
+        "bench_serve",
+        "console",
+        "main",
+        "measurements",
+        "options",
+        "roofline",
+    }
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
     assert {module for module, _ in cli.VERBS.values()} == files - others
 
@@ -263,7 +297,9 @@ def test_a_closed_pipe_is_quiet():
     assert (result.returncode, result.stderr) == (1, b"")
 
 
-@pytest.mark.parametrize("verb", ["run", "chat", "serve", "pull", "info", "doctor", "bench", "bench serve"])
+@pytest.mark.parametrize(
+    "verb", ["run", "chat", "serve", "pull", "info", "doctor", "bench", "bench serve"]
+)
 def test_help_of_every_verb(capsys, verb):
     with pytest.raises(SystemExit) as end:
         main([*verb.split(), "--help"])

@@ -22,7 +22,11 @@ SERVE = "smollm2 --max-model-len 4096 --drain-timeout 60 --tool-call-parser 'non
 def write(folder, *more, serve=SERVE):
     assert main(["manifests", str(folder), "--source", str(CLONE), "--serve", serve, *more]) == 0
     objects = list(yaml.safe_load_all((folder / "kubernetes.yaml").read_text()))
-    return (folder / "Dockerfile").read_text(), yaml.safe_load((folder / "compose.yaml").read_text()), objects
+    return (
+        (folder / "Dockerfile").read_text(),
+        yaml.safe_load((folder / "compose.yaml").read_text()),
+        objects,
+    )
 
 
 def replicas_of(objects):
@@ -30,10 +34,17 @@ def replicas_of(objects):
     return found["spec"], found["spec"]["template"]["spec"]
 
 
-@pytest.mark.parametrize("more", [(), ("--gpus", "2", "--key-secret", "llm-keys", "--replicas", "3", "--name", "chat-1")])
+@pytest.mark.parametrize(
+    "more", [(), ("--gpus", "2", "--key-secret", "llm-keys", "--replicas", "3", "--name", "chat-1")]
+)
 def test_kubernetes_takes_them(tmp_path, more):
     _, _, objects = write(tmp_path, *more)
-    assert [x["kind"] for x in objects] == ["Service", "Service", "StatefulSet", "PodDisruptionBudget"]
+    assert [x["kind"] for x in objects] == [
+        "Service",
+        "Service",
+        "StatefulSet",
+        "PodDisruptionBudget",
+    ]
     for found in objects:
         kubernetes_validate.validate(found, "1.31", strict=True)
     selectors = [x["spec"]["selector"].get("matchLabels", x["spec"]["selector"]) for x in objects]
@@ -49,12 +60,18 @@ def test_all_start_the_same_server(tmp_path):
     assert words == composed["services"]["slipstream"]["command"]
     assert words[0] == "serve"
     parsed = Parser(prog="slipstream serve", module="serve").parse_args(words[1:])
-    assert (parsed.model, parsed.max_model_len, parsed.tool_call_parser) == ("smollm2", 4096, "none")
+    assert (parsed.model, parsed.max_model_len, parsed.tool_call_parser) == (
+        "smollm2",
+        4096,
+        "none",
+    )
     assert (parsed.host, parsed.port) == ("0.0.0.0", PORT)
     mounted = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     assert mounted[str(Path(parsed.api_key_file).parent)] == "keys"
     assert composed["services"]["slipstream"]["secrets"][0]["target"] == parsed.api_key_file
-    assert "annotations" not in spec["template"]["metadata"]  # a scrape without a key would be refused
+    assert (
+        "annotations" not in spec["template"]["metadata"]
+    )  # a scrape without a key would be refused
 
 
 def test_words_reach_the_server_as_they_are(tmp_path):
@@ -74,7 +91,9 @@ def test_it_stops_only_when_the_requests_had_their_time(tmp_path):
     assert pod["terminationGracePeriodSeconds"] == 50  # the server's own 30 s
 
 
-def test_labels_are_written_out(tmp_path):  # an alias of YAML would let an edit of labels change a selector
+def test_labels_are_written_out(
+    tmp_path,
+):  # an alias of YAML would let an edit of labels change a selector
     write(tmp_path, "--gpus", "1")
     assert "&" not in (tmp_path / "kubernetes.yaml").read_text()
 
@@ -82,7 +101,10 @@ def test_labels_are_written_out(tmp_path):  # an alias of YAML would let an edit
 def test_probes_need_no_key(tmp_path):
     _, _, objects = write(tmp_path)
     container = replicas_of(objects)[1]["containers"][0]
-    paths = {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    paths = {
+        container[f"{kind}Probe"]["httpGet"]["path"]
+        for kind in ("startup", "readiness", "liveness")
+    }
     assert paths == {"/ready", "/live"} <= OPEN_ROUTES
     assert f":{PORT}/ready" in READY[-1]
 
@@ -92,7 +114,12 @@ def test_gpus(tmp_path):
     container = replicas_of(objects)[1]["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert "/dev/shm" in [m["mountPath"] for m in container["volumeMounts"]]
-    assert composed["services"]["slipstream"]["deploy"]["resources"]["reservations"]["devices"][0]["count"] == 2
+    assert (
+        composed["services"]["slipstream"]["deploy"]["resources"]["reservations"]["devices"][0][
+            "count"
+        ]
+        == 2
+    )
     assert "slipstream[gpu] @" in docker
     docker, composed, objects = write(tmp_path)
     assert "slipstream @" in docker
@@ -101,23 +128,39 @@ def test_gpus(tmp_path):
 
 def test_the_image_has_what_it_copies(tmp_path):
     docker, composed, _ = write(tmp_path / "deploy", "--extra", "vision", "--extra", "otel")
-    copied = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY ") and "--from" not in line]
+    copied = [
+        line.split()[1:-1]
+        for line in docker.splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+    ]
     sources = [name for names in copied for name in names]
     assert sources
     assert all((CLONE / name).exists() for name in sources)
-    extras = tomllib.loads((CLONE / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((CLONE / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert "slipstream[otel,vision] @" in docker
     assert {"otel", "vision", "gpu"} <= set(extras)
     build = composed["services"]["slipstream"]["build"]
     context = tmp_path / "deploy" / build["context"]
     assert context.resolve() == CLONE
-    assert (context / build["dockerfile"]).resolve() == (tmp_path / "deploy" / "Dockerfile").resolve()
+    assert (context / build["dockerfile"]).resolve() == (
+        tmp_path / "deploy" / "Dockerfile"
+    ).resolve()
 
 
 def test_the_image_has_what_the_servers_options_need(tmp_path):
-    docker, _, _ = write(tmp_path, "--image", "registry.example:5000/a/b_c:1.0", serve="smollm2 --detect --otlp-endpoint http://c:4318")
+    docker, _, _ = write(
+        tmp_path,
+        "--image",
+        "registry.example:5000/a/b_c:1.0",
+        serve="smollm2 --detect --otlp-endpoint http://c:4318",
+    )
     assert "slipstream[detect,otel] @" in docker
-    write(tmp_path, serve="smollm2 --files-dir files --state-dir /home/slipstream/state --audit-log /tmp/log")
+    write(
+        tmp_path,
+        serve="smollm2 --files-dir files --state-dir /home/slipstream/state --audit-log /tmp/log",
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +176,10 @@ def test_the_image_has_what_the_servers_options_need(tmp_path):
         (("--replicas", "0"), "--replicas must be at least 1"),
         (("--gpus", "-1"), "must not be negative"),
         (("--name", "Chat"), "small letters"),
-        (("--source", "/"), "no clone of Slipstream: it has no pyproject.toml; give the clone's folder"),
+        (
+            ("--source", "/"),
+            "no clone of Slipstream: it has no pyproject.toml; give the clone's folder",
+        ),
         (("--extra", "cuda"), "no extra"),
         (("--image", "My Image"), "[REGISTRY/]NAME[:TAG]"),
         (("--image", "a:b:c"), "[REGISTRY/]NAME[:TAG]"),
@@ -162,6 +208,10 @@ def test_json(tmp_path, capsys):
     capsys.readouterr()
     write(tmp_path / "a folder", "--json")
     told = json.loads(capsys.readouterr().out)
-    assert [Path(f).name for f in told["files"]] == ["Dockerfile", "compose.yaml", "kubernetes.yaml"]
+    assert [Path(f).name for f in told["files"]] == [
+        "Dockerfile",
+        "compose.yaml",
+        "kubernetes.yaml",
+    ]
     assert told["command"][:2] == ["slipstream", "serve"]
     assert shlex.split(SERVE)[0] in told["command"]

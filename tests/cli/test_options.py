@@ -43,11 +43,16 @@ def test_adapters_are_for_verbs_that_take_them():
     assert not any("lora" in flag for flag in parser.format_help().split())
 
 
-@pytest.mark.parametrize("field", [f for f in dataclasses.fields(EngineArgs) if f.name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "field", [f for f in dataclasses.fields(EngineArgs) if f.name not in ELSEWHERE]
+)
 def test_every_field_can_be_set(field):
     flag = "--" + field.name.replace("_", "-")
     if "bool" in str(field.type):
-        words, value = [flag if not field.default else flag.replace("--", "--no-", 1)], not field.default
+        words, value = (
+            [flag if not field.default else flag.replace("--", "--no-", 1)],
+            not field.default,
+        )
     elif "dict" in str(field.type):
         words, value = [flag, '{"method": "suffix"}'], {"method": "suffix"}
     elif "str" in str(field.type) or field.metadata["choices"]:
@@ -75,7 +80,15 @@ def test_stop_may_be_repeated():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("123", 123), ("2GiB", 2**31), ("1.5g", 3 * 2**29), ("512MB", 2**29), ("4 kib", 4096), ("1t", 2**40), ("8b", 8)],
+    [
+        ("123", 123),
+        ("2GiB", 2**31),
+        ("1.5g", 3 * 2**29),
+        ("512MB", 2**29),
+        ("4 kib", 4096),
+        ("1t", 2**40),
+        ("8b", 8),
+    ],
 )
 def test_sizes(text, size):
     assert options.parse_bytes(text) == size
@@ -108,6 +121,9 @@ def test_every_option_stands_under_one_heading():
     options.add_engine_options(parser, part="first")
     options.add_engine_options(parser, part="others")
     text = parser.format_help()
-    places = [text.index(f"\n  --{name.replace('_', '-')}") for name in ("max_model_len", "speculative_config", "max_queue")]
+    places = [
+        text.index(f"\n  --{name.replace('_', '-')}")
+        for name in ("max_model_len", "speculative_config", "max_queue")
+    ]
     assert places == sorted(places)
     assert places[-1] < text.index("rarely needed") < text.index("\n  --kernels")

@@ -72,13 +72,37 @@ def test_a_toy_on_a_large_device(capsys, tmp_path):
     assert "requests: prompt and answer are 68 tokens" in out
     assert "nearest" not in out
     assert "set max_num_seqs" not in out  # of no request that ran nothing follows
-    main(["plan", str(tmp_path), "--gpu", "h200", "--workload", "fixed:9000/8", "--no-search", f"--html={tmp_path / 'p.html'}"])
+    main(
+        [
+            "plan",
+            str(tmp_path),
+            "--gpu",
+            "h200",
+            "--workload",
+            "fixed:9000/8",
+            "--no-search",
+            f"--html={tmp_path / 'p.html'}",
+        ]
+    )
     assert "requests: prompt and answer are 9008 tokens" in capsys.readouterr().out
     assert "Settings" not in (tmp_path / "p.html").read_text()
 
 
 def test_a_load_beyond_the_devices(capsys):
-    words = (CONFIG, "--gpu", "l4", "--max-gpus", "1", "--quantization", "fp8", "--rate", "500", "--slo", "ttft_s=0.5", *QUICK)
+    words = (
+        CONFIG,
+        "--gpu",
+        "l4",
+        "--max-gpus",
+        "1",
+        "--quantization",
+        "fp8",
+        "--rate",
+        "500",
+        "--slo",
+        "ttft_s=0.5",
+        *QUICK,
+    )
     code, found = plan(capsys, *words)
     (row,) = found["devices"]
     assert code == 0
@@ -117,7 +141,15 @@ def test_bad_input_is_named(capsys, words, field):
 def test_this_machine_is_measured_and_the_table_found_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     build(tmp_path / "m")
-    words = (str(tmp_path / "m"), "--device", "cpu", "--max-num-seqs", "4", "--kv-cache-bytes", "8MiB")
+    words = (
+        str(tmp_path / "m"),
+        "--device",
+        "cpu",
+        "--max-num-seqs",
+        "4",
+        "--kv-cache-bytes",
+        "8MiB",
+    )
     load = ("--workload", "fixed:32/8", "--concurrency", "2", "--no-search")
     code, found = plan(capsys, *words, *load, "--measure")
     assert code == 0

@@ -19,8 +19,12 @@ def test_as_offline(tiny_encoder, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     with LLM(str(tiny_encoder), device="cpu", dtype="float32", num_threads=1) as llm:
         expected = llm.rerank("who eats?", DOCS)
-    assert [(r["index"], r["document"]) for r in found["results"]] == [(r.index, r.document) for r in expected]
-    assert [r["relevance_score"] for r in found["results"]] == pytest.approx([r.relevance_score for r in expected], abs=1e-4)
+    assert [(r["index"], r["document"]) for r in found["results"]] == [
+        (r.index, r.document) for r in expected
+    ]
+    assert [r["relevance_score"] for r in found["results"]] == pytest.approx(
+        [r.relevance_score for r in expected], abs=1e-4
+    )
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(DOCS)))
     assert main(["rerank", str(tiny_encoder), "who eats?", "-", "--top-n", "2", *CPU]) == 0
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
@@ -30,7 +34,12 @@ def test_as_offline(tiny_encoder, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "field"),
-    [(["q"], "command line"), (["q", "d", "--top-n", "0"], "top_n"), (["q", "the " * 80], "prompt"), (["q", "-"], "documents")],
+    [
+        (["q"], "command line"),
+        (["q", "d", "--top-n", "0"], "top_n"),
+        (["q", "the " * 80], "prompt"),
+        (["q", "-"], "documents"),
+    ],
     ids=str,
 )
 def test_what_is_wrong_is_named(tiny_encoder, capsys, monkeypatch, words, field):
@@ -42,7 +51,11 @@ def test_what_is_wrong_is_named(tiny_encoder, capsys, monkeypatch, words, field)
 def test_options_between_words(tiny_model, capsys):
     own = [*CPU, "--max-tokens", "3", "--temperature", "0", "--raw", "--json"]
     texts = []
-    for words in ([str(tiny_model), "hello", *own], [str(tiny_model), *own, "hello"], [*own, str(tiny_model), "hello"]):
+    for words in (
+        [str(tiny_model), "hello", *own],
+        [str(tiny_model), *own, "hello"],
+        [*own, str(tiny_model), "hello"],
+    ):
         assert main(["run", *words]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert len(set(texts)) == 1

@@ -15,12 +15,20 @@ from slipstream.cli.main import main
 from slipstream.outputs import CompletionOutput, RequestOutput, RequestTimes
 from slipstream.spec.description import read_spec
 
-FAST = ["--device=cpu", "--dtype=float32", "--num-threads=1", "--kv-cache-bytes=16MiB", "--max-model-len=1024"]
+FAST = [
+    "--device=cpu",
+    "--dtype=float32",
+    "--num-threads=1",
+    "--kv-cache-bytes=16MiB",
+    "--max-model-len=1024",
+]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    with LLM(str(tiny_model), device="cpu", dtype="float32", num_threads=1, max_model_len=1024) as llm:
+    with LLM(
+        str(tiny_model), device="cpu", dtype="float32", num_threads=1, max_model_len=1024
+    ) as llm:
         yield llm
 
 
@@ -43,7 +51,16 @@ def test_run_answers_through_the_chat_template(tiny_model, llm, capsys):
 
 
 def test_run_json_is_one_object(tiny_model, llm, capsys):
-    words = ["run", "--model", str(tiny_model), "hello", "--system", "be brief", "--max-tokens=5", "--json"]
+    words = [
+        "run",
+        "--model",
+        str(tiny_model),
+        "hello",
+        "--system",
+        "be brief",
+        "--max-tokens=5",
+        "--json",
+    ]
     assert main([*words, "--temperature=0", *FAST]) == 0
     out, _ = capsys.readouterr()
     answer = json.loads(out)
@@ -54,10 +71,17 @@ def test_run_json_is_one_object(tiny_model, llm, capsys):
     assert answer["speed"]["ttft_s"] > 0
 
 
-def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(tiny_model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.cli.answer.open_llm", lambda *_: pytest.fail("the model was loaded"))
+def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(
+    tiny_model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "slipstream.cli.answer.open_llm", lambda *_: pytest.fail("the model was loaded")
+    )
     (tmp_path / "cat.png").write_bytes(b"no picture")
-    for name, why in ((str(tmp_path / "cat.png"), "formats"), ("https://a.example/cat.png", "nothing is fetched")):
+    for name, why in (
+        (str(tmp_path / "cat.png"), "formats"),
+        ("https://a.example/cat.png", "nothing is fetched"),
+    ):
         assert main(["run", str(tiny_model), "what?", "--image", name, *FAST]) == 2
         err = capsys.readouterr().err
         assert name in err
@@ -66,8 +90,13 @@ def test_a_picture_that_can_not_be_read_is_named_before_the_model_is_loaded(tiny
 
 def test_run_raw_continues_the_prompt(tiny_model, llm, capsys, stdin):
     stdin("hello the")
-    assert main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", "--temperature=0", *FAST]) == 0
-    (output,) = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=8), progress=False)
+    assert (
+        main(["run", str(tiny_model), "-", "--raw", "--max-tokens=8", "--temperature=0", *FAST])
+        == 0
+    )
+    (output,) = llm.generate(
+        "hello the", SamplingParams(temperature=0, max_tokens=8), progress=False
+    )
     assert capsys.readouterr().out == output.outputs[0].text + "\n"
 
 
@@ -80,7 +109,21 @@ def test_run_seed_and_stop(tiny_model, llm, capsys):
     assert len(texts) == 2
     whole = expected(llm, [{"role": "user", "content": "x"}], max_tokens=24)
     stop = whole[4:7]
-    assert main(["run", str(tiny_model), "x", "--max-tokens=24", "--temperature=0", "--stop", stop, *FAST]) == 0
+    assert (
+        main(
+            [
+                "run",
+                str(tiny_model),
+                "x",
+                "--max-tokens=24",
+                "--temperature=0",
+                "--stop",
+                stop,
+                *FAST,
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
 
 
@@ -198,7 +241,9 @@ def test_chat_json_is_one_object(tiny_model, capsys, stdin):
 
 
 def test_chat_reuses_what_was_said(llm):
-    conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=20), "be brief", quiet=True)
+    conversation = chat.Conversation(
+        llm, SamplingParams(temperature=0, max_tokens=20), "be brief", quiet=True
+    )
     llm.reset_prefix_cache()
     conversation.take("hello " * 20)
     conversation.take("the")
@@ -208,7 +253,9 @@ def test_chat_reuses_what_was_said(llm):
 
 
 def test_chat_over_the_context_keeps_the_history(llm, capsys):
-    conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=4), None, quiet=True)
+    conversation = chat.Conversation(
+        llm, SamplingParams(temperature=0, max_tokens=4), None, quiet=True
+    )
     assert conversation.take("x " * 2000)
     assert conversation.history == []
     assert "/reset makes room" in capsys.readouterr().err
@@ -234,7 +281,12 @@ def test_an_interrupt_cancels_the_request(llm):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        stream_answer(llm, [{"role": "user", "content": "hello"}], SamplingParams(max_tokens=500, temperature=0), write)
+        stream_answer(
+            llm,
+            [{"role": "user", "content": "hello"}],
+            SamplingParams(max_tokens=500, temperature=0),
+            write,
+        )
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
@@ -252,7 +304,17 @@ def test_speed_by_the_definitions():
 
 
 def test_run_says_how_many_guesses_were_right(tiny_model, capsys):
-    words = ["run", str(tiny_model), "hello the hello the", "--max-tokens=64", "--temperature=0", "--speculative-model=ngram"]
+    words = [
+        "run",
+        str(tiny_model),
+        "hello the hello the",
+        "--max-tokens=64",
+        "--temperature=0",
+        "--speculative-model=ngram",
+    ]
     assert main([*words, *FAST]) == 0
     assert "guessed tokens accepted" in capsys.readouterr().err
-    assert "guessed" not in measure(RequestOutput("r", None, [], [CompletionOutput(0, "", [])], True)).line()
+    assert (
+        "guessed"
+        not in measure(RequestOutput("r", None, [], [CompletionOutput(0, "", [])], True)).line()
+    )

@@ -35,7 +35,10 @@ def by_letters(tokenizer):
     """A small model that knows the word "the" and little else: its tokens say less."""
 
     def score(ids):
-        return [0.1 if tokenizer.token_bytes(i).strip() == b"the" else 2.0 + (i % 7) / 10 for i in ids[1:]]
+        return [
+            0.1 if tokenizer.token_bytes(i).strip() == b"the" else 2.0 + (i % 7) / 10
+            for i in ids[1:]
+        ]
 
     return score
 
@@ -43,7 +46,9 @@ def by_letters(tokenizer):
 @pytest.mark.parametrize("method", ["selective", "iterative"])
 @pytest.mark.parametrize("unit", ["token", "word", "sentence"])
 def test_what_says_least_goes(tokenizer, method, unit):
-    found = compress(TEXT, tokenizer, by_letters(tokenizer), ContextSettings(keep=0.8, method=method, unit=unit))
+    found = compress(
+        TEXT, tokenizer, by_letters(tokenizer), ContextSettings(keep=0.8, method=method, unit=unit)
+    )
     assert 0.8 <= found.kept_share < 1
     assert found.text.count("the") < TEXT.count("the")
     assert "zebra" in found.text
@@ -52,7 +57,11 @@ def test_what_says_least_goes(tokenizer, method, unit):
 
 @pytest.mark.parametrize("unit", ["token", "word", "sentence"])
 def test_protected_text_stays_to_the_letter(tokenizer, unit):
-    parts = [PromptPart("You are the helper.\n", True), PromptPart(TEXT), PromptPart("\nWhat is the code?", True)]
+    parts = [
+        PromptPart("You are the helper.\n", True),
+        PromptPart(TEXT),
+        PromptPart("\nWhat is the code?", True),
+    ]
     chosen = ContextSettings(keep=0.2, unit=unit, protect=(r"Number \d+",))
     found = compress(parts, tokenizer, by_letters(tokenizer), chosen)
     assert found.parts[0] == parts[0].text
@@ -64,7 +73,11 @@ def test_protected_text_stays_to_the_letter(tokenizer, unit):
 @example([("ah", False), ("e", False)], "token", "selective", 0.5)  # one token for two parts
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.text(alphabet="ab é🙂\n.the ", max_size=40), st.booleans()), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.text(alphabet="ab é🙂\n.the ", max_size=40), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
     st.sampled_from(["token", "word", "sentence"]),
     st.sampled_from(["selective", "iterative"]),
     st.floats(0.05, 1.0),
@@ -86,7 +99,9 @@ def test_any_text(tokenizer, parts, unit, method, keep):
 def test_a_small_model_of_ours_scores(tiny_model):
     with LLM(str(tiny_model), device="cpu", kernels="reference") as llm:
         tokenizer = llm.get_tokenizer()
-        found = compress("hello hello hello the hello", tokenizer, scorer(llm), ContextSettings(keep=0.5))
+        found = compress(
+            "hello hello hello the hello", tokenizer, scorer(llm), ContextSettings(keep=0.5)
+        )
         assert isinstance(found, Compressed)
         assert found.num_tokens_after < found.num_tokens_before
         same = answer_change(llm, "hello the", "hello the", max_tokens=4)
@@ -117,7 +132,9 @@ def test_overlap():
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"keep": 0.0}, {"method": "best"}, {"unit": "page"}, {"segment": 2000}, {"protect": ("(",)}], ids=str
+    "chosen",
+    [{"keep": 0.0}, {"method": "best"}, {"unit": "page"}, {"segment": 2000}, {"protect": ("(",)}],
+    ids=str,
 )
 def test_settings_are_checked(chosen):
     with pytest.raises(ConfigError) as caught:

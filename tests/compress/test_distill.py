@@ -16,7 +16,14 @@ from slipstream import LLM
 from slipstream.compress import objective
 from slipstream.compress.dense import load_dense
 from slipstream.compress.distill import DistillFiles, Training, distill, distill_files
-from slipstream.compress.objective import TappedOps, TopK, attention_weights, divergence, layer_pairs, token_losses
+from slipstream.compress.objective import (
+    TappedOps,
+    TopK,
+    attention_weights,
+    divergence,
+    layer_pairs,
+    token_losses,
+)
 from slipstream.compress.prune import prune
 from slipstream.compress.steps import DistillSettings, PruneSettings
 from slipstream.compress.teacher import (
@@ -38,7 +45,14 @@ torch.manual_seed(0)
 WINDOWS = torch.randint(4, tiny_models.VOCAB, (12, 24)).tolist()
 EXAMPLES, HELD_OUT = text_examples(WINDOWS[:8]), text_examples(WINDOWS[8:])
 FAST = DistillSettings(
-    num_steps=12, batch_size=4, micro_batch=2, learning_rate=3e-3, dtype="float32", eval_every=4, save_every=3, warmup=0.1
+    num_steps=12,
+    batch_size=4,
+    micro_batch=2,
+    learning_rate=3e-3,
+    dtype="float32",
+    eval_every=4,
+    save_every=3,
+    warmup=0.1,
 )
 
 
@@ -51,7 +65,9 @@ def teacher(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def student(teacher):
-    return prune(teacher, PruneSettings(drop_layers=(1, 2), channels=0.5, importance="magnitude", multiple=8)).model
+    return prune(
+        teacher, PruneSettings(drop_layers=(1, 2), channels=0.5, importance="magnitude", multiple=8)
+    ).model
 
 
 # --- Losses -------------------------------------------------------------------------------------------------------------
@@ -59,7 +75,9 @@ def student(teacher):
 
 def test_divergences():
     p, q = (torch.randn(5, 7).log_softmax(-1) for _ in range(2))
-    assert torch.allclose(divergence("forward", p, q), F.kl_div(q, p, log_target=True, reduction="none").sum(-1))
+    assert torch.allclose(
+        divergence("forward", p, q), F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    )
     assert torch.allclose(divergence("reverse", p, q), divergence("forward", q, p))
     js = divergence("js", p, q)
     assert torch.allclose(js, divergence("js", q, p))
@@ -134,13 +152,18 @@ def test_a_student_comes_nearer_on_held_out_text(teacher, student, changes):
     if "state_weight" in changes:
         assert found.history[-1].states < found.history[0].states
         assert found.history[-1].attention < found.history[0].attention
-    assert [r.held_out_kl is not None for r in found.history] == [(r.step + 1) % 10 == 0 for r in found.history]
+    assert [r.held_out_kl is not None for r in found.history] == [
+        (r.step + 1) % 10 == 0 for r in found.history
+    ]
     assert max(found.history[0].rate, 5 * found.history[-1].rate) < settings.learning_rate
 
 
 def test_micro_batches_change_nothing(teacher, student):
     settings = replace(FAST, num_steps=3, state_weight=0.3)
-    runs = [distill(student, teacher, EXAMPLES, replace(settings, micro_batch=m), device=CPU) for m in (1, 4)]
+    runs = [
+        distill(student, teacher, EXAMPLES, replace(settings, micro_batch=m), device=CPU)
+        for m in (1, 4)
+    ]
     for a, b in zip(*(run.history for run in runs), strict=True):
         assert a.divergence == pytest.approx(b.divergence, rel=1e-4)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-3)
@@ -149,11 +172,15 @@ def test_micro_batches_change_nothing(teacher, student):
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, student, tmp_path):
     settings = replace(FAST, state_weight=0.5)
     whole = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
-    training = Training(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=tmp_path)
+    training = Training(
+        student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=tmp_path
+    )
     for record in training.run():
         if record.step == 7:  # the state of step 6 is on disk
             break
-    found = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=tmp_path)
+    found = distill(
+        student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=tmp_path
+    )
     assert found.history == whole.history
     assert all(torch.equal(found.model.parameters[n], p) for n, p in whole.model.parameters.items())
     assert [f.name for f in tmp_path.glob("*.safetensors")] == ["state-12.safetensors"]
@@ -163,7 +190,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, student, tmp_path):
 
 def test_every_example_comes_once_an_epoch(teacher, student):
     training = Training(student, teacher, EXAMPLES, FAST, device=CPU)
-    first, second = [[i for s in steps for i in training.epochs.indices(s)] for steps in ((0, 1), (2, 3))]
+    first, second = [
+        [i for s in steps for i in training.epochs.indices(s)] for steps in ((0, 1), (2, 3))
+    ]
     assert sorted(first) == sorted(second) == list(range(8))
     assert first != second
     assert training.epochs.indices(0) + training.epochs.indices(1) == first
@@ -174,9 +203,14 @@ def test_logits_on_disk_do_as_the_teacher(teacher, student, tmp_path):
     model = WholeModel(teacher.spec, teacher.parameters, max_len=32)
     settings = replace(FAST, num_steps=3)
     cache = cache_logits(model, EXAMPLES, tmp_path / "all", k=tiny_models.VOCAB - 1, device=CPU)
-    here, kept = (distill(student, t, EXAMPLES, settings, device=CPU, held_out=HELD_OUT) for t in (teacher, cache))
+    here, kept = (
+        distill(student, t, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
+        for t in (teacher, cache)
+    )
     for a, b in zip(here.history, kept.history, strict=True):
-        assert a.divergence == pytest.approx(b.divergence, rel=1e-2)  # log-probabilities are kept in float16
+        assert a.divergence == pytest.approx(
+            b.divergence, rel=1e-2
+        )  # log-probabilities are kept in float16
     assert kept.history[-1].held_out_kl is None
     assert kept.history[-1].held_out_nll is not None
     few = cache_logits(model, EXAMPLES, tmp_path / "few", k=8, device=CPU)
@@ -184,7 +218,10 @@ def test_logits_on_disk_do_as_the_teacher(teacher, student, tmp_path):
     assert 0 < less < here.history[0].divergence
     with pytest.raises(ConfigError, match="other examples"):
         LogitCache(tmp_path / "few", HELD_OUT)
-    for changes, match in (({"temperature": 2.0}, "of 1.0"), ({"state_weight": 1.0}, "not on disk")):
+    for changes, match in (
+        ({"temperature": 2.0}, "of 1.0"),
+        ({"state_weight": 1.0}, "not on disk"),
+    ):
         with pytest.raises(ConfigError, match=match):
             distill(student, few, EXAMPLES, replace(settings, **changes), device=CPU)
 
@@ -192,19 +229,27 @@ def test_logits_on_disk_do_as_the_teacher(teacher, student, tmp_path):
 def test_only_what_is_to_be_learnt_counts(teacher, student):
     """Context is not predicted, and a weight of 2 counts as the example twice."""
     long = [Example(token_ids=e.token_ids, num_context=20, weight=2.0) for e in EXAMPLES[:2]]
-    training = Training(student, teacher, [*long, *EXAMPLES[2:4]], replace(FAST, batch_size=4), device=CPU)
+    training = Training(
+        student, teacher, [*long, *EXAMPLES[2:4]], replace(FAST, batch_size=4), device=CPU
+    )
     record = next(training.run())
     with torch.no_grad():
         total = count = 0.0
         for e in [*long, *long, *EXAMPLES[2:4]]:
             batch = SequenceBatch.of([e.token_ids], CPU)
-            a, b = (WholeModel(m.spec, m.parameters, max_len=32)(batch).log_softmax(-1) for m in (teacher, student))
+            a, b = (
+                WholeModel(m.spec, m.parameters, max_len=32)(batch).log_softmax(-1)
+                for m in (teacher, student)
+            )
             total += divergence("forward", a, b)[e.num_context - 1 : -1].sum().item()
             count += len(e.token_ids) - e.num_context
     assert record.divergence == pytest.approx(total / count, rel=1e-4)
 
 
-@pytest.mark.parametrize(("family", "changes"), [("gemma2", {"attn_logit_softcapping": 5.0}), ("mistral", {}), ("bloom", {})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma2", {"attn_logit_softcapping": 5.0}), ("mistral", {}), ("bloom", {})],
+)
 def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
     """Its weights times the values are the op's result."""
     tiny_models.write(tmp_path, family, **changes)
@@ -217,8 +262,12 @@ def test_attention_is_what_the_ops_compute(family, changes, tmp_path):
         out = ops.attention(q, kv, meta, params).split(batch.lengths)
         ops.tap = tap
         for i, weights in enumerate(attention_weights(q, kv, params, batch.lengths)):
-            values = kv.v[i, :, : batch.lengths[i]].repeat_interleave(q.shape[1] // kv.v.shape[1], 0)
-            torch.testing.assert_close(torch.einsum("hnl,hld->nhd", weights, values), out[i], rtol=1e-4, atol=1e-5)
+            values = kv.v[i, :, : batch.lengths[i]].repeat_interleave(
+                q.shape[1] // kv.v.shape[1], 0
+            )
+            torch.testing.assert_close(
+                torch.einsum("hnl,hld->nhd", weights, values), out[i], rtol=1e-4, atol=1e-5
+            )
 
     ops.tap = tap
     with torch.no_grad():
@@ -262,7 +311,13 @@ def test_settings_are_checked(changes, match):
 def test_another_vocabulary_is_refused(teacher, tmp_path):
     tiny_models.write(tmp_path, vocab_size=100)
     with pytest.raises(ConfigError, match="share them"):
-        distill(load_dense(tmp_path, dtype=torch.float32, device=CPU), teacher, EXAMPLES, FAST, device=CPU)
+        distill(
+            load_dense(tmp_path, dtype=torch.float32, device=CPU),
+            teacher,
+            EXAMPLES,
+            FAST,
+            device=CPU,
+        )
 
 
 @pytest.fixture
@@ -293,14 +348,24 @@ def test_from_folder_to_folder(files):
 
 def test_two_processes_do_the_same_steps(files, teacher, student, monkeypatch):
     """Sharded layer by layer (FSDP2), over gloo, interrupted and continued."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the two processes, which are forks of one that has imported all
-    multiprocessing.set_forkserver_preload(["slipstream.compress.distill", "torch.distributed.fsdp"])
+    monkeypatch.setenv(
+        "OMP_NUM_THREADS", "1"
+    )  # of the two processes, which are forks of one that has imported all
+    multiprocessing.set_forkserver_preload(
+        ["slipstream.compress.distill", "torch.distributed.fsdp"]
+    )
     spawn = sys.modules["torch.multiprocessing.spawn"]
     start = spawn.start_processes
-    monkeypatch.setattr(spawn, "start_processes", lambda f, **how: start(f, **how | {"start_method": "forkserver"}))
-    settings = replace(FAST, num_steps=4, state_weight=0.5, attention_weight=0.5, recompute=True, save_every=2)
+    monkeypatch.setattr(
+        spawn, "start_processes", lambda f, **how: start(f, **how | {"start_method": "forkserver"})
+    )
+    settings = replace(
+        FAST, num_steps=4, state_weight=0.5, attention_weight=0.5, recompute=True, save_every=2
+    )
     alone = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
-    training = Training(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=files.work)
+    training = Training(
+        student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=files.work
+    )
     for record in training.run():
         if record.step == 2:
             break
@@ -317,7 +382,9 @@ def test_the_teacher_makes_examples(teacher):
         tokenizer = llm.get_tokenizer()
     assert [e.weight for e in found] == [1.0, 1.0, 0.5, 0.5]
     for example, question in zip(found, ["a?", "b?", WHY + "a?", WHY + "b?"], strict=True):
-        given = tokenizer.decode(example.token_ids[: example.num_context], skip_special_tokens=False)
+        given = tokenizer.decode(
+            example.token_ids[: example.num_context], skip_special_tokens=False
+        )
         assert question in given
         assert given.endswith("assistant\n")
         assert 1 <= len(example.token_ids) - example.num_context <= 5

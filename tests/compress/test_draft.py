@@ -46,17 +46,27 @@ def path(tmp_path_factory):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("norms", [{}, {"fc_norm": "each"}, {"fc_norm": "joint"}, {"fc_norm": "each", "norm_output": True}])
+@pytest.mark.parametrize(
+    "norms",
+    [{}, {"fc_norm": "each"}, {"fc_norm": "joint"}, {"fc_norm": "each", "norm_output": True}],
+)
 def test_training_sees_what_drafting_will(path, norms):
     """Step s at place p is the draft that a chain makes at p, from the model's states up to p and its own behind."""
     model = load(path)
     head = eagle_for(model.spec, DRAFT_VOCAB, **norms)
     parameters = {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}
     embed, length, steps = torch.randn(tiny_models.VOCAB, 32), 9, 4
-    tokens, aux = torch.randint(0, tiny_models.VOCAB, (2, length)), torch.randn(2, length, 32 * len(head.aux_layers))
-    found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(tokens, aux, steps)
+    tokens, aux = (
+        torch.randint(0, tiny_models.VOCAB, (2, length)),
+        torch.randn(2, length, 32 * len(head.aux_layers)),
+    )
+    found = EagleNet(head, {n: p.clone() for n, p in parameters.items()}, embed, max_len=32)(
+        tokens, aux, steps
+    )
     model.decoder.embed = embed
-    chain = build_head(head, {n: p.clone() for n, p in parameters.items()}, model.decoder, max_model_len=32)
+    chain = build_head(
+        head, {n: p.clone() for n, p in parameters.items()}, model.decoder, max_model_len=32
+    )
     states = None
     for layer, part in zip(head.aux_layers, aux.flatten(0, 1).split(32, -1), strict=True):
         states = chain.tap.add(model.decoder.ops, states, layer, part, None)
@@ -64,20 +74,33 @@ def test_training_sees_what_drafting_will(path, norms):
     for row in range(2):
         for place in range(length - 1):
             kv = [LayerKV(*(torch.zeros(2, 2, 32, 8) for _ in range(2)))]
-            meta = AttentionMetadata.single_sequence(0, place + 1, block_size=32, device=torch.device("cpu"))
-            hidden, following = chain.forward(tokens[row, 1 : place + 2], states[row, : place + 1], kv, meta)
+            meta = AttentionMetadata.single_sequence(
+                0, place + 1, block_size=32, device=torch.device("cpu")
+            )
+            hidden, following = chain.forward(
+                tokens[row, 1 : place + 2], states[row, : place + 1], kv, meta
+            )
             torch.testing.assert_close(found[0][row, place], hidden[-1])
             for step in range(1, min(steps, length - place - 1)):
                 at = place + step
-                meta = AttentionMetadata.single_sequence(at, 1, block_size=32, device=torch.device("cpu"))
-                hidden, following = chain.forward(tokens[row, at + 1 : at + 2], following[-1:], kv, meta)
+                meta = AttentionMetadata.single_sequence(
+                    at, 1, block_size=32, device=torch.device("cpu")
+                )
+                hidden, following = chain.forward(
+                    tokens[row, at + 1 : at + 2], following[-1:], kv, meta
+                )
                 torch.testing.assert_close(found[step][row, place], hidden[-1])
 
 
 def test_the_loss_is_the_cross_entropy_to_the_model(path):
     """Among the head's tokens, at places that count, each further step by less."""
     head = eagle_for(read_spec(path).spec, DRAFT_VOCAB)
-    net = EagleNet(head, {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()}, torch.randn(288, 32), max_len=32)
+    net = EagleNet(
+        head,
+        {n: torch.randn(s) * 0.2 for n, s in head.shapes.items()},
+        torch.randn(288, 32),
+        max_len=32,
+    )
     hidden = [torch.randn(2, 7, 32) for _ in range(3)]
     wanted, counted = torch.randn(2, 7, DRAFT_VOCAB), torch.rand(2, 7) < 0.6
     loss, hits, counts = losses(net, hidden, wanted, counted)
@@ -87,7 +110,10 @@ def test_the_loss_is_the_cross_entropy_to_the_model(path):
         for row in range(2):
             for place in range(7 - step - 1):
                 if counted[row, place + step + 1]:
-                    logits, target = net.get_parameter("head.weight") @ h[row, place], wanted[row, place + step + 1]
+                    logits, target = (
+                        net.get_parameter("head.weight") @ h[row, place],
+                        wanted[row, place + step + 1],
+                    )
                     terms.append(F.cross_entropy(logits, target.softmax(-1)))
                     right += int(logits.argmax() == target.argmax())
         expected = expected + DECAY**step * torch.stack(terms).mean()
@@ -109,7 +135,9 @@ def test_it_begins_with_the_model(path):
     assert torch.equal(start["layers.0.mlp.down.weight"], values["layers.5.mlp.down.weight"])
     for kind in ("each", "joint"):
         normed = eagle_for(model.spec, DRAFT_VOCAB, fc_norm=kind)
-        start = eagle_start(normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0)
+        start = eagle_start(
+            normed, model.spec, values | {"final_norm.weight": torch.full((32,), 2.0)}, rows, 0
+        )
         assert {n: tuple(v.shape) for n, v in start.items()} == normed.shapes
         norms = torch.cat([start[f"{name}.weight"] for name in normed.aux_norms])
         assert norms.unflatten(0, (-1, 32)).mean(-1).tolist() == [1, 2]
@@ -127,28 +155,52 @@ def test_it_begins_with_the_model(path):
 
 
 def test_answers_that_no_batch_holds(path):
-    examples = [Example(token_ids=(1, 2, 3), num_context=1), Example(token_ids=(5,) * 9, num_context=3)]
-    with pytest.raises(ConfigError, match="none of 2 questions with its answer has 4 to 8 tokens: raise batch_tokens"):
-        HeadTraining(read_spec(path), examples, DraftHead(kind="eagle3", batch_tokens=8), torch.device("cpu"))
+    examples = [
+        Example(token_ids=(1, 2, 3), num_context=1),
+        Example(token_ids=(5,) * 9, num_context=3),
+    ]
+    with pytest.raises(
+        ConfigError,
+        match="none of 2 questions with its answer has 4 to 8 tokens: raise batch_tokens",
+    ):
+        HeadTraining(
+            read_spec(path), examples, DraftHead(kind="eagle3", batch_tokens=8), torch.device("cpu")
+        )
 
 
 def test_answers_without_a_token_of_the_heads(path):
     """A batch of them alone teaches nothing, and ends nothing."""
-    examples = [Example(token_ids=(1, 2, 3, 9, 9, 9), num_context=3), Example(token_ids=(1, 2, 3, 4, 5, 6), num_context=3)]
-    settings = DraftHead(kind="eagle3", batch_tokens=6, num_steps=4, num_places=2, draft_vocab_size=1)
+    examples = [
+        Example(token_ids=(1, 2, 3, 9, 9, 9), num_context=3),
+        Example(token_ids=(1, 2, 3, 4, 5, 6), num_context=3),
+    ]
+    settings = DraftHead(
+        kind="eagle3", batch_tokens=6, num_steps=4, num_places=2, draft_vocab_size=1
+    )
     training = HeadTraining(read_spec(path), examples, settings, torch.device("cpu"))
-    first, second = (record["step"] for record in training.run(time.perf_counter() + 60, lambda *_: None))
+    first, second = (
+        record["step"] for record in training.run(time.perf_counter() + 60, lambda *_: None)
+    )
     assert (first, second) in ((0, 2), (0, 3), (1, 2), (1, 3))
 
 
 def test_frequent_tokens():
-    examples = [Example(token_ids=(9, 9, 9, 5, 5, 4), num_context=3), Example(token_ids=(1, 7, 7, 7), num_context=1)]
+    examples = [
+        Example(token_ids=(9, 9, 9, 5, 5, 4), num_context=3),
+        Example(token_ids=(1, 7, 7, 7), num_context=1),
+    ]
     assert frequent_tokens(examples, 10, 2).tolist() == [5, 7]
     assert frequent_tokens(examples, 10, 5).tolist() == [0, 1, 4, 5, 7]
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("```\nx\n```", "code"), ("1. a\n2. b\n3. c", "lists"), ("- a\n- b", "prose"), ("Yes.", "prose")]
+    ("text", "kind"),
+    [
+        ("```\nx\n```", "code"),
+        ("1. a\n2. b\n3. c", "lists"),
+        ("- a\n- b", "prose"),
+        ("Yes.", "prose"),
+    ],
 )
 def test_kinds_of_answers(text, kind):
     assert kind_of(text) == kind
@@ -158,14 +210,20 @@ def test_settings():
     assert parse(preset("draft:eagle3")).one(DraftHead).kind == "eagle3"
     assert preset("draft:small") == preset("draft:1/3")
     head = DraftHead(kind="medusa")
-    assert (head.limit(on_gpu=True), head.limit(on_gpu=False), head.vocab_size(49_152)) == (9.0, 50.0, 12_288)
+    assert (head.limit(on_gpu=True), head.limit(on_gpu=False), head.vocab_size(49_152)) == (
+        9.0,
+        50.0,
+        12_288,
+    )
     assert (head.vocab_size(50_257), head.vocab_size(50)) == (12_560, 16)
     assert DraftHead(kind="eagle3", draft_vocab_size=77).vocab_size(288) == 77
     with pytest.raises(ConfigError, match=r"steps\[0\].draft_head.kind"):
         parse([{"draft_head": {"kind": "eagle2"}}])
     with pytest.raises(ConfigError, match="stands alone"):
         parse([{"draft_head": {"kind": "eagle3"}}, "quantize"])
-    with pytest.raises(ConfigError, match="norm_output=True must be false: Medusa has no such norm"):
+    with pytest.raises(
+        ConfigError, match="norm_output=True must be false: Medusa has no such norm"
+    ):
         parse([{"draft_head": {"kind": "medusa", "norm_output": True}}])
     with pytest.raises(ConfigError, match="norm_before_fc=True must be false: with fc_norm"):
         parse([{"draft_head": {"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}}])
@@ -174,13 +232,15 @@ def test_settings():
 
 
 @pytest.mark.parametrize(
-    ("kind", "norms"), [("eagle3", {}), ("eagle3", {"norm_before_fc": True, "norm_output": True}), ("medusa", {})]
+    ("kind", "norms"),
+    [("eagle3", {}), ("eagle3", {"norm_before_fc": True, "norm_output": True}), ("medusa", {})],
 )
 def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     """What is trained learns, its folder drafts, and the receipt says how well."""
     text = tmp_path / "text.jsonl"
     turns = [
-        [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}] for w in map(str, range(40))
+        [{"role": "user", "content": f"say {w}"}, {"role": "assistant", "content": w}]
+        for w in map(str, range(40))
     ]
     text.write_text("".join(json.dumps({"messages": t}) + "\n" for t in turns))
     settings = {
@@ -196,7 +256,22 @@ def test_a_head_from_the_command(path, tmp_path, capsys, kind, norms):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps([{"draft_head": {"kind": kind, **settings, **more}}]))
     out = tmp_path / "head"
-    assert main(["compress", str(path), "--recipe", str(recipe), "--out", str(out), "--device", "cpu", "--json"]) == 0
+    assert (
+        main(
+            [
+                "compress",
+                str(path),
+                "--recipe",
+                str(recipe),
+                "--out",
+                str(out),
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+        == 0
+    )
     receipt = json.loads((out / RECEIPT_NAME).read_text())
     assert json.loads(capsys.readouterr().out)["receipt"]["training"] == receipt["training"]
     history = receipt["training"]["history"]

@@ -59,22 +59,32 @@ def test_an_offset_of_half_is_half_a_step_of_floats():
 @pytest.mark.parametrize("act_order", [True, False])
 def test_learning_begins_at_gptqs_result(fmt, act_order):
     weight, stats = weights(6, 128), inputs(300, 128)
-    made, compensated = gptq_trace(weight, fmt, torch.bfloat16, stats, damping=0.01, act_order=act_order, clip=True)
+    made, compensated = gptq_trace(
+        weight, fmt, torch.bfloat16, stats, damping=0.01, act_order=act_order, clip=True
+    )
     whole = gptq(weight, fmt, torch.bfloat16, stats, act_order=act_order)
     begun = Offsets.of(compensated, made.grid).rounded()
     assert torch.equal(made.dequantized(), whole.dequantized())
-    assert float((begun.dequantized() != made.dequantized()).float().mean()) < 0.005  # a last bit of what it met, at a tie
-    assert not torch.equal(nearest(weight, fmt, torch.bfloat16, clip=True, stats=stats).codes, made.codes)
+    assert (
+        float((begun.dequantized() != made.dequantized()).float().mean()) < 0.005
+    )  # a last bit of what it met, at a tie
+    assert not torch.equal(
+        nearest(weight, fmt, torch.bfloat16, clip=True, stats=stats).codes, made.codes
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "fmt"), [("llama", FORMATS["symmetric"]), ("qwen3_moe", FORMATS["symmetric"]), ("llama", FP8)]
+    ("family", "fmt"),
+    [("llama", FORMATS["symmetric"]), ("qwen3_moe", FORMATS["symmetric"]), ("llama", FP8)],
 )
 def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
     """Of what the layer gives; with inputs in 8 bits, when they are rounded."""
     tiny_models.write(tmp_path, family, **SIZES)
     source = read_spec(tmp_path)
-    stream, values = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), load_layer(source, 0, CPU)
+    stream, values = (
+        Stream(source, WINDOWS, device=CPU, dtype=torch.float32),
+        load_layer(source, 0, CPU),
+    )
     ends = tuple(f".{part}.weight" for part in ("qkv", "out", "up", "down"))
     products = [n.removesuffix(".weight") for n in values if n.endswith(ends)]
     exact = torch.cat(stream.run(0, values, ObservingOps()))
@@ -85,15 +95,24 @@ def test_it_is_better_than_to_nearest(tmp_path, family, fmt):
         found = torch.cat(stream.run(0, changed, ObservingOps(inputs=fake)))
         return float((found - exact).square().sum())
 
-    plain = {name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
-    begun = {name: Offsets.fitted(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products}
+    plain = {
+        name: nearest(values[f"{name}.weight"], fmt, torch.float32, clip=True) for name in products
+    }
+    begun = {
+        name: Offsets.fitted(values[f"{name}.weight"], fmt, torch.float32, clip=True)
+        for name in products
+    }
     first = error({name: own.rounded() for name, own in begun.items()})
-    learned, left = learn(stream, 0, values, values, begun, inputs=fake, num_steps=40, step_tokens=1024)
+    learned, left = learn(
+        stream, 0, values, values, begun, inputs=fake, num_steps=40, step_tokens=1024
+    )
     assert error(learned) == pytest.approx(left * first, rel=1e-3)
     assert error(learned) < (0.9 if fake else 0.8) * error(plain)
 
 
-@pytest.mark.parametrize("given", [{"bits": 3, "group_size": 32}, {"bits": 8, "kind": "float", "inputs": "fp8"}])
+@pytest.mark.parametrize(
+    "given", [{"bits": 3, "group_size": 32}, {"bits": 8, "kind": "float", "inputs": "fp8"}]
+)
 def test_it_is_better_than_gptq(tmp_path, given, caplog):
     """Every layer, beginning at GPTQ's result, whose scales stay; what is left is written beside the weights."""
     tiny_models.write(tmp_path / "model", "llama", **SIZES)
@@ -105,9 +124,13 @@ def test_it_is_better_than_gptq(tmp_path, given, caplog):
     assert len(products) == 4 * source.spec.num_layers
     assert all(p["learned"] < 0.95 and "error" not in p for p in products.values())
     assert not caplog.records
-    run_module.compress(source, parse([{"quantize": {**given, "rounding": "gptq"}}]), tmp_path / "gptq", **where)
+    run_module.compress(
+        source, parse([{"quantize": {**given, "rounding": "gptq"}}]), tmp_path / "gptq", **where
+    )
     name = "model.layers.0.self_attn.q_proj.weight_scale"
-    assert torch.equal(*(load_file(tmp_path / out / "model.safetensors")[name] for out in ("out", "gptq")))
+    assert torch.equal(
+        *(load_file(tmp_path / out / "model.safetensors")[name] for out in ("out", "gptq"))
+    )
 
 
 def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
@@ -118,6 +141,8 @@ def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
     source = read_spec(tmp_path / "model")
     with caplog.at_level(logging.WARNING):
         run_module.compress(source, parse([{"quantize": step}]), tmp_path / "out", **where)
-    assert [r.getMessage()[:8] for r in caplog.records] == [f"layer {i}:" for i in range(source.spec.num_layers)]
+    assert [r.getMessage()[:8] for r in caplog.records] == [
+        f"layer {i}:" for i in range(source.spec.num_layers)
+    ]
     products = json.loads((tmp_path / "out" / run_module.PRODUCTS_NAME).read_text())
     assert all(p["learned"] == 1.0 for p in products.values())

@@ -10,7 +10,13 @@ import torch
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress import lora
-from slipstream.compress.lora import Training, adapted_modules, frozen_base, read_samples, train_adapter
+from slipstream.compress.lora import (
+    Training,
+    adapted_modules,
+    frozen_base,
+    read_samples,
+    train_adapter,
+)
 from slipstream.compress.recipe import parse, preset
 from slipstream.compress.steps import LoRA
 from slipstream.engine.tokenizer import Tokenizer
@@ -23,7 +29,16 @@ from tests.model.test_adapters import adapted, layout_of
 
 CPU = torch.device("cpu")
 TOKENS = [5, 9, 200, 31, 7, 250, 11, 90, 3, 4, 77]
-SMALL = dict(num_steps=4, batch_size=3, micro_batch=2, context=32, rank=4, learning_rate=0.05, dropout=0.1, held_out=2)
+SMALL = dict(
+    num_steps=4,
+    batch_size=3,
+    micro_batch=2,
+    context=32,
+    rank=4,
+    learning_rate=0.05,
+    dropout=0.1,
+    held_out=2,
+)
 
 
 @pytest.fixture
@@ -63,7 +78,9 @@ def test_what_is_trained_is_what_peft_and_we_load(family, tmp_path, texts, monke
     assert receipt["data"]["num_held_out"] >= 2
     with torch.inference_mode():
         without = hf(torch.tensor([TOKENS])).logits[0]
-        theirs = PeftModel.from_pretrained(hf, tmp_path / "out").eval()(torch.tensor([TOKENS])).logits[0]
+        theirs = (
+            PeftModel.from_pretrained(hf, tmp_path / "out").eval()(torch.tensor([TOKENS])).logits[0]
+        )
         trained = kept["training"].model(SequenceBatch.of([TOKENS], CPU))
     assert difference(without, theirs) > 1e-3
     assert difference(trained, theirs) < 1e-5
@@ -80,7 +97,9 @@ def test_targets_and_ranks(tmp_path, texts):
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
     with torch.inference_mode():
-        theirs = PeftModel.from_pretrained(hf, tmp_path / "out").eval()(torch.tensor([TOKENS])).logits[0]
+        theirs = (
+            PeftModel.from_pretrained(hf, tmp_path / "out").eval()(torch.tensor([TOKENS])).logits[0]
+        )
     assert difference(logits(load(tmp_path / "model"), tmp_path / "out"), theirs) < 1e-5
     for wrong in ({"targets": ("lm_head",)}, {"ranks": {"w_proj": 3}}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -107,7 +126,9 @@ def test_an_interrupted_run_goes_on(tmp_path, texts, monkeypatch):
     rest = train_adapter(source, chosen, tmp_path / "part", device=CPU)
     assert rest["training"]["loss"] == whole["training"]["loss"]
     assert rest["held_out"] == whole["held_out"]
-    first, second = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "part"))
+    first, second = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "part")
+    )
     assert first == second
     with pytest.raises(ConfigError, match="exists"):
         train_adapter(source, chosen, tmp_path / "part", device=CPU)
@@ -128,11 +149,17 @@ def test_of_conversations_the_answers_are_learned(tmp_path):
     ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tokenizer = Tokenizer.for_model(read_spec(tmp_path / "model"))
-    train, held_out, skipped = read_samples(settings(str(tmp_path / "chats.jsonl"), context=400), tokenizer, 400, None)
+    train, held_out, skipped = read_samples(
+        settings(str(tmp_path / "chats.jsonl"), context=400), tokenizer, 400, None
+    )
     assert (len(train) + len(held_out), skipped) == (12, 0)
     for sample in (*train, *held_out):
-        learned = tokenizer.decode([t for t, flag in zip(sample.token_ids, sample.learned, strict=True) if flag], False)
-        asked = tokenizer.decode([t for t, flag in zip(sample.token_ids, sample.learned, strict=True) if not flag], False)
+        learned = tokenizer.decode(
+            [t for t, flag in zip(sample.token_ids, sample.learned, strict=True) if flag], False
+        )
+        asked = tokenizer.decode(
+            [t for t, flag in zip(sample.token_ids, sample.learned, strict=True) if not flag], False
+        )
         assert "number" in learned
         assert "it is" in learned
         assert "what" not in learned
@@ -144,18 +171,24 @@ def test_of_conversations_the_answers_are_learned(tmp_path):
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_on_a_base_that_is_rounded_at_load(tmp_path, texts, scheme):
     """The base is what an engine with this scheme computes with, and the adapter goes with it."""
-    tiny_models.write_with_tokenizer(tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    tiny_models.write_with_tokenizer(
+        tmp_path / "model", "llama", hidden_size=128, intermediate_size=256
+    )
     source = read_spec(tmp_path / "model")
     dense = frozen_base(source, settings(texts), torch.float32, CPU)
     rounded = frozen_base(source, settings(texts, quantization=scheme), torch.float32, CPU)
     assert not torch.equal(dense["layers.0.mlp.up.weight"], rounded["layers.0.mlp.up.weight"])
     assert torch.equal(dense["embed.weight"], rounded["embed.weight"])
     train_adapter(source, settings(texts, quantization=scheme), tmp_path / "out", device=CPU)
-    sizes = dict(device="cpu", max_model_len=64, kv_cache_bytes=2**20, enable_lora=True, quantization=scheme)
+    sizes = dict(
+        device="cpu", max_model_len=64, kv_cache_bytes=2**20, enable_lora=True, quantization=scheme
+    )
     with LLM(str(tmp_path / "model"), **sizes) as llm:
         sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         mine = LoRARequest("mine", 1, str(tmp_path / "out"))
-        answers = llm.generate(["The number 3"] * 2, sampling, lora_request=[mine, None], progress=False)
+        answers = llm.generate(
+            ["The number 3"] * 2, sampling, lora_request=[mine, None], progress=False
+        )
     assert answers[0].outputs[0].token_ids != answers[1].outputs[0].token_ids
 
 
@@ -175,7 +208,13 @@ def test_the_command(tmp_path, texts, capsys):
 
 def test_the_preset_and_what_is_refused():
     assert parse(preset("lora")).one(LoRA) == LoRA()
-    for wrong in ({"rank": 0}, {"dropout": 1.0}, {"ranks": {"q_proj": "a"}}, {"quantization": "fp8"}, {"targets": "q_proj"}):
+    for wrong in (
+        {"rank": 0},
+        {"dropout": 1.0},
+        {"ranks": {"q_proj": "a"}},
+        {"quantization": "fp8"},
+        {"targets": "q_proj"},
+    ):
         with pytest.raises(ConfigError, match=rf"steps\[0\]\.lora\.{next(iter(wrong))}"):
             parse([{"lora": wrong}])
     with pytest.raises(ConfigError, match="stands alone"):

@@ -23,12 +23,18 @@ CPU = torch.device("cpu")
 def test_the_knapsack_is_solved_exactly(seed):
     rng = random.Random(seed)
     options = [
-        [BitOption(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1)) for b in (2, 3, 4)] for _ in range(7)
+        [
+            BitOption(b, rng.randint(1, 30), rng.random() * (3 if rng.random() < 0.2 else 1))
+            for b in (2, 3, 4)
+        ]
+        for _ in range(7)
     ]
     lightest = sum(min(c.num_bytes for c in each) for each in options)
     budget = lightest + rng.randint(0, 60)
     best = min(
-        sum(c.kl for c in each) for each in itertools.product(*options) if sum(c.num_bytes for c in each) <= budget
+        sum(c.kl for c in each)
+        for each in itertools.product(*options)
+        if sum(c.num_bytes for c in each) <= budget
     )
     found = solve_knapsack(options, budget)
     assert sum(c.num_bytes for c in found) <= budget
@@ -44,7 +50,9 @@ def test_a_budget_is_spent_where_it_counts(tmp_path):
         theirs.model.layers[1].self_attn.o_proj.weight.mul_(1e-4)
         theirs.model.layers[1].mlp.down_proj.weight.mul_(1e-4)
     theirs.save_pretrained(tmp_path / "model")
-    recipe = parse([{"quantize": {"bits": {"average": 5.0, "choices": [3, 4, 6]}, "group_size": 32}}])
+    recipe = parse(
+        [{"quantize": {"bits": {"average": 5.0, "choices": [3, 4, 6]}, "group_size": 32}}]
+    )
     source = read_spec(tmp_path / "model")
     settings = dict(windows=WINDOWS, device=CPU, dtype=torch.float32)
     done = compress(source, recipe, tmp_path / "out", **settings)
@@ -54,4 +62,7 @@ def test_a_budget_is_spent_where_it_counts(tmp_path):
     assert 4.5 < done.bits_per_weight <= 5.0
     formats = read_spec(tmp_path / "out").quantization.formats
     assert formats.of("model.layers.1.self_attn.o_proj").bits == 3
-    assert all(formats.of(f"model.layers.0.self_attn.{x}_proj").bits == bits["layers.0.attention.qkv"] for x in "qkv")
+    assert all(
+        formats.of(f"model.layers.0.self_attn.{x}_proj").bits == bits["layers.0.attention.qkv"]
+        for x in "qkv"
+    )

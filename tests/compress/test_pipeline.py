@@ -39,12 +39,26 @@ def model(tmp_path_factory):
 
 def steps(text, *more, **distil):
     chosen = {
-        "num_steps": 4, "batch_size": 4, "micro_batch": 2, "dtype": "float32", "eval_every": 2, "save_every": 2,
-        "text": text, "num_windows": 8, "context": 32, "held_out": 2, "max_tokens": 4,
+        "num_steps": 4,
+        "batch_size": 4,
+        "micro_batch": 2,
+        "dtype": "float32",
+        "eval_every": 2,
+        "save_every": 2,
+        "text": text,
+        "num_windows": 8,
+        "context": 32,
+        "held_out": 2,
+        "max_tokens": 4,
         **distil,
     }
     calibrate = {"text": text, "num_windows": 4, "context": 32}
-    return [{"calibrate": calibrate}, {"prune": {"size": 0.6, "channels": 0.5}}, {"distill": chosen}, *more]
+    return [
+        {"calibrate": calibrate},
+        {"prune": {"size": 0.6, "channels": 0.5}},
+        {"distill": chosen},
+        *more,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +73,18 @@ def test_a_recipe_prunes_and_distils(more, changes, model, text, tmp_path, capsy
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(steps(text, *more, **changes)))  # JSON is YAML
     out = tmp_path / "out"
-    words = ["compress", str(model), "--recipe", str(recipe), "--out", str(out), "--no-report", "--json", "--device", "cpu"]
+    words = [
+        "compress",
+        str(model),
+        "--recipe",
+        str(recipe),
+        "--out",
+        str(out),
+        "--no-report",
+        "--json",
+        "--device",
+        "cpu",
+    ]
     assert main([*words, "--dry-run"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main(words) == 0
@@ -84,11 +109,15 @@ def test_an_interrupted_recipe_goes_on(model, text, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         reshape(source, recipe, tmp_path / "out", device=CPU, progress=stop)
     first = len(told)
-    made = reshape(source, recipe, tmp_path / "out", device=CPU, progress=lambda *said: told.append(said))
+    made = reshape(
+        source, recipe, tmp_path / "out", device=CPU, progress=lambda *said: told.append(said)
+    )
     assert told[0] == ("pruning", 0, 0)
     assert ("pruning", 1, 1) in told
     assert not any(phase == "pruning" for phase, _, _ in told[first:])
-    steps_done = [(done, total) for phase, done, total in told[first:] if phase.startswith("distilling")]
+    steps_done = [
+        (done, total) for phase, done, total in told[first:] if phase.startswith("distilling")
+    ]
     assert steps_done == [(3, 4), (4, 4)]
     history = json.loads((made.path / "distill.json").read_text())["history"]
     assert [r["step"] for r in history] == [0, 1, 2, 3]
@@ -117,7 +146,9 @@ def test_short_conversations_are_learnt_from_and_too_few_refused(model, text, tm
         reshape(read_spec(model), parse(asked), tmp_path / "out", device=CPU)
     assert caught.value.field == "num_windows"
     count = int(str(caught.value).split(" gives ")[1].split()[0])
-    made = reshape(read_spec(model), parse(steps(text, num_windows=count)), tmp_path / "all", device=CPU)
+    made = reshape(
+        read_spec(model), parse(steps(text, num_windows=count)), tmp_path / "all", device=CPU
+    )
     rows = (made.path.parent / "examples.jsonl").read_text().splitlines()
     lengths = [len(json.loads(row)["token_ids"]) for row in rows]
     assert len(lengths) == count

@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 from slipstream.compress.dense import load_dense
 from slipstream.compress.prune import importances, measure, next_token_loss, prune
 from slipstream.compress.steps import PruneSettings
-from slipstream.compress.structure import PruneSelection, Units, axes, cut_parameters, num_units, split_experts
+from slipstream.compress.structure import (
+    PruneSelection,
+    Units,
+    axes,
+    cut_parameters,
+    num_units,
+    split_experts,
+)
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.model.sequences import SequenceBatch, WholeModel
 from slipstream.spec.description import read_spec
@@ -20,7 +27,10 @@ from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
 
 CPU = torch.device("cpu")
-BATCHES = [SequenceBatch.of([TOKENS[:20], TOKENS[20:32]], CPU), SequenceBatch.of([TOKENS[30:]], CPU)]
+BATCHES = [
+    SequenceBatch.of([TOKENS[:20], TOKENS[20:32]], CPU),
+    SequenceBatch.of([TOKENS[30:]], CPU),
+]
 
 
 def loaded(path):
@@ -32,8 +42,27 @@ def logits(model, tokens=TOKENS):
         return WholeModel(model.spec, model.parameters, max_len=64)(SequenceBatch.of([tokens], CPU))
 
 
-HEADS_REFUSED = {"gptj", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "bloom", "mpt", "falcon", "gptj-whole", "gpt2-untied"}
-HEADS_REFUSED |= {"bigcode-mha", "neox-in-turn", "opt-350m", "bloom-6-heads", "mpt-clip", "falcon-40b", "falcon2-11b"}
+HEADS_REFUSED = {
+    "gptj",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "mpt",
+    "falcon",
+    "gptj-whole",
+    "gpt2-untied",
+}
+HEADS_REFUSED |= {
+    "bigcode-mha",
+    "neox-in-turn",
+    "opt-350m",
+    "bloom-6-heads",
+    "mpt-clip",
+    "falcon-40b",
+    "falcon2-11b",
+}
 HEADS_REFUSED |= {"falcon-rw", "phi3-long", "phi4-mini"}
 NOT_YET = ("deepseek", "gpt_oss", "gpt-oss")  # latent attention, experts with biases
 CHANNELS_REFUSED = {"bloom", "bloom-6-heads", "mpt", "mpt-clip"}
@@ -57,7 +86,12 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
         with pytest.raises(UnsupportedModelError, match="can't be compressed yet"):
             loaded(folder)
         return
-    refused = {"heads": HEADS_REFUSED, "channels": CHANNELS_REFUSED, "hidden": WIDTH_REFUSED, "layers": set()}[part]
+    refused = {
+        "heads": HEADS_REFUSED,
+        "channels": CHANNELS_REFUSED,
+        "hidden": WIDTH_REFUSED,
+        "layers": set(),
+    }[part]
     model, settings = loaded(folder), PruneSettings(**{part: 0.5}, multiple=4)
     if name in refused:
         with pytest.raises(UnsupportedModelError, match=r"config can't express|ALiBi"):
@@ -69,17 +103,24 @@ def test_a_pruned_checkpoint_loads_in_transformers(case, part, tmp_path):
     small.write(tmp_path / "small")
     assert read_spec(tmp_path / "small").spec == small.spec
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
-    corrections = [t for name, t in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+    corrections = [
+        t for name, t in theirs.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     assert sum(p.numel() for p in (*theirs.parameters(), *corrections)) == small.spec.num_parameters
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(logits(small), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    torch.testing.assert_close(
+        logits(small), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
+    )
 
 
 # --- What is worth nothing ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["llama-tied-biased", "gemma2-capped", "qwen3_moe", "starcoder2", "phi", "mixtral"])
+@pytest.fixture(
+    scope="module",
+    params=["llama-tied-biased", "gemma2-capped", "qwen3_moe", "starcoder2", "phi", "mixtral"],
+)
 def model(request, tmp_path_factory):
     family, overrides = CASES[request.param]
     path = tmp_path_factory.mktemp(request.param)
@@ -93,28 +134,42 @@ def silence(spec, values, kind, keep):
     left = {}
     for key, count in num_units(spec).items():
         if key.kind == kind:
-            left[key] = torch.randperm(count, generator=torch.Generator().manual_seed(key.layer))[:keep].sort().values
+            left[key] = (
+                torch.randperm(count, generator=torch.Generator().manual_seed(key.layer))[:keep]
+                .sort()
+                .values
+            )
     for name, weight in parts.items():
         rows, columns = axes(spec, name)
         for dim, axis in enumerate((rows, columns)):
-            reads = dim == 1 or kind == "hidden"  # the residual's dimensions are read and written; embeddings fill them
+            reads = (
+                dim == 1 or kind == "hidden"
+            )  # the residual's dimensions are read and written; embeddings fill them
             if axis is not None and axis[0] in left and reads and weight.dim() > dim:
                 silent = ~torch.isin(axis[1], left[axis[0]])
                 if weight.dim() == 2 or name.endswith(".bias"):
-                    weight.index_fill_(dim, silent.nonzero()[:, 0], 0.0)  # a view's parameter changes too
+                    weight.index_fill_(
+                        dim, silent.nonzero()[:, 0], 0.0
+                    )  # a view's parameter changes too
     return left
 
 
 @pytest.mark.parametrize("importance", ["activation", "taylor", "wactigrad"])
-@pytest.mark.parametrize(("kind", "share", "keep"), [("heads", 0.5, 1), ("channels", 0.5, 32), ("hidden", 0.25, 24)])
+@pytest.mark.parametrize(
+    ("kind", "share", "keep"), [("heads", 0.5, 1), ("channels", 0.5, 32), ("hidden", 0.25, 24)]
+)
 def test_units_worth_nothing_go_without_a_trace(model, importance, kind, share, keep):
     values = {name: value.clone() for name, value in model.parameters.items()}
     if kind == "heads":
         keep = {2: 1, 4: 2}[num_units(model.spec)[Units("heads", 0)]]
     left = silence(model.spec, values, kind, keep)
     model = replace(model, parameters=values)
-    result = prune(model, PruneSettings(importance=importance, multiple=8, **{kind: share}), BATCHES)
-    assert {key: units.tolist() for key, units in result.kept.units.items()} == {k: u.tolist() for k, u in left.items()}
+    result = prune(
+        model, PruneSettings(importance=importance, multiple=8, **{kind: share}), BATCHES
+    )
+    assert {key: units.tolist() for key, units in result.kept.units.items()} == {
+        k: u.tolist() for k, u in left.items()
+    }
     before, after = logits(model), logits(result.model)
     # A norm's epsilon weighs more over fewer dimensions; layer norms take the mean off, over more dimensions before.
     if kind != "hidden":
@@ -131,7 +186,9 @@ def test_layers_that_do_nothing_go_first(name, tmp_path):
     for i in (1, 3):
         for stem, values in model.parameters.items():
             # Nothing of these two reaches the residual: through a norm after it, or out of its last product.
-            if stem.startswith(f"layers.{i}.") and ("post_" in stem or ".out." in stem or ".down." in stem):
+            if stem.startswith(f"layers.{i}.") and (
+                "post_" in stem or ".out." in stem or ".down." in stem
+            ):
                 values.zero_()
     result = prune(model, PruneSettings(layers=0.4), BATCHES)
     assert result.kept.layers == (0, 2, 4)
@@ -146,7 +203,9 @@ def test_layers_that_do_nothing_go_first(name, tmp_path):
 def trained(tmp_path_factory):
     """A model that has learnt some of a text."""
     path = tmp_path_factory.mktemp("trained")
-    tiny_models.write(path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05)
+    tiny_models.write(
+        path, "llama", num_attention_heads=8, num_key_value_heads=8, initializer_range=0.05
+    )
     model = loaded(path)
     whole = WholeModel(model.spec, model.parameters, max_len=64)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -163,12 +222,16 @@ def trained(tmp_path_factory):
 def test_the_important_matter_more(trained, kind, importance):
     """The trained model loses less without its least important half than without the other."""
     model = trained
-    result = prune(model, PruneSettings(importance=importance, multiple=8, **{kind: 0.5}), BATCHES[:1])
+    result = prune(
+        model, PruneSettings(importance=importance, multiple=8, **{kind: 0.5}), BATCHES[:1]
+    )
     units = {}
     for key, kept in result.kept.units.items():
         count = num_units(model.spec)[key]
         units[key] = torch.tensor([i for i in range(count) if i not in kept.tolist()])
-    worse = cut_parameters(model.spec, model.parameters, PruneSelection(layers=result.kept.layers, units=units))
+    worse = cut_parameters(
+        model.spec, model.parameters, PruneSelection(layers=result.kept.layers, units=units)
+    )
     losses = []
     for values in (result.model.parameters, worse):
         with torch.no_grad():

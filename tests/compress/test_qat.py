@@ -25,13 +25,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_training_begins_at_what_was_written(symmetric):
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    made = nearest(weight, WeightFormat(bits=3, group_size=32, symmetric=symmetric), torch.bfloat16, clip=True)
+    made = nearest(
+        weight, WeightFormat(bits=3, group_size=32, symmetric=symmetric), torch.bfloat16, clip=True
+    )
     own = Trained.of(made.dequantized(), made.grid)
     torch.testing.assert_close(own.dequantized(), made.dequantized())
     assert torch.equal(own.rounded().codes, made.codes)
     own.dequantized().square().sum().backward()
     assert own.weight.grad.abs().sum() > 0
-    assert own.step.grad.abs().sum() == 0  # on the grid, nothing cut off: a step too long is as wrong as one too short
+    assert (
+        own.step.grad.abs().sum() == 0
+    )  # on the grid, nothing cut off: a step too long is as wrong as one too short
     with torch.no_grad():
         own.weight += 0.3
         own.step += 0.2
@@ -54,9 +58,14 @@ def test_much_of_what_rounding_lost_comes_back(tmp_path, family):
     source = read_spec(tmp_path / "model")
     exact = run(load(tmp_path / "model"), WINDOWS[0]).log_softmax(-1)
     kl = {}
-    for name, more in (("plain", []), ("trained", [{"qat": {"num_steps": 40, "step_tokens": 48, "learning_rate": 3e-3}}])):
+    for name, more in (
+        ("plain", []),
+        ("trained", [{"qat": {"num_steps": 40, "step_tokens": 48, "learning_rate": 3e-3}}]),
+    ):
         recipe = parse([{"quantize": {"bits": 3, "group_size": 32, "rounding": "gptq"}}, *more])
-        compress(source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
+        compress(
+            source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32
+        )
         found = run(load(tmp_path / name), WINDOWS[0]).log_softmax(-1)
         kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
     assert kl["trained"] < 0.65 * kl["plain"]
@@ -77,16 +86,23 @@ def test_rounded_inputs_are_trained_with(tmp_path, quantize, steps):
     kl = {}
     for name, more in (("plain", []), ("trained", [{"qat": {"step_tokens": 48, **steps}}])):
         recipe = parse([{"quantize": quantize}, *more])
-        compress(source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
+        compress(
+            source, recipe, tmp_path / name, windows=WINDOWS[:2], device=CPU, dtype=torch.float32
+        )
         found = run(load(tmp_path / name), WINDOWS[0]).log_softmax(-1)
         kl[name] = float((exact.exp() * (exact - found)).sum(-1).mean())
     assert kl["trained"] < 0.8 * kl["plain"]
 
 
 def _trained(source, grids, values, settings):
-    layers = [{n: v for n, v in values.items() if n.startswith(f"layers.{i}.")} for i in range(source.spec.num_layers)]
+    layers = [
+        {n: v for n, v in values.items() if n.startswith(f"layers.{i}.")}
+        for i in range(source.spec.num_layers)
+    ]
     inputs = [{} for _ in layers]
-    return qat_module.train(source, layers, grids, WINDOWS[:2], settings, inputs=inputs, device=CPU, dtype=torch.float32)
+    return qat_module.train(
+        source, layers, grids, WINDOWS[:2], settings, inputs=inputs, device=CPU, dtype=torch.float32
+    )
 
 
 @pytest.fixture
@@ -96,9 +112,15 @@ def begun(tmp_path):
     source = read_spec(tmp_path / "model")
     values = load_parameters(source, dtype=torch.float32, device=CPU)
     made = {
-        n: nearest(v, WeightFormat(bits=3, group_size=32), torch.float32, clip=True) for n, v in values.items() if ".mlp." in n
+        n: nearest(v, WeightFormat(bits=3, group_size=32), torch.float32, clip=True)
+        for n, v in values.items()
+        if ".mlp." in n
     }
-    return source, {n: r.grid for n, r in made.items()}, {**values, **{n: r.dequantized() for n, r in made.items()}}
+    return (
+        source,
+        {n: r.grid for n, r in made.items()},
+        {**values, **{n: r.dequantized() for n, r in made.items()}},
+    )
 
 
 def test_logits_a_few_rows_at_a_time_give_the_same(begun, monkeypatch):
@@ -117,7 +139,11 @@ def test_a_window_goes_through_the_original_once_if_there_is_room(begun, monkeyp
     source, grids, values = begun
     built = []
     original = qat_module.build_layer
-    monkeypatch.setattr(qat_module, "build_layer", lambda *args: built.append(torch.is_grad_enabled()) or original(*args))
+    monkeypatch.setattr(
+        qat_module,
+        "build_layer",
+        lambda *args: built.append(torch.is_grad_enabled()) or original(*args),
+    )
     monkeypatch.setattr(qat_module, "HELD_BYTES", room)
     made = _trained(source, grids, values, QAT(num_steps=3, step_tokens=96, learning_rate=3e-3))
     assert built.count(False) == times * source.spec.num_layers
@@ -128,7 +154,10 @@ def test_a_window_goes_through_the_original_once_if_there_is_room(begun, monkeyp
 
 def test_a_loss_that_is_no_number_names_the_rate(begun):
     source, grids, values = begun
-    values = {**values, "layers.0.attention.out.weight": values["layers.0.attention.out.weight"] * float("nan")}
+    values = {
+        **values,
+        "layers.0.attention.out.weight": values["layers.0.attention.out.weight"] * float("nan"),
+    }
     with pytest.raises(ConfigError, match="lower learning_rate"):
         _trained(source, grids, values, QAT(num_steps=2, step_tokens=48))
 
@@ -149,15 +178,32 @@ def test_training_has_windows_of_its_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_module, "Stream", stream)
     monkeypatch.setattr(run_module, "train", training)
-    steps = [{"calibrate": {"num_windows": 1}}, "quantize", {"qat": {"num_windows": 2, "num_steps": 1}}]
+    steps = [
+        {"calibrate": {"num_windows": 1}},
+        "quantize",
+        {"qat": {"num_windows": 2, "num_steps": 1}},
+    ]
     recipe = parse(steps)
     assert recipe.num_windows == 2
-    compress(read_spec(tmp_path / "model"), recipe, tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32)
+    compress(
+        read_spec(tmp_path / "model"),
+        recipe,
+        tmp_path / "out",
+        windows=WINDOWS,
+        device=CPU,
+        dtype=torch.float32,
+    )
     assert met == {"calibration": 1, "training": 2}
 
 
 def test_what_it_can_not_train_is_refused():
-    whole = {"bits": 8, "kind": "float", "inputs": "fp8", "group_size": "tensor", "static_inputs": True}
+    whole = {
+        "bits": 8,
+        "kind": "float",
+        "inputs": "fp8",
+        "group_size": "tensor",
+        "static_inputs": True,
+    }
     few = [{"calibrate": {"num_windows": 8}}, "quantize", {"qat": {"num_windows": 4}}]
     for steps in (["qat", "kv_cache"], [{"quantize": whole}, "qat"], few):
         with pytest.raises(ConfigError) as caught:

@@ -23,26 +23,49 @@ from tests.model.harness import load, run
 
 CPU = torch.device("cpu")
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
-WINDOWS = [torch.randint(4, 280, (24,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(4)]
+WINDOWS = [
+    torch.randint(4, 280, (24,), generator=torch.Generator().manual_seed(i)).tolist()
+    for i in range(4)
+]
 MIXED = {
     "ignore": ["layers.0.mlp.*"],
-    "overrides": {"layers.1.attention.qkv": {"bits": 6, "group_size": "channel"}, "layers.1.mlp.down": {"bits": 2}},
+    "overrides": {
+        "layers.1.attention.qkv": {"bits": 6, "group_size": "channel"},
+        "layers.1.mlp.down": {"bits": 2},
+    },
 }
 RECIPES = {
-    **{name: preset(name) for name in PRESETS if name not in ("2:4", "lora") and not name.startswith("draft:")},
+    **{
+        name: preset(name)
+        for name in PRESETS
+        if name not in ("2:4", "lora") and not name.startswith("draft:")
+    },
     "int4-learned": [{"quantize": {**preset("int4-learned")[0]["quantize"], "num_steps": 3}}],
     "int8 plain": [{"quantize": {"bits": 8, "inputs": "int8"}}],
     "fp8 gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
     "outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 1.5}}],
     "caught up": [{"quantize": {"group_size": 32, "rounding": "gptq", "catch_up": 1.0}}],
-    "learned, caught up": [{"quantize": {"group_size": 32, "rounding": "learned", "num_steps": 3, "catch_up": 0.5}}],
+    "learned, caught up": [
+        {"quantize": {"group_size": 32, "rounding": "learned", "num_steps": 3, "catch_up": 0.5}}
+    ],
     "int8 tensor": [{"quantize": {"bits": 8, "inputs": "int8", "group_size": "tensor"}}],
     **{f"w{bits}": [{"quantize": {"bits": bits, "group_size": 32}}] for bits in (2, 3, 6, 8)},
     "w4 rows": [{"quantize": {"group_size": "channel", "rounding": "gptq", "act_order": False}}],
     "w4 64": [{"quantize": {"group_size": 64}}],
-    **{f"w{bits} zeros": [{"quantize": {"bits": bits, "group_size": 32, "symmetric": False}}] for bits in (2, 3, 4, 8)},
+    **{
+        f"w{bits} zeros": [{"quantize": {"bits": bits, "group_size": 32, "symmetric": False}}]
+        for bits in (2, 3, 4, 8)
+    },
     "awq and gptq": [
-        {"quantize": {"bits": 3, "group_size": 32, "scaling": "awq", "rounding": "gptq", "true_sequential": False}},
+        {
+            "quantize": {
+                "bits": 3,
+                "group_size": 32,
+                "scaling": "awq",
+                "rounding": "gptq",
+                "true_sequential": False,
+            }
+        },
     ],
     "learned": [{"quantize": {"bits": 3, "group_size": 32, "rounding": "learned", "num_steps": 3}}],
     "mixed": [{"quantize": {"group_size": 32, **MIXED}}],
@@ -52,7 +75,10 @@ RECIPES = {
 
 def written(source, out, steps, **settings):
     return compress(
-        source, parse(steps), out, **{"windows": WINDOWS, "device": CPU, "dtype": torch.float32, **settings}
+        source,
+        parse(steps),
+        out,
+        **{"windows": WINDOWS, "device": CPU, "dtype": torch.float32, **settings},
     )
 
 
@@ -67,7 +93,9 @@ def fake_logits(source, folder, formats, recipe_plan, tokens):
         prefix = f"layers.{i}."
         values = {n.removeprefix(prefix): v for n, v in whole.items() if n.startswith(prefix)}
         fakes = {
-            p.name.removeprefix(prefix): FakeInputs(p.fmt.inputs, columns=columns.get(f"{p.name}.weight", ()))
+            p.name.removeprefix(prefix): FakeInputs(
+                p.fmt.inputs, columns=columns.get(f"{p.name}.weight", ())
+            )
             for p in recipe_plan.weights
             if p.name.startswith(prefix) and p.fmt is not None and p.fmt.inputs is not None
         }
@@ -106,11 +134,22 @@ def test_what_is_written_is_what_was_computed_with(tmp_path, model, exact, name)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert (found - exact[0]).abs().max() > 0.01
     files = (tmp_path / "out").iterdir()
-    assert {"tokenizer.json", "slipstream-recipe.json", "config.json", "model.safetensors"} <= {f.name for f in files}
-    assert json.loads((tmp_path / "out" / "slipstream-recipe.json").read_text()) == parse(RECIPES[name]).as_data()
-    sizes = [t.nbytes for n, t in load_file(tmp_path / "out" / "model.safetensors").items() if not n.endswith("_shape")]
+    assert {"tokenizer.json", "slipstream-recipe.json", "config.json", "model.safetensors"} <= {
+        f.name for f in files
+    }
+    assert (
+        json.loads((tmp_path / "out" / "slipstream-recipe.json").read_text())
+        == parse(RECIPES[name]).as_data()
+    )
+    sizes = [
+        t.nbytes
+        for n, t in load_file(tmp_path / "out" / "model.safetensors").items()
+        if not n.endswith("_shape")
+    ]
     assert done.bytes_after == plan(model, parse(RECIPES[name])).bytes_after
-    assert 0 <= sum(sizes) - done.bytes_after < 200 * ("tensor" in str(RECIPES[name])) + 1  # a scale a module, not a product
+    assert (
+        0 <= sum(sizes) - done.bytes_after < 200 * ("tensor" in str(RECIPES[name])) + 1
+    )  # a scale a module, not a product
 
 
 def test_columns_beside_the_weights_must_fit_them(tmp_path, model):
@@ -156,7 +195,9 @@ def test_other_families(tmp_path, family, steps):
     source = read_spec(tmp_path / "model")
     done = written(source, tmp_path / "out", steps)
     found = run(load(tmp_path / "out"), WINDOWS[0])
-    expected = fake_logits(source, tmp_path / "out", read_spec(tmp_path / "out").quantization.formats, done, WINDOWS[0])
+    expected = fake_logits(
+        source, tmp_path / "out", read_spec(tmp_path / "out").quantization.formats, done, WINDOWS[0]
+    )
     if steps[0]["quantize"].get("head"):
         assert (found - expected).abs().max() > 1e-3  # `fake_logits` has the head as it was
         assert "embed_out.weight_packed" in load_file(tmp_path / "out" / "model.safetensors")
@@ -180,7 +221,9 @@ def test_an_interrupted_run_goes_on(tmp_path, model, monkeypatch, damaged):
     monkeypatch.setattr(run_module, "compress_layer", stop_at_one)
     with pytest.raises(KeyboardInterrupt):
         written(model, tmp_path / "out", steps)
-    assert [f.name for f in tmp_path.iterdir() if f.name.lstrip(".").startswith("out")] == [".out.partial"]
+    assert [f.name for f in tmp_path.iterdir() if f.name.lstrip(".").startswith("out")] == [
+        ".out.partial"
+    ]
     with pytest.raises(ConfigError, match="--restart"):
         written(model, tmp_path / "out", [{"quantize": {"group_size": 64}}])
     if damaged:  # a power cut: it is made again
@@ -202,7 +245,9 @@ def test_a_layer_is_calibrated_on_the_outputs_of_rounded_ones(tmp_path, model, m
         return real(run, index, text, sparsity)
 
     monkeypatch.setattr(run_module, "compress_layer", watch)
-    written(model, tmp_path / "out", [{"quantize": {"bits": 2, "group_size": 32, "rounding": "gptq"}}])
+    written(
+        model, tmp_path / "out", [{"quantize": {"bits": 2, "group_size": 32, "rounding": "gptq"}}]
+    )
     formats = read_spec(tmp_path / "out").quantization.formats
     values = Names(model).read(tmp_path / "out" / "model.safetensors", formats, device=CPU)
     stream = Stream(model, WINDOWS, device=CPU, dtype=torch.float32)
@@ -245,13 +290,23 @@ def test_what_can_not_be_done_is_named(tmp_path, model):
 
 
 def test_the_command(tmp_path, model, capsys):
-    common = ["compress", str(model.path), "--recipe", "int4-awq", "--out", str(tmp_path / "out"), "--json"]
+    common = [
+        "compress",
+        str(model.path),
+        "--recipe",
+        "int4-awq",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     assert main([*common, "--dry-run"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["out"] is None
     assert said["bytes_after"] < said["bytes_before"]
     assert not (tmp_path / "out").exists()
-    (tmp_path / "text.txt").write_text("".join(f"{i} words and then some more of them, and again\n\n" for i in range(2000)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{i} words and then some more of them, and again\n\n" for i in range(2000))
+    )
     recipe = tmp_path / "r.yaml"
     text = f"- calibrate: {{text: {tmp_path / 'text.txt'}, num_windows: 2, context: 32}}"
     recipe.write_text(text + "\n- quantize: {scaling: awq}\n")
@@ -261,8 +316,19 @@ def test_the_command(tmp_path, model, capsys):
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "a few", "choices": [" words", " more"], "answer": 0}\n' * 3)
     command[command.index("--out") + 1] = str(tmp_path / "asked")
-    command += ["--recipe", str(recipe), "--eval-windows", "1", "--text", str(tmp_path / "text.txt"), "--tasks", str(questions)]
-    assert main([*command, "--limit", "2", "--allow-any-quality"]) == 0  # of random weights little is left
+    command += [
+        "--recipe",
+        str(recipe),
+        "--eval-windows",
+        "1",
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--tasks",
+        str(questions),
+    ]
+    assert (
+        main([*command, "--limit", "2", "--allow-any-quality"]) == 0
+    )  # of random weights little is left
     (task,) = json.loads(capsys.readouterr().out)["report"]["tasks"]
     assert (task["num_questions"], task["metric"]) == (2, "acc_norm")
     for more, field in (
@@ -276,23 +342,48 @@ def test_the_command(tmp_path, model, capsys):
         assert main([*command, "--out", str(tmp_path / "late"), *more]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["field"] == field
     assert not list(tmp_path.glob("*late*"))
-    assert main(["compress", str(model.path), "--recipe", "int5", "--out", str(tmp_path / "o"), "--json"]) == 2
+    assert (
+        main(
+            [
+                "compress",
+                str(model.path),
+                "--recipe",
+                "int5",
+                "--out",
+                str(tmp_path / "o"),
+                "--json",
+            ]
+        )
+        == 2
+    )
     assert json.loads(capsys.readouterr().out)["error"]["field"] == "recipe"
 
 
 def test_text_is_cut_to_the_models_context(tmp_path, capsys):
     """Also where positions are a table, which ends there."""
     tiny_models.write_with_tokenizer(tmp_path / "model", "opt", max_position_embeddings=16)
-    source, steps = read_spec(tmp_path / "model"), [{"quantize": {"group_size": 32, "rounding": "gptq"}}]
+    source, steps = (
+        read_spec(tmp_path / "model"),
+        [{"quantize": {"group_size": 32, "rounding": "gptq"}}],
+    )
     written(source, tmp_path / "long", steps)
     written(source, tmp_path / "cut", steps, windows=[w[:16] for w in WINDOWS])
     first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("long", "cut"))
     assert all(torch.equal(first[key], second[key]) for key in first)
-    rows = [json.dumps({"text": f"{i} words that are more than a few"}) for i in range(20)]  # not 512 tokens
+    rows = [
+        json.dumps({"text": f"{i} words that are more than a few"}) for i in range(20)
+    ]  # not 512 tokens
     (tmp_path / "text.jsonl").write_text("\n".join(rows))
     calibrate = {"text": str(tmp_path / "text.jsonl"), "num_windows": 1}
     (tmp_path / "r.yaml").write_text(json.dumps([{"calibrate": calibrate}, *steps]))
-    command = ["compress", str(source.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")]
+    command = [
+        "compress",
+        str(source.path),
+        "--recipe",
+        str(tmp_path / "r.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert main([*command, "--no-report", "--json", "--device", "cpu"]) == 0, capsys.readouterr()
 
 
@@ -310,7 +401,9 @@ def test_the_command_backs_off(tmp_path, model, capsys):
     assert main([*command, "--out", str(tmp_path / "b"), "--max-kl", "0.2", "--back-off"]) == 0
     said = json.loads(capsys.readouterr().out)["report"]
     kept = json.loads((tmp_path / "b" / "slipstream-report.json").read_text())
-    assert {key: said[key] for key in ("kl", "tried", "recipe")} == {key: kept[key] for key in ("kl", "tried", "recipe")}
+    assert {key: said[key] for key in ("kl", "tried", "recipe")} == {
+        key: kept[key] for key in ("kl", "tried", "recipe")
+    }
     assert said["kl"]["mean"] <= 0.2 < said["tried"][-1]["kl_mean"]
     assert said["tried"][0]["what"] == "r.yaml"
 
@@ -320,7 +413,15 @@ def test_backing_off_goes_on_after_an_interruption(tmp_path, model, capsys, monk
     text = "".join(f"{i} words of a text that goes on for some time\n\n" for i in range(2000))
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "r.yaml").write_text("- quantize: {bits: 6, group_size: 32}\n")
-    command = ["compress", str(model.path), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out"), "--json"]
+    command = [
+        "compress",
+        str(model.path),
+        "--recipe",
+        str(tmp_path / "r.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     command += ["--text", str(tmp_path / "text.txt"), "--back-off", "--eval-windows"]
     done, real = [], run_module.compress_layer
 
@@ -364,7 +465,9 @@ def test_attempts_are_told_by_their_conditions(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8", "fp8-static", "int8", "int4-awq", "w3", "w2", "w6", "w8", "w4 rows", "mixed"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-static", "int8", "int4-awq", "w3", "w2", "w6", "w8", "w4 rows", "mixed"]
+)
 def test_transformers_loads_it_with_the_same_logits(tmp_path, model, name):
     """Where inputs are rounded otherwise there (by one scale for all, or int8 on 127.5) only nearly. Zero points are not tried:
     compressed-tensors 0.20 writes them packed, and transformers then expects them as they were."""
@@ -389,10 +492,19 @@ def test_zero_points_are_as_compressed_tensors_writes_them(tmp_path, model, bits
     from compressed_tensors.quantization import QuantizationScheme
 
     written(model, tmp_path / "out", RECIPES[f"w{bits} zeros"])
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
-    tensors, module = load_file(tmp_path / "out" / "model.safetensors"), "model.layers.1.mlp.up_proj"
-    parts = {n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ]["group_0"]
+    tensors, module = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        "model.layers.1.mlp.up_proj",
+    )
+    parts = {
+        n.removeprefix(f"{module}."): t for n, t in tensors.items() if n.startswith(f"{module}.")
+    }
     theirs = PackedQuantizationCompressor.decompress(parts, QuantizationScheme(**config))["weight"]
     formats = read_spec(tmp_path / "out").quantization.formats
-    ours = Names(model).read(tmp_path / "out" / "model.safetensors", formats, device=CPU)["layers.1.mlp.up.weight"]
+    ours = Names(model).read(tmp_path / "out" / "model.safetensors", formats, device=CPU)[
+        "layers.1.mlp.up.weight"
+    ]
     torch.testing.assert_close(ours[192:], theirs, atol=1e-6, rtol=1e-5)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from slipstream.cli import compress
-from slipstream.compress.recipe import PRESETS, Budget, Quantize, more_bits, parse, preset, read_recipe
+from slipstream.compress.recipe import (
+    PRESETS,
+    Budget,
+    Quantize,
+    more_bits,
+    parse,
+    preset,
+    read_recipe,
+)
 from slipstream.errors import ConfigError
 
 
@@ -17,7 +25,11 @@ def test_presets_come_back_from_their_own_data(name):
 
 
 def test_every_preset_is_in_the_help():
-    assert [name for name in (*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3") if name not in compress.__doc__] == []
+    assert [
+        name
+        for name in (*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3")
+        if name not in compress.__doc__
+    ] == []
 
 
 def test_a_file(tmp_path):
@@ -34,7 +46,14 @@ def test_a_file(tmp_path):
 
 
 def test_overrides_and_budget():
-    data = [{"quantize": {"bits": {"average": 3.5}, "overrides": {"layers.*.mlp.down": {"bits": 8, "group_size": "channel"}}}}]
+    data = [
+        {
+            "quantize": {
+                "bits": {"average": 3.5},
+                "overrides": {"layers.*.mlp.down": {"bits": 8, "group_size": "channel"}},
+            }
+        }
+    ]
     quantize = parse(data).one(Quantize)
     assert quantize.bits == Budget(average=3.5)
     own = quantize.of("layers.2.mlp.down")
@@ -59,7 +78,10 @@ def test_overrides_and_budget():
         ([{"quantize": {"bits": "4"}}], "steps[0].quantize.bits"),
         ([{"quantize": {"bits": True}}], "steps[0].quantize.bits"),
         ([{"quantize": {"bits": 9}}], "steps[0].quantize.bits"),
-        ([{"quantize": {"bits": {"average": 3, "choices": [3, 4]}}}], "steps[0].quantize.bits.average"),
+        (
+            [{"quantize": {"bits": {"average": 3, "choices": [3, 4]}}}],
+            "steps[0].quantize.bits.average",
+        ),
         ([{"quantize": {"bits": {}}}], "steps[0].quantize.bits.average"),
         ([{"quantize": {"group_size": 48}}], "steps[0].quantize.group_size"),
         ([{"quantize": {"bits": 8, "inputs": "fp8"}}], "steps[0].quantize.inputs"),
@@ -67,7 +89,10 @@ def test_overrides_and_budget():
         ([{"quantize": {"scaling": "smoothquant"}}], "steps[0].quantize.scaling"),
         ([{"quantize": {"rounding": "gtpq"}}], "steps[0].quantize.rounding"),
         ([{"quantize": {"damping": 2}}], "steps[0].quantize.damping"),
-        ([{"quantize": {"overrides": {"layers.0.*": {"damping": 0.1}}}}], "steps[0].quantize.overrides.layers.0.*"),
+        (
+            [{"quantize": {"overrides": {"layers.0.*": {"damping": 0.1}}}}],
+            "steps[0].quantize.overrides.layers.0.*",
+        ),
         ([{"quantize": {"overrides": {"a": {"bits": 1}}}}], "steps[0].quantize.overrides.a.bits"),
         ([{"kv_cache": {"form": "int4"}}], "steps[0].kv_cache.form"),
         ([{"calibrate": {"num_windows": 0}}, "kv_cache"], "steps[0].calibrate.num_windows"),
@@ -90,7 +115,13 @@ def test_neither_a_file_nor_a_preset(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "likely"),
-    [("int88", "int8"), ("INT8", "int8"), ("awq", "int4-awq"), ("GPTQ", "int4-gptq"), ("W8A8", "int8")],
+    [
+        ("int88", "int8"),
+        ("INT8", "int8"),
+        ("awq", "int4-awq"),
+        ("GPTQ", "int4-gptq"),
+        ("W8A8", "int8"),
+    ],
 )
 def test_a_misspelt_preset_is_answered_with_the_likely_one(given, likely):
     with pytest.raises(ConfigError, match=f"did you mean '{likely}'"):
@@ -106,6 +137,9 @@ def test_groups_fit_the_inputs():
 
 def test_more_bits():
     assert [r.one(Quantize).bits for r in more_bits(read_recipe("int4-awq"))] == [5, 6, 7, 8]
-    assert [r.one(Quantize).bits.average for r in more_bits(read_recipe("w4a16-mixed:6.5bpw"))] == [7.0, 7.5]
+    assert [r.one(Quantize).bits.average for r in more_bits(read_recipe("w4a16-mixed:6.5bpw"))] == [
+        7.0,
+        7.5,
+    ]
     assert more_bits(read_recipe("fp8")) == more_bits(parse(["kv_cache"])) == []
     assert more_bits(read_recipe("int4-awq"))[0].name == "int4-awq with 5 bits"

@@ -32,7 +32,9 @@ def report(tiny_model, tmp_path_factory):
     (folder / "text.txt").write_text(TEXT)
     question = {"prompt": "hello", "choices": ["the", "in"], "answer": 0}
     (folder / "colours.jsonl").write_text(json.dumps(question) + "\n")
-    text = TextSettings(source=str(folder / "text.txt"), part="all", context=48, stride=48, num_windows=3)
+    text = TextSettings(
+        source=str(folder / "text.txt"), part="all", context=48, stride=48, num_windows=3
+    )
     args = EngineArgs(model=str(tiny_model), device="cpu", num_threads=1, dtype="float32")
     return measure(
         args,
@@ -113,7 +115,9 @@ def test_the_page_with_speeds_and_without_layers(report):
         name: dataclasses.replace(getattr(report, name), tokens_per_s={"1": rate, "16": 8 * rate})
         for name, rate in (("original", 50.0), ("compressed", 75.0))
     }
-    divergence = dataclasses.replace(report.divergence, layers=(), why_no_layers="because", worst=())
+    divergence = dataclasses.replace(
+        report.divergence, layers=(), why_no_layers="because", worst=()
+    )
     found = page.render(dataclasses.replace(report, divergence=divergence, **sides).document)
     assert "1.50 ×" in found
     assert "because" in found
@@ -123,7 +127,9 @@ def test_the_page_with_speeds_and_without_layers(report):
 
 def test_the_page_calls_the_sides_what_they_were_called(report):
     """Here both have one name in the command, so what differs is told."""
-    named = dataclasses.replace(report, compressed=dataclasses.replace(report.compressed, model=report.original.model))
+    named = dataclasses.replace(
+        report, compressed=dataclasses.replace(report.compressed, model=report.original.model)
+    )
     model = report.original.model
     first, second = f"{model} (kv_cache_dtype=float32)", f"{model} (kv_cache_dtype=int8)"
     assert page.labels(named.document) == (first, second)
@@ -141,9 +147,14 @@ def test_the_page_holds_the_figure_that_changed(report):
     assert [(name, share) for name, _, _, share in found] == [("KV cache of a token", 0.25)]
     text = page.render(report.document)
     first, second = report.original.kv_bytes_per_token, report.compressed.kv_bytes_per_token
-    assert f'<div class="tile"><span>KV cache of a token</span><b>25%</b><span>{first} B → {second} B</span>' in text
+    assert (
+        f'<div class="tile"><span>KV cache of a token</span><b>25%</b><span>{first} B → {second} B</span>'
+        in text
+    )
     assert "<td>kv_cache_dtype</td><td>float32</td><td>int8</td><td>changed</td>" in text
-    sparse = dataclasses.replace(report, compressed=dataclasses.replace(report.compressed, zeros=0.5))
+    sparse = dataclasses.replace(
+        report, compressed=dataclasses.replace(report.compressed, zeros=0.5)
+    )
     assert ("zeros in sparsified products", "0.0%", "50.0%", None) in page.changes(sparse.document)
 
 
@@ -157,7 +168,9 @@ def test_white_space_is_shown(report):
     assert page.passage(" ") == ws("␣")
     (worst, *_) = report.divergence.worst
     shown = dataclasses.replace(worst, actual="\n", continuation_b=" x")
-    document = dataclasses.replace(report, divergence=dataclasses.replace(report.divergence, worst=(shown,))).document
+    document = dataclasses.replace(
+        report, divergence=dataclasses.replace(report.divergence, worst=(shown,))
+    ).document
     text = page.render(document)
     assert f"the text goes on with <code>{ws('⏎')}</code>" in text
     assert f"<code>{ws('␣')}x</code>" in text

@@ -42,7 +42,10 @@ def test_hadamard(size):
 
 
 def test_sizes_of_models():
-    assert all(hadamard_order(n) for n in (576, 640, 896, 960, 1024, 1536, 2048, 3072, 3584, 4096, 5120, 8192))
+    assert all(
+        hadamard_order(n)
+        for n in (576, 640, 896, 960, 1024, 1536, 2048, 3072, 3584, 4096, 5120, 8192)
+    )
     assert hadamard_order(6) is hadamard_order(50) is None
 
 
@@ -62,17 +65,25 @@ def test_layers_and_ends_compute_the_same(tmp_path, family, tied):
         turned = stream.run(index, values, ObservingOps(), [state @ q for state in states])
         torch.testing.assert_close(torch.cat(turned), torch.cat(after) @ q, atol=1e-3, rtol=1e-3)
         stream.states = after
-    ends = load_parameters(source, dtype=torch.float32, device=CPU, wanted=lambda n: not n.startswith("layers."))
+    ends = load_parameters(
+        source, dtype=torch.float32, device=CPU, wanted=lambda n: not n.startswith("layers.")
+    )
     rotate_ends(source.spec, ends, q)
     exact = load_ends(source, device=CPU, dtype=torch.float32)
     other = Decoder(untied(source).spec, ends, AutogradOps(), max_model_len=1, layers=())
     h = stream.states[0]
     torch.testing.assert_close(
-        other.logits(other.finished(h @ q, None)), exact.logits(exact.finished(h, None)), atol=1e-3, rtol=1e-3
+        other.logits(other.finished(h @ q, None)),
+        exact.logits(exact.finished(h, None)),
+        atol=1e-3,
+        rtol=1e-3,
     )
     batch = stream.batches[0]
     torch.testing.assert_close(
-        other.embedded(batch.token_ids, batch.meta), exact.embedded(batch.token_ids, batch.meta) @ q, atol=1e-4, rtol=1e-4
+        other.embedded(batch.token_ids, batch.meta),
+        exact.embedded(batch.token_ids, batch.meta) @ q,
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 
@@ -82,13 +93,19 @@ def test_the_model_is_nearly_the_same(tmp_path, family, tied):
     tiny_models.write(tmp_path / "model", family, tie_word_embeddings=tied)
     steps = ["rotate", {"quantize": {"bits": 8, "group_size": 32, "rounding": "gptq"}}]
     source = read_spec(tmp_path / "model")
-    done = compress(source, parse(steps), tmp_path / "out", windows=WINDOWS[:2], device=CPU, dtype=torch.float32)
+    done = compress(
+        source, parse(steps), tmp_path / "out", windows=WINDOWS[:2], device=CPU, dtype=torch.float32
+    )
     exact, found = (run(load(tmp_path / name), WINDOWS[3]) for name in ("model", "out"))
     kl = (exact.softmax(-1) * (exact.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean()
     assert kl < 0.01
     before, after = (load(tmp_path / name).decoder for name in ("model", "out"))
-    assert (before.layers[0].attention.qkv.weight - after.layers[0].attention.qkv.weight).abs().max() > 0.1
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        before.layers[0].attention.qkv.weight - after.layers[0].attention.qkv.weight
+    ).abs().max() > 0.1
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     assert done.bytes_after == plan(source, parse(steps)).bytes_after
 
 

@@ -17,7 +17,9 @@ F32, CPU = torch.float32, torch.device("cpu")
 def inputs(num_rows, inner, seed=0):
     """Correlated: of fewer directions than there are inputs, and a little noise."""
     rng = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(num_rows, inner // 2, generator=rng) @ torch.randn(inner // 2, inner, generator=rng)
+    mixed = torch.randn(num_rows, inner // 2, generator=rng) @ torch.randn(
+        inner // 2, inner, generator=rng
+    )
     stats = InputStats.empty(inner, torch.device("cpu"))
     stats.add(mixed + 0.1 * torch.randn(num_rows, inner, generator=rng), 0.5)
     return stats
@@ -35,7 +37,12 @@ def output_error(made, weight, stats):
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("num_codes", [1, 31, 32, 33, 96, 100])
 def test_words_come_back(bits, num_codes):
-    codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (5, num_codes), generator=torch.Generator().manual_seed(bits))
+    codes = torch.randint(
+        -(1 << bits - 1),
+        1 << bits - 1,
+        (5, num_codes),
+        generator=torch.Generator().manual_seed(bits),
+    )
     words = pack_words(codes, bits)
     assert words.dtype == torch.int32
     assert words.shape == (5, -(-num_codes * bits // 32))
@@ -52,8 +59,14 @@ def test_clipping_lowers_the_error(bits, symmetric):
     weight = weights(16, 128) ** 3  # with long tails
     fmt = WeightFormat(bits=bits, group_size=32, symmetric=symmetric)
     plain, clipped = (nearest(weight, fmt, F32, clip=clip).dequantized() for clip in (False, True))
-    step = plain.unflatten(1, (-1, 32)).sub(weight.unflatten(1, (-1, 32))).abs().amax() if bits == 8 else None
-    assert (clipped - weight).square().sum() < (plain - weight).square().sum() * (1.0 if bits == 8 else 0.99)
+    step = (
+        plain.unflatten(1, (-1, 32)).sub(weight.unflatten(1, (-1, 32))).abs().amax()
+        if bits == 8
+        else None
+    )
+    assert (clipped - weight).square().sum() < (plain - weight).square().sum() * (
+        1.0 if bits == 8 else 0.99
+    )
     assert step is None or step < weight.abs().max() / 100
 
 
@@ -62,7 +75,10 @@ def test_a_float_scale_puts_what_weighs_most_on_a_code():
     weight, fmt = weights(32, 64), WeightFormat(kind="float", inputs="fp8")
     stats = InputStats.empty(64, CPU)
     stats.add(torch.ones(8, 64).index_fill(1, torch.tensor([5]), 100.0), 1.0)
-    plain, searched = (nearest(weight, fmt, torch.bfloat16, clip=clip, stats=stats).dequantized() for clip in (False, True))
+    plain, searched = (
+        nearest(weight, fmt, torch.bfloat16, clip=clip, stats=stats).dequantized()
+        for clip in (False, True)
+    )
     assert (searched - weight)[:, 5].square().sum() < 0.05 * (plain - weight)[:, 5].square().sum()
     assert (searched - weight).square().sum() < 1.5 * (plain - weight).square().sum()
 
@@ -100,7 +116,9 @@ def obq(weight, hessian, grid, order, damping):
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_gptq_is_optimal_brain_quantisation(act_order, symmetric, group_size, monkeypatch):
-    monkeypatch.setattr("slipstream.compress.quantize.rounding.COLUMNS_AT_ONCE", 24)  # blocks that no group ends with
+    monkeypatch.setattr(
+        "slipstream.compress.quantize.rounding.COLUMNS_AT_ONCE", 24
+    )  # blocks that no group ends with
     stats, weight = inputs(400, 64), weights(6, 64)
     fmt = WeightFormat(bits=4, group_size=group_size, symmetric=symmetric)
     made = gptq(weight, fmt, F32, stats, damping=0.05, act_order=act_order, clip=False)
@@ -126,7 +144,9 @@ def test_gptq_is_better_than_nearest_on_correlated_inputs(bits, act_order):
     stats, weight = inputs(1000, 128), weights(32, 128)
     fmt = WeightFormat(bits=bits, group_size=32)
     found = gptq(weight, fmt, F32, stats, act_order=act_order)
-    assert output_error(found, weight, stats) < 0.5 * output_error(nearest(weight, fmt, F32, clip=True), weight, stats)
+    assert output_error(found, weight, stats) < 0.5 * output_error(
+        nearest(weight, fmt, F32, clip=True), weight, stats
+    )
 
 
 def test_gptq_with_inputs_that_never_come():
@@ -149,7 +169,9 @@ def test_eight_bits(fmt):
     weight = weights(8, 64)
     made = nearest(weight, fmt, F32, clip=True)
     assert made.grid.scales.shape == ((1, 1) if fmt.whole else (8, 1))
-    assert (made.dequantized() - weight).abs().max() < weight.abs().max() / (16 if fmt.kind == "float" else 200)
+    assert (made.dequantized() - weight).abs().max() < weight.abs().max() / (
+        16 if fmt.kind == "float" else 200
+    )
     assert isinstance(made.grid, QuantGrid)
     if fmt.kind == "int":
         assert int(made.codes.min()) >= -127

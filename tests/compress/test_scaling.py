@@ -32,7 +32,10 @@ def test_folding_changes_nothing(tmp_path, family):
     """Every product's inputs are divided by something between a quarter and four; the layers compute the same."""
     tiny_models.write(tmp_path, family)
     source = read_spec(tmp_path)
-    stream, rng = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), torch.Generator().manual_seed(0)
+    stream, rng = (
+        Stream(source, WINDOWS, device=CPU, dtype=torch.float32),
+        torch.Generator().manual_seed(0),
+    )
     assert set(folds(source.spec.layers[0])) == EXPECTED[family]
     for index, layer in enumerate(source.spec.layers):
         values = load_layer(source, index, CPU)
@@ -42,7 +45,9 @@ def test_folding_changes_nothing(tmp_path, family):
             inner = values[f"{product}.weight"].shape[1]
             s = 4 ** (2 * torch.rand(inner // fold.repeats, generator=rng) - 1)
             scale_inputs(values, product, fold, s, layer.norms, torch.float32)
-        assert not any(torch.equal(values[f"{p}.weight"], plain[f"{p}.weight"]) for p in folds(layer))
+        assert not any(
+            torch.equal(values[f"{p}.weight"], plain[f"{p}.weight"]) for p in folds(layer)
+        )
         after = stream.run(index, values, ObservingOps())
         torch.testing.assert_close(torch.cat(after), torch.cat(before), atol=2e-4, rtol=2e-4)
         stream.states = before
@@ -52,7 +57,10 @@ def test_norms_are_rounded_to_what_is_written(tmp_path):
     """The weight is multiplied by what the written norm divides by, so that not even 16 bits of norm change the model."""
     tiny_models.write(tmp_path, "llama")
     source = read_spec(tmp_path)
-    stream, values = Stream(source, WINDOWS, device=CPU, dtype=torch.float32), load_layer(source, 0, CPU)
+    stream, values = (
+        Stream(source, WINDOWS, device=CPU, dtype=torch.float32),
+        load_layer(source, 0, CPU),
+    )
     values = {n: v.bfloat16().float() for n, v in values.items()}
     before = stream.run(0, values, ObservingOps())
     layer = source.spec.layers[0]
@@ -61,10 +69,14 @@ def test_norms_are_rounded_to_what_is_written(tmp_path):
         scale_inputs(values, product, folds(layer)[product], s, layer.norms, torch.bfloat16)
     for norm in ("pre_attention", "pre_mlp"):
         assert torch.equal(values[f"{norm}.weight"], values[f"{norm}.weight"].bfloat16().float())
-    torch.testing.assert_close(torch.cat(stream.run(0, values, ObservingOps())), torch.cat(before), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(stream.run(0, values, ObservingOps())), torch.cat(before), atol=1e-4, rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize(("scaling", "inputs", "bits"), [("awq", None, 3), ("smoothquant", "int8", 8)])
+@pytest.mark.parametrize(
+    ("scaling", "inputs", "bits"), [("awq", None, 3), ("smoothquant", "int8", 8)]
+)
 def test_uneven_inputs_are_found(tmp_path, scaling, inputs, bits):
     """With a few inputs that are thirty times the others, the searched scale lowers the error of the product's output."""
     tiny_models.write(tmp_path, "llama", hidden_size=64, head_dim=16)

@@ -11,7 +11,13 @@ from slipstream.compress.planning import plan
 from slipstream.compress.quantize.rounding import fit
 from slipstream.compress.recipe import parse, read_recipe
 from slipstream.compress.run import compress
-from slipstream.compress.sparsify import keep, layer_ratios, outlier_share, sparsegpt, sparsify_weight
+from slipstream.compress.sparsify import (
+    keep,
+    layer_ratios,
+    outlier_share,
+    sparsegpt,
+    sparsify_weight,
+)
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.model.weights import load_parameters
@@ -28,7 +34,9 @@ OUT, INNER = 48, 256
 def correlated(seed=0):
     """A weight and inputs of few directions, some of them large."""
     g = torch.Generator().manual_seed(seed)
-    x = torch.randn(600, 40, generator=g) @ torch.randn(40, INNER, generator=g) + 0.3 * torch.randn(600, INNER, generator=g)
+    x = torch.randn(600, 40, generator=g) @ torch.randn(40, INNER, generator=g) + 0.3 * torch.randn(
+        600, INNER, generator=g
+    )
     x = x * torch.rand(INNER, generator=g).mul(3).exp()
     stats = InputStats.empty(INNER, CPU)
     stats.add(x, 1.0)
@@ -36,7 +44,9 @@ def correlated(seed=0):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"ratio": 0.3}, {"ratio": 0.5}, {"ratio": 0.7}, {"pattern": "2:4"}, {"pattern": "4:8"}], ids=str
+    "settings",
+    [{"ratio": 0.3}, {"ratio": 0.5}, {"ratio": 0.7}, {"pattern": "2:4"}, {"pattern": "4:8"}],
+    ids=str,
 )
 def test_sparsegpt_errs_less_than_wanda_and_wanda_less_than_magnitude(settings):
     weight, x, stats = correlated()
@@ -54,9 +64,15 @@ def test_sparsegpt_errs_less_than_wanda_and_wanda_less_than_magnitude(settings):
 
 def test_what_stays():
     score = torch.tensor([[1.0, 4, 2, 3], [8, 7, 6, 5]])
-    assert keep(score, 0.5, None, by_row=True).tolist() == [[False, True, False, True], [True, True, False, False]]
+    assert keep(score, 0.5, None, by_row=True).tolist() == [
+        [False, True, False, True],
+        [True, True, False, False],
+    ]
     assert keep(score, 0.5, None, by_row=False).tolist() == [[False] * 4, [True] * 4]
-    assert keep(score, 0.5, "2:4", by_row=False).tolist() == [[False, True, False, True], [True, True, False, False]]
+    assert keep(score, 0.5, "2:4", by_row=False).tolist() == [
+        [False, True, False, True],
+        [True, True, False, False],
+    ]
     assert keep(score, 0.1, None, by_row=True).all()
 
 
@@ -64,8 +80,14 @@ def test_wanda_weighs_inputs():
     weight = torch.tensor([[1.0, 2.0], [-3.0, 4.0]])
     stats = InputStats.empty(2, CPU)
     stats.add(torch.tensor([[10.0, 0.1]]), 1.0)
-    assert sparsify_weight(weight, Sparsify(method="wanda"), stats).tolist() == [[1.0, 0.0], [-3.0, 0.0]]
-    assert sparsify_weight(weight, Sparsify(method="wanda"), None).tolist() == [[0.0, 0.0], [-3.0, 4.0]]
+    assert sparsify_weight(weight, Sparsify(method="wanda"), stats).tolist() == [
+        [1.0, 0.0],
+        [-3.0, 0.0],
+    ]
+    assert sparsify_weight(weight, Sparsify(method="wanda"), None).tolist() == [
+        [0.0, 0.0],
+        [-3.0, 4.0],
+    ]
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4"])
@@ -79,7 +101,9 @@ def test_zeros_and_rounding_together_cost_less_than_one_after_the_other(pattern)
     apart = torch.stack([grid.column(sparse[:, i], i // 64) for i in range(INNER)], dim=1) * mask
     for made in (together, apart):
         assert (made == 0).float().mean() >= 0.5
-        torch.testing.assert_close(made, torch.stack([grid.column(made[:, i], i // 64) for i in range(INNER)], dim=1))
+        torch.testing.assert_close(
+            made, torch.stack([grid.column(made[:, i], i // 64) for i in range(INNER)], dim=1)
+        )
     errors = [((made - weight) @ x.T).square().sum().item() for made in (together, apart)]
     assert errors[0] < 0.8 * errors[1]
 
@@ -101,7 +125,9 @@ def test_layers_with_outliers_lose_less():
     stats = InputStats.empty(INNER, CPU)
     stats.add(torch.randn(500, INNER), 1.0)
     even = torch.randn(OUT, INNER)
-    assert outlier_share({"a": even**3}, {"a": stats}, 5.0) > outlier_share({"a": even}, {"a": stats}, 5.0)
+    assert outlier_share({"a": even**3}, {"a": stats}, 5.0) > outlier_share(
+        {"a": even}, {"a": stats}, 5.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +154,9 @@ def test_a_pattern_must_fit():
 
 # --- Recipes ------------------------------------------------------------------------------------------------------------
 
-WINDOWS = torch.randint(4, tiny_models.VOCAB, (6, 32), generator=torch.Generator().manual_seed(1)).tolist()
+WINDOWS = torch.randint(
+    4, tiny_models.VOCAB, (6, 32), generator=torch.Generator().manual_seed(1)
+).tolist()
 
 
 def carried_out(tmp_path, recipe, family="llama", **overrides):
@@ -140,7 +168,11 @@ def carried_out(tmp_path, recipe, family="llama", **overrides):
 
 def products(description):
     values = load_parameters(description, dtype=torch.float32, device=CPU)
-    return {n: v for n, v in values.items() if n.startswith("layers.") and v.dim() == 2 and "router" not in n}
+    return {
+        n: v
+        for n, v in values.items()
+        if n.startswith("layers.") and v.dim() == 2 and "router" not in n
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "qwen2_moe", "falcon-40b", "gemma2"])
@@ -154,13 +186,25 @@ def test_a_sparse_checkpoint_loads_in_transformers(name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(run(load(tmp_path / "out"), TOKENS), expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
+    torch.testing.assert_close(
+        run(load(tmp_path / "out"), TOKENS), expected, rtol=1e-4, atol=1e-4 * expected.abs().max()
+    )
 
 
 def test_layers_get_ratios_of_their_own(tmp_path):
-    step = {"method": "wanda", "ratio": 0.6, "ratios": "outliers", "spread": 0.1, "outlier": 3.0, "ignore": ["*.out"]}
+    step = {
+        "method": "wanda",
+        "ratio": 0.6,
+        "ratios": "outliers",
+        "spread": 0.1,
+        "outlier": 3.0,
+        "ignore": ["*.out"],
+    }
     out = carried_out(tmp_path, parse([{"sparsify": step}]))
-    zeros = [[(w == 0).float().mean().item() for n, w in products(out).items() if f"layers.{i}." in n] for i in (0, 1)]
+    zeros = [
+        [(w == 0).float().mean().item() for n, w in products(out).items() if f"layers.{i}." in n]
+        for i in (0, 1)
+    ]
     assert zeros[0][1] == zeros[1][1] == 0  # attention.out is ignored
     first, second = (max(z) for z in zeros)
     assert first != second
@@ -171,7 +215,10 @@ def test_layers_get_ratios_of_their_own(tmp_path):
     "steps",
     [
         [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
-        [{"sparsify": {"ratio": 0.5}}, {"quantize": {"bits": 4, "group_size": 32, "rounding": "gptq"}}],
+        [
+            {"sparsify": {"ratio": 0.5}},
+            {"quantize": {"bits": 4, "group_size": 32, "rounding": "gptq"}},
+        ],
         [{"sparsify": {"method": "wanda"}}, {"quantize": {"bits": 4, "group_size": 32}}],
     ],
     ids=str,
@@ -179,7 +226,9 @@ def test_layers_get_ratios_of_their_own(tmp_path):
 def test_rounded_zeros_stay(steps, tmp_path):
     tiny_models.write(tmp_path / "model", hidden_size=64)
     source = read_spec(tmp_path / "model")
-    compress(source, parse(steps), tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32)
+    compress(
+        source, parse(steps), tmp_path / "out", windows=WINDOWS, device=CPU, dtype=torch.float32
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all((p != 0).all() for n, p in theirs.named_parameters() if "proj" in n)
     model = load(tmp_path / "out")
@@ -195,7 +244,11 @@ def test_presets_and_what_does_not_go_together(tmp_path):
     tiny_models.write(tmp_path)
     source = read_spec(tmp_path)
     assert plan(source, read_recipe("2:4")).needs_text
-    assert all(p.sparse and p.fmt is not None for p in plan(source, read_recipe("2:4-int8")).weights if p.name != "head")
+    assert all(
+        p.sparse and p.fmt is not None
+        for p in plan(source, read_recipe("2:4-int8")).weights
+        if p.name != "head"
+    )
     for steps, match in (
         ([{"sparsify": {"method": "wanda"}}, {"quantize": {"rounding": "gptq"}}], "fill the zeros"),
         ([{"sparsify": {"ignore": ["layers.9.*"]}}], "names no product"),

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from slipstream.cli.main import main
-from slipstream.compress.verdict import QualityLimits, headline, input_bytes, is_worse, rounded_before
+from slipstream.compress.verdict import (
+    QualityLimits,
+    headline,
+    input_bytes,
+    is_worse,
+    rounded_before,
+)
 from slipstream.errors import ConfigError
 from slipstream.evals.divergence import Distribution, Divergence
 from slipstream.spec.description import read_spec
@@ -55,7 +61,11 @@ def test_what_is_broken(changes, named):
 def test_limits_can_be_moved_and_are_checked():
     assert not QualityLimits(max_perplexity_ratio=1e9).faults(found(perplexity_b=1e6))
     assert QualityLimits(min_top1_agreement=0.95).faults(found())
-    for wrong in ({"max_perplexity_ratio": 0.5}, {"max_perplexity_ratio": float("nan")}, {"min_top1_agreement": 1.5}):
+    for wrong in (
+        {"max_perplexity_ratio": 0.5},
+        {"max_perplexity_ratio": float("nan")},
+        {"min_top1_agreement": 1.5},
+    ):
         with pytest.raises(ConfigError) as caught:
             QualityLimits(**wrong).check()
         assert [caught.value.field] == list(wrong)
@@ -63,8 +73,14 @@ def test_limits_can_be_moved_and_are_checked():
 
 def test_the_first_line_says_larger_worse_and_broken():
     assert headline(100, 40) == "0.40 × the bytes of its input; quality not measured"
-    assert headline(100, 166, found()) == "larger than its input: 1.66 × the bytes of its input; worse: perplexity +10.00%"
-    assert headline(100, 40, found(perplexity_b=10.1)) == "0.40 × the bytes of its input; no worse: perplexity +1.00%"
+    assert (
+        headline(100, 166, found())
+        == "larger than its input: 1.66 × the bytes of its input; worse: perplexity +10.00%"
+    )
+    assert (
+        headline(100, 40, found(perplexity_b=10.1))
+        == "0.40 × the bytes of its input; no worse: perplexity +1.00%"
+    )
     assert headline(100, 40, found(perplexity_b=5e7), ("x",)).startswith("broken; 0.40 ×")
     assert "worse: perplexity × 5e+06" in headline(100, 40, found(perplexity_b=5e7))
     assert is_worse(found(perplexity_b=float("nan")))
@@ -72,15 +88,26 @@ def test_the_first_line_says_larger_worse_and_broken():
 
 def write_gguf(path, kind, num_tokens=4, **metadata):
     """A tiny Llama whose matrices are all of one type."""
-    shapes = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    shapes = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "ffn_gate": (64, 32),
+        "ffn_up": (64, 32),
+        "ffn_down": (32, 64),
+    }
     shapes |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
-    tensors = {"token_embd.weight": (np.ones((num_tokens, 32)), kind), "output_norm.weight": (np.ones(32), "F32")}
+    tensors = {
+        "token_embd.weight": (np.ones((num_tokens, 32)), kind),
+        "output_norm.weight": (np.ones(32), "F32"),
+    }
     for name, shape in shapes.items():
         tensors[f"blk.0.{name}.weight"] = (np.ones(shape), "F32" if len(shape) == 1 else kind)
     write(path, tensors, **{f"llama.{key}": value for key, value in LEAST.items()}, **metadata)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("Q4_1", "4-bit already: Q4_1, 5.00 bits"), ("Q8_0", "8-bit"), ("F32", None)])
+@pytest.mark.parametrize(
+    ("kind", "told"), [("Q4_1", "4-bit already: Q4_1, 5.00 bits"), ("Q8_0", "8-bit"), ("F32", None)]
+)
 def test_an_input_that_was_rounded_before_is_named(tmp_path, kind, told):
     write_gguf(tmp_path / "x.gguf", kind)
     source = read_spec(tmp_path / "x.gguf")
@@ -100,9 +127,18 @@ def test_a_dense_folder_is_its_own_measure(tmp_path):
 def command(tmp_path):
     """Two bits for random weights: nothing is left of them."""
     tiny_models.write_with_tokenizer(tmp_path / "model", hidden_size=64)
-    (tmp_path / "text.txt").write_text("".join(f"{i} words of a text that goes on for a while\n\n" for i in range(600)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{i} words of a text that goes on for a while\n\n" for i in range(600))
+    )
     (tmp_path / "r.yaml").write_text("- quantize: {bits: 2, clip: false}\n")
-    words = ["compress", str(tmp_path / "model"), "--recipe", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out")]
+    words = [
+        "compress",
+        str(tmp_path / "model"),
+        "--recipe",
+        str(tmp_path / "r.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     return [*words, "--device", "cpu", "--text", str(tmp_path / "text.txt"), "--eval-windows", "1"]
 
 
@@ -149,9 +185,21 @@ def test_wrong_limits_are_refused_before_any_work(command, tmp_path, capsys, mor
 
 def test_a_gguf_input_is_the_denominator(tmp_path, capsys):
     """And not what it would take in 16 bits, which the result is always smaller than."""
-    tokenizer = {f"tokenizer.ggml.{key}": value for key, value in GOLDEN["byte_level"].items() if "." not in key}
+    tokenizer = {
+        f"tokenizer.ggml.{key}": value
+        for key, value in GOLDEN["byte_level"].items()
+        if "." not in key
+    }
     write_gguf(tmp_path / "x.gguf", "Q4_1", len(tokenizer["tokenizer.ggml.tokens"]), **tokenizer)
-    words = ["compress", str(tmp_path / "x.gguf"), "--recipe", "fp8", "--out", str(tmp_path / "out"), "--dry-run"]
+    words = [
+        "compress",
+        str(tmp_path / "x.gguf"),
+        "--recipe",
+        "fp8",
+        "--out",
+        str(tmp_path / "out"),
+        "--dry-run",
+    ]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bytes_before"] < found["bytes_after"] < found["input"]["dense_bytes"]

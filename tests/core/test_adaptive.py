@@ -25,7 +25,9 @@ PLAIN = "3.3 tokens"
 
 @cache
 def of_batches(num_seqs: int, right: str, num_drafts: Any) -> float:
-    return tokens_a_second(VirtualGPU(num_drafts, num_seqs, RIGHT[right]()), num_seqs, rounds=2, warm=1, max_tokens=192)
+    return tokens_a_second(
+        VirtualGPU(num_drafts, num_seqs, RIGHT[right]()), num_seqs, rounds=2, warm=1, max_tokens=192
+    )
 
 
 @cache
@@ -49,11 +51,16 @@ def of_full_loads(right: str, num_drafts: Any, is_known: bool = False) -> float:
     ],
 )
 def test_auto_is_near_the_best_number(num_seqs, right, least):
-    best = max(of_batches(num_seqs, PLAIN, None), *(of_batches(num_seqs, right, n) for n in (2, 3, 5)))
+    best = max(
+        of_batches(num_seqs, PLAIN, None), *(of_batches(num_seqs, right, n) for n in (2, 3, 5))
+    )
     assert of_batches(num_seqs, right, "auto") > least * best
 
 
-@pytest.mark.parametrize(("right", "least"), [("3 of 4 right", 1.7), ("1 of 10 right", 0.98), ("of each third request", 1.0)])
+@pytest.mark.parametrize(
+    ("right", "least"),
+    [("3 of 4 right", 1.7), ("1 of 10 right", 0.98), ("of each third request", 1.0)],
+)
 def test_auto_under_a_load_that_varies(right, least):
     """Requests that come at random, so that each step may have another number of sequences. Their mean time counts, of several
     loads: one alone is 5 % off."""

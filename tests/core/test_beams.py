@@ -21,7 +21,13 @@ class Search:
     """Beams that a test chooses by chance. `open` are the tokens of each beam behind the prompt, by its request."""
 
     def __init__(self, engine, name, prompt, width, length, chance):
-        self.engine, self.name, self.prompt, self.width, self.length = engine, name, tuple(prompt), width, length
+        self.engine, self.name, self.prompt, self.width, self.length = (
+            engine,
+            name,
+            tuple(prompt),
+            width,
+            length,
+        )
         self.chance, self.arrival = chance, engine.now
         self.count = self.num_steps = 0
         self.done = False
@@ -44,7 +50,9 @@ class Search:
         self.num_steps += 1
         before, self.open, steps, others = self.open, {}, [], []
         if self.num_steps < self.length:
-            for i, source in enumerate(self.chance.choices(sorted(before), k=self.chance.randint(1, self.width))):
+            for i, source in enumerate(
+                self.chance.choices(sorted(before), k=self.chance.randint(1, self.width))
+            ):
                 if source in self.open:
                     others.append((source, i))
                 else:
@@ -66,7 +74,11 @@ class Search:
 
 def run(engine, searches):
     for _ in range(3000):
-        if all(s.done for s in searches) and not engine.scheduler.has_requests and not engine.in_flight:
+        if (
+            all(s.done for s in searches)
+            and not engine.scheduler.has_requests
+            and not engine.in_flight
+        ):
             return
         for s in searches:
             s.advance()
@@ -117,11 +129,22 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
         depth,
     )
     searches = [
-        Search(engine, f"s{i}", range(chance.randint(1, 3 * BLOCK)), chance.randint(1, 5), chance.randint(1, 9), chance)
+        Search(
+            engine,
+            f"s{i}",
+            range(chance.randint(1, 3 * BLOCK)),
+            chance.randint(1, 5),
+            chance.randint(1, 9),
+            chance,
+        )
         for i in range(num_searches)
     ]
     for i in range(others):
-        engine.scheduler.add(request(f"other{i}", range(100, 100 + chance.randint(1, 2 * BLOCK)), chance.randint(1, 12)))
+        engine.scheduler.add(
+            request(
+                f"other{i}", range(100, 100 + chance.randint(1, 2 * BLOCK)), chance.randint(1, 12)
+            )
+        )
     run(engine, searches)
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable, "a block leaked"
 
@@ -129,7 +152,9 @@ def test_no_block_leaks_and_no_shared_tail_is_written(
 @pytest.mark.parametrize("seed", range(8))
 def test_beams_go_on_from_beams_that_lost_their_blocks(seed):
     """In one row: each beam leaves it with its blocks, and the first lose them to later ones."""
-    engine = Engine(config(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=16, max_num_mixed_tokens=8))
+    engine = Engine(
+        config(num_blocks=6, max_num_seqs=1, max_num_batched_tokens=16, max_num_mixed_tokens=8)
+    )
     run(engine, [Search(engine, "s", range(BLOCK + 1), 6, 9, random.Random(seed))])
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable, "a block leaked"
 
@@ -137,7 +162,11 @@ def test_beams_go_on_from_beams_that_lost_their_blocks(seed):
 @pytest.mark.parametrize(("width", "caching"), [(3, True), (3, False), (1, True)])
 def test_each_step_computes_one_token_a_beam(width, caching):
     """And copies a block only where several beams write to it."""
-    engine = Engine(config(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32, enable_prefix_caching=caching))
+    engine = Engine(
+        config(
+            num_blocks=64, max_num_seqs=8, max_num_batched_tokens=32, enable_prefix_caching=caching
+        )
+    )
     search = Search(engine, "s", range(2 * BLOCK + 1), width, 6, random.Random(0))
     run(engine, [search])
     assert [s.num_tokens for s in engine.plans[0].scheduled] == [2 * BLOCK + 1]
@@ -168,7 +197,14 @@ def test_a_beam_takes_over_from_one_that_has_passed_other_blocks(seed):
     """A beam that is computed again in one step begins with cached blocks, and passes only what its first new token does not
     look at. The others have gone on token by token. The last block of the prompt is the same."""
     chance = random.Random(seed)
-    engine = Engine(config(num_blocks=60, max_num_seqs=4, max_num_batched_tokens=32, groups=(window(2 * BLOCK + 1),)))
+    engine = Engine(
+        config(
+            num_blocks=60,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            groups=(window(2 * BLOCK + 1),),
+        )
+    )
     search = Search(engine, "s", range(3 * BLOCK), 3, 9, chance)
     while not search.done:
         engine.step()
@@ -216,7 +252,10 @@ def test_a_copy_that_is_given_up_leaves_its_source_shared():
     """Of three beams one is to have a copy of a block that the two others share, and ends before it is made."""
     engine = Engine(config(num_blocks=40))
     search, scheduler = Search(engine, "s", range(BLOCK + 1), 3, 9, None), engine.scheduler
-    for steps in ([("s.0", "s.0", 0), ("s.1", "s.0", 1)], [("s.0", "s.0", 2), ("s.1", "s.0", 3), ("s.2", "s.0", 4)]):
+    for steps in (
+        [("s.0", "s.0", 0), ("s.1", "s.0", 1)],
+        [("s.0", "s.0", 2), ("s.1", "s.0", 3), ("s.2", "s.0", 4)],
+    ):
         engine.step()
         search.join("s.0")
         scheduler.requests.go_on([BeamStep(*step) for step in steps])

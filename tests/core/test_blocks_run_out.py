@@ -29,7 +29,9 @@ def test_a_block_that_another_holds_is_not_freed_by_passing_it():
     """Two requests share the first block of a window group, and none is free. That one of them has passed the block gives it
     no other, as long as the other request holds it."""
     kv = KVCacheManager(config(groups=(window(BLOCK),))["cache"], 4, "", None, time.monotonic)
-    a, b = (Request(request(name, range(2 * BLOCK)), (0, 0.0, i), b"", 1) for i, name in enumerate("ab"))
+    a, b = (
+        Request(request(name, range(2 * BLOCK)), (0, 0.0, i), b"", 1) for i, name in enumerate("ab")
+    )
     step = StepBuilder(16, {})
     assert kv.allocate(step, a, 2 * BLOCK)
     kv.adopt(b, a.blocks)

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
-from slipstream.core.budget import MIN_CHUNK, PATIENCE_S, PROBE_EVERY, LearnedStepCost, Pace, StepSize
+from slipstream.core.budget import (
+    MIN_CHUNK,
+    PATIENCE_S,
+    PROBE_EVERY,
+    LearnedStepCost,
+    Pace,
+    StepSize,
+)
 from slipstream.core.scheduler import Scheduler
 from slipstream.spec.description import read_spec
 from slipstream.types import ScheduledRequest, StepResult
@@ -27,7 +34,11 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
     ("model", "given", "expected"),
     [
         ("llama-3-8b", {}, 512),
-        ("llama-3-8b", {"max_num_batched_tokens": 4096, "max_num_mixed_tokens": 4096}, 512),  # as folders write it
+        (
+            "llama-3-8b",
+            {"max_num_batched_tokens": 4096, "max_num_mixed_tokens": 4096},
+            512,
+        ),  # as folders write it
         ("llama-3-8b", {"max_num_batched_tokens": 4096, "max_num_mixed_tokens": 2048}, None),
         ("llama-3-8b", {"target_itl_ms": 12.0}, None),
         ("llama-3-8b", {"enable_chunked_prefill": False}, None),
@@ -41,7 +52,9 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks/configs"
 def test_where_prompts_come_in_chunks_beside_decodes(model, given, expected):
     path, memory = CONFIGS / model, {"memory_bytes": 141 * 2**30, "free_bytes": 140 * 2**30}
     device = DeviceInfo(device="cuda:0", name="a GPU", best_dtype="bfloat16", **memory)
-    resolved = resolve(EngineArgs(model=str(path), max_num_seqs=64, **given), read_spec(path), device)
+    resolved = resolve(
+        EngineArgs(model=str(path), max_num_seqs=64, **given), read_spec(path), device
+    )
     assert resolved.scheduling.mixed_chunk == expected
 
 
@@ -61,7 +74,9 @@ PROMPTS = (32, 64, 128, 192, 256, 512, 1024)
 def padded(num_decodes, num_tokens, num_prompts, *, by_rows=False):
     if num_tokens > PROMPTS[-1]:
         return None
-    return -(-num_decodes // 32) * 32, next((n for n in PROMPTS if n >= num_tokens), 0) if num_tokens else 0
+    return -(-num_decodes // 32) * 32, next(
+        (n for n in PROMPTS if n >= num_tokens), 0
+    ) if num_tokens else 0
 
 
 def test_the_cost_is_learned():
@@ -69,9 +84,18 @@ def test_the_cost_is_learned():
     for _ in range(400):
         prompts = [chunk(rng.randrange(16, 1024), rng.randrange(8192))] * (rng.random() < 0.5)
         num_decodes = rng.randrange(128)
-        cost.learn(StepSize.of(num_decodes, prompts), seconds(num_decodes, prompts) * rng.gauss(1, 0.03))
-    for num_decodes, prompts in ((64, []), (64, [chunk(512)]), (1, [chunk(128, 4096)]), (100, [chunk(64), chunk(300, 900)])):
-        assert cost.predict(StepSize.of(num_decodes, prompts)) == pytest.approx(seconds(num_decodes, prompts), rel=0.1)
+        cost.learn(
+            StepSize.of(num_decodes, prompts), seconds(num_decodes, prompts) * rng.gauss(1, 0.03)
+        )
+    for num_decodes, prompts in (
+        (64, []),
+        (64, [chunk(512)]),
+        (1, [chunk(128, 4096)]),
+        (100, [chunk(64), chunk(300, 900)]),
+    ):
+        assert cost.predict(StepSize.of(num_decodes, prompts)) == pytest.approx(
+            seconds(num_decodes, prompts), rel=0.1
+        )
     assert cost.error < 0.06
 
 
@@ -80,7 +104,9 @@ def test_it_follows_a_machine_that_becomes_slower():
     for i in range(600):
         prompts = [chunk(rng.randrange(16, 512))] * (i % 2)
         cost.learn(StepSize.of(32, prompts), seconds(32, prompts) * (1 if i < 200 else 2))
-    assert cost.predict(StepSize.of(32, [chunk(256)])) == pytest.approx(2 * seconds(32, [chunk(256)]), rel=0.1)
+    assert cost.predict(StepSize.of(32, [chunk(256)])) == pytest.approx(
+        2 * seconds(32, [chunk(256)]), rel=0.1
+    )
 
 
 def test_a_step_that_compiled_something_changes_little():
@@ -95,7 +121,10 @@ def test_a_step_that_compiled_something_changes_little():
 
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 500), st.integers(0, 9000), st.integers(0, 10**6), st.floats(0, 100)), max_size=40
+        st.tuples(
+            st.integers(0, 500), st.integers(0, 9000), st.integers(0, 10**6), st.floats(0, 100)
+        ),
+        max_size=40,
     ),
     target=st.floats(1e-4, 10),
     position=st.integers(0, 10**6),
@@ -108,7 +137,11 @@ def test_budgets_are_sane_whatever_was_measured(steps, target, position, age, si
         pace.launched(i, now, num_decodes, [chunk(num_tokens, computed)] * (num_tokens > 0))
         now += took
         pace.ended(i, now)
-        assert all(0 <= c < float("inf") for f in (pace.cost.decodes, pace.cost.prompts) for c in f.coefficients)
+        assert all(
+            0 <= c < float("inf")
+            for f in (pace.cost.decodes, pace.cost.prompts)
+            for c in f.coefficients
+        )
     pace.launched(len(steps), now, 10, [])  # of decodes alone, which is due from time to time
     fits = pace.prompt_tokens(10, [], position, age)
     largest = max((tokens for _, tokens, _, _ in steps), default=0)
@@ -182,10 +215,16 @@ def test_steps_in_flight_are_timed_from_the_end_of_the_one_before():
 
 def stairs(num_decodes, num_tokens):
     """Seconds of a step in a graph: tiles of 128 tokens, as of Llama-3-8B in FP8 on an H200."""
-    return 2.4e-3 + 15e-6 * num_decodes + (1.5e-3 * -(-(num_decodes + num_tokens) // 128) if num_tokens else 0)
+    return (
+        2.4e-3
+        + 15e-6 * num_decodes
+        + (1.5e-3 * -(-(num_decodes + num_tokens) // 128) if num_tokens else 0)
+    )
 
 
-@pytest.mark.parametrize(("target", "best"), [(4e-3, 0), (5.4e-3, 64), (7e-3, 192), (8.6e-3, 256), (12e-3, 512)])
+@pytest.mark.parametrize(
+    ("target", "best"), [(4e-3, 0), (5.4e-3, 64), (7e-3, 192), (8.6e-3, 256), (12e-3, 512)]
+)
 def test_steps_take_what_a_graph_has_room_for(target, best):
     """Steps of 33 to 64 decodes run in a graph of 64. A graph of 64 and 64 is one tile, which (64, 128) is not."""
     pace, now, chosen, rng = Pace(target, padded), 0.0, [], random.Random(3)
@@ -246,7 +285,9 @@ def timed(engine, times):
 @settings(max_examples=60)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12
+        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)),
+        min_size=1,
+        max_size=12,
     ),
     times=st.lists(st.floats(0, 2), min_size=1, max_size=20),
     target=st.floats(1e-3, 5),
@@ -257,14 +298,18 @@ def timed(engine, times):
 def test_whatever_steps_take_all_requests_end(requests, times, target, max_num_seqs, more, depth):
     """`Engine` checks the plans and what each sequence sees."""
     sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_seqs + more + 1}
-    made = config(**sizes, max_num_mixed_tokens=max_num_seqs + more, num_blocks=40, target_itl_ms=target * 1e3)
+    made = config(
+        **sizes, max_num_mixed_tokens=max_num_seqs + more, num_blocks=40, target_itl_ms=target * 1e3
+    )
     engine = timed(Engine(made, depth), itertools.cycle(times))
     arrivals, step = sorted((at, i, n_in, n_out) for i, (at, n_in, n_out) in enumerate(requests)), 0
     while arrivals or engine.scheduler.has_requests or engine.in_flight:
         while arrivals and arrivals[0][0] <= step:
             _, i, n_in, n_out = arrivals.pop(0)
             n_in = min(n_in, 64 - n_out)
-            engine.scheduler.add(request(f"r{i}", range(i, i + n_in), max_tokens=n_out, arrival=engine.now))
+            engine.scheduler.add(
+                request(f"r{i}", range(i, i + n_in), max_tokens=n_out, arrival=engine.now)
+            )
         engine.now += 1e-3
         engine.step()
         step += 1
@@ -277,7 +322,13 @@ def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():
     """A step takes 0.125 s, and 1 ms more a prompt token: after half a second the prompt has 10 ms' worth in each."""
     sizes = {"max_num_batched_tokens": 60, "max_model_len": 400, "num_blocks": 200}
     engine = Engine(config(**sizes, target_itl_ms=40.0))
-    engine = timed(engine, (0.125 + 1e-3 * max(s.num_tokens for s in engine.planned.scheduled) for _ in itertools.count()))
+    engine = timed(
+        engine,
+        (
+            0.125 + 1e-3 * max(s.num_tokens for s in engine.planned.scheduled)
+            for _ in itertools.count()
+        ),
+    )
     engine.scheduler.add(request("short", [1], max_tokens=90))
     for _ in range(8):
         engine.step()
@@ -285,7 +336,9 @@ def test_a_prompt_goes_on_where_decodes_alone_take_longer_than_the_objective():
     chunks = []
     while "long" not in engine.ends:
         engine.step()
-        chunks.append(next((s.num_tokens for s in engine.plans[-1].scheduled if s.request_id == "long"), 0))
+        chunks.append(
+            next((s.num_tokens for s in engine.plans[-1].scheduled if s.request_id == "long"), 0)
+        )
     assert chunks[:4] == [0] * 4
     assert all(0 < chunk <= MIN_CHUNK for chunk in chunks[4:])
     assert 8 <= chunks[20] <= 12
@@ -296,7 +349,9 @@ def test_the_same_times_give_the_same_steps():
     def plans():
         rng = random.Random(3)
         times = (rng.uniform(0.01, 0.05) for _ in itertools.count())
-        engine = timed(Engine(config(num_blocks=60, max_num_batched_tokens=40, target_itl_ms=30.0)), times)
+        engine = timed(
+            Engine(config(num_blocks=60, max_num_batched_tokens=40, target_itl_ms=30.0)), times
+        )
         for i in range(8):
             engine.scheduler.add(request(f"r{i}", range(i, i + 30), max_tokens=9))
         while engine.scheduler.has_requests or engine.in_flight:
@@ -311,7 +366,12 @@ class Simulation:
     steps are in flight, and a step takes `seconds`, give or take 3 %."""
 
     def __init__(self, target_itl_ms, *, num_users=64, every_s=2.0, end_s=16.0, warm_s=4.0):
-        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 16384, "num_blocks": 200_000}
+        sizes = {
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192,
+            "max_model_len": 16384,
+            "num_blocks": 200_000,
+        }
         made = config(**sizes, target_itl_ms=target_itl_ms, enable_prefix_caching=False)
         self.now, self.rng, self.count = 0.0, random.Random(5), 0
         self.scheduler = Scheduler(**made, clock=lambda: self.now)
@@ -329,13 +389,17 @@ class Simulation:
                 continue
             done, _ = in_flight.pop(0)
             prompts = [s for s in done.scheduled if s.num_tokens > 1]
-            self.now += seconds(len(done.scheduled) - len(prompts), prompts) * self.rng.gauss(1, 0.03)
+            self.now += seconds(len(done.scheduled) - len(prompts), prompts) * self.rng.gauss(
+                1, 0.03
+            )
             sampled = [5] * sum(s.num_sampled for s in done.scheduled)
             for o in self.scheduler.update(done, StepResult(done.step_id, sampled)):
                 name, (arrival, times) = o.request_id, self.tokens[o.request_id]
                 times.append(self.now)
                 if len(times) == 1 and self.now > warm_s:
-                    (self.long_ttft if name.startswith("long") else self.ttft).append(self.now - arrival)
+                    (self.long_ttft if name.startswith("long") else self.ttft).append(
+                        self.now - arrival
+                    )
                 if o.finish_reason is not None:
                     if name.startswith("user"):
                         self.ask()
@@ -351,7 +415,9 @@ class Simulation:
         self.count += 1
         name = f"{kind}{self.count}"
         self.tokens[name] = self.now, []
-        self.scheduler.add(request(name, range(num_prompt), max_tokens=num_answer, arrival=self.now))
+        self.scheduler.add(
+            request(name, range(num_prompt), max_tokens=num_answer, arrival=self.now)
+        )
 
     def gap(self, share):
         return self.gaps[int(share * (len(self.gaps) - 1))]

@@ -26,8 +26,14 @@ class Ranks:
         self.check = check
         self.workers = [Worker(groups) for _ in range(num_ranks)]
         self.owners = RequestOwners(num_ranks)
-        self.own, self.tokens, self.beams = self.workers[0].own, self.workers[0].tokens, self.workers[0].beams
-        for worker in self.workers:  # what each request has said; a request is at one rank at a time
+        self.own, self.tokens, self.beams = (
+            self.workers[0].own,
+            self.workers[0].tokens,
+            self.workers[0].beams,
+        )
+        for (
+            worker
+        ) in self.workers:  # what each request has said; a request is at one rank at a time
             worker.tokens, worker.beams = self.tokens, self.beams
         self.parts: list[list[StepPlan]] = []
 
@@ -38,17 +44,24 @@ class Ranks:
     def launch(self, plan):
         self.parts.append(parts := self.owners.parts(plan))
         self.check(plan, parts)
-        for worker, part in zip(self.workers, parts, strict=True):  # a request may come back to another rank at once
+        for worker, part in zip(
+            self.workers, parts, strict=True
+        ):  # a request may come back to another rank at once
             for name in part.released:
                 del worker.tables[name], self.tokens[name]
-        results = [w.launch(replace(part, released=())) for w, part in zip(self.workers, parts, strict=True)]
+        results = [
+            w.launch(replace(part, released=()))
+            for w, part in zip(self.workers, parts, strict=True)
+        ]
         return joined_result(parts, plan, results)
 
 
 class Dealt(Engine):
     def __init__(self, config, depth=1):
         super().__init__(config, depth)
-        self.worker = Ranks(config["cache"].groups, config["scheduling"].num_ranks, self.keep_to_shares)
+        self.worker = Ranks(
+            config["cache"].groups, config["scheduling"].num_ranks, self.keep_to_shares
+        )
 
     def decodes(self, s):
         return super().decodes(s) and s.num_sampled == 1
@@ -81,7 +94,11 @@ def check(scheduler):
 def add(engine, name, chance):
     n, most = chance.choice([1, 1, 3]), chance.randint(1, 12)
     first, length = chance.choice([0, 0, 100]), chance.randint(1, 40)
-    more = dict(priority=chance.choice([0, 0, 1]), arrival=engine.now, deadline=chance.choice([None, None, engine.now + 1.0]))
+    more = dict(
+        priority=chance.choice([0, 0, 1]),
+        arrival=engine.now,
+        deadline=chance.choice([None, None, engine.now + 1.0]),
+    )
     sampling = SamplingParams(temperature=chance.choice([0.0, 1.0]), max_tokens=most)
     for k in range(n):
         more |= dict(fork_of=f"{name}/0" if k else None, sampling=sampling)
@@ -101,16 +118,23 @@ def test_a_rank_caches_what_its_own_requests_wrote():
             r = scheduler.requests.by_id[s.request_id]
             for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_tokens):
                 written[r.kv.rank, r.blocks[0][position // BLOCK]] += 1
-        scheduler.update(plan, StepResult(plan.step_id, [500 + plan.step_id for s in plan.scheduled if s.num_sampled]))
+        scheduler.update(
+            plan,
+            StepResult(plan.step_id, [500 + plan.step_id for s in plan.scheduled if s.num_sampled]),
+        )
     for kv in scheduler.kvs:
-        cached = [block for block in range(1, kv.pool.num_blocks) if kv.pool.hashes[block] is not None]
+        cached = [
+            block for block in range(1, kv.pool.num_blocks) if kv.pool.hashes[block] is not None
+        ]
         assert all(written[kv.rank, block] == BLOCK for block in cached)
     most = max(sum(h is not None for h in kv.pool.hashes) for kv in scheduler.kvs)
     assert most == (4 + 40 - 1) // BLOCK
 
 
 def test_choices_of_a_full_rank_hold_up_no_other():
-    scheduler = Dealt(config(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64, num_ranks=2)).scheduler
+    scheduler = Dealt(
+        config(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=64, num_ranks=2)
+    ).scheduler
     first = request("p", range(8), max_tokens=30)
     scheduler.add(first)
     for i in range(11):
@@ -118,7 +142,9 @@ def test_choices_of_a_full_rank_hold_up_no_other():
     scheduler.add(request("other", range(200, 208), max_tokens=5))
     for _ in range(10):
         plan = scheduler.schedule()
-        scheduler.update(plan, StepResult(plan.step_id, [7] * sum(s.num_sampled for s in plan.scheduled)))
+        scheduler.update(
+            plan, StepResult(plan.step_id, [7] * sum(s.num_sampled for s in plan.scheduled))
+        )
     assert "other" not in scheduler.requests.by_id  # it has ended
     assert scheduler.num_waiting >= 7
 
@@ -197,7 +223,9 @@ def test_requests_are_dealt_out_evenly():
 
 def test_a_step_has_its_share_of_each_rank():
     """A long prompt takes no more than its rank's, and another rank's goes on beside it."""
-    engine = Dealt(config(max_model_len=256, max_num_batched_tokens=16, num_blocks=100, num_ranks=2))
+    engine = Dealt(
+        config(max_model_len=256, max_num_batched_tokens=16, num_blocks=100, num_ranks=2)
+    )
     engine.scheduler.add(request("a", range(80), 2))
     engine.scheduler.add(request("b", range(100, 180), 2))
     engine.step()
@@ -220,14 +248,29 @@ def test_a_cached_prefix_decides_unless_it_is_crowded_there():
 
 def test_who_is_preempted_has_blocks_of_the_cache_that_is_full():
     """Two requests of one rank grow beyond its cache. The other rank's, the last of all among them, don't give way."""
-    engine = Dealt(config(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=12, num_ranks=2, enable_prefix_caching=False))
+    engine = Dealt(
+        config(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            num_blocks=12,
+            num_ranks=2,
+            enable_prefix_caching=False,
+        )
+    )
     for name, length, answer in (("a", 8, 30), ("b", 12, 8), ("c", 8, 30), ("d", 1, 17)):
         engine.scheduler.add(request(name, range(length), answer))
     engine.run()
-    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {"a": 30, "b": 8, "c": 30, "d": 17}
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {
+        "a": 30,
+        "b": 8,
+        "c": 30,
+        "d": 17,
+    }
     assert engine.scheduler.stats().num_preemptions == 1
     ranks = [(new.request_id, new.rank) for plan in engine.plans for new in plan.new]
-    assert ranks == [("a", 0), ("b", 1), ("c", 0), ("d", 1), ("c", 1)], "it goes on where there is room"
+    assert ranks == [("a", 0), ("b", 1), ("c", 0), ("d", 1), ("c", 1)], (
+        "it goes on where there is room"
+    )
 
 
 def test_forks_stay_with_their_parent():
@@ -235,7 +278,9 @@ def test_forks_stay_with_their_parent():
     for name in ("a", "b"):
         for k in range(3):
             fork_of = f"{name}/0" if k else None
-            engine.scheduler.add(request(f"{name}/{k}", range(ord(name), ord(name) + 10), 5, fork_of=fork_of))
+            engine.scheduler.add(
+                request(f"{name}/{k}", range(ord(name), ord(name) + 10), 5, fork_of=fork_of)
+            )
     engine.run()
     found = ranks_of(engine)
     for name in ("a", "b"):
@@ -253,7 +298,9 @@ def test_forks_stay_with_their_parent():
 )
 @example(sizes=[(1, 16)] * 6, right=[(4, 4), (0, 0)], num_ranks=2)  # all on one rank
 def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
-    engine = Dealt(config(max_num_seqs=6, max_num_batched_tokens=18, num_blocks=24, num_ranks=num_ranks))
+    engine = Dealt(
+        config(max_num_seqs=6, max_num_batched_tokens=18, num_blocks=24, num_ranks=num_ranks)
+    )
     for i, (length, answer) in enumerate(sizes):
         engine.scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), answer))
     guesses = iter(right * 200)
@@ -261,12 +308,18 @@ def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
         for r in engine.scheduler.requests.running:
             count, num_right = next(guesses)
             worker = engine.worker.workers[r.kv.rank]
-            knows_all = r.num_tokens - r.num_computed_tokens == 1 and not r.num_pending and r.request_id in worker.tokens
+            knows_all = (
+                r.num_tokens - r.num_computed_tokens == 1
+                and not r.num_pending
+                and r.request_id in worker.tokens
+            )
             if count and knows_all:
                 r.draft(worker.guess(r.request_id, count, num_right))
         engine.step()
         check(engine.scheduler)
-    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {f"r{i}": n for i, (_, n) in enumerate(sizes)}
+    assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {
+        f"r{i}": n for i, (_, n) in enumerate(sizes)
+    }
 
 
 def logprobs(names, width):
@@ -275,7 +328,9 @@ def logprobs(names, width):
     numbers = np.array([int(name[1:]) for name in names])
     ids = numbers[:, None] * 100 + np.arange(width)
     arrays = numbers.astype(np.float32), numbers, ids, ids.astype(np.float32)
-    return SampledLogprobs(tuple(names), tuple(numbers.tolist()), (width,) * len(names), *(a.tobytes() for a in arrays))
+    return SampledLogprobs(
+        tuple(names), tuple(numbers.tolist()), (width,) * len(names), *(a.tobytes() for a in arrays)
+    )
 
 
 def test_a_result_is_in_the_plan_s_order():
@@ -287,7 +342,13 @@ def test_a_result_is_in_the_plan_s_order():
     names = [[s.request_id for s in part.scheduled] for part in parts]
     assert names == [["r0", "r2", "r4"], ["r1", "r3"]]
     results = [
-        StepResult(plan.step_id, [int(n[1:]) for n in own], None, (logprobs(own, width),), is_cold=width == 1)
+        StepResult(
+            plan.step_id,
+            [int(n[1:]) for n in own],
+            None,
+            (logprobs(own, width),),
+            is_cold=width == 1,
+        )
         for own, width in zip(names, (2, 1), strict=True)
     ]
     found = joined_result(parts, plan, results)

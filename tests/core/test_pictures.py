@@ -17,11 +17,19 @@ HOLDER = 9
 def span(offset, num_tokens, key):
     pixels = b"\0" * num_tokens * 3
     return ImageSpan(
-        offset=offset, rows=1, columns=num_tokens, key=bytes([key]) * 16, height=1, width=num_tokens, pixels=pixels
+        offset=offset,
+        rows=1,
+        columns=num_tokens,
+        key=bytes([key]) * 16,
+        height=1,
+        width=num_tokens,
+        pixels=pixels,
     )
 
 
-PROMPTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=3)
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=3
+)
 
 
 def prompt_of(parts, end):
@@ -36,7 +44,9 @@ def prompt_of(parts, end):
 
 def seen(tokens, images, position):
     """All that the state at a position depends on: pictures before it, and all of one that it is in."""
-    return tuple(tokens[: position + 1]), tuple((i.offset, i.key) for i in images if i.offset <= position)
+    return tuple(tokens[: position + 1]), tuple(
+        (i.offset, i.key) for i in images if i.offset <= position
+    )
 
 
 @given(one=PROMPTS, other=PROMPTS, end=st.integers(1, 6))
@@ -60,14 +70,23 @@ def test_keys_are_alike_only_where_all_pictures_are(one, other, end):
 )
 def test_blocks_hold_what_their_sequences_see(prompts, budget, mixed, num_blocks, whole):
     settings_ = config(
-        max_num_batched_tokens=budget, max_num_mixed_tokens=min(mixed, budget), num_blocks=num_blocks, max_num_seqs=4
+        max_num_batched_tokens=budget,
+        max_num_mixed_tokens=min(mixed, budget),
+        num_blocks=num_blocks,
+        max_num_seqs=4,
     )
     scheduler = Scheduler(**settings_, whole_images=whole)
     requests = {}
     for n, (parts, end) in enumerate(prompts):
         tokens, images = prompt_of(parts, end)
         requests[str(n)] = list(tokens), images
-        given_ = dict(prompt_token_ids=tokens, sampling=SamplingParams(), max_tokens=3, images=images, arrival=float(n))
+        given_ = dict(
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(),
+            max_tokens=3,
+            images=images,
+            arrival=float(n),
+        )
         scheduler.add(EngineRequest(request_id=str(n), **given_))
     tables, content = {}, {}
     for _ in range(400):
@@ -87,7 +106,9 @@ def test_blocks_hold_what_their_sequences_see(prompts, budget, mixed, num_blocks
             for position in range(begin, stop):
                 content[table[position // BLOCK], position % BLOCK] = seen(tokens, images, position)
             for position in range(stop):
-                assert content[table[position // BLOCK], position % BLOCK] == seen(tokens, images, position)
+                assert content[table[position // BLOCK], position % BLOCK] == seen(
+                    tokens, images, position
+                )
             if whole:
                 assert not any(image.offset < stop < image.end for image in images)
         sampled = [s for s in plan.scheduled if s.num_sampled]

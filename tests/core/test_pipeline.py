@@ -19,7 +19,9 @@ def sampling(plan: StepPlan) -> list[str]:
     return [s.request_id for s in plan.scheduled if s.num_sampled]
 
 
-def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tuple[dict[str, list[int]], list[int]]:
+def run(
+    scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]
+) -> tuple[dict[str, list[int]], list[int]]:
     """Each request's tokens, and the number of steps in flight whenever a result was waited for."""
     flying: deque[StepPlan] = deque()
     tokens: dict[str, list[int]] = {}
@@ -35,7 +37,9 @@ def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tupl
             newest = [*flying][1 - num_stages :]  # which the other stages are at
             pending = {name for other in newest for name in sampling(other)} if is_full else set()
             assert not pending & {s.request_id for s in plan.scheduled}
-            of_all = {name for other in flying for name in sampling(other)} & {s.request_id for s in plan.scheduled}
+            of_all = {name for other in flying for name in sampling(other)} & {
+                s.request_id for s in plan.scheduled
+            }
             known = scheduler.requests.by_id
             assert not any(known[name].spec.sampling.structured_outputs for name in of_all)
             flying.append(plan)
@@ -45,7 +49,9 @@ def run(scheduler: Scheduler, num_stages: int, abort_at: dict[int, str]) -> tupl
             continue
         counts.append(len(flying))
         plan = flying.popleft()
-        for output in scheduler.update(plan, StepResult(plan.step_id, [plan.step_id] * len(sampling(plan)))):
+        for output in scheduler.update(
+            plan, StepResult(plan.step_id, [plan.step_id] * len(sampling(plan)))
+        ):
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     raise AssertionError("it does not end")
 
@@ -62,7 +68,9 @@ def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, 
     for i, (length, answer) in enumerate(sizes):
         grammar = StructuredOutputsParams(regex="a*") if f"r{i}" in WITH_GRAMMAR else None
         sampling = SamplingParams(max_tokens=answer, structured_outputs=grammar)
-        scheduler.add(request(f"r{i}", range(100 * i, 100 * i + length), max_tokens=answer, sampling=sampling))
+        scheduler.add(
+            request(f"r{i}", range(100 * i, 100 * i + length), max_tokens=answer, sampling=sampling)
+        )
     aborted = {turn: f"r{i}" for turn, i in abort_at.items()}
     tokens, _ = run(scheduler, num_stages, aborted)
     for i, (_, answer) in enumerate(sizes):
@@ -82,7 +90,11 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
 @given(st.integers(2, 5), st.integers(1, 6))
 def test_requests_take_turns(num_stages, num_requests):
     """Also when they are fewer than the stages: none is a token more than another ahead."""
-    scheduler = Scheduler(**config(pipeline_steps=num_stages, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=8))
+    scheduler = Scheduler(
+        **config(
+            pipeline_steps=num_stages, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=8
+        )
+    )
     for i in range(num_requests):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     flying, counts = deque[StepPlan](), dict.fromkeys((f"r{i}" for i in range(num_requests)), 0)

@@ -27,7 +27,13 @@ from tests.core.configs import BLOCK
 
 
 def config(**more):
-    sizes = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=12, num_blocks=6, max_num_mixed_tokens=16)
+    sizes = dict(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=12,
+        num_blocks=6,
+        max_num_mixed_tokens=16,
+    )
     return configs.config(**{**sizes, **more})
 
 
@@ -46,7 +52,9 @@ def compute(plan: TextsPlan) -> StepResult:
     """The vector of a text: its first token, and its length."""
     tokens, begin, found = int32(plan.token_ids), 0, b""
     for n in int32(plan.lengths):
-        assert list(tokens[begin : begin + n]) == list(range(tokens[begin], tokens[begin] + n)), "a text was cut"
+        assert list(tokens[begin : begin + n]) == list(range(tokens[begin], tokens[begin] + n)), (
+            "a text was cut"
+        )
         found += struct.pack("ff", tokens[begin], n)
         begin += n
     assert begin == len(tokens) == plan.num_tokens
@@ -69,7 +77,9 @@ class Texts(RuleBasedStateMachine):
     @rule(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), priority=st.integers(0, 1))
     def add(self, lengths, priority):
         name, self.count = f"r{self.count}", self.count + 1
-        self.scheduler.add(request(name, lengths, self.count * 1000, arrival=self.count, priority=priority))
+        self.scheduler.add(
+            request(name, lengths, self.count * 1000, arrival=self.count, priority=priority)
+        )
         self.requests[name], self.found[name] = (lengths, self.count * 1000), []
         self.order[name] = (priority, self.count)
 
@@ -84,7 +94,9 @@ class Texts(RuleBasedStateMachine):
         assert 0 < len(lengths) <= self.config.max_num_seqs
         assert sum(lengths) <= self.config.max_num_batched_tokens
         assert sum(-(-n // BLOCK) for n in lengths) <= 5
-        owners = [f"r{int32(plan.token_ids)[sum(lengths[:i])] // 1000 - 1}" for i in range(len(lengths))]
+        owners = [
+            f"r{int32(plan.token_ids)[sum(lengths[:i])] // 1000 - 1}" for i in range(len(lengths))
+        ]
         assert [self.order[o] for o in owners] == sorted(self.order[o] for o in owners)
         self.in_flight.append(plan)
 
@@ -95,14 +107,19 @@ class Texts(RuleBasedStateMachine):
         for output in self.scheduler.update(plan, compute(plan)):
             assert output.request_id in self.requests, "an ended request gave news"
             values = list(array("f", output.vectors))
-            found, (lengths, start) = self.found[output.request_id], self.requests[output.request_id]
+            found, (lengths, start) = (
+                self.found[output.request_id],
+                self.requests[output.request_id],
+            )
             assert output.first_text == len(found) // 2
             assert output.num_texts == len(values) // 2
             found += values
             starts = [start + sum(lengths[:i]) for i in range(len(lengths))]
             expected = [value for pair in zip(starts, lengths, strict=True) for value in pair]
             assert found == expected[: len(found)]
-            assert output.finish_reason is (FinishReason.STOP if len(found) == len(expected) else None)
+            assert output.finish_reason is (
+                FinishReason.STOP if len(found) == len(expected) else None
+            )
             if output.finish_reason is not None:
                 del self.requests[output.request_id]
 
@@ -116,7 +133,10 @@ class Texts(RuleBasedStateMachine):
 
     @invariant()
     def counted(self):
-        left = sum(len(lengths) - len(self.found[name]) // 2 for name, (lengths, _) in self.requests.items())
+        left = sum(
+            len(lengths) - len(self.found[name]) // 2
+            for name, (lengths, _) in self.requests.items()
+        )
         assert self.scheduler.num_waiting + self.scheduler.num_running == left
         assert self.scheduler.has_requests == bool(self.requests)
 
@@ -188,7 +208,9 @@ def test_a_decoders_texts_are_sequences():
     texts = TextSequences()
     sequences = texts.split(request("a", [2, 3, 1], 5, priority=1, arrival=2.0))
     assert [r.prompt_token_ids for r in sequences] == [(5, 6), (7, 8, 9), (10,)]
-    assert all((r.pooled, r.max_tokens, r.priority, r.arrival) == (True, 0, 1, 2.0) for r in sequences)
+    assert all(
+        (r.pooled, r.max_tokens, r.priority, r.arrival) == (True, 0, 1, 2.0) for r in sequences
+    )
     scheduler = Scheduler(**config())
     for sequence in sequences:
         scheduler.add(sequence)
@@ -199,15 +221,25 @@ def test_a_decoders_texts_are_sequences():
 
     first = texts.joined([done(keys[1]), other, done(keys[0])])
     assert first[1] is other
-    assert [(o.request_id, o.first_text, o.num_texts, o.finish_reason) for o in (first[0], first[2])] == [
-        ("a", 1, 1, None), ("a", 0, 1, None)
-    ]
+    assert [
+        (o.request_id, o.first_text, o.num_texts, o.finish_reason) for o in (first[0], first[2])
+    ] == [("a", 1, 1, None), ("a", 0, 1, None)]
     (last,) = texts.joined([done(keys[2])])
-    assert (last.request_id, last.finish_reason, last.vectors) == ("a", FinishReason.STOP, keys[2].encode())
+    assert (last.request_id, last.finish_reason, last.vectors) == (
+        "a",
+        FinishReason.STOP,
+        keys[2].encode(),
+    )
     assert texts.joined([other]) == [other]
 
     keys = [r.request_id for r in texts.split(request("b", [1, 1, 1]))]
-    (failed,) = texts.joined([VectorOutput(keys[1], finish_reason=FinishReason.ERROR, error="so it is")])
-    assert (failed.request_id, failed.finish_reason, failed.error) == ("b", FinishReason.ERROR, "so it is")
+    (failed,) = texts.joined(
+        [VectorOutput(keys[1], finish_reason=FinishReason.ERROR, error="so it is")]
+    )
+    assert (failed.request_id, failed.finish_reason, failed.error) == (
+        "b",
+        FinishReason.ERROR,
+        "so it is",
+    )
     assert sorted(texts.forget(["b", "other"])) == sorted(["other", keys[0], keys[2]])
     assert texts.joined([done(keys[0])])[0].request_id == keys[0]  # nobody's

@@ -39,7 +39,9 @@ def test_a_picture_is_told_apart_by_where_it_begins():
     chains = set()
     for offset in (0, 1, 4, 5):
         keys = list[bytes]()
-        image = ImageSpan(offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, pixels=b"")
+        image = ImageSpan(
+            offset=offset, rows=1, columns=3, key=b"picture", height=1, width=1, pixels=b""
+        )
         extend_keys(keys, root_key("model"), [9] * 8, 4, 2, [image])
         chains.add(tuple(keys))
     assert len(chains) == 4
@@ -61,7 +63,9 @@ def test_hits_are_of_prompts_alone():
     """An answer that began elsewhere is computed like a prompt, and may be cached, but is none of the prompt's hits."""
     engine = Engine(config(num_blocks=40))
     for name in "ab":
-        engine.scheduler.add(request(name, range(6), max_tokens=10, answer_token_ids=tuple(range(6))))
+        engine.scheduler.add(
+            request(name, range(6), max_tokens=10, answer_token_ids=tuple(range(6)))
+        )
         engine.step()
         found = engine.scheduler.requests.by_id[name].num_cached_tokens
         engine.run()

@@ -16,7 +16,9 @@ def longest_suffix(own, tokens, most, *, same):
     best = (-1, 0)
     for place in range(1, len(tokens) - same):
         length = 0
-        while length < min(most, place + 1, len(own)) and own[-1 - length] == tokens[place - length]:
+        while (
+            length < min(most, place + 1, len(own)) and own[-1 - length] == tokens[place - length]
+        ):
             length += 1
         if length >= max(2, best[1]):
             best = place, length
@@ -32,7 +34,11 @@ def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
     for count in [*cuts, len(tokens)]:
         grown += tokens[len(grown) : len(grown) + count]
         found = look_up.propose(grown, most)
-        place, length = longest_suffix(grown, grown, proposer.MOST_MATCH, same=True) if len(grown) > 1 else (-1, 0)
+        place, length = (
+            longest_suffix(grown, grown, proposer.MOST_MATCH, same=True)
+            if len(grown) > 1
+            else (-1, 0)
+        )
         assert found.match == length
         if length:
             endless = list(grown)
@@ -44,7 +50,9 @@ def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
 
 
 @settings(max_examples=120)
-@given(own=st.lists(st.integers(0, 2), min_size=2, max_size=12), other=TOKENS, most=st.integers(2, 6))
+@given(
+    own=st.lists(st.integers(0, 2), min_size=2, max_size=12), other=TOKENS, most=st.integers(2, 6)
+)
 def test_runs_of_another_text(own, other, most):
     index = PairIndex()
     index.add(other, len(other))
@@ -64,7 +72,10 @@ def test_an_encoders_text_and_ended_answers_are_searched():
     traffic = RecentAnswers()
     traffic.add([1, 2, 3])
     traffic.add([4, 1, 2, 9])
-    assert LookUp(traffic=traffic).propose([7, 1, 2], 3) == ((9,), 2)  # up to where that answer ended
+    assert LookUp(traffic=traffic).propose([7, 1, 2], 3) == (
+        (9,),
+        2,
+    )  # up to where that answer ended
     assert LookUp(traffic=traffic).propose([2, 4, 1, 2], 3) == ((9,), 3)
     assert LookUp(traffic=traffic).propose([5, 2, 9], 3) == ((), 2)
     assert LookUp().propose([7, 1, 2], 3) == ((), 0)

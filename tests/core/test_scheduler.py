@@ -58,7 +58,9 @@ class Worker:
         self.tokens: dict[str, list[int]] = {}
         self.pooled: set[str] = set()
         self.beams: set[str] = set()  # whose tokens a search chooses
-        self.texts: dict[str, tuple[int, ...]] = {}  # what an encoder read, by the name that choices share
+        self.texts: dict[
+            str, tuple[int, ...]
+        ] = {}  # what an encoder read, by the name that choices share
         self.num_read: dict[str, int] = {}
 
     def next_token(self, name, tokens):
@@ -76,7 +78,10 @@ class Worker:
             del self.tables[request_id], self.tokens[request_id]
         for new in plan.new:
             assert new.request_id not in self.tables
-            self.tables[new.request_id], self.tokens[new.request_id] = [[] for _ in self.groups], list(new.token_ids)
+            self.tables[new.request_id], self.tokens[new.request_id] = (
+                [[] for _ in self.groups],
+                list(new.token_ids),
+            )
             if new.pooled:
                 self.pooled.add(new.request_id)
             self.num_read[new.request_id] = new.num_encoder_tokens
@@ -136,7 +141,11 @@ class Worker:
                 first = 0 if reach is None else max(0, s.num_computed_tokens + 1 - reach)
                 for position in range(first, end):
                     seen = self.slots[tables[g][position // BLOCK], position % BLOCK]
-                    assert seen == hash((g, tuple(known[: position + 1]))), (s.request_id, g, position)
+                    assert seen == hash((g, tuple(known[: position + 1]))), (
+                        s.request_id,
+                        g,
+                        position,
+                    )
             assert end <= len(known)
             pooled = s.request_id in self.pooled
             assert bool(s.num_sampled) == (end == len(known) and not pooled)
@@ -152,20 +161,31 @@ class Worker:
                 of_beams[s.request_id] = new[0]
         if of_beams:
             extras.append(logprobs(of_beams))
-        return StepResult(plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(extras))
+        return StepResult(
+            plan.step_id, sampled, counts if set(counts) != {1} else None, tuple(extras)
+        )
 
 
 def logprobs(tokens):
     """Of one token of each request, by name, which is the most likely there."""
-    ids, values = np.array([*tokens.values()], np.int64)[:, None], np.full((len(tokens), 1), -1.0, np.float32)
+    ids, values = (
+        np.array([*tokens.values()], np.int64)[:, None],
+        np.full((len(tokens), 1), -1.0, np.float32),
+    )
     arrays = values, np.ones(len(tokens), np.int64), ids, values
-    return SampledLogprobs(tuple(tokens), tuple(tokens.values()), (1,) * len(tokens), *(a.tobytes() for a in arrays))
+    return SampledLogprobs(
+        tuple(tokens), tuple(tokens.values()), (1,) * len(tokens), *(a.tobytes() for a in arrays)
+    )
 
 
 def request(name, prompt, max_tokens=4, **kw):
     sampling = kw.pop("sampling", SamplingParams(max_tokens=max(1, max_tokens)))
     return EngineRequest(
-        request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, **kw
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        **kw,
     )
 
 
@@ -184,7 +204,11 @@ class Engine:
 
     def decodes(self, s):
         """Whether a scheduled sequence has sampled before and waits for its next token, and nothing else."""
-        return s.num_tokens == 1 and s.num_computed_tokens >= self.scheduler.requests.by_id[s.request_id].num_prompt_tokens
+        return (
+            s.num_tokens == 1
+            and s.num_computed_tokens
+            >= self.scheduler.requests.by_id[s.request_id].num_prompt_tokens
+        )
 
     def take(self, outputs):
         for o in outputs:
@@ -213,7 +237,9 @@ class Engine:
             encoded = sum(len(new.encoder_token_ids) for new in plan.new)
             assert plan.num_tokens + encoded <= c.max_num_batched_tokens
             assert 0 < len(plan.scheduled) <= c.max_num_seqs
-            joined = {new.request_id for new in plan.new}  # what comes back after a preemption was not running
+            joined = {
+                new.request_id for new in plan.new
+            }  # what comes back after a preemption was not running
             if any(self.decodes(s) and s.request_id not in joined for s in plan.scheduled):
                 assert plan.num_tokens + encoded <= c.max_num_mixed_tokens
             singles = [s.num_tokens == 1 for s in plan.scheduled]
@@ -295,11 +321,16 @@ def test_decodes_go_on_beside_a_long_prompt():
     engine.scheduler.add(request("long", range(100), max_tokens=2))
     for _ in range(10):
         engine.step()
-        assert {s.request_id: s.num_tokens for s in engine.plans[-1].scheduled} == {"short": 1, "long": 7}
+        assert {s.request_id: s.num_tokens for s in engine.plans[-1].scheduled} == {
+            "short": 1,
+            "long": 7,
+        }
 
 
 def test_a_step_with_decodes_is_bounded_apart():
-    engine = Engine(config(max_model_len=256, num_blocks=200, max_num_batched_tokens=40, max_num_mixed_tokens=8))
+    engine = Engine(
+        config(max_model_len=256, num_blocks=200, max_num_batched_tokens=40, max_num_mixed_tokens=8)
+    )
     engine.scheduler.add(request("short", range(50, 80), max_tokens=8))
     engine.step()
     assert engine.plans[-1].num_tokens == 30  # nobody waits
@@ -317,7 +348,15 @@ def test_a_step_with_decodes_is_bounded_apart():
 
 def test_while_few_tokens_wait_prompts_come_beside_decodes_in_chunks():
     """A chunk is 16 tokens here, or twice as many as there are decodes; few are 4 chunks."""
-    engine = Engine(config(max_model_len=256, num_blocks=300, max_num_seqs=16, max_num_batched_tokens=90, mixed_chunk=16))
+    engine = Engine(
+        config(
+            max_model_len=256,
+            num_blocks=300,
+            max_num_seqs=16,
+            max_num_batched_tokens=90,
+            mixed_chunk=16,
+        )
+    )
     engine.scheduler.add(request("first", range(20), max_tokens=200))
     engine.step()
     assert engine.plans[-1].num_tokens == 20  # nobody decodes
@@ -328,7 +367,10 @@ def test_while_few_tokens_wait_prompts_come_beside_decodes_in_chunks():
             engine.scheduler.add(request(f"{begin}", range(begin, begin + length), max_tokens=100))
         found = []
         while not found or found[-1]:
-            num_decodes = sum(r.num_computed_tokens >= r.num_prompt_tokens for r in engine.scheduler.requests.running)
+            num_decodes = sum(
+                r.num_computed_tokens >= r.num_prompt_tokens
+                for r in engine.scheduler.requests.running
+            )
             engine.step()
             found.append(engine.plans[-1].num_tokens - num_decodes)
         return found[:-1]
@@ -351,7 +393,9 @@ def test_many_requests_that_wait_are_many_however_short():
 @settings(max_examples=150)
 @given(
     requests=st.lists(
-        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=12
+        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 20)),
+        min_size=1,
+        max_size=12,
     ),
     max_num_seqs=st.integers(1, 6),
     more=st.integers(0, 20),
@@ -376,9 +420,13 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
     for step in range(2000):
         while arrivals and arrivals[0][0] <= step:
             _, length, max_tokens = arrivals.pop(0)
-            scheduler.add(request(f"r{len(arrivals)}", range(length), max_tokens, arrival=float(step)))
+            scheduler.add(
+                request(f"r{len(arrivals)}", range(length), max_tokens, arrival=float(step))
+            )
         live = list(scheduler.requests.running)
-        decoding = {r.request_id for r in live if r.num_prompt_tokens <= r.num_computed_tokens < r.end - 1}
+        decoding = {
+            r.request_id for r in live if r.num_prompt_tokens <= r.num_computed_tokens < r.end - 1
+        }
         prompts = [r for r in live if r.num_computed_tokens < r.num_prompt_tokens]
         single = decoding or any(r.num_prompt_tokens - r.num_computed_tokens == 1 for r in prompts)
         num_plans, num_waiting = len(engine.plans), scheduler.num_waiting
@@ -388,10 +436,16 @@ def test_the_bound_holds_and_nothing_starves(requests, max_num_seqs, more, budge
             scheduled = {s.request_id for s in plan.scheduled}
             assert decoding <= scheduled, "a decode was left out"
             if prompts:
-                assert min(prompts, key=lambda r: r.order).request_id in scheduled, "a prompt starves"
-            left = any(not s.num_sampled for s in plan.scheduled) or any(r.request_id not in scheduled for r in prompts)
+                assert min(prompts, key=lambda r: r.order).request_id in scheduled, (
+                    "a prompt starves"
+                )
+            left = any(not s.num_sampled for s in plan.scheduled) or any(
+                r.request_id not in scheduled for r in prompts
+            )
             left |= num_waiting > len(plan.new) and len(live) + len(plan.new) < max_num_seqs
-            assert not left or plan.num_tokens == (mixed if single else c["scheduling"].max_num_batched_tokens)
+            assert not left or plan.num_tokens == (
+                mixed if single else c["scheduling"].max_num_batched_tokens
+            )
         if not arrivals and not scheduler.has_requests and not engine.in_flight:
             break
     assert len(engine.ends) == len(requests)
@@ -402,12 +456,16 @@ def test_requests_of_one_step_share_a_prefix():
     for name in "abc":
         engine.scheduler.add(request(name, [*range(12), ord(name), 1]))
     engine.step()
-    assert [s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)] == [14, 2, 2]
+    assert [
+        s.num_tokens for s in sorted(engine.plans[0].scheduled, key=lambda s: s.request_id)
+    ] == [14, 2, 2]
     engine.run()
     assert engine.scheduler.stats().prefix_hits == 24
 
 
-@pytest.mark.parametrize(("length", "num_computed"), [(2, 2), (4, 4), (5, 5), (6, 2), (7, 3), (8, 4), (9, 5), (10, 2)])
+@pytest.mark.parametrize(
+    ("length", "num_computed"), [(2, 2), (4, 4), (5, 5), (6, 2), (7, 3), (8, 4), (9, 5), (10, 2)]
+)
 def test_a_hit_leaves_at_least_two_tokens(length, num_computed):
     """A token alone in its step is a decode, whose kernels round otherwise than a prompt's."""
     engine = Engine(config())
@@ -481,11 +539,15 @@ def test_priority_and_preemption_order():
 
 def test_a_prompt_waits_for_blocks_of_those_before_it():
     """It is the last in order and keeps what it has, rather than give it up for nobody."""
-    engine = Engine(config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False))
+    engine = Engine(
+        config(num_blocks=7, max_num_seqs=2, max_num_batched_tokens=9, enable_prefix_caching=False)
+    )
     engine.scheduler.add(request("first", range(8), max_tokens=4))
     engine.scheduler.add(request("second", range(20, 41), max_tokens=1))
     engine.run()
-    assert {"first": 1} in [scheduled(plan) for plan in engine.plans]  # the second has had its turns, and waits
+    assert {"first": 1} in [
+        scheduled(plan) for plan in engine.plans
+    ]  # the second has had its turns, and waits
     assert engine.scheduler.stats().num_preemptions == 0
 
 
@@ -502,7 +564,9 @@ def test_stop_tokens_and_min_tokens():
     engine = Engine(config())
     engine.scheduler.add(request("a", [1], max_tokens=40, eos_token_ids=tuple(range(11))))
     sampling = SamplingParams(min_tokens=5, max_tokens=40)
-    engine.scheduler.add(request("b", [1], max_tokens=40, eos_token_ids=tuple(range(11)), sampling=sampling))
+    engine.scheduler.add(
+        request("b", [1], max_tokens=40, eos_token_ids=tuple(range(11)), sampling=sampling)
+    )
     engine.run()
     assert (len(engine.tokens["a"]), len(engine.tokens["b"])) == (1, 5)
     assert set(engine.ends.values()) == {FinishReason.STOP}
@@ -511,8 +575,12 @@ def test_stop_tokens_and_min_tokens():
 def test_an_encoders_text_counts_where_a_request_never_fits():
     scheduler = Scheduler(**config(num_blocks=6, enable_prefix_caching=False, groups=(FULL, CROSS)))
     usable = 5 * BLOCK
-    with pytest.raises(ContextLengthError, match=f"are {usable + 2} tokens and the KV cache holds {usable}"):
-        scheduler.add(request("a", [1], max_tokens=1 + BLOCK, encoder_token_ids=tuple(range(4 * BLOCK))))
+    with pytest.raises(
+        ContextLengthError, match=f"are {usable + 2} tokens and the KV cache holds {usable}"
+    ):
+        scheduler.add(
+            request("a", [1], max_tokens=1 + BLOCK, encoder_token_ids=tuple(range(4 * BLOCK)))
+        )
 
 
 def test_what_can_never_run_is_refused():
@@ -553,10 +621,20 @@ def check_holders(scheduler: Scheduler) -> None:
         assert len({(g, i) for g, i, _ in found}) == 1, "one block in two places"
         ((group, index, first), *others) = found
         for _, _, other in others:
-            end = len(first.spec.encoder_token_ids) if groups[group].kind == "cross" else (index + 1) * BLOCK
-            end = min(end, first.num_prompt_tokens, other.num_prompt_tokens) if first.needs_copy or other.needs_copy else end
+            end = (
+                len(first.spec.encoder_token_ids)
+                if groups[group].kind == "cross"
+                else (index + 1) * BLOCK
+            )
+            end = (
+                min(end, first.num_prompt_tokens, other.num_prompt_tokens)
+                if first.needs_copy or other.needs_copy
+                else end
+            )
             if groups[group].kind != "cross":
-                assert first.token_ids[:end] == other.token_ids[:end], "shared without an equal prefix"
+                assert first.token_ids[:end] == other.token_ids[:end], (
+                    "shared without an equal prefix"
+                )
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -573,22 +651,45 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([None, None, 2, 6]),
         policy=st.sampled_from(["inflight", "inflight", "static", "dynamic"]),
         encoder=st.sampled_from([False, False, True]),
-        windows=st.sampled_from([(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]),
+        windows=st.sampled_from(
+            [(None,), (None,), (1,), (5,), (None, 3), (None, 4, 4), (None, 9), (2, 6)]
+        ),
         speculation=st.sampled_from(
             [
                 *(None, None),
-                *(SpeculationConfig(method=m, num_speculative_tokens=n) for m in ("ngram", "suffix") for n in (None, 3)),
+                *(
+                    SpeculationConfig(method=m, num_speculative_tokens=n)
+                    for m in ("ngram", "suffix")
+                    for n in (None, 3)
+                ),
             ]
         ),
     )
     def start(
-        self, num_blocks, max_num_seqs, budget, depth, caching, chunked, mixed, chunk, policy, encoder, windows, speculation
+        self,
+        num_blocks,
+        max_num_seqs,
+        budget,
+        depth,
+        caching,
+        chunked,
+        mixed,
+        chunk,
+        policy,
+        encoder,
+        windows,
+        speculation,
     ):
         self.encoder = encoder
         groups = [FULL if w is None else window(w) for w in windows] + [CROSS] * encoder
         num_blocks *= len(windows)
         if encoder:  # as `resolve` has it
-            caching, chunked, mixed, budget = False, True, max_num_seqs + MOST_READ, budget + max_num_seqs + MOST_READ
+            caching, chunked, mixed, budget = (
+                False,
+                True,
+                max_num_seqs + MOST_READ,
+                budget + max_num_seqs + MOST_READ,
+            )
         self.engine = Engine(
             config(
                 num_blocks=num_blocks,
@@ -609,7 +710,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         start=st.integers(0, 2),
-        length=st.sampled_from([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 15, 16, 17]),
+        length=st.sampled_from(
+            [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 15, 16, 17]
+        ),
         max_tokens=st.integers(1, 12),
         priority=st.integers(0, 1),
         n=st.sampled_from([1, 1, 1, 2, 3]),
@@ -642,10 +745,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 scheduler.add(spec)
             except ContextLengthError:
-                whole, read_blocks = (-(-n // BLOCK) for n in (length + max_tokens - (not pooled), len(text)))
+                whole, read_blocks = (
+                    -(-n // BLOCK) for n in (length + max_tokens - (not pooled), len(text))
+                )
                 step, needed = scheduler.scheduling.max_num_batched_tokens, read_blocks
                 for group in scheduler.cache.groups[: len(scheduler.cache.groups) - self.encoder]:
-                    bound = whole if group.window is None else -(-(group.window + step) // BLOCK) + 1
+                    bound = (
+                        whole if group.window is None else -(-(group.window + step) // BLOCK) + 1
+                    )
                     needed += min(whole, bound)
                 assert needed > scheduler.pool.num_usable
                 return
@@ -667,7 +774,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = sorted(r.request_id for r in self.engine.scheduler.requests.running)
         if running:
             name = data.draw(st.sampled_from(running))
-            self.engine.scheduler.requests.by_id[name].draft(self.engine.worker.guess(name, num_drafts, num_right))
+            self.engine.scheduler.requests.by_id[name].draft(
+                self.engine.worker.guess(name, num_drafts, num_right)
+            )
 
     @rule()
     def forget_prefixes(self):
@@ -690,7 +799,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(tokens) <= self.added[name]
             if reason is FinishReason.LENGTH:
                 assert len(tokens) == self.added[name]
-            assert (name in engine.embedded) == (self.added[name] == 0 and reason is FinishReason.STOP)
+            assert (name in engine.embedded) == (
+                self.added[name] == 0 and reason is FinishReason.STOP
+            )
             if reason is FinishReason.STOP and self.added[name]:
                 assert tokens[-1] == STOP_TOKEN
             assert STOP_TOKEN not in tokens[:-1] or reason is not FinishReason.STOP
@@ -737,7 +848,12 @@ def test_a_share_of_the_blocks_stays_free_when_a_request_is_admitted_beside_othe
     """Of 200 blocks 2: a second request is admitted if so many are left, and not if one fewer is."""
     for more, admitted in ((0, True), (1, False)):
         engine = Engine(
-            config(num_blocks=201, max_model_len=2000, max_num_batched_tokens=2000, enable_prefix_caching=False)
+            config(
+                num_blocks=201,
+                max_model_len=2000,
+                max_num_batched_tokens=2000,
+                enable_prefix_caching=False,
+            )
         )
         engine.scheduler.add(request("a", range(100 * BLOCK), max_tokens=3))
         engine.step()
@@ -765,7 +881,9 @@ def test_prefix_figures_do_not_count_a_prompt_again_after_preemption():
 
 
 def test_what_is_computed_again_after_preemption_is_charged_once():
-    engine = Engine(config(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine = Engine(
+        config(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False)
+    )
     for name in "ab":
         engine.scheduler.add(request(name, range(6), max_tokens=16, share=Share(name)))
     accounts = {name: engine.scheduler.requests.by_id[name].account for name in "ab"}
@@ -788,7 +906,10 @@ def test_decodes_that_share_a_long_prompt_are_named():
     alike = [Request(request(name, range(length)), (0, 0.0, 0), b"", 1) for name in "xy"]
     for each in alike:
         each.blocks[0] = list(range(1, 35))
-    for computed, shared in ((LEAST_SHARED, (SharedPrefix(0, 2, LEAST_SHARED),)), (LEAST_SHARED - 1, ())):
+    for computed, shared in (
+        (LEAST_SHARED, (SharedPrefix(0, 2, LEAST_SHARED),)),
+        (LEAST_SHARED - 1, ()),
+    ):
         assert engine.scheduler.kv.shared_prefixes([(each, computed) for each in alike]) == shared
 
 
@@ -823,7 +944,9 @@ def test_cached_tokens_are_told_with_the_first_token_only():
     told = []
     for _ in range(3):
         plan = engine.scheduler.schedule()
-        told += [o.num_cached_tokens for o in engine.scheduler.update(plan, engine.worker.launch(plan))]
+        told += [
+            o.num_cached_tokens for o in engine.scheduler.update(plan, engine.worker.launch(plan))
+        ]
     assert told == [8, 0, 0]
 
 
@@ -841,11 +964,18 @@ def test_a_prompt_cached_whole_in_all_the_blocks_there_are():
 
 
 def held(engine, name):
-    return [sum(b != NULL_BLOCK for b in table) for table in engine.scheduler.requests.by_id[name].blocks]
+    return [
+        sum(b != NULL_BLOCK for b in table)
+        for table in engine.scheduler.requests.by_id[name].blocks
+    ]
 
 
 def test_a_window_group_holds_its_window_and_no_more():
-    engine = Engine(config(num_blocks=200, max_model_len=300, max_num_batched_tokens=8, groups=(FULL, window(9))))
+    engine = Engine(
+        config(
+            num_blocks=200, max_model_len=300, max_num_batched_tokens=8, groups=(FULL, window(9))
+        )
+    )
     engine.scheduler.add(request("a", range(100), max_tokens=150))
     most = 0
     while engine.scheduler.has_requests:
@@ -863,7 +993,13 @@ def test_a_window_group_holds_its_window_and_no_more():
 
 def test_what_is_released_is_there_for_the_same_request():
     """Two sequences of two blocks each in a pool of four: each takes the block that it gives up."""
-    c = config(num_blocks=5, max_model_len=80, max_num_batched_tokens=4, groups=(window(5),), enable_prefix_caching=False)
+    c = config(
+        num_blocks=5,
+        max_model_len=80,
+        max_num_batched_tokens=4,
+        groups=(window(5),),
+        enable_prefix_caching=False,
+    )
     engine = Engine(c)
     for name in "ab":
         engine.scheduler.add(request(name, [ord(name)], max_tokens=60))
@@ -877,8 +1013,15 @@ def test_released_blocks_are_told_as_null_blocks():
     engine.scheduler.add(request("a", range(3 * BLOCK), max_tokens=2))
     for _ in range(3):
         engine.step()
-    updates = [{(u.group, u.index): u.block_ids for u in p.scheduled[0].table_updates} for p in engine.plans]
-    assert [set(u) for u in updates] == [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}, {(0, 2), (1, 2), (1, 0)}]
+    updates = [
+        {(u.group, u.index): u.block_ids for u in p.scheduled[0].table_updates}
+        for p in engine.plans
+    ]
+    assert [set(u) for u in updates] == [
+        {(0, 0), (1, 0)},
+        {(0, 1), (1, 1)},
+        {(0, 2), (1, 2), (1, 0)},
+    ]
     assert updates[2][1, 0] == (NULL_BLOCK,)
 
 
@@ -901,13 +1044,18 @@ def test_what_a_window_released_is_still_cached():
     engine.step()
     assert scheduled(engine.plans[-1]) == {"b": 2}
     tables = engine.scheduler.requests.by_id["b"].blocks
-    assert [b == NULL_BLOCK for b in tables[1]] == [True] * 8 + [False] * 3  # tokens 35 … are looked at
+    assert [b == NULL_BLOCK for b in tables[1]] == [True] * 8 + [
+        False
+    ] * 3  # tokens 35 … are looked at
     assert NULL_BLOCK not in tables[0]
     engine.run()
     assert engine.scheduler.stats().prefix_hits == 40
 
 
-@pytest.mark.parametrize(("kept", "hit"), [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)])
+@pytest.mark.parametrize(
+    ("kept", "hit"),
+    [(range(10), 40), (range(8, 10), 40), (range(4, 6), 24), (range(4), 16), ((9,), 0)],
+)
 def test_the_longest_hit_that_every_group_has(kept, hit):
     """Of a prompt's ten blocks in the window's group only some are cached still."""
     engine = Engine(config(num_blocks=80, groups=(FULL, window(6)), max_num_batched_tokens=64))
@@ -954,13 +1102,17 @@ def test_a_hit_needs_the_blocks_that_its_next_token_looks_at():
 
 def test_a_long_sequence_runs_in_few_blocks():
     """Its window groups need no more blocks than their bound; only a request whose full groups are too long is refused."""
-    c = config(num_blocks=16, max_model_len=400, max_num_batched_tokens=8, groups=(window(9), window(3)))
+    c = config(
+        num_blocks=16, max_model_len=400, max_num_batched_tokens=8, groups=(window(9), window(3))
+    )
     engine = Engine(c)
     engine.scheduler.add(request("a", range(100), max_tokens=200))
     engine.run()
     assert engine.ends == {"a": FinishReason.LENGTH}
     with pytest.raises(ContextLengthError, match="the KV cache holds 36;"):
-        Scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(request("a", range(60)))
+        Scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(
+            request("a", range(60))
+        )
 
 
 # --- Guesses --------------------------------------------------------------------------------------------------------------
@@ -975,20 +1127,31 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     engine.scheduler.requests.by_id["a"].draft(drafts)
     plan = engine.scheduler.schedule()
     (s,) = plan.scheduled
-    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (6, 4, 4, tuple(drafts))
+    assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (
+        6,
+        4,
+        4,
+        tuple(drafts),
+    )
     own = engine.scheduler.requests.by_id["a"]
     num_blocks = len(own.blocks[0])
     assert engine.scheduler.schedule() is None  # nobody knows where it goes on
     finish_step(engine, plan)
     assert len(engine.tokens["a"]) == 1 + accepted
-    assert (own.num_computed_tokens, own.num_tokens, own.num_pending) == (6 + accepted, 7 + accepted, 0)
+    assert (own.num_computed_tokens, own.num_tokens, own.num_pending) == (
+        6 + accepted,
+        7 + accepted,
+        0,
+    )
     assert len(own.blocks[0]) == num_blocks  # those beyond stay
     engine.run()
     assert len(engine.tokens["a"]) == 20
 
 
 def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
-    engine = Engine(config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine = Engine(
+        config(num_blocks=5, max_num_seqs=2, max_num_batched_tokens=32, enable_prefix_caching=False)
+    )
     engine.scheduler.add(request("high", range(4), max_tokens=9))
     engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
     engine.step()
@@ -1001,7 +1164,11 @@ def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
         results.append(engine.worker.launch(plans[-1]))
     for plan, result in zip(plans, results, strict=True):
         engine.take(engine.scheduler.update(plan, result))
-        assert (low.num_computed_tokens, low.num_tokens, low.num_pending) == (0, 4 + len(engine.tokens["low"]), 0)
+        assert (low.num_computed_tokens, low.num_tokens, low.num_pending) == (
+            0,
+            4 + len(engine.tokens["low"]),
+            0,
+        )
     assert len(engine.tokens["low"]) == 1 + 2
     engine.run()
     assert [len(engine.tokens[name]) for name in ("high", "low")] == [9, 9]
@@ -1016,13 +1183,26 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     for name in "ab":
         engine.scheduler.requests.by_id[name].draft([0] * 4)
     plan = engine.scheduler.schedule()
-    assert {s.request_id: s.num_sampled for s in plan.scheduled} == {"a": 5, "b": 2}  # "b" has room for two
+    assert {s.request_id: s.num_sampled for s in plan.scheduled} == {
+        "a": 5,
+        "b": 2,
+    }  # "b" has room for two
     counts = {s.request_id: s.num_sampled for s in plan.scheduled}
     new = {"a": [3, 50, 4, 5, 6], "b": [7, 8]}
-    result = StepResult(plan.step_id, [t for name in counts for t in new[name]], list(counts.values()))
+    result = StepResult(
+        plan.step_id, [t for name in counts for t in new[name]], list(counts.values())
+    )
     outputs = {o.request_id: o for o in engine.scheduler.update(plan, result)}
-    assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].stop_token_id) == ((3, 50), "stop", 50)
-    assert (outputs["b"].token_ids, outputs["b"].finish_reason, outputs["b"].stop_token_id) == ((7, 8), "length", None)
+    assert (outputs["a"].token_ids, outputs["a"].finish_reason, outputs["a"].stop_token_id) == (
+        (3, 50),
+        "stop",
+        50,
+    )
+    assert (outputs["b"].token_ids, outputs["b"].finish_reason, outputs["b"].stop_token_id) == (
+        (7, 8),
+        "length",
+        None,
+    )
     assert not engine.scheduler.has_requests
 
 
@@ -1035,7 +1215,11 @@ def test_guesses_give_way_to_other_decodes():
     for name in "ab":
         engine.scheduler.requests.by_id[name].draft([0] * 2)
     plan = engine.scheduler.schedule()
-    assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [("a", 3), ("b", 2), ("c", 1)]
+    assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [
+        ("a", 3),
+        ("b", 2),
+        ("c", 1),
+    ]
     assert plan.scheduled[0].request_id == "c"  # of one token: first
 
 
@@ -1060,16 +1244,26 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
     plan = scheduler.schedule()
     scheduler.abort("a")
     tokens = dict(zip("abcd", (5, 6, 7, 8), strict=True))
-    plain, beams = scheduler.update(plan, StepResult(plan.step_id, [*tokens.values()], None, (logprobs(tokens),)))
+    plain, beams = scheduler.update(
+        plan, StepResult(plan.step_id, [*tokens.values()], None, (logprobs(tokens),))
+    )
     assert (plain.request_id, plain.logprobs) == ("b", (TokenLogprobs(6, -1.0, 1, ((6, -1.0),)),))
-    assert (beams.request_ids, beams.token_ids.tolist(), beams.logprobs.tolist()) == (["c", "d"], [[7], [8]], [[-1.0], [-1.0]])
+    assert (beams.request_ids, beams.token_ids.tolist(), beams.logprobs.tolist()) == (
+        ["c", "d"],
+        [[7], [8]],
+        [[-1.0], [-1.0]],
+    )
 
 
-@pytest.mark.parametrize(("ahead", "num_usable", "room"), [(False, 40, 8), (True, 40, 12), (True, 5, 12), (True, 4, 8)])
+@pytest.mark.parametrize(
+    ("ahead", "num_usable", "room"), [(False, 40, 8), (True, 40, 12), (True, 5, 12), (True, 4, 8)]
+)
 def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
     """While more are free than the watermark and the next drafts take."""
     speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
-    scheduler = Scheduler(**config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead)
+    scheduler = Scheduler(
+        **config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead
+    )
     scheduler.add(request("a", range(3), max_tokens=12))
     prompt = scheduler.schedule()
     scheduler.update(prompt, StepResult(prompt.step_id, [5], None, ()))
@@ -1086,7 +1280,11 @@ def test_right_drafts_behind_the_end_do_not_count():
     scheduler.update(prompt, StepResult(prompt.step_id, [5]))
     plan = scheduler.schedule()
     (output,) = scheduler.update(plan, StepResult(plan.step_id, [6, 9, 7, 8], [4]))
-    assert (output.token_ids, output.finish_reason, output.stop_token_id) == ((6, 9), FinishReason.STOP, 9)
+    assert (output.token_ids, output.finish_reason, output.stop_token_id) == (
+        (6, 9),
+        FinishReason.STOP,
+        9,
+    )
     assert (output.num_drafted, output.num_accepted) == (4, 2)
 
 
@@ -1096,12 +1294,22 @@ def test_answers_are_the_same_with_drafts(method, most):
     """Whatever is proposed for texts that repeat, at whatever depth: the same tokens, in fewer steps."""
     tokens, num_steps = {}, {}
     for speculation in (None, SpeculationConfig(method=method, num_speculative_tokens=most)):
-        engine = Engine(config(num_blocks=200, max_num_batched_tokens=64, max_model_len=200, speculation=speculation), 2)
+        engine = Engine(
+            config(
+                num_blocks=200,
+                max_num_batched_tokens=64,
+                max_model_len=200,
+                speculation=speculation,
+            ),
+            2,
+        )
         engine.worker.next_token = lambda name, known: known[-7] if len(known) % 20 else 3
         for i in range(3):
             engine.scheduler.add(request(f"r{i}", range(i, i + 9), max_tokens=150))
         while engine.scheduler.has_requests or engine.in_flight:
-            engine.now += 0.001 * (3 + (engine.in_flight[0][0].num_tokens if engine.in_flight else 0) / 10)
+            engine.now += 0.001 * (
+                3 + (engine.in_flight[0][0].num_tokens if engine.in_flight else 0) / 10
+            )
             engine.step()
         stats = engine.scheduler.stats()
         tokens[speculation], num_steps[speculation] = engine.tokens, len(engine.plans)

@@ -15,7 +15,15 @@ from slipstream.core.chains import Chains
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
-from slipstream.core.step_times import COUNTS, NUM_TIMES, STALE, SURE_STALE, StepCosts, _near, seconds_from
+from slipstream.core.step_times import (
+    COUNTS,
+    NUM_TIMES,
+    STALE,
+    SURE_STALE,
+    StepCosts,
+    _near,
+    seconds_from,
+)
 from slipstream.types import EngineRequest, SamplingParams, StepTime
 
 
@@ -28,7 +36,12 @@ class Always(Proposer):
 
 
 def decoding(proposer=None, name="a", max_tokens=100):
-    spec = EngineRequest(request_id=name, prompt_token_ids=(1, 2, 3), sampling=SamplingParams(), max_tokens=max_tokens)
+    spec = EngineRequest(
+        request_id=name,
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+    )
     request = Request(spec, (0, 0.0, 0), b"", 1)
     request.num_computed_tokens = 2
     request.drafting = proposer and Drafting(proposer)
@@ -113,7 +126,16 @@ def test_a_bad_proposer_is_left_alone():
 def test_plain_steps_are_timed_behind_plain_ones_only():
     """Those are launched ahead; the first behind drafts is not."""
     speculation = auto()
-    steps = [(4, False), (1, True), (1, True), (1, True), (5, True), (1, True), (1, True), (1, True)]
+    steps = [
+        (4, False),
+        (1, True),
+        (1, True),
+        (1, True),
+        (5, True),
+        (1, True),
+        (1, True),
+        (1, True),
+    ]
     now = 0.0
     for num_tokens, only_decodes in steps:
         now += 1.0
@@ -122,7 +144,9 @@ def test_plain_steps_are_timed_behind_plain_ones_only():
     assert len(times[1, 1]) == 4
     assert list(times[1, 5]) == [1.0]
     speculation.step_done(now + 1, 1, 1, only_decodes=True, idle=True)
-    speculation.step_done(now + 9, 1, 5, only_decodes=True, idle=False)  # nobody knows since when it ran
+    speculation.step_done(
+        now + 9, 1, 5, only_decodes=True, idle=False
+    )  # nobody knows since when it ran
     assert len(times[1, 5]) == 1
 
 
@@ -226,13 +250,18 @@ def test_old_times_are_forgotten():
 
 def test_steps_that_were_measured_beforehand():
     costs = StepCosts()
-    costs.expect([StepTime(*t) for t in ((1, 1, 1.0), (1, 2, 1.5), (1, 4, 2.0), (5, 5, 3.0), (5, 10, 3.5))], int)
+    costs.expect(
+        [StepTime(*t) for t in ((1, 1, 1.0), (1, 2, 1.5), (1, 4, 2.0), (5, 5, 3.0), (5, 10, 3.5))],
+        int,
+    )
     assert costs.plain(1) == 1.0
     assert costs.line(1, 1.0) == [(1, 1.0), (2, 1.5), (4, 2.0)]
     assert costs.plain(3) == 2.0
     assert costs.line(3, 2.0) == [(3, 2.0), (6, 2.5)]  # as far as both sides are known
     assert costs.line(9, 3.0) == [(9, 3.0), (18, 3.5)]
-    timed(costs, (1, 2, 3.0))  # twice of what was expected: so are all steps with drafts, and no plain one
+    timed(
+        costs, (1, 2, 3.0)
+    )  # twice of what was expected: so are all steps with drafts, and no plain one
     assert costs.plain(1) == 1.0
     assert costs.line(1, 1.0) == [(1, 1.0), (2, 3.0), (4, 4.0)]
     costs.add(3, 6, 50.0)  # one time alone says little of its size
@@ -243,10 +272,26 @@ def test_steps_that_were_measured_beforehand():
 
 def test_between_measured_steps_times_follow_the_rows_of_graphs():
     costs = StepCosts()
-    times = [StepTime(*t) for t in ((4, 4, 1.0), (4, 8, 2.0), (12, 12, 5.0), (12, 24, 6.0), (16, 16, 7.0), (16, 32, 7.0))]
+    times = [
+        StepTime(*t)
+        for t in (
+            (4, 4, 1.0),
+            (4, 8, 2.0),
+            (12, 12, 5.0),
+            (12, 24, 6.0),
+            (16, 16, 7.0),
+            (16, 32, 7.0),
+        )
+    ]
     costs.expect(times, lambda rows: -(-rows // 8) * 8)
-    assert costs.line(6, costs.plain(6)) == [(6, 1.0), (12, 4.0)]  # 8 rows as for 4 sequences, and half way from 8 to 24
-    assert costs.line(13, costs.plain(13)) == [(13, 5.0), (26, 7.0)]  # 16 rows as for 12 sequences, 32 as for 16
+    assert costs.line(6, costs.plain(6)) == [
+        (6, 1.0),
+        (12, 4.0),
+    ]  # 8 rows as for 4 sequences, and half way from 8 to 24
+    assert costs.line(13, costs.plain(13)) == [
+        (13, 5.0),
+        (26, 7.0),
+    ]  # 16 rows as for 12 sequences, 32 as for 16
     assert costs.line(12, 5.0)[1] == (24, 6.0)
 
 
@@ -258,7 +303,9 @@ def test_measured_beforehand_for_one_sequence():
 
 def test_between_and_beyond_what_is_known():
     assert seconds_from([(1, 1.0), (5, 2.0), (9, 4.0)], np.array([3, 9])).tolist() == [1.5, 4.0]
-    assert seconds_from([(1, 1.0), (5, 3.0), (9, 4.0)], np.array([13])) == 5.0  # not as steeply as the first drafts
+    assert (
+        seconds_from([(1, 1.0), (5, 3.0), (9, 4.0)], np.array([13])) == 5.0
+    )  # not as steeply as the first drafts
     assert 3.0 < seconds_from([(1, 1.0), (5, 3.0)], np.array([7])) < 3.2
     assert 1.0 < seconds_from([(1, 1.0)], np.array([2])) < 1.1  # to be tried
 
@@ -299,10 +346,14 @@ def test_a_salts_answers_stay_with_it(monkeypatch):
     speculation.ended(ask("x", 7, 8, 9))
     assert ask("y", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
     ask("z")
-    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()  # of three salts the oldest is gone
+    assert (
+        ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
+    )  # of three salts the oldest is gone
 
 
-@pytest.mark.parametrize("slope", [0.03, 0.15, 0.6], ids="a further token costs {} of a step".format)
+@pytest.mark.parametrize(
+    "slope", [0.03, 0.15, 0.6], ids="a further token costs {} of a step".format
+)
 @pytest.mark.parametrize(("kind", "least"), [("chance", 0.98), ("quoting", 1.8), ("both", 1.3)])
 def test_never_slower_than_plain(kind, least, slope):
     """In simulated time: answers that quote their prompts, answers in which pairs of tokens recur by chance, and both in turn.
@@ -312,8 +363,17 @@ def test_never_slower_than_plain(kind, least, slope):
     for n in range(30):
         quotes = kind == "quoting" or (kind == "both" and n % 2)
         prompt = [rng.randrange(1000 if quotes else 12) for _ in range(100)]
-        answer = [t if rng.random() < 0.97 else 1 for t in prompt] if quotes else [rng.randrange(12) for _ in range(100)]
-        spec = EngineRequest(request_id=str(n), prompt_token_ids=tuple(prompt), sampling=SamplingParams(), max_tokens=100)
+        answer = (
+            [t if rng.random() < 0.97 else 1 for t in prompt]
+            if quotes
+            else [rng.randrange(12) for _ in range(100)]
+        )
+        spec = EngineRequest(
+            request_id=str(n),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(),
+            max_tokens=100,
+        )
         request = Request(spec, (0, 0.0, 0), b"", 1)
         request.token_ids.append(answer[0])
         while (done := len(request.token_ids) - 100) < 100:
@@ -327,7 +387,9 @@ def test_never_slower_than_plain(kind, least, slope):
             if drafts:
                 speculation.verified(request, len(drafts), right)
             request.token_ids += answer[done : done + right + 1]
-            speculation.step_done(now, 1, 1 + len(drafts), only_decodes=True, idle=len(request.token_ids) == 200)
+            speculation.step_done(
+                now, 1, 1 + len(drafts), only_decodes=True, idle=len(request.token_ids) == 200
+            )
     if slope == 0.6:  # nothing can win much
         least = min(least, 0.98)
     assert plain / spent > least

@@ -54,7 +54,10 @@ class Store:
             if copy.source == "device":
                 taken = self.block(copy.block)
             if copy.target == "device":
-                assert not any(other.block == copy.block and "device" in other[1:3] for other, _ in self.waiting)
+                assert not any(
+                    other.block == copy.block and "device" in other[1:3]
+                    for other, _ in self.waiting
+                )
                 self.cells.update({(copy.block, i): RUBBISH for i in range(BLOCK)})
             if copy.source == "host":
                 taken = self.host[copy.slot]
@@ -253,7 +256,9 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+TestTierMachine.settings = settings(
+    max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
 
 
 # --- One at a time --------------------------------------------------------------------------------------------------------
@@ -284,7 +289,9 @@ def test_what_the_device_forgot_is_loaded(num_slots):
     assert made.tokens["p/2"] == made.tokens["p/1"]
     stats = made.scheduler.stats()
     assert stats.prefix_hits == 4 * BLOCK
-    assert (stats.tiers.host_hit_tokens, stats.tiers.disk_hit_tokens) == ((4 * BLOCK, 0) if num_slots else (0, 4 * BLOCK))
+    assert (stats.tiers.host_hit_tokens, stats.tiers.disk_hit_tokens) == (
+        (4 * BLOCK, 0) if num_slots else (0, 4 * BLOCK)
+    )
 
 
 @pytest.mark.parametrize("num_slots", [0, 30])
@@ -294,7 +301,9 @@ def test_a_request_that_probed_a_tier_and_loads_the_rest_gives_all_back(num_slot
     made.scheduler.add(request("p/1", prompt))
     run(made)
     made.scheduler.pool.forget_all()
-    made.scheduler.tiers.rates.prefill.learn(1, 10.0, made.now)  # loading is not measured yet: a few blocks are tried
+    made.scheduler.tiers.rates.prefill.learn(
+        1, 10.0, made.now
+    )  # loading is not measured yet: a few blocks are tried
     made.scheduler.add(request("p/2", prompt))
     run(made)
     assert made.tokens["p/2"] == made.tokens["p/1"]

@@ -45,12 +45,19 @@ def check(scheduler):
 def add(engine, name, chance):
     n, length, most = chance.choice([1, 1, 3]), chance.randint(5, 40), chance.randint(1, 12)
     begun = tuple(range(20, 20 + chance.randint(0, most - 1))) if n == 1 else ()
-    more = dict(share=chance.choice(OWNERS), priority=chance.choice([0, 0, 1]), answer_token_ids=begun, arrival=engine.now)
+    more = dict(
+        share=chance.choice(OWNERS),
+        priority=chance.choice([0, 0, 1]),
+        answer_token_ids=begun,
+        arrival=engine.now,
+    )
     more |= dict(deadline=chance.choice([None, None, engine.now + 1.0]))
     sampling = SamplingParams(temperature=chance.choice([0.0, 1.0]), max_tokens=most)
     for k in range(n):
         fork_of = f"{name}/0" if k else None
-        engine.scheduler.add(request(f"{name}/{k}", range(length), most, sampling=sampling, fork_of=fork_of, **more))
+        engine.scheduler.add(
+            request(f"{name}/{k}", range(length), most, sampling=sampling, fork_of=fork_of, **more)
+        )
         yield f"{name}/{k}"
 
 
@@ -79,7 +86,9 @@ def test_nothing_leaks(seed, windows, stages, below):
     before, tiers.PROBE_BLOCKS = tiers.PROBE_BLOCKS, chance.choice([1, 2, 8])
     try:
         for turn in range(5000):
-            what = chance.choice(["add", "search", "cancel", "evict", "fail", "rate", *["copy"] * 5, *["step"] * 12])
+            what = chance.choice(
+                ["add", "search", "cancel", "evict", "fail", "rate", *["copy"] * 5, *["step"] * 12]
+            )
             searches = [s for s in searches if not s.done]
             if turn > 300:
                 if not (scheduler.has_requests or engine.in_flight or searches):
@@ -105,7 +114,9 @@ def test_nothing_leaks(seed, windows, stages, below):
                 engine.take(scheduler.fail_all(FinishReason.ERROR, "broken"))
                 searches = []
             elif what == "rate" and store is not None:
-                scheduler.tiers.rates.prefill.learn(1, 5.0, engine.now)  # computing is slow: loading is tried
+                scheduler.tiers.rates.prefill.learn(
+                    1, 5.0, engine.now
+                )  # computing is slow: loading is tried
             elif what == "copy" and store is not None and store.waiting:
                 store.advance(chance.randint(0, 9), fails=chance.random() < 0.2)
             elif what == "step":

@@ -123,7 +123,9 @@ def test_priority_goes_before_fairness():
         load.step()
     load.add("new", priority=5)
     ended = [owner for _ in range(30) for owner in load.step()]
-    assert ended.index("new") == len(ended) - 1, "it has been served nothing, but its priority is behind"
+    assert ended.index("new") == len(ended) - 1, (
+        "it has been served nothing, but its priority is behind"
+    )
 
 
 def test_a_pause_saves_nothing_up():
@@ -147,7 +149,9 @@ def test_a_pause_saves_nothing_up():
 
 
 def test_idle_owners_are_forgotten():
-    load = Load(make_scheduler(max_num_seqs=1), {f"o{i}": 1.0 for i in range(3000)}, lambda n: (4, 1))
+    load = Load(
+        make_scheduler(max_num_seqs=1), {f"o{i}": 1.0 for i in range(3000)}, lambda n: (4, 1)
+    )
     for owner in load.owners:
         load.add(owner)
         while not load.step():
@@ -162,7 +166,9 @@ def test_without_owners_it_is_by_arrival():
         load.add(None)
     order = []
     update = load.scheduler.update
-    load.scheduler.update = lambda plan, result: [order.append(o.request_id) or o for o in update(plan, result)]
+    load.scheduler.update = lambda plan, result: [
+        order.append(o.request_id) or o for o in update(plan, result)
+    ]
     for _ in range(20):
         load.step()
     assert order == [str(i) for i in range(10)]

@@ -91,11 +91,21 @@ class VirtualGPU:
     """`num_drafts`: None for plain steps, "auto" or a number. `noise`: the most by which a step is off, as a share.
     `is_known`: steps were measured beforehand; those with drafts took a tenth less then."""
 
-    def __init__(self, num_drafts: Any, max_num_seqs: int, right: Any, *, noise: float = 0.01, is_known: bool = False) -> None:
+    def __init__(
+        self,
+        num_drafts: Any,
+        max_num_seqs: int,
+        right: Any,
+        *,
+        noise: float = 0.01,
+        is_known: bool = False,
+    ) -> None:
         speculation = None
         if num_drafts is not None:
             fixed = None if num_drafts == "auto" else num_drafts
-            speculation = SpeculationConfig(method="eagle3", model="head", num_speculative_tokens=fixed)
+            speculation = SpeculationConfig(
+                method="eagle3", model="head", num_speculative_tokens=fixed
+            )
         self.now = self.free = 0.0
         sizes = config(
             max_num_seqs=max_num_seqs,
@@ -121,14 +131,22 @@ class VirtualGPU:
         for n in (*(n for n in (1, 4, 16, 32, 64, 128) if n < max_num_seqs), max_num_seqs):
             for drafts in (0, *DEPTHS):
                 if (rows := n * (1 + drafts)) <= 1024:
-                    ms = 0.9 * (between(VERIFY, padded(rows)) + self._chain_ms(n, drafts)) if drafts else between(PLAIN, n)
+                    ms = (
+                        0.9 * (between(VERIFY, padded(rows)) + self._chain_ms(n, drafts))
+                        if drafts
+                        else between(PLAIN, n)
+                    )
                     yield StepTime(n, rows, ms / 1e3)
 
     def add(self, max_tokens: int) -> None:
         name = str(next(self._names))
         sampling = SamplingParams(temperature=0, ignore_eos=True)
         spec = EngineRequest(
-            request_id=name, prompt_token_ids=tuple(range(64)), sampling=sampling, max_tokens=max_tokens, arrival=self.now
+            request_id=name,
+            prompt_token_ids=tuple(range(64)),
+            sampling=sampling,
+            max_tokens=max_tokens,
+            arrival=self.now,
         )
         self.scheduler.add(spec)
 
@@ -150,20 +168,28 @@ class VirtualGPU:
     def _launch(self, plan: StepPlan) -> None:
         drafted = [s for s in plan.scheduled if s.drafts]
         decodes = [s for s in plan.scheduled if s.num_tokens == s.num_sampled]
-        rows, num_prompt = sum(s.num_tokens for s in decodes), sum(s.num_tokens for s in plan.scheduled if s not in decodes)
+        rows, num_prompt = (
+            sum(s.num_tokens for s in decodes),
+            sum(s.num_tokens for s in plan.scheduled if s not in decodes),
+        )
         ms, behind, is_cold = 0.03 * num_prompt, 0.0, False
         ms += between(VERIFY, padded(rows)) if drafted else between(PLAIN, max(1, rows))
         for s in plan.scheduled:
             if not s.drafts:
                 self.ahead.pop(s.request_id, None)
         if drafted:
-            missed = {s.request_id: s.num_computed_tokens - self.seen.get(s.request_id, 0) for s in drafted}
+            missed = {
+                s.request_id: s.num_computed_tokens - self.seen.get(s.request_id, 0)
+                for s in drafted
+            }
             is_cold = max(missed.values()) > 1 + max(len(s.drafts) for s in drafted)
             left = [s for s in drafted if self.ahead.get(s.request_id, 0) < len(s.drafts)]
             if left:
                 depth = max(len(s.drafts) for s in left)
                 most = max(missed[s.request_id] for s in left)
-                ms += HOST + self._chain_ms(len(left), max(depth, most) if most <= DEPTHS[-1] else DEPTHS[-1] + depth)
+                ms += HOST + self._chain_ms(
+                    len(left), max(depth, most) if most <= DEPTHS[-1] else DEPTHS[-1] + depth
+                )
                 ms += CATCH_UP * sum(n for n in missed.values() if n > DEPTHS[-1])
             depth = max(len(s.drafts) for s in drafted)
             behind = self._chain_ms(len(drafted), depth)
@@ -180,11 +206,17 @@ class VirtualGPU:
         end = begin + ms / 1e3
         self.free = end + behind / 1e3
         counts = [
-            1 + self.right.num_right(s.request_id, len(s.drafts)) if s.drafts else 1 for s in plan.scheduled if s.num_sampled
+            1 + self.right.num_right(s.request_id, len(s.drafts)) if s.drafts else 1
+            for s in plan.scheduled
+            if s.num_sampled
         ]
         self.num_steps += 1
-        self.steps.append((len(decodes), rows, max((len(s.drafts) for s in drafted), default=0), ms + behind))
-        self._in_flight.append((plan, end, StepResult(plan.step_id, [1] * sum(counts), counts, is_cold=is_cold)))
+        self.steps.append(
+            (len(decodes), rows, max((len(s.drafts) for s in drafted), default=0), ms + behind)
+        )
+        self._in_flight.append(
+            (plan, end, StepResult(plan.step_id, [1] * sum(counts), counts, is_cold=is_cold))
+        )
 
     @staticmethod
     def _chain_ms(num_seqs: int, depth: int) -> float:
@@ -192,7 +224,9 @@ class VirtualGPU:
         return between(PASS, num_seqs) * graph if graph is not None else OP_BY_OP * depth
 
 
-def tokens_a_second(gpu: VirtualGPU, num_seqs: int, *, rounds: int = 4, max_tokens: int = 256, warm: int = 2) -> float:
+def tokens_a_second(
+    gpu: VirtualGPU, num_seqs: int, *, rounds: int = 4, max_tokens: int = 256, warm: int = 2
+) -> float:
     """Batches of `num_seqs` answers in turns, the first ones not counted."""
     begin = tokens = 0.0
     for round_ in range(rounds + warm):
@@ -205,7 +239,9 @@ def tokens_a_second(gpu: VirtualGPU, num_seqs: int, *, rounds: int = 4, max_toke
     return (gpu.num_tokens - tokens) / (gpu.now - begin)
 
 
-def poisson(gpu: VirtualGPU, rate: float, seconds: float, *, max_tokens: int = 200, seed: int = 0) -> float:
+def poisson(
+    gpu: VirtualGPU, rate: float, seconds: float, *, max_tokens: int = 200, seed: int = 0
+) -> float:
     """Mean seconds from a request's arrival to its end over requests that come at random, `rate` a second."""
     rng, arrivals, at = random.Random(seed), list[tuple[float, int]](), gpu.now
     seconds += gpu.now

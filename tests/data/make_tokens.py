@@ -43,7 +43,8 @@ def corpus() -> str:
     """Half our own sources, half random mixtures of the lines above: words, runs of whitespace, digits, characters."""
     rng = random.Random(7)
     parts = [
-        (HERE.parent.parent / "src/slipstream" / name).read_text() for name in ("types.py", "errors.py", "config/settings.py")
+        (HERE.parent.parent / "src/slipstream" / name).read_text()
+        for name in ("types.py", "errors.py", "config/settings.py")
     ]
     words = [w for line in TEXTS for w in line.split(" ")]
     spaces = [" "] * 12 + [
@@ -115,10 +116,18 @@ def byte_level_vocabulary(text: str) -> dict[str, object]:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trained.train_from_iterator(
         [text[i : i + 200] for i in range(0, len(text), 200)],
-        trainers.BpeTrainer(vocab_size=1800, initial_alphabet=alphabet, max_token_length=12, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=1800, initial_alphabet=alphabet, max_token_length=12, show_progress=False
+        ),
     )
     merges = [" ".join(m) for m in json.loads(trained.to_str())["model"]["merges"]]
-    tokens = ["<s>", "</s>", "<|user|>", *alphabet, *dict.fromkeys(m.replace(" ", "") for m in merges)]
+    tokens = [
+        "<s>",
+        "</s>",
+        "<|user|>",
+        *alphabet,
+        *dict.fromkeys(m.replace(" ", "") for m in merges),
+    ]
     types = [CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 3)
     # Tokens without their merges: only Llama 3's names still find these.
     merges = [m for i, m in enumerate(merges) if i < 600 or i % 10]
@@ -132,10 +141,19 @@ def sentencepiece_vocabulary(text: str) -> dict[str, object]:
     trained = Tokenizer(models.BPE())
     trained.train_from_iterator(
         [text[i : i + 200] for i in range(0, len(text), 200)],
-        trainers.BpeTrainer(vocab_size=1500, limit_alphabet=200, max_token_length=12, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=1500, limit_alphabet=200, max_token_length=12, show_progress=False
+        ),
     )
     pieces = sorted(trained.get_vocab().items(), key=lambda item: item[1])
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<|user|>", *(t for t, _ in pieces)]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        "<|user|>",
+        *(t for t, _ in pieces),
+    ]
     types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [USER_DEFINED] + [NORMAL] * len(pieces)
     scores = [0.0] * 260 + [-float(i) for i in range(len(pieces))]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
@@ -149,7 +167,9 @@ def golden(path: Path, text: str, *, bos: bool = False) -> list[list[object]]:
     """For each chunk: how many tokens, and a hash of them."""
     from llama_cpp import Llama
 
-    llama = Llama(str(path), vocab_only=True, verbose=False)  # ValueError: llama.cpp knows no such name
+    llama = Llama(
+        str(path), vocab_only=True, verbose=False
+    )  # ValueError: llama.cpp knows no such name
     ids = [llama.tokenize(c.encode(), add_bos=bos, special=True) for c in chunks(text)]
     llama.close()
     return [[len(i), digest(i)] for i in ids]
@@ -166,7 +186,10 @@ def main(model: str) -> None:
 
     text = corpus()
     (HERE / "tokenizer_corpus.txt").write_text(text, encoding="utf-8", newline="")
-    save("smollm2_tokens.json", {"llama_cpp_python": __version__, "chunks": golden(Path(model), text)})
+    save(
+        "smollm2_tokens.json",
+        {"llama_cpp_python": __version__, "chunks": golden(Path(model), text)},
+    )
     # No token may spell the name of a control token: llama.cpp takes that for a mistake in the file, and mends it.
     plain = text.replace("<|", "< |")
     byte_level, pieces = byte_level_vocabulary(plain), sentencepiece_vocabulary(plain)
@@ -175,9 +198,15 @@ def main(model: str) -> None:
         pre = {p: golden(write_gguf(path, byte_level | {"pre": p}), text, bos=True) for p in PRE}
         pre["(none)"] = golden(write_gguf(path, byte_level), text, bos=True)
         prefix = {
-            str(p): golden(write_gguf(path, pieces | {"add_space_prefix": p}), text, bos=True) for p in (True, False)
+            str(p): golden(write_gguf(path, pieces | {"add_space_prefix": p}), text, bos=True)
+            for p in (True, False)
         }
-    found = {"byte_level": byte_level, "sentencepiece": pieces, "pre": pre, "add_space_prefix": prefix}
+    found = {
+        "byte_level": byte_level,
+        "sentencepiece": pieces,
+        "pre": pre,
+        "add_space_prefix": prefix,
+    }
     save("small_vocabularies.json", {"llama_cpp_python": __version__} | found)
 
 

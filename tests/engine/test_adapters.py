@@ -60,7 +60,9 @@ def adapter(made, n):
 def check(llm, made, pairs, **more):
     """Each (adapter, prompt) is answered as transformers does."""
     prompts = [{"prompt_token_ids": PROMPTS[i]} for _, i in pairs]
-    outputs = llm.generate(prompts, GREEDY, lora_request=[adapter(made, n) for n, _ in pairs], progress=False, **more)
+    outputs = llm.generate(
+        prompts, GREEDY, lora_request=[adapter(made, n) for n, _ in pairs], progress=False, **more
+    )
     for pair, output in zip(pairs, outputs, strict=True):
         assert output.outputs[0].token_ids == made[1][pair], pair
     return outputs
@@ -74,7 +76,9 @@ def test_answers_differ(made):
     assert len({tuple(made[1][n, 0]) for n in range(4)}) == 4
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phi3", "deepseek_v3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt_neox", "phi3", "deepseek_v3", "qwen2_moe"]
+)
 def test_mixed_batches(family, tmp_path):
     own = tmp_path, build(tmp_path, family)
     check(make(own), own, ALL)
@@ -113,7 +117,9 @@ def test_the_host_forgets_the_least_recently_used(made):
 def test_graphs_are_told_of_adapters_before_the_step(made):
     llm, told = make(made), []
     runner = llm.core.executor.runner
-    graphs = SimpleNamespace(adapters_changed=lambda: told.append(runner.adapters.parts), capture_next=lambda: False)
+    graphs = SimpleNamespace(
+        adapters_changed=lambda: told.append(runner.adapters.parts), capture_next=lambda: False
+    )
     runner.adapter_graphs = graphs
     llm.generate(["a", "a"], GREEDY, lora_request=[adapter(made, 1), None], progress=False)
     assert told
@@ -137,7 +143,9 @@ def test_files_that_changed_are_another_adapter(made, tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(made[0] / f"lora{n}", folder)
         own = LoRARequest("own", 9, str(folder))
-        answers.append(llm.generate(prompt, GREEDY, lora_request=own, progress=False)[0].outputs[0].token_ids)
+        answers.append(
+            llm.generate(prompt, GREEDY, lora_request=own, progress=False)[0].outputs[0].token_ids
+        )
         llm.unload_adapter(own)
     assert answers == [made[1][1, 3], made[1][2, 3]]
 
@@ -159,15 +167,23 @@ def test_choices_and_samples(llm, made):
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=8, n=3, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPTS[1]}
     alone = llm.generate([prompt], drawn, lora_request=adapter(made, 2), progress=False)[0]
-    mixed = llm.generate([prompt] * 3, drawn, lora_request=[adapter(made, n) for n in (1, 2, 0)], progress=False)
+    mixed = llm.generate(
+        [prompt] * 3, drawn, lora_request=[adapter(made, n) for n in (1, 2, 0)], progress=False
+    )
     tokens = [[c.token_ids for c in output.outputs] for output in (alone, *mixed)]
     assert tokens[0] == tokens[2]
     assert len({str(t) for t in tokens[1:]}) == 3
 
 
 def test_grammar(llm, made):
-    sampling = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["abc", "xyz"]))
-    outputs = llm.generate(["a", "a"], sampling, lora_request=[adapter(made, 1), None], progress=False)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        structured_outputs=StructuredOutputsParams(choice=["abc", "xyz"]),
+    )
+    outputs = llm.generate(
+        ["a", "a"], sampling, lora_request=[adapter(made, 1), None], progress=False
+    )
     assert {o.outputs[0].text for o in outputs} <= {"abc", "xyz"}
 
 
@@ -175,7 +191,9 @@ def test_stream_and_chat(llm, made):
     parts = llm.stream({"prompt_token_ids": PROMPTS[0]}, GREEDY, lora_request=adapter(made, 1))
     assert [t for part in parts for t in part.outputs[0].token_ids] == made[1][1, 0]
     said = [{"role": "user", "content": "hello"}]
-    plain, with_adapter = (llm.chat(said, GREEDY, lora_request=adapter(made, n), progress=False)[0] for n in (0, 3))
+    plain, with_adapter = (
+        llm.chat(said, GREEDY, lora_request=adapter(made, n), progress=False)[0] for n in (0, 3)
+    )
     assert plain.outputs[0].token_ids != with_adapter.outputs[0].token_ids
 
 
@@ -183,15 +201,21 @@ def test_quantized_base(made):
     """An int8 base rounds both answers alike: the adapter's part of it stays exact enough to change the answer."""
     llm = make(made, quantization="int8", dtype="float32")
     prompt = {"prompt_token_ids": PROMPTS[0]}
-    outputs = llm.generate([prompt] * 3, GREEDY, lora_request=[adapter(made, n) for n in (0, 1, 2)], progress=False)
+    outputs = llm.generate(
+        [prompt] * 3, GREEDY, lora_request=[adapter(made, n) for n in (0, 1, 2)], progress=False
+    )
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 3
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=10, ignore_eos=True)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=1.0, seed=1, max_tokens=10, ignore_eos=True)]
+)
 def test_bfloat16(made, sampling):
     llm = make(made, dtype="bfloat16")
     prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-    outputs = llm.generate(prompts, sampling, lora_request=[adapter(made, n) for n in range(4)], progress=False)
+    outputs = llm.generate(
+        prompts, sampling, lora_request=[adapter(made, n) for n in range(4)], progress=False
+    )
     assert [len(o.outputs[0].token_ids) for o in outputs] == [10] * 4
 
 
@@ -218,10 +242,14 @@ def test_from_the_start(made):
 def test_errors(made, llm, tmp_path):
     prompt = {"prompt_token_ids": [5]}
     with pytest.raises(AdapterError, match="no adapter that PEFT saved"):
-        llm.generate(prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False)
+        llm.generate(
+            prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False
+        )
     check(llm, made, [(1, 0)])
     with pytest.raises(AdapterError, match="take another id"):
-        llm.generate(prompt, GREEDY, lora_request=LoRARequest("other", 1, str(tmp_path)), progress=False)
+        llm.generate(
+            prompt, GREEDY, lora_request=LoRARequest("other", 1, str(tmp_path)), progress=False
+        )
     with pytest.raises(RequestError, match="2 lora_request for 1 prompts"):
         llm.generate(prompt, GREEDY, lora_request=[None, None], progress=False)
     small = make(made, max_lora_rank=4)
@@ -268,8 +296,20 @@ def test_requests_wait_for_a_place_on_the_host(made, tmp_path):
     check(llm, made, [(1, 0), (2, 1), (0, 2), (3, 0), (1, 1), (2, 0)])
     core = llm.core
     sampling = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    for i, lora in enumerate((adapter(made, 1), LoRARequest("none", 9, str(tmp_path)), adapter(made, 2))):
-        core.add([EngineRequest(request_id=f"r{i}", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=30, lora=lora)])
+    for i, lora in enumerate(
+        (adapter(made, 1), LoRARequest("none", 9, str(tmp_path)), adapter(made, 2))
+    ):
+        core.add(
+            [
+                EngineRequest(
+                    request_id=f"r{i}",
+                    prompt_token_ids=(5, 6, 7),
+                    sampling=sampling,
+                    max_tokens=30,
+                    lora=lora,
+                )
+            ]
+        )
     ends = {o.request_id: (o.finish_reason, o.error) for o in core.abort(["r2"])}
     while core.has_work:
         ends |= {o.request_id: (o.finish_reason, o.error) for o in core.step() if o.finish_reason}
@@ -279,7 +319,9 @@ def test_requests_wait_for_a_place_on_the_host(made, tmp_path):
 
 def asked(made, n, request_id, max_tokens=4, **more):
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    given = dict(prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=max_tokens, lora=adapter(made, n))
+    given = dict(
+        prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=max_tokens, lora=adapter(made, n)
+    )
     return EngineRequest(request_id=request_id, **given, **more)
 
 
@@ -321,7 +363,11 @@ def test_a_search_that_waits_for_a_place_is_cancelled(made):
     core = make(made, max_loras=1, max_cpu_loras=1).core
     core.add([asked(made, 1, "r")])
     params = BeamSearchParams(beam_width=2, max_tokens=4)
-    core.add_beams(BeamsRequest(request_id="b", prompt_token_ids=(5, 6, 7), params=params, lora=adapter(made, 2)))
+    core.add_beams(
+        BeamsRequest(
+            request_id="b", prompt_token_ids=(5, 6, 7), params=params, lora=adapter(made, 2)
+        )
+    )
     assert core.stats().num_waiting == 2
     core.abort(["b"])
     assert core.stats().num_waiting == 1

@@ -20,8 +20,12 @@ from tests.waiting import PATIENCE_S, wait_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PROMPT = {"prompt_token_ids": [5, 9, 200, 31, 7]}
-LONG = SamplingParams(temperature=0, max_tokens=16_000, ignore_eos=True)  # longer than until it is cancelled, or killed
-SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=16_384, num_threads=1, max_queue=8)
+LONG = SamplingParams(
+    temperature=0, max_tokens=16_000, ignore_eos=True
+)  # longer than until it is cancelled, or killed
+SETTINGS = dict(
+    dtype="float32", device="cpu", max_num_seqs=4, max_model_len=16_384, num_threads=1, max_queue=8
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -68,7 +72,9 @@ async def test_many_at_once_and_a_slow_reader(engine):
             tokens += delta.outputs[0].token_ids
         return tokens
 
-    answers = await asyncio.gather(slow(), *(collect(engine.generate(PROMPT, GREEDY)) for _ in range(6)))
+    answers = await asyncio.gather(
+        slow(), *(collect(engine.generate(PROMPT, GREEDY)) for _ in range(6))
+    )
     assert all(a.outputs[0].token_ids == answers[0] for a in answers[1:])
     stats = await settled(engine)
     assert stats.num_free_blocks == stats.num_blocks
@@ -136,7 +142,9 @@ async def test_a_deadline_ends_a_request(engine):
 async def test_a_full_queue_refuses(engine):
     streams = [engine.generate(PROMPT, LONG) for _ in range(24)]
     tasks = [asyncio.create_task(anext(s)) for s in streams]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=PATIENCE_S)
+    done, pending = await asyncio.wait(
+        tasks, return_when=asyncio.FIRST_EXCEPTION, timeout=PATIENCE_S
+    )
     assert any(isinstance(t.exception(), EngineOverloadedError) for t in done)
     for task in pending:
         task.cancel()
@@ -157,7 +165,10 @@ async def test_health_tells_of_a_process_that_is_stopped(engine):
     os.kill(pid, signal.SIGSTOP)
     try:
         wait_for(lambda: not engine.health().ok, "nobody saw it")
-        assert engine.health().reason == f"the engine process is stopped, and goes on with SIGCONT (process {pid})"
+        assert (
+            engine.health().reason
+            == f"the engine process is stopped, and goes on with SIGCONT (process {pid})"
+        )
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: engine.health().ok, "it does not go on")

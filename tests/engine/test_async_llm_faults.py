@@ -42,9 +42,17 @@ PROMPT = {"prompt_token_ids": [5, 9, 31]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SETTINGS = dict(dtype="float32", device="cpu", max_num_seqs=4, max_model_len=64, num_threads=1)
 SIZES = dict(
-    total_bytes=1, allowed_bytes=1, weights_bytes=1, activation_bytes=1, graph_bytes=0, kv_bytes=1, other_bytes=0
+    total_bytes=1,
+    allowed_bytes=1,
+    weights_bytes=1,
+    activation_bytes=1,
+    graph_bytes=0,
+    kv_bytes=1,
+    other_bytes=0,
 )
-LEDGER = MemoryLedger(device="cpu", **SIZES, block_bytes=1, num_blocks=64, block_size=16, max_model_len=64)
+LEDGER = MemoryLedger(
+    device="cpu", **SIZES, block_bytes=1, num_blocks=64, block_size=16, max_model_len=64
+)
 DEAD = EngineDeadError("the engine process was killed by signal 9")
 OUT_OF_MEMORY = Failed("OutOfMemoryError", "no memory is left", None)
 real_sleep = asyncio.sleep
@@ -103,7 +111,9 @@ class World:
         return self.children[-1]
 
     async def _sleep(self, seconds):
-        if threading.current_thread() is not threading.main_thread():  # a server that other tests left running
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # a server that other tests left running
             await real_sleep(seconds)
             return
         self.pauses.append(seconds)
@@ -155,7 +165,11 @@ async def world(path, monkeypatch):
     yield world
     await world.engine.shutdown()
     assert all(child.ended for child in world.children)
-    assert (len(world.engine._sinks), len(world.engine._output), world.engine._stats_waiters) == (0, 0, [])
+    assert (len(world.engine._sinks), len(world.engine._output), world.engine._stats_waiters) == (
+        0,
+        0,
+        [],
+    )
 
 
 # --- Starting again -------------------------------------------------------------------------------------------------
@@ -184,7 +198,9 @@ async def test_after_too_many_failed_starts_it_stays_down(world, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ConfigError", "UnsupportedModelError"])
 async def test_a_wrong_setting_or_model_is_final_at_once(world, kind):
-    engine = await world.start([world.ready, DEAD], [Failed(kind, "it cannot work", "model")], [world.ready])
+    engine = await world.start(
+        [world.ready, DEAD], [Failed(kind, "it cannot work", "model")], [world.ready]
+    )
     await world.until(engine._core.reader.done)
     assert (world.num_spawns, engine.health().reason) == (2, "it cannot work (it stays down)")
 
@@ -203,7 +219,10 @@ async def test_shutdown_during_a_restart_ends_the_new_child(world):
     engine = await world.start([world.ready, DEAD], [])  # the second never becomes ready
     await world.until(lambda: len(world.children) == 2)
     await engine.shutdown()
-    assert [child.at_once for child in world.children] == [False, True]  # who starts reads no messages: it isn't waited for
+    assert [child.at_once for child in world.children] == [
+        False,
+        True,
+    ]  # who starts reads no messages: it isn't waited for
     assert engine._core.reader.done()
 
 
@@ -239,7 +258,10 @@ async def test_no_process_outlives_a_shutdown_during_its_start(path, monkeypatch
     while len(children) < 2:
         await asyncio.sleep(0.01)
     await engine.shutdown()
-    assert all(child.process.poll() is not None and not os.path.exists(child._folder.path) for child in children)
+    assert all(
+        child.process.poll() is not None and not os.path.exists(child._folder.path)
+        for child in children
+    )
 
 
 async def test_cancelling_the_end_of_a_hung_child_kills_it():
@@ -387,7 +409,9 @@ async def test_a_finished_stream_closed_late_does_not_cancel_its_namesake(world)
     old = engine.generate(PROMPT, GREEDY, request_id="mine")
     asking = asyncio.create_task(anext(old))
     await real_sleep(0)
-    world.children[0].say(output(world.children[0].sent[-1].requests[0].request_id, 7, finish=FinishReason.LENGTH))
+    world.children[0].say(
+        output(world.children[0].sent[-1].requests[0].request_id, 7, finish=FinishReason.LENGTH)
+    )
     assert (await asking).finished
     task, key = await world.begin(request_id="mine")
     await old.aclose()
@@ -442,7 +466,10 @@ async def test_vectors_of_several_steps_are_one_answer(world):
     first, last = [some("nobody's", 0, 1), some(key, 2, 1)], [some(key, 0, 2, FinishReason.STOP)]
     world.children[0].say(Outputs.of(first), Outputs.of(last))
     found = await task
-    assert (found.data, found.prompt_token_ids) == (bytes([0] * 8 + [1] * 8 + [2] * 8), [[5, 9, 31]] * 3)
+    assert (found.data, found.prompt_token_ids) == (
+        bytes([0] * 8 + [1] * 8 + [2] * 8),
+        [[5, 9, 31]] * 3,
+    )
     assert engine.num_requests == 1
     assert not any(isinstance(m, Abort) for m in world.children[0].sent)
     other.cancel()
@@ -461,7 +488,15 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
         await task
     for reason, match in ((FinishReason.ERROR, "so it is"), (FinishReason.ABORT, "abort")):
         task, key = await embedding(world)
-        child.say(Outputs.of([VectorOutput(key, finish_reason=reason, error="so it is" if reason == "error" else None)]))
+        child.say(
+            Outputs.of(
+                [
+                    VectorOutput(
+                        key, finish_reason=reason, error="so it is" if reason == "error" else None
+                    )
+                ]
+            )
+        )
         with pytest.raises(EngineError, match=match):
             await task
     task, key = await embedding(world)
@@ -471,8 +506,12 @@ async def test_texts_are_told_of_rejections_ends_and_deaths(world):
     assert world.engine.num_requests == 0
 
 
-def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(tmp_path, monkeypatch):
+def test_a_temporary_folder_with_a_long_path_is_refused_before_a_process_starts(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(core_client.tempfile, "gettempdir", lambda: str(tmp_path / ("x" * 90)))
-    monkeypatch.setattr(core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        core_client.subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started")
+    )
     with pytest.raises(ConfigError, match="TMPDIR"):
         ChildLink()

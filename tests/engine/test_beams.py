@@ -17,7 +17,14 @@ from slipstream.types import BeamsRequest, BeamStep, LikeliestTokens
 from tests import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], list(range(3, 43)), [17, 4]]
-SETTINGS = dict(dtype="float32", device="cpu", num_threads=1, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64)
+SETTINGS = dict(
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    max_model_len=128,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+)
 WAYS = list(itertools.product((2, 3, 5), (0.0, 1.0, -0.7, 2.5), (True, False, "never")))  # 36
 FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma2", "deepseek_v2")
 
@@ -50,7 +57,9 @@ def transformers_beams(hf, prompt, ends, width, penalty, early, max_tokens):
     for tokens in out.sequences.tolist():
         own = tokens[len(prompt) :]
         stop = next((i for i, t in enumerate(own) if t in ends), None)
-        found.append(prompt + own[:stop])  # what does not stop has all of its tokens, and no padding
+        found.append(
+            prompt + own[:stop]
+        )  # what does not stop has all of its tokens, and no padding
     return found, out.sequences_scores.tolist()
 
 
@@ -60,7 +69,9 @@ def test_as_transformers(pair):
     llm._input.eos_token_ids = tuple(ends)
     lengths = set()
     for width, penalty, early in ways:
-        params = BeamSearchParams(beam_width=width, max_tokens=9, length_penalty=penalty, early_stopping=early)
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=9, length_penalty=penalty, early_stopping=early
+        )
         outputs = llm.beam_search([{"prompt_token_ids": p} for p in PROMPTS], params)
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             sequences, scores = transformers_beams(hf, prompt, ends, width, penalty, early, 9)
@@ -89,8 +100,12 @@ def test_a_beam_of_one_is_greedy(tmp_path):
 
     tiny_models.write_with_tokenizer(tmp_path)
     llm = LLM(str(tmp_path), **SETTINGS)
-    (beam,) = llm.beam_search("hello", BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True))
-    (greedy,) = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), progress=False)
+    (beam,) = llm.beam_search(
+        "hello", BeamSearchParams(beam_width=1, max_tokens=6, ignore_eos=True)
+    )
+    (greedy,) = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), progress=False
+    )
     assert beam.sequences[0].tokens == greedy.prompt_token_ids + greedy.outputs[0].token_ids
 
 
@@ -108,24 +123,34 @@ def test_the_search_by_hand():
     """Two beams over three tokens, of which 0 ends."""
     searches = BeamSearches()
     params = BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=0.0)
-    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))).request_id
+    first = searches.begin(
+        BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))
+    ).request_id
     taken = took(searches, {first: ((1, -0.5), (2, -1.5), (0, -2.0))})
     (second,) = taken.new
     assert taken.steps == [BeamStep(first, first, 1), BeamStep(second.request_id, first, 2)]
     assert not taken.outputs  # the end was third of three, and two count
     taken = took(
         searches,
-        {first: ((0, -0.1), (1, -3.0), (2, -4.0)), second.request_id: ((0, -0.2), (2, -3.0), (1, -4.0))},
+        {
+            first: ((0, -0.1), (1, -3.0), (2, -4.0)),
+            second.request_id: ((0, -0.2), (2, -3.0), (1, -4.0)),
+        },
     )
     (output,) = taken.outputs  # the best open beam, at -3.5, can't beat -1.7
-    assert [(a.token_ids, round(a.score, 3)) for a in output.answers] == [((1,), -0.6), ((2,), -1.7)]
+    assert [(a.token_ids, round(a.score, 3)) for a in output.answers] == [
+        ((1,), -0.6),
+        ((2,), -1.7),
+    ]
     assert sorted(taken.ended) == sorted([first, second.request_id])
 
 
 def test_a_search_ends_in_a_step_in_which_no_beam_does():
     """Its answers are there, and a step takes the open beams below them."""
     searches, params = BeamSearches(), BeamSearchParams(beam_width=2, max_tokens=9)
-    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))).request_id
+    first = searches.begin(
+        BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params, eos_token_ids=(0,))
+    ).request_id
     (second,) = took(searches, {first: ((1, -0.1), (0, -0.5), (2, -0.9))}).new
     others = {second.request_id: ((1, -9.0), (2, -9.0), (3, -9.0))}
     assert not took(searches, {first: ((1, -0.2), (0, -0.9), (2, -9.0)), **others}).outputs
@@ -137,17 +162,23 @@ def test_groups_that_have_the_same_beam_share_its_request():
     """One token is so likely that two groups take it, whatever its second use costs. Then they part."""
     params = BeamSearchParams(beam_width=2, max_tokens=3, num_beam_groups=2, diversity_penalty=1.0)
     searches = BeamSearches()
-    first = searches.begin(BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params)).request_id
+    first = searches.begin(
+        BeamsRequest(request_id="s", prompt_token_ids=(5, 6), params=params)
+    ).request_id
 
     taken = took(searches, {first: ((1, -0.1), (2, -9.0), (3, -9.5))})
     assert (taken.steps, taken.new, taken.ended) == ([BeamStep(first, first, 1)], [], [])
-    taken = took(searches, {first: ((4, -0.5), (2, -0.9), (3, -9.5))})  # the second group is turned away from 4 by its penalty
+    taken = took(
+        searches, {first: ((4, -0.5), (2, -0.9), (3, -9.5))}
+    )  # the second group is turned away from 4 by its penalty
     (second,) = taken.new
     assert taken.steps == [BeamStep(first, first, 4), BeamStep(second.request_id, first, 2)]
     taken = took(
         searches,
         {second.request_id: ((8, -0.2), (7, -4.0), (9, -5.0))},
-        {first: ((7, -0.1), (8, -2.0), (9, -3.0), (2, -9.0))},  # in another step, with another request that wants more
+        {
+            first: ((7, -0.1), (8, -2.0), (9, -3.0), (2, -9.0))
+        },  # in another step, with another request that wants more
     )
     assert sorted(taken.ended) == sorted([first, second.request_id])
     assert {answer.token_ids for answer in taken.outputs[0].answers} == {(1, 4, 7), (1, 2, 8)}
@@ -162,12 +193,23 @@ def in_python(params, ends, tables):
         found.sort(key=lambda candidate: -candidate[1])  # of equals the first stays first
         for tokens, total in found[:width]:
             if tokens[-1] in ends or length == params.max_tokens:
-                answers.append((total / length**params.length_penalty, tokens[:-1] if tokens[-1] in ends else tokens))
+                answers.append(
+                    (
+                        total / length**params.length_penalty,
+                        tokens[:-1] if tokens[-1] in ends else tokens,
+                    )
+                )
         answers = sorted(answers, key=lambda answer: -answer[0])[:width]
         beams = [beam for beam in found if beam[0][-1] not in ends][:width]
-        longest = params.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
+        longest = (
+            params.max_tokens
+            if params.early_stopping == "never" and params.length_penalty > 0
+            else length
+        )
         attainable = beams[0][1] / longest**params.length_penalty
-        if len(answers) == width and (params.early_stopping is True or attainable <= answers[-1][0]):
+        if len(answers) == width and (
+            params.early_stopping is True or attainable <= answers[-1][0]
+        ):
             break
     return answers
 
@@ -182,8 +224,16 @@ def test_searches_that_are_chosen_for_together(seed):
     def table(name, wanted, tokens):
         rng = random.Random(f"{seed} {name} {tokens}")
         values = rng.choices([-0.5, -1, -2, -3], k=wanted)
-        scale = (1, 1, 4, 4, 0.125)[min(len(tokens), 4)]  # some searches end while no beam does, and would find better later
-        return list(zip(rng.sample(range(wanted + 2), wanted), sorted((scale * v for v in values), reverse=True), strict=True))
+        scale = (1, 1, 4, 4, 0.125)[
+            min(len(tokens), 4)
+        ]  # some searches end while no beam does, and would find better later
+        return list(
+            zip(
+                rng.sample(range(wanted + 2), wanted),
+                sorted((scale * v for v in values), reverse=True),
+                strict=True,
+            )
+        )
 
     for step in range(60):
         for i in range(chance.randint(0, 6) if step < 40 else 0):
@@ -192,9 +242,15 @@ def test_searches_that_are_chosen_for_together(seed):
                 beam_width=width, max_tokens=chance.randint(1, 9), length_penalty=chance.choice([0.0, 1.0, -0.7, 2.5]),
                 early_stopping=chance.choice([True, False, "never"]),
             )  # fmt: skip
-            first = searches.begin(BeamsRequest(request_id=name, prompt_token_ids=(5,), params=params, eos_token_ids=ends))
+            first = searches.begin(
+                BeamsRequest(
+                    request_id=name, prompt_token_ids=(5,), params=params, eos_token_ids=ends
+                )
+            )
             histories[first.request_id], running[first.request_id] = (), (name, width + len(ends))
-            expected[name] = in_python(params, ends, functools.partial(table, name, width + len(ends)))
+            expected[name] = in_python(
+                params, ends, functools.partial(table, name, width + len(ends))
+            )
         if chance.random() < 0.1 and running:
             name = chance.choice(list(running.values()))[0]
             for beam in searches.forget([name]):
@@ -211,7 +267,10 @@ def test_searches_that_are_chosen_for_together(seed):
             histories[beam] = (*before[source], token)
         for beam in taken.ended:
             del histories[beam], running[beam]
-        answers |= {output.request_id: [(a.score, a.token_ids) for a in output.answers] for output in taken.outputs}
+        answers |= {
+            output.request_id: [(a.score, a.token_ids) for a in output.answers]
+            for output in taken.outputs
+        }
     assert not searches
     assert answers == expected
 

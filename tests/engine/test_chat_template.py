@@ -17,7 +17,13 @@ A = "{% set a='aaaaaaaaaa'*100000 %}"  # a million characters, which is allowed
 
 
 def grow(start, step):
-    return "{% set ns = namespace(s=" + start + ") %}{% for i in range(60) %}{% set ns.s = " + step + " %}{% endfor %}"
+    return (
+        "{% set ns = namespace(s="
+        + start
+        + ") %}{% for i in range(60) %}{% set ns.s = "
+        + step
+        + " %}{% endfor %}"
+    )
 
 
 BAD = {
@@ -54,8 +60,11 @@ BAD = {
     "join defaults": A + "{{ range(99999)|map(attribute='x', default=a)|join }}",
     "list of defaults": A + "{{ range(99999)|map(attribute='x', default=a)|list|string }}",
     "output": "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
-    "output kept": "{% set z %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}{{ z|length }}",
-    "variables kept": A + "{% set z %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}{{ z|length }}",
+    "output kept": "{% set z %}{% for i in range(99999) %}"
+    + "x" * 100_000
+    + "{% endfor %}{% endset %}{{ z|length }}",
+    "variables kept": A
+    + "{% set z %}{% for i in range(99999) %}{{ a }}{% endfor %}{% endset %}{{ z|length }}",
     "macro": "{% macro m() %}{% for i in range(99999) %}{{ messages * 100 }}{% endfor %}{% endmacro %}{{ m()|length }}",
     "recursion": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "tree": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
@@ -88,10 +97,14 @@ ONLY_SLOW = {"loops", "loops over nothing", "select", "count", "in"}
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_hostile_template_is_stopped(monkeypatch, name):
-    seconds = MAX_SECONDS / 4  # a template that pays makes little in it; one that does not makes too much at once
+    seconds = (
+        MAX_SECONDS / 4
+    )  # a template that pays makes little in it; one that does not makes too much at once
     monkeypatch.setattr(chat_template, "MAX_SECONDS", seconds)
     begin, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(RequestError, match=f"longer than {seconds:g} s" if name in ONLY_SLOW else None) as caught:
+    with pytest.raises(
+        RequestError, match=f"longer than {seconds:g} s" if name in ONLY_SLOW else None
+    ) as caught:
         render(BAD[name], VARIABLES)
     assert time.thread_time() - begin < seconds + MAX_SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 * 1024  # KiB
@@ -102,7 +115,9 @@ def test_a_hostile_template_is_stopped(monkeypatch, name):
 def test_what_is_wrong_with_a_template_is_found_out_once(monkeypatch):
     parsed, environment = [], chat_template._environment()
     from_string = environment.from_string
-    monkeypatch.setattr(environment, "from_string", lambda text: parsed.append(text) or from_string(text))
+    monkeypatch.setattr(
+        environment, "from_string", lambda text: parsed.append(text) or from_string(text)
+    )
     broken = "{{a}}" * 5_000 + "{% for %}"
     for _ in range(2):
         with pytest.raises(RequestError, match="broken"):
@@ -122,14 +137,26 @@ def test_long_conversations_have_room():
 
 GOOD = [
     ("{{ messages|map(attribute='content')|join(', ') }}", "a, b"),
-    ("{{ messages|tojson(indent=2) }}", '[\n  {\n    "content": "a"\n  },\n  {\n    "content": "b"\n  }\n]'),
+    (
+        "{{ messages|tojson(indent=2) }}",
+        '[\n  {\n    "content": "a"\n  },\n  {\n    "content": "b"\n  }\n]',
+    ),
     ("{{ '%s-%d'|format('x', 3) }}{{ '{}'.format(5) }}{{ '%s' % 'y' }}", "x-35y"),
     ("{{ 'ab' * 3 }}{{ [1] * 2 }}{{ 2 ** 10 }}{{ 7 % 4 }}", "ababab[1, 1]10243"),
-    ("{{ 'a,b'.split(',')|length }}{{ ' x '.strip() }}{{ ', '.join(['p', 'q']) }}{{ 'aba'.replace('a', 'c') }}", "2xp, qcbc"),
+    (
+        "{{ 'a,b'.split(',')|length }}{{ ' x '.strip() }}{{ ', '.join(['p', 'q']) }}{{ 'aba'.replace('a', 'c') }}",
+        "2xp, qcbc",
+    ),
     ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(1) }}{% set z %}in{% endset %}{{ z }}", "<1>in"),
-    ("{%- for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% if loop.last %}.{% endif %}{% endfor %}", "kv."),
+    (
+        "{%- for a, b in {'k': 'v'}.items() %}{{ a }}{{ b }}{% if loop.last %}.{% endif %}{% endfor %}",
+        "kv.",
+    ),
     ("{% set (a, b) = (1, 2) %}{{ a }}{{ b }}{{ [a, b][::-1] }}{{ none is none }}", "12[2, 1]True"),
-    ("{{ messages|selectattr('content', 'equalto', 'a')|list|length }}{{ messages[1:]|length }}", "11"),
+    (
+        "{{ messages|selectattr('content', 'equalto', 'a')|list|length }}{{ messages[1:]|length }}",
+        "11",
+    ),
     ("{{ 'x\ny'|indent(2) }}{{ 3.7|round|int }}{{ 'é'|tojson }}", 'x\n  y4"é"'),
 ]
 

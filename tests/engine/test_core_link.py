@@ -57,7 +57,9 @@ async def test_a_send_hides_no_message_from_who_waits(ends, monkeypatch):
         waiting = asyncio.create_task(link.receive())
         await asyncio.sleep(0.01)
         say(core, str(number))
-        time.sleep(0.02)  # not a turn of the loop: the message is there, and the loop has not seen it
+        time.sleep(
+            0.02
+        )  # not a turn of the loop: the message is there, and the loop has not seen it
         link.send(Abort(["x"]))
         assert await received(waiting) == [str(number)]
 
@@ -71,7 +73,9 @@ async def test_messages_wait_for_who_receives_without_waking_the_loop(ends):
         say(core, str(number))
     await asyncio.sleep(0.3)
     assert link.num_wakes < 20  # signals, not turns
-    assert [await received(link.receive()) for _ in range(5)] == [[str(number)] for number in range(5)]
+    assert [await received(link.receive()) for _ in range(5)] == [
+        [str(number)] for number in range(5)
+    ]
 
 
 async def test_the_loop_has_a_turn_before_each_message(ends):

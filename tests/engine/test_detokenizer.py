@@ -13,7 +13,9 @@ from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from tests.data.make_tokens import write_gguf
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
+)
 KINDS = ("bytes", "spaces", "no_prefix")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40)
 """SentencePiece can't tell ▁ from a space."""
@@ -27,7 +29,10 @@ def small(tmp_path_factory) -> dict[str, Tokenizer]:
         "spaces": GOLDEN["sentencepiece"],
         "no_prefix": GOLDEN["sentencepiece"] | {"add_space_prefix": False},
     }
-    return {name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f)) for name, f in files.items()}
+    return {
+        name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f))
+        for name, f in files.items()
+    }
 
 
 def draw_ids(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
@@ -51,14 +56,18 @@ def test_any_split_gives_what_decoding_at_once_gives(small, kind, data):
     ids, skip = draw_ids(data, tokenizer), data.draw(st.booleans())
     stop = data.draw(st.sampled_from([(), ("never in the text",), ("\x00\x01\x02",)]))
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, stop=stop)
-    text = "".join(detokenizer.push(piece) for piece in draw_pieces(data, ids)) + detokenizer.finish()
+    text = (
+        "".join(detokenizer.push(piece) for piece in draw_pieces(data, ids)) + detokenizer.finish()
+    )
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
     assert detokenizer.num_tokens == detokenizer.num_tokens_used == len(ids)
     assert detokenizer.stop_reason is None
 
 
 def continued(tokenizer: Tokenizer, prompt: list[int], answer: list[int], skip: bool = True) -> str:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt, skip_special_tokens=skip)
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, prompt_token_ids=prompt, skip_special_tokens=skip
+    )
     return "".join(detokenizer.push([i]) for i in answer) + detokenizer.finish()
 
 
@@ -67,7 +76,9 @@ def continued(tokenizer: Tokenizer, prompt: list[int], answer: list[int], skip: 
 @given(data=st.data())
 def test_prompt_and_answer_are_what_decoding_both_gives(small, kind, data):
     tokenizer = small[kind]
-    prompt, answer = (tokenizer.encode(data.draw(TEXTS), data.draw(st.booleans())) for _ in range(2))
+    prompt, answer = (
+        tokenizer.encode(data.draw(TEXTS), data.draw(st.booleans())) for _ in range(2)
+    )
     skip = data.draw(st.booleans())
     begin = tokenizer.decode(prompt, skip_special_tokens=skip)
     both = tokenizer.decode(prompt + answer, skip_special_tokens=skip)
@@ -76,10 +87,15 @@ def test_prompt_and_answer_are_what_decoding_both_gives(small, kind, data):
 
 def test_the_space_between_prompt_and_answer_stays(small):
     tokenizer = small["spaces"]
-    prompt, answer = tokenizer.encode("France is"), tokenizer.encode("Paris", add_special_tokens=False)
+    prompt, answer = (
+        tokenizer.encode("France is"),
+        tokenizer.encode("Paris", add_special_tokens=False),
+    )
     assert tokenizer.token_bytes(answer[0])[:1] == b" "
     assert continued(tokenizer, prompt, answer) == " Paris"
-    assert continued(tokenizer, [tokenizer.bos_token_id], answer) == "Paris"  # here the space begins the text
+    assert (
+        continued(tokenizer, [tokenizer.bos_token_id], answer) == "Paris"
+    )  # here the space begins the text
     assert continued(tokenizer, [tokenizer.bos_token_id], answer, skip=False) == " Paris"
 
 
@@ -89,7 +105,9 @@ def test_the_space_between_prompt_and_answer_stays(small):
 def test_what_is_given_out_is_never_half_a_character(small, kind, text, data):
     tokenizer = small[kind]
     names = [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.special_ids]
-    assume(not any(name in text for name in names))  # a special token's name is that token, and special tokens are skipped
+    assume(
+        not any(name in text for name in names)
+    )  # a special token's name is that token, and special tokens are skipped
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
     given_out = ""
     for token in tokenizer.encode(text):
@@ -107,7 +125,9 @@ def naive(tokenizer, ids, skip, stops, include, min_tokens):
         kept = [i for i in ids[:count] if not (skip and i in tokenizer.special_ids)]
         data = b"".join(tokenizer.token_bytes(i) for i in kept)
         if not final and len(data) > 1 and data[-2] == 0xED and 0xA0 <= data[-1] <= 0xBF:
-            return text[:-2]  # half of a surrogate is wrong already, but Python's decoder waits for its last byte
+            return text[
+                :-2
+            ]  # half of a surrogate is wrong already, but Python's decoder waits for its last byte
         for cut in range(1, 4):
             tail = data[-cut:]
             if len(tail) == cut and tail[0] >= 0xC2 and not final:
@@ -128,7 +148,11 @@ def naive(tokenizer, ids, skip, stops, include, min_tokens):
             found = [s for s in stops if text[begin:end].endswith(s)]
             if found:
                 best = max(found, key=len)
-                return text[: end if include else end - len(best)], best, len(ids) if final else count
+                return (
+                    text[: end if include else end - len(best)],
+                    best,
+                    len(ids) if final else count,
+                )
     return tokenizer.decode(ids, skip_special_tokens=skip), None, len(ids)
 
 
@@ -137,9 +161,13 @@ def naive(tokenizer, ids, skip, stops, include, min_tokens):
 @given(data=st.data())
 def test_stops_where_a_naive_search_stops(small, kind, data):
     tokenizer = small[kind]
-    if data.draw(st.booleans()):  # few characters, so that stop strings overlap themselves and each other
+    if data.draw(
+        st.booleans()
+    ):  # few characters, so that stop strings overlap themselves and each other
         ids = tokenizer.encode(data.draw(st.text(alphabet="aab é", min_size=1, max_size=25)))
-        stops = data.draw(st.lists(st.text(alphabet="aab é", min_size=1, max_size=5), min_size=1, max_size=3))
+        stops = data.draw(
+            st.lists(st.text(alphabet="aab é", min_size=1, max_size=5), min_size=1, max_size=3)
+        )
     else:  # pieces of the text itself
         ids = draw_ids(data, tokenizer)
         whole = tokenizer.decode(ids) or "x"
@@ -149,7 +177,11 @@ def test_stops_where_a_naive_search_stops(small, kind, data):
     min_tokens = data.draw(st.integers(0, 6))
     expected, reason, used = naive(tokenizer, ids, skip, stops, include, min_tokens)
     detokenizer = IncrementalDetokenizer(
-        tokenizer, skip_special_tokens=skip, stop=tuple(stops), include_stop=include, min_tokens=min_tokens
+        tokenizer,
+        skip_special_tokens=skip,
+        stop=tuple(stops),
+        include_stop=include,
+        min_tokens=min_tokens,
     )
     text = ""
     for piece in draw_pieces(data, ids):
@@ -162,14 +194,31 @@ def test_stops_where_a_naive_search_stops(small, kind, data):
 
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     """One token a character."""
-    return [next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == c.encode()) for c in text]
+    return [
+        next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == c.encode())
+        for c in text
+    ]
 
 
 def test_stops_step_by_step(small):
     tokenizer = small["bytes"]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, stop=("abcd", "bx"))
-    assert [detokenizer.push([i]) for i in letters(tokenizer, "zabcabx!!")] == ["z", "", "", "", "abc", "", "a", "", ""]
-    assert (detokenizer.stop_reason, detokenizer.num_tokens_used, detokenizer.num_tokens) == ("bx", 7, 9)
+    assert [detokenizer.push([i]) for i in letters(tokenizer, "zabcabx!!")] == [
+        "z",
+        "",
+        "",
+        "",
+        "abc",
+        "",
+        "a",
+        "",
+        "",
+    ]
+    assert (detokenizer.stop_reason, detokenizer.num_tokens_used, detokenizer.num_tokens) == (
+        "bx",
+        7,
+        9,
+    )
     assert detokenizer.finish() == ""
     assert detokenizer.push(letters(tokenizer, "a")) == ""
 
@@ -184,7 +233,9 @@ def test_what_a_stop_string_might_claim_comes_at_the_end(small):
 
 def test_the_first_tokens_are_not_searched(small):
     tokenizer = small["bytes"]
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=True, stop=("ab",), min_tokens=3)
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, skip_special_tokens=True, stop=("ab",), min_tokens=3
+    )
     assert detokenizer.push(letters(tokenizer, "ababab")) == "abab"
     assert (detokenizer.stop_reason, detokenizer.num_tokens_used) == ("ab", 6)
 

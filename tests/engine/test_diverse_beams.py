@@ -16,14 +16,23 @@ from slipstream import LLM, BeamSearchParams
 from tests import adapters, tiny_models
 
 PROMPTS = [[5, 9, 200, 31, 7], [17, 4]]
-WAYS = list(itertools.product(((4, 2), (6, 3), (4, 4)), (0.0, 2.5), (True, False, "never"), (0.5, 2.0)))
+WAYS = list(
+    itertools.product(((4, 2), (6, 3), (4, 4)), (0.0, 2.5), (True, False, "never"), (0.5, 2.0))
+)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("beams")
     hf = tiny_models.build_with_tokenizer(folder, "gpt2", initializer_range=0.1)
-    llm = LLM(str(folder), dtype="float32", device="cpu", num_threads=1, max_model_len=128, max_num_seqs=16)
+    llm = LLM(
+        str(folder),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        max_model_len=128,
+        max_num_seqs=16,
+    )
     ends = adapters.greedy(hf, PROMPTS[0], 4)[2:]
     llm._input.eos_token_ids = tuple(ends)
 
@@ -51,7 +60,12 @@ def plain(logprobs, ends, prompt, p):
         for g, beams in enumerate(groups):
             if not beams:
                 continue
-            table = torch.stack([logprobs((*prompt, *t)) + total - p.diversity_penalty * taken for t, total in beams])
+            table = torch.stack(
+                [
+                    logprobs((*prompt, *t)) + total - p.diversity_penalty * taken
+                    for t, total in beams
+                ]
+            )
             values, places = table.flatten().topk(size * (len(ends) + 2))
             found = [
                 ((*beams[i // table.shape[1]][0], i % table.shape[1]), value)
@@ -63,9 +77,14 @@ def plain(logprobs, ends, prompt, p):
             going_on = [beam for beam in found if beam[0][-1] not in ends][:size]
             for tokens, _ in going_on:
                 taken[tokens[-1]] += 1
-            longest = p.max_tokens if p.early_stopping == "never" and p.length_penalty > 0 else length
+            longest = (
+                p.max_tokens if p.early_stopping == "never" and p.length_penalty > 0 else length
+            )
             full = len(answers[g]) == size
-            done = full and (p.early_stopping is True or found[0][1] / longest**p.length_penalty <= answers[g][-1][0])
+            done = full and (
+                p.early_stopping is True
+                or found[0][1] / longest**p.length_penalty <= answers[g][-1][0]
+            )
             if length == p.max_tokens and not done:
                 for tokens, total in going_on:
                     add(answers[g], tokens, total, length)
@@ -87,16 +106,25 @@ def test_as_a_plain_search(pair):
         outputs = llm.beam_search([{"prompt_token_ids": p} for p in PROMPTS], params)
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             expected = plain(logprobs, ends, prompt, params)
-            assert [s.tokens for s in output.sequences] == [[*prompt, *tokens] for _, tokens in expected], params
-            assert [s.score for s in output.sequences] == pytest.approx([score for score, _ in expected], rel=1e-4)
+            assert [s.tokens for s in output.sequences] == [
+                [*prompt, *tokens] for _, tokens in expected
+            ], params
+            assert [s.score for s in output.sequences] == pytest.approx(
+                [score for score, _ in expected], rel=1e-4
+            )
     stats = llm.stats()
     assert stats.num_free_blocks == stats.num_blocks
 
 
 def test_groups_differ(pair):
     llm, *_ = pair
-    alike = llm.beam_search({"prompt_token_ids": PROMPTS[0]}, BeamSearchParams(beam_width=4, max_tokens=5, ignore_eos=True))
-    params = BeamSearchParams(beam_width=4, max_tokens=5, ignore_eos=True, num_beam_groups=4, diversity_penalty=50.0)
+    alike = llm.beam_search(
+        {"prompt_token_ids": PROMPTS[0]},
+        BeamSearchParams(beam_width=4, max_tokens=5, ignore_eos=True),
+    )
+    params = BeamSearchParams(
+        beam_width=4, max_tokens=5, ignore_eos=True, num_beam_groups=4, diversity_penalty=50.0
+    )
     apart = llm.beam_search({"prompt_token_ids": PROMPTS[0]}, params)
     firsts = [{s.tokens[5] for s in output.sequences} for (output,) in (alike, apart)]
     assert len(firsts[1]) == 4 > len(firsts[0])

@@ -39,8 +39,14 @@ HEADS = {  # the method, and how a head is written
     "peagle-joint-norm": ("peagle", lambda path: draft_heads.joint_norm(path, masks=True)),
     "peagle-fc-norm": ("peagle", lambda path: draft_heads.eagle31(path, masks=True)),
     "speculators": ("eagle3", lambda path: draft_heads.eagle(path, speculators=True)),
-    "eagle-speculators": ("eagle", lambda path: draft_heads.eagle1(path, speculators=True, bias=False)),
-    "peagle-speculators": ("peagle", lambda path: draft_heads.eagle(path, masks=True, speculators=True)),
+    "eagle-speculators": (
+        "eagle",
+        lambda path: draft_heads.eagle1(path, speculators=True, bias=False),
+    ),
+    "peagle-speculators": (
+        "peagle",
+        lambda path: draft_heads.eagle(path, masks=True, speculators=True),
+    ),
     "dflash-speculators": ("dflash", lambda path: draft_heads.dflash(path, speculators=True)),
     "converted": ("medusa", lambda path: draft_heads.medusa(path, converted=True)),
     "mtp": ("mtp", draft_heads.mtp),
@@ -59,22 +65,35 @@ class Setup:
         more |= {"num_hidden_layers": 6} if family == "llama" else {}
         self.path, self.kind = str(folder / "model"), kind
         if (called := repr((family, more))) not in MODELS:
-            MODELS[called] = tiny_models.build(folder / "as transformers has it", family, **more), {}
+            MODELS[called] = (
+                tiny_models.build(folder / "as transformers has it", family, **more),
+                {},
+            )
         self.model, self.states = MODELS[called]  # of the longest text that goes on from one
         tiny_models.write(folder / "model", family, **more)
         method, write = HEADS[kind]
         self.config = {"method": method, "num_speculative_tokens": K}
         self.tensors = write(folder / ("model" if kind == "mtp" else "head"))
-        self.head = json.loads((folder / "head" / "config.json").read_text()) if kind != "mtp" else {}
-        self.naive: dict[tuple[int, ...], list[int]] = {}  # drafts by the published maths behind tokens, and how many
+        self.head = (
+            json.loads((folder / "head" / "config.json").read_text()) if kind != "mtp" else {}
+        )
+        self.naive: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # drafts by the published maths behind tokens, and how many
         if kind != "mtp":
             self.config |= {"model": str(folder / "head"), "quantization": "none"}
 
     def llm(self, *, plain=False, config=None, **more):
-        return LLM(self.path, speculative_config=None if plain else config or self.config, **{**SIZES, **more})
+        return LLM(
+            self.path,
+            speculative_config=None if plain else config or self.config,
+            **{**SIZES, **more},
+        )
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3", "eagle31", "peagle", "dflash", "medusa", "mtp"])
+@pytest.fixture(
+    scope="module", params=["eagle", "eagle3", "eagle31", "peagle", "dflash", "medusa", "mtp"]
+)
 def setup(request, tmp_path_factory):
     return Setup(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -95,7 +114,9 @@ def plain_answers():
 def plain(setup, plain_answers):
     if setup.family not in plain_answers:
         with setup.llm(plain=True) as llm:
-            plain_answers[setup.family] = {name: answers(llm, sampling, SOME) for name, sampling in SETTINGS.items()}
+            plain_answers[setup.family] = {
+                name: answers(llm, sampling, SOME) for name, sampling in SETTINGS.items()
+            }
     return plain_answers[setup.family]
 
 
@@ -109,7 +130,10 @@ def proposals(llm, sampling, prompts):
 
     def noted(plan, rows):
         wanted = [s for s in plan.scheduled if s.drafts]
-        before = [rows.tokens[rows.rows[s.request_id].index, : s.num_computed_tokens + 1].tolist() for s in wanted]
+        before = [
+            rows.tokens[rows.rows[s.request_id].index, : s.num_computed_tokens + 1].tolist()
+            for s in wanted
+        ]
         drafted, ends = write(plan, rows), 0
         proposed = draft.tokens_of(drafted, rows) if drafted else None
         for s, tokens in zip(wanted, before, strict=True):
@@ -138,15 +162,20 @@ def test_drafts_are_those_of_the_published_maths(any_setup, kernels):
         known = (hidden for whole, hidden in states.items() if list(whole[: len(tokens)]) == tokens)
         if (hidden := next(known, None)) is None:
             output = any_setup.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-            hidden = states[tuple(tokens)] = [h[0] for h in output.hidden_states]  # the last one is normed
+            hidden = states[tuple(tokens)] = [
+                h[0] for h in output.hidden_states
+            ]  # the last one is normed
         hidden = [h[: len(tokens) - 1] for h in hidden]
-        expected = any_setup.naive[*tokens, len(drafts)] = naive_drafts(any_setup, hidden, tokens, len(drafts))
+        expected = any_setup.naive[*tokens, len(drafts)] = naive_drafts(
+            any_setup, hidden, tokens, len(drafts)
+        )
         assert drafts == expected
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kernels", "quantization", "error"), [("cpu", "none", 1e-5), ("cpu", "int8", 0.03), ("torch", "none", 1e-5)]
+    ("kernels", "quantization", "error"),
+    [("cpu", "none", 1e-5), ("cpu", "int8", 0.03), ("torch", "none", 1e-5)],
 )
 @pytest.mark.parametrize("kind", ["eagle3", "fc-norm", "eagle31-speculators", "joint-norm"])
 def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quantization, error):
@@ -161,9 +190,14 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
             nonlocal compared
             for s in (s for s in plan.scheduled if s.drafts):
                 row, places = rows.rows[s.request_id].index, np.arange(s.num_computed_tokens)
-                table, tokens = np.asarray(rows.block_tables[0][row]), torch.as_tensor(rows.tokens[row])
+                table, tokens = (
+                    np.asarray(rows.block_tables[0][row]),
+                    torch.as_tensor(rows.tokens[row]),
+                )
                 size = draft.block_size
-                states = draft.states.read_array(table[places // size].astype(np.int64) * size + places % size)
+                states = draft.states.read_array(
+                    table[places // size].astype(np.int64) * size + places % size
+                )
                 output = setup.model(tokens[None, : len(places)].long(), output_hidden_states=True)
                 expected = fused(setup, [output.hidden_states[i][0] for i in (1, 2, 4)])
                 assert (torch.from_numpy(states) - expected).norm() < error * expected.norm()
@@ -229,11 +263,15 @@ def test_chains_of_several_lengths_are_those_op_by_op(any_setup):
         pytest.skip("all places in one pass")
     found = []
     for host in (True, False):
-        with any_setup.llm(config={**any_setup.config, "num_speculative_tokens": 5}, max_num_seqs=3) as llm:
+        with any_setup.llm(
+            config={**any_setup.config, "num_speculative_tokens": 5}, max_num_seqs=3
+        ) as llm:
             draft = llm.core.executor.runner.draft
             assert draft.host is not None
             draft.host = draft.host if host else None
-            sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 16, 9, 12)]
+            sampling = [
+                SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 16, 9, 12)
+            ]
             found.append(proposals(llm, sampling, PROMPTS[:4]))
     assert found[0] == found[1]
     assert {len(drafts) for _, drafts in found[0]} >= {1, 2, 5}
@@ -243,7 +281,9 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
     setup = Setup(tmp_path, "eagle3")
 
     def forms(**changes):
-        with setup.llm(config={k: v for k, v in (setup.config | changes).items() if v is not None}) as llm:
+        with setup.llm(
+            config={k: v for k, v in (setup.config | changes).items() if v is not None}
+        ) as llm:
             draft = llm.core.executor.runner.draft
             return {part.kind for part in draft.head.head.parts}, draft.weights_bytes
 
@@ -255,7 +295,10 @@ def test_a_head_is_rounded_on_a_cpu_unless_told_otherwise(tmp_path):
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ("int4", "'int4' needs inputs in multiples of 128, and fc.weight has 96; take another scheme, or 'none'"),
+        (
+            "int4",
+            "'int4' needs inputs in multiples of 128, and fc.weight has 96; take another scheme, or 'none'",
+        ),
         ("mxfp4", "'mxfp4' rounds experts alone"),
     ],
 )
@@ -276,15 +319,23 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
         return head_scheme(config, head, "fp8", rows=rows)
 
     assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
-    with pytest.raises(ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"):
+    with pytest.raises(
+        ConfigError, match=r"'fp8' needs outputs in multiples of 48, and fc\.weight has 32"
+    ):
         scheme("fp8", 48)
 
 
 def test_op_sets_say_what_eight_bits_need(tmp_path, monkeypatch):
-    from slipstream.kernels.triton import TritonOps  # not above: tests/kernels imports it for its interpreter
+    from slipstream.kernels.triton import (
+        TritonOps,
+    )  # not above: tests/kernels imports it for its interpreter
 
     cpu = torch.device("cpu")
-    assert [ops.eight_bits(cpu) for ops in (NativeOps(), CpuOps(), TritonOps())] == ["int8", None, None]
+    assert [ops.eight_bits(cpu) for ops in (NativeOps(), CpuOps(), TritonOps())] == [
+        "int8",
+        None,
+        None,
+    ]
     assert (OpSet.output_multiple, TritonOps.output_multiple) == (1, 16)
     monkeypatch.setattr(CpuOps, "output_multiple", 48)
     setup = Setup(tmp_path, "eagle3")
@@ -357,7 +408,9 @@ def test_each_of_two_ranks_has_the_head(tmp_path, kind):
         with forked_ranks.used(), setup.llm(tensor_parallel_size=ranks) as llm:
             own = [answers(llm, SETTINGS[name], SOME[:2]) for name in ("greedy", "drawn")]
             stats = llm.stats()
-            found.append((own, stats.spec_num_drafts, stats.spec_draft_tokens, stats.spec_accepted_tokens))
+            found.append(
+                (own, stats.spec_num_drafts, stats.spec_draft_tokens, stats.spec_accepted_tokens)
+            )
     assert found[0] == found[1]
     assert found[0][2] > 30
 
@@ -392,10 +445,16 @@ def test_a_head_is_in_the_ledger(setup):
         before = llm.ledger
     with setup.llm() as llm:
         draft, ledger = llm.core.executor.runner.draft, llm.ledger
-    tensors = {n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")}
-    share = (ledger.weights_bytes - before.weights_bytes) / (4 * sum(t.numel() for t in tensors.values()))
+    tensors = {
+        n: t for n, t in setup.tensors.items() if n not in ("d2t", "t2d", "embed_tokens.weight")
+    }
+    share = (ledger.weights_bytes - before.weights_bytes) / (
+        4 * sum(t.numel() for t in tensors.values())
+    )
     assert 1 <= share < 1.2  # with a rotary table, and rows filled up to 16
-    cached = {"medusa": 0, "mtp": 24 + 8, "peagle": 4 * 16, "dflash": 4 * 16}.get(setup.kind, 2 * 16)
+    cached = {"medusa": 0, "mtp": 24 + 8, "peagle": 4 * 16, "dflash": 4 * 16}.get(
+        setup.kind, 2 * 16
+    )
     assert ledger.block_bytes - before.block_bytes == draft.block_bytes == 4 * 4 * (32 + cached)
 
 
@@ -414,9 +473,14 @@ def test_drafts_that_are_right(tmp_path):
     from safetensors.torch import load_file, save_file
 
     stored = load_file(tmp_path / "model.safetensors")
-    save_file(stored | {f"model.layers.3.{n}": t.contiguous() for n, t in new.items()}, tmp_path / "model.safetensors")
+    save_file(
+        stored | {f"model.layers.3.{n}": t.contiguous() for n, t in new.items()},
+        tmp_path / "model.safetensors",
+    )
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias={7: 1000.0})
-    with LLM(str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 4}, **SIZES) as llm:
+    with LLM(
+        str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 4}, **SIZES
+    ) as llm:
         found = llm.generate(PROMPTS[:1], sampling)[0].outputs[0]
         stats = llm.core.stats()
     assert list(found.token_ids) == [7] * 20
@@ -440,15 +504,24 @@ def refused(path, head, match, method="eagle3", **more):
         ({"vocab_size": 300}, "vocab_size = 300"),
         ({"num_hidden_layers": 2}, "lacks layers.1.self_attn.q_proj.weight"),
         ({"draft_vocab_size": 100}, "lm_head.weight' has shape"),
-        ({"intermediate_size": 40}, r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]"),
+        (
+            {"intermediate_size": 40},
+            r"down_proj.weight' has shape \[32, 48\], and the config asks for \[32, 40\]",
+        ),
         ({"parallel_drafting": True}, "P-EAGLE.*take method 'peagle'"),
         ({"norm_before_fc": 1}, "norm_before_fc = 1"),
-        ({"norm_before_fc": True, "fc_norm": True}, "fc_norm = True: norm_before_fc is true as well"),
+        (
+            {"norm_before_fc": True, "fc_norm": True},
+            "fc_norm = True: norm_before_fc is true as well",
+        ),
         ({"norm_before_fc": True, "drop": "input_norm.weight"}, "lacks input_norm.weight"),
         ({"fc_norm": 1}, "fc_norm = 1"),
         ({"norm_output": "yes"}, "norm_output = 'yes'"),
         ({"fc_norm": True, "num_fc_norms": 2}, "lacks fc_norm.2.weight"),
-        ({"fc_norm": True, "num_fc_norms": 4}, "tensor 'fc_norm.3.weight' that the draft head has no place for"),
+        (
+            {"fc_norm": True, "num_fc_norms": 4},
+            "tensor 'fc_norm.3.weight' that the draft head has no place for",
+        ),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states = 4"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, "eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight' has shape \[32, 96\]"),
@@ -474,9 +547,13 @@ def test_other_heads_that_do_not_fit(tmp_path):
     draft_heads.medusa(tmp_path / "three")
     refused(path, tmp_path / "three", "guesses 3; lower it", "medusa", num_speculative_tokens=4)
     draft_heads.eagle(tmp_path / "no-map", drop="d2t t2d")
-    refused(path, tmp_path / "no-map", "lacks d2t and t2d, one of which says what its 128 tokens are")
+    refused(
+        path, tmp_path / "no-map", "lacks d2t and t2d, one of which says what its 128 tokens are"
+    )
     refused(path, tmp_path / "model", "num_hidden_layers|eagle_aux")
-    with pytest.raises(ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"):
+    with pytest.raises(
+        ConfigError, match="method 'mtp' is for safetensors checkpoints with layers that draft"
+    ):
         LLM(path, speculative_config={"method": "mtp"}, **SIZES)
     with pytest.raises(ConfigError, match="takes no 'model'"):
         LLM(path, speculative_config={"method": "mtp", "model": path}, **SIZES)
@@ -517,16 +594,32 @@ def test_maps_of_tokens():
         ("eagle1", {"vocab_size": 300}, "vocab_size = 300"),
         ("eagle1", {"model_type": "gemma"}, "model_type = 'gemma'"),
         ("eagle1", {"num_hidden_layers": 2}, "lacks layers.1.self_attn.q_proj.weight"),
-        ("eagle1", {"eagle_fc_bias": False}, "tensor 'fc.bias' that the draft head has no place for"),
+        (
+            "eagle1",
+            {"eagle_fc_bias": False},
+            "tensor 'fc.bias' that the draft head has no place for",
+        ),
         ("eagle1", {"speculators": True, "layernorms": True}, "layernorms = True"),
         ("eagle", {"masks": True, "ptd_token_id": None}, "mask_token_id = None"),
         ("eagle", {"masks": True, "ptd_token_id": 1000}, "must be one of the model's"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("dflash", {"num_target_layers": 7}, "num_target_layers = 7"),
-        ("dflash", {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 5]}}, "target_layer_ids.*from -1 to 4"),
-        ("dflash", {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4], "causal": True}}, "dflash_config.causal"),
+        (
+            "dflash",
+            {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 5]}},
+            "target_layer_ids.*from -1 to 4",
+        ),
+        (
+            "dflash",
+            {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4], "causal": True}},
+            "dflash_config.causal",
+        ),
         ("dflash", {"speculators": True, "sample_from_anchor": True}, "sample_from_anchor = True"),
-        ("dflash", {"speculators": True, "speculators_model_type": "dspark"}, "speculators_model_type = 'dspark'"),
+        (
+            "dflash",
+            {"speculators": True, "speculators_model_type": "dspark"},
+            "speculators_model_type = 'dspark'",
+        ),
     ],
     ids=str,
 )
@@ -577,7 +670,9 @@ def test_layers_that_draft_are_left_out_without_the_method(tmp_path):
     draft_heads.mtp(tmp_path)
     with LLM(str(tmp_path), **SIZES) as llm:
         assert answers(llm, SETTINGS["greedy"]) == expected
-    with LLM(str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 2}, **SIZES) as llm:
+    with LLM(
+        str(tmp_path), speculative_config={"method": "mtp", "num_speculative_tokens": 2}, **SIZES
+    ) as llm:
         assert answers(llm, SETTINGS["greedy"]) == expected
         assert llm.core.stats().spec_accepted_tokens > 0
 
@@ -590,7 +685,10 @@ def test_layers_by_their_other_names(tmp_path):
         ("plain", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
         (
             "inner",
-            {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
+            {
+                "eagle_aux_hidden_state_layer_ids": None,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]},
+            },
             (2, 4, 6),
         ),
     ):
@@ -613,7 +711,9 @@ def test_fields_of_eagle_config(tmp_path):
     target, numbers = read_spec(tmp_path / "model"), "eagle_aux_hidden_state_layer_ids"
 
     def read(**eagle_config):
-        draft_heads.eagle(tmp_path / "head", **{numbers: None}, eagle_config={**MODELOPT, **eagle_config})
+        draft_heads.eagle(
+            tmp_path / "head", **{numbers: None}, eagle_config={**MODELOPT, **eagle_config}
+        )
         return read_head("eagle3", tmp_path / "head", target).spec
 
     assert (read(**{numbers: [0, 1, 3]}).aux_layers, read().fc_norm) == ((1, 2, 4), None)
@@ -644,7 +744,9 @@ def test_fields_of_speculators(tmp_path):
     target = read_spec(tmp_path / "model")
 
     def read(change=lambda config, tensors: None, **changes):
-        tensors = draft_heads.eagle(tmp_path / "head", speculators=True, **{**SPECULATORS, **changes})
+        tensors = draft_heads.eagle(
+            tmp_path / "head", speculators=True, **{**SPECULATORS, **changes}
+        )
         config = json.loads((tmp_path / "head" / "config.json").read_text())
         change(config, tensors)
         draft_heads.write(tmp_path / "head", config, tensors, "layers.0.")
@@ -661,14 +763,32 @@ def test_fields_of_speculators(tmp_path):
         del config["draft_vocab_size"], tensors["lm_head.weight"], tensors["d2t"], tensors["t2d"]
 
     found = read()
-    assert (found.fc_norm, found.norm_output, found.norm_before_residual, found.own_embedding) == ("joint", True, False, False)
+    assert (found.fc_norm, found.norm_output, found.norm_before_residual, found.own_embedding) == (
+        "joint",
+        True,
+        False,
+        False,
+    )
     assert read(norm_before_residual=True).norm_before_residual
     assert read(own_embedding, embed_requires_grad=True).own_embedding
-    assert read(in_layer(layer_types=["full_attention"], sliding_window=None, use_sliding_window=False)) == found
+    assert (
+        read(
+            in_layer(layer_types=["full_attention"], sliding_window=None, use_sliding_window=False)
+        )
+        == found
+    )
     for change, changes, message in (
         (None, {"target_hidden_size": 64}, "target_hidden_size = 64"),
-        (None, {"embed_requires_grad": True}, "embed_requires_grad = True.*lacks embed_tokens.weight"),
-        (all_tokens, {"tie_word_embeddings": True}, "tie_word_embeddings = True.*needs its own lm_head.weight"),
+        (
+            None,
+            {"embed_requires_grad": True},
+            "embed_requires_grad = True.*lacks embed_tokens.weight",
+        ),
+        (
+            all_tokens,
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings = True.*needs its own lm_head.weight",
+        ),
         (None, {"num_experts": 2}, "num_experts = 2"),
         (in_layer(layer_types=["sliding_attention"]), {}, "transformer_layer_config.layer_types"),
         (in_layer(model_type="qwen3"), {}, "transformer_layer_config.model_type = 'qwen3'"),
@@ -684,4 +804,8 @@ def test_tensors_that_the_config_does_not_promise(tmp_path, name):
     tensors = draft_heads.eagle(tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     draft_heads.write(tmp_path / "head", config, {**tensors, name: torch.zeros(32)}, "midlayer.")
-    refused(str(tmp_path / "model"), tmp_path / "head", f"tensor '{name}' that the draft head has no place for")
+    refused(
+        str(tmp_path / "model"),
+        tmp_path / "head",
+        f"tensor '{name}' that the draft head has no place for",
+    )

@@ -18,13 +18,26 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.embed import cosine
 from slipstream.engine import pooled
 from slipstream.engine.texts import whole_numbers
-from slipstream.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, UnsupportedModelError
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    RequestError,
+    UnsupportedModelError,
+)
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.waiting import PATIENCE_S
 
 SETTINGS = dict(device="cpu", dtype="float32", num_threads=1)
-TEXTS = ["the cat", "a", "", "sing the song of the long road ." * 4, "the cats are sitting", "x y z ?"]
+TEXTS = [
+    "the cat",
+    "a",
+    "",
+    "sing the song of the long road ." * 4,
+    "the cats are sitting",
+    "x y z ?",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +51,9 @@ def encoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(encoder):
-    with LLM(str(encoder[0]), max_model_len=120, max_num_seqs=3, max_num_batched_tokens=130, **SETTINGS) as llm:
+    with LLM(
+        str(encoder[0]), max_model_len=120, max_num_seqs=3, max_num_batched_tokens=130, **SETTINGS
+    ) as llm:
         yield llm
 
 
@@ -55,8 +70,12 @@ def test_vectors_equal_transformers(encoder, llm):
         assert output.prompt == text
         assert output.prompt_token_ids[0] == 2
         assert output.prompt_token_ids[-1] == 3
-        torch.testing.assert_close(torch.tensor(output.embedding), expected(encoder[1], output.prompt_token_ids))
-    assert len(found[3].prompt_token_ids) > 64  # neither tokenizer.json's truncation nor its padding holds
+        torch.testing.assert_close(
+            torch.tensor(output.embedding), expected(encoder[1], output.prompt_token_ids)
+        )
+    assert (
+        len(found[3].prompt_token_ids) > 64
+    )  # neither tokenizer.json's truncation nor its padding holds
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
     assert llm.stats().generation_tokens_total == 0
 
@@ -64,7 +83,9 @@ def test_vectors_equal_transformers(encoder, llm):
 def test_a_text_alone_is_the_same(llm):
     together = llm.embed(TEXTS)
     for text, output in zip(TEXTS, together, strict=True):
-        torch.testing.assert_close(torch.tensor(llm.embed(text)[0].embedding), torch.tensor(output.embedding))
+        torch.testing.assert_close(
+            torch.tensor(llm.embed(text)[0].embedding), torch.tensor(output.embedding)
+        )
         ids = llm.embed({"prompt_token_ids": output.prompt_token_ids})[0]
         torch.testing.assert_close(torch.tensor(ids.embedding), torch.tensor(output.embedding))
 
@@ -86,7 +107,9 @@ def test_texts_and_tokens_mix_and_what_is_wrong_is_named(llm):
         assert output.prompt_token_ids == expected.prompt_token_ids
         torch.testing.assert_close(torch.tensor(output.embedding), torch.tensor(expected.embedding))
     assert llm.embed([]) == []
-    assert [len(o.prompt_token_ids) for o in llm.embed([{"prompt_token_ids": [5] * 200}], truncate=True)] == [120]
+    assert [
+        len(o.prompt_token_ids) for o in llm.embed([{"prompt_token_ids": [5] * 200}], truncate=True)
+    ] == [120]
     for wrong, index in (
         ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [7, True]}], 1),
         (["the", {"prompt_token_ids": [7, -1]}], 1),
@@ -115,13 +138,24 @@ def test_tokens_are_looked_at_together():
     assert whole_numbers([[1]]).tolist() == [1]
     kinds = (2**31, -(2**31) - 1, np.int64(3), enum.IntEnum("E", "x").x)
     for wrong in (True, 2.5, None, "a", (7,), [7], [], 1j, object(), *kinds):
-        for lists in ([[wrong]], [[1, 2], [wrong]], [[wrong, 105], [105, 105]], [[1, wrong, 2], [3]]):
+        for lists in (
+            [[wrong]],
+            [[1, 2], [wrong]],
+            [[wrong, 105], [105, 105]],
+            [[1, wrong, 2], [3]],
+        ):
             assert whole_numbers(lists) is None, lists
     assert whole_numbers([[1.0, True, 105, 105]]) is None  # ten bytes, as of two numbers
 
 
 def test_tokens_in_other_sequences_than_lists(llm):
-    found = llm.embed([{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": (5, 6, 7)}, {"prompt_token_ids": range(5, 8)}])
+    found = llm.embed(
+        [
+            {"prompt_token_ids": [5, 6, 7]},
+            {"prompt_token_ids": (5, 6, 7)},
+            {"prompt_token_ids": range(5, 8)},
+        ]
+    )
     for output in found:
         assert output.prompt_token_ids == [5, 6, 7]
         torch.testing.assert_close(torch.tensor(output.embedding), torch.tensor(found[0].embedding))
@@ -129,7 +163,12 @@ def test_tokens_in_other_sequences_than_lists(llm):
 
 def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
     """The engine's answers go to whoever steps it: to another thread they would be lost."""
-    inside, go_on, launch, found = threading.Event(), threading.Event(), llm.core.executor.runner.launch, []
+    inside, go_on, launch, found = (
+        threading.Event(),
+        threading.Event(),
+        llm.core.executor.runner.launch,
+        [],
+    )
 
     def wait(plan):
         inside.set()
@@ -153,8 +192,12 @@ def test_only_one_thread_reads_texts_at_a_time(llm, monkeypatch):
 
 def test_answers_are_made_while_the_rest_is_computed(llm, monkeypatch):
     events, launch, make = [], llm.core.executor.runner.launch, pooled.as_embeddings
-    monkeypatch.setattr(llm.core.executor.runner, "launch", lambda plan: events.append("launch") or launch(plan))
-    monkeypatch.setattr("slipstream.engine.llm.as_embeddings", lambda *given: events.append("make") or make(*given))
+    monkeypatch.setattr(
+        llm.core.executor.runner, "launch", lambda plan: events.append("launch") or launch(plan)
+    )
+    monkeypatch.setattr(
+        "slipstream.engine.llm.as_embeddings", lambda *given: events.append("make") or make(*given)
+    )
     assert len(llm.embed(TEXTS * 2)) == 12
     assert events == ["launch", "make"] * (len(events) // 2)
     assert len(events) > 4
@@ -172,9 +215,17 @@ def test_the_next_step_is_launched_before_the_last_ones_vectors_are_waited_for(l
 
     monkeypatch.setattr(llm.core.executor.runner, "launch", seen)
     monkeypatch.setattr(llm.core.executor.runner, "max_in_flight", lambda plan: 2)
-    assert [o.embedding for o in llm.embed(TEXTS * 2)] == [o.embedding for o in llm.embed(TEXTS * 2)]
+    assert [o.embedding for o in llm.embed(TEXTS * 2)] == [
+        o.embedding for o in llm.embed(TEXTS * 2)
+    ]
     first = events[0][1]
-    assert events[:5] == [("launch", first), ("launch", first + 1), ("wait", first), ("launch", first + 2), ("wait", first + 1)]
+    assert events[:5] == [
+        ("launch", first),
+        ("launch", first + 1),
+        ("wait", first),
+        ("launch", first + 2),
+        ("wait", first + 1),
+    ]
 
 
 def test_a_failed_step_ends_the_call_and_no_other(llm, monkeypatch):
@@ -243,16 +294,24 @@ def test_embeddings_rank_by_cosine(llm):
     scores = [float(query @ other) for other in others]
     found = llm.rerank("the cat", DOCUMENTS)
     assert [r.index for r in found] == sorted(range(4), key=lambda i: -scores[i])
-    assert [r.relevance_score for r in found] == pytest.approx(sorted(scores, reverse=True), abs=1e-6)
+    assert [r.relevance_score for r in found] == pytest.approx(
+        sorted(scores, reverse=True), abs=1e-6
+    )
     assert [r.document for r in found] == [DOCUMENTS[r.index] for r in found]
     assert llm.rerank("the cat", DOCUMENTS, top_n=2) == found[:2]
-    for wrong in ({"documents": []}, {"documents": "the dog"}, {"documents": DOCUMENTS, "top_n": 0}):
+    for wrong in (
+        {"documents": []},
+        {"documents": "the dog"},
+        {"documents": DOCUMENTS, "top_n": 0},
+    ):
         with pytest.raises(RequestError):
             llm.rerank("the cat", **wrong)
 
 
 def test_no_cosine_is_above_1(llm):
-    texts = [f"{a} {b}" for a in ("the", "a", "cat", "road", "on") for b in ("dog", "cat", "long", "?")]
+    texts = [
+        f"{a} {b}" for a in ("the", "a", "cat", "road", "on") for b in ("dog", "cat", "long", "?")
+    ]
     assert all(1 - 1e-6 < s.score <= 1 for s in llm.score(texts, texts))
     vectors = [list(map(float, o.embedding)) for o in llm.embed(texts)]
     assert all(cosine(v, v) <= 1 for v in vectors)
@@ -265,7 +324,9 @@ def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
     if not probabilities:
         config = json.loads((tmp_path / "config.json").read_text())
         name = "torch.nn.modules.linear.Identity"
-        (tmp_path / "config.json").write_text(json.dumps({**config, "sbert_ce_default_activation_function": name}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({**config, "sbert_ce_default_activation_function": name})
+        )
     with LLM(str(tmp_path), max_num_seqs=2, **SETTINGS) as llm:
         found, scored = llm.rerank("the cat", DOCUMENTS), llm.score("the cat", DOCUMENTS)
         with pytest.raises(RequestError, match="rerank"):
@@ -278,10 +339,14 @@ def test_a_cross_encoder_scores_pairs(tmp_path, probabilities):
     for document in DOCUMENTS:
         [(ids, n)] = llm.get_tokenizer().encode_pairs([("the cat", document)])
         with torch.no_grad():
-            score = theirs(torch.tensor([ids]), token_type_ids=(torch.arange(len(ids)) >= n).long()[None]).logits[0, 0]
+            score = theirs(
+                torch.tensor([ids]), token_type_ids=(torch.arange(len(ids)) >= n).long()[None]
+            ).logits[0, 0]
         expected.append(float(score.sigmoid() if probabilities else score))
     assert [r.index for r in found] == sorted(range(4), key=lambda i: -expected[i])
-    assert [r.relevance_score for r in found] == pytest.approx(sorted(expected, reverse=True), rel=1e-4, abs=1e-5)
+    assert [r.relevance_score for r in found] == pytest.approx(
+        sorted(expected, reverse=True), rel=1e-4, abs=1e-5
+    )
     assert [one.outputs.score for one in scored] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -301,7 +366,11 @@ def test_a_decoder_gives_the_state_of_the_last_token(tmp_path):
     settings = dict(block_size=4, max_num_seqs=4, max_num_batched_tokens=8, kv_cache_bytes=2**20)
     texts = ["hello the hello the hello", "hello the hello", "x", "hello the hello the hello"]
     with LLM(str(tmp_path), **SETTINGS, **settings) as llm:
-        written = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids
+        written = (
+            llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0]
+            .outputs[0]
+            .token_ids
+        )
         stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=6))
         next(stream)
         with pytest.raises(RequestError, match="stream"):
@@ -313,14 +382,22 @@ def test_a_decoder_gives_the_state_of_the_last_token(tmp_path):
             vector = F.normalize(states[-1], dim=0)
             torch.testing.assert_close(torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5)
         assert llm.stats().prefix_hits > 0
-        assert llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0].outputs[0].token_ids == written
+        assert (
+            llm.generate("hello", SamplingParams(temperature=0, max_tokens=6))[0]
+            .outputs[0]
+            .token_ids
+            == written
+        )
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
 def test_only_a_decoders_last_token_stands_for_a_text(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path)
     tiny_models.write_sentence_transformers(tmp_path)
-    with LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm, pytest.raises(RequestError, match="last token"):
+    with (
+        LLM(str(tmp_path), **SETTINGS, kv_cache_bytes=2**20) as llm,
+        pytest.raises(RequestError, match="last token"),
+    ):
         llm.embed("hello")
 
 
@@ -352,25 +429,39 @@ def test_a_decoder_of_embeddings_as_the_hub_has_it(tmp_path):
     prompt that is there by name, and does not stand before texts unasked."""
     theirs = tiny_models.build_with_tokenizer(tmp_path, "qwen3", tie_word_embeddings=True)
     file = tmp_path / "model.safetensors"
-    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file
+    )
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
     tokenizer["post_processor"] = {
-        "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, end],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}, end],
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, end],
+        "pair": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+            end,
+        ],
         "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     tiny_models.write_sentence_transformers(tmp_path, mode="lasttoken")
-    says = {"prompts": {"query": "Instruct: find\nQuery:", "document": ""}, "default_prompt_name": None}
+    says = {
+        "prompts": {"query": "Instruct: find\nQuery:", "document": ""},
+        "default_prompt_name": None,
+    }
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(says))
-    with LLM(str(tmp_path), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS) as llm:
+    with LLM(
+        str(tmp_path), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS
+    ) as llm:
         for _ in range(2):  # in chunks, and with a prefix that is in the cache already
             for text, output in zip(TEXTS[:2], llm.embed(TEXTS[:2]), strict=True):
                 assert output.prompt == text
                 assert output.prompt_token_ids[-1] == 1
                 vector = expected(theirs.model, output.prompt_token_ids, "last")
-                torch.testing.assert_close(torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(
+                    torch.tensor(output.embedding), vector, rtol=1e-4, atol=1e-5
+                )
         best = llm.rerank(TEXTS[0], [TEXTS[4], TEXTS[0]])[0]
         assert (best.index, best.relevance_score) == (1, pytest.approx(1.0, abs=1e-5))
 
@@ -382,21 +473,39 @@ def test_a_language_model_that_judges_pairs(no, tmp_path):
     theirs = tiny_models.build_with_tokenizer(tmp_path, "qwen3", tie_word_embeddings=True)
     template = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}x{% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    kinds = ("sentence_transformers.base.modules.transformer.Transformer", "x.logit_score.LogitScore")
-    modules = [{"idx": i, "path": "1_LogitScore" if i else "", "type": kind} for i, kind in enumerate(kinds)]
+    kinds = (
+        "sentence_transformers.base.modules.transformer.Transformer",
+        "x.logit_score.LogitScore",
+    )
+    modules = [
+        {"idx": i, "path": "1_LogitScore" if i else "", "type": kind}
+        for i, kind in enumerate(kinds)
+    ]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "1_LogitScore").mkdir()
-    (tmp_path / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 9, "false_token_id": no}))
+    (tmp_path / "1_LogitScore" / "config.json").write_text(
+        json.dumps({"true_token_id": 9, "false_token_id": no})
+    )
     activation = "torch.nn.modules.activation.Sigmoid" if no else "torch.nn.modules.linear.Identity"
-    says = {"prompts": {"judge": "is it so"}, "default_prompt_name": "judge", "activation_fn": activation}
+    says = {
+        "prompts": {"judge": "is it so"},
+        "default_prompt_name": "judge",
+        "activation_fn": activation,
+    }
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(says))
-    with LLM(str(tmp_path), max_model_len=48, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS) as llm:
+    with LLM(
+        str(tmp_path), max_model_len=48, max_num_seqs=4, max_num_batched_tokens=16, **SETTINGS
+    ) as llm:
         tokenizer, documents = llm.get_tokenizer(), ["a dog", "the cat sat", "x y"]
         results = llm.rerank("the cat", documents)
         assert sorted(r.index for r in results) == [0, 1, 2]
-        assert [r.relevance_score for r in results] == sorted((r.relevance_score for r in results), reverse=True)
+        assert [r.relevance_score for r in results] == sorted(
+            (r.relevance_score for r in results), reverse=True
+        )
         for result in results:
-            ids = tokenizer.encode(f"s is it so q the cat d {result.document} x", add_special_tokens=False)
+            ids = tokenizer.encode(
+                f"s is it so q the cat d {result.document} x", add_special_tokens=False
+            )
             assert result.num_tokens == len(ids)
             with torch.no_grad():
                 logits = theirs(torch.tensor([ids])).logits[0, -1]
@@ -423,7 +532,9 @@ def test_vllms_names(encoder, llm):
     assert [one.outputs.data.tolist() for one in arrays] == [one.embedding for one in found]
     vectors = torch.tensor([one.embedding for one in found])
     cosines = F.cosine_similarity(vectors[:1], vectors).tolist()
-    assert [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)] == pytest.approx(cosines, abs=1e-5)
+    assert [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)] == pytest.approx(
+        cosines, abs=1e-5
+    )
     pairs = llm.score(TEXTS[:3], TEXTS[3:])
     expected_pairs = F.cosine_similarity(vectors[:3], vectors[3:]).tolist()
     assert [one.score for one in pairs] == pytest.approx(expected_pairs, abs=1e-5)

@@ -24,7 +24,9 @@ def t5(request, tmp_path_factory):
         ids = [0]
         with torch.no_grad():
             for _ in range(20):
-                logits = theirs(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])).logits
+                logits = theirs(
+                    input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])
+                ).logits
                 ids.append(int(logits[0, -1].argmax()))
         expected.append(ids[1:])
     return path, expected
@@ -42,7 +44,9 @@ def test_greedy_equals_transformers_alone_and_together(t5):
     path, expected = t5
     with LLM(str(path), max_model_len=96, max_num_seqs=4, **SETTINGS) as llm:
         assert llm.config.scheduling.max_num_mixed_tokens >= 96 + 4
-        assert answers(llm, PROMPTS) == expected  # admitted a few at a time, beside those that decode
+        assert (
+            answers(llm, PROMPTS) == expected
+        )  # admitted a few at a time, beside those that decode
         for prompt, alone in zip(PROMPTS, expected, strict=True):
             assert answers(llm, [prompt]) == [alone]
         stats = llm.stats()
@@ -64,7 +68,9 @@ def test_preempted_answers_are_the_same(t5):
     """Too few blocks for all: what loses its blocks is encoded again, and its answer so far computed again."""
     path, expected = t5
     per_block = 2 * 3 * 3 * 8 * 4 * 4  # keys and values, layers, heads, dimensions, bytes, tokens
-    with LLM(str(path), max_model_len=96, max_num_seqs=8, kv_cache_bytes=per_block * 49, **SETTINGS) as llm:
+    with LLM(
+        str(path), max_model_len=96, max_num_seqs=8, kv_cache_bytes=per_block * 49, **SETTINGS
+    ) as llm:
         assert answers(llm, PROMPTS) == expected
         assert llm.stats().num_preemptions > 0
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
@@ -73,7 +79,9 @@ def test_preempted_answers_are_the_same(t5):
 def test_the_prompts_blocks_count_as_well(t5):
     path, _ = t5
     block = 2 * 3 * 3 * 8 * 4 * 4  # as above
-    with LLM(str(path), max_model_len=96, max_num_seqs=3, **SETTINGS) as llm:  # unasked: room for all sequences
+    with LLM(
+        str(path), max_model_len=96, max_num_seqs=3, **SETTINGS
+    ) as llm:  # unasked: room for all sequences
         assert llm.ledger.num_blocks == 3 * 2 * 24 + 1
         assert llm.ledger.num_full_sequences == 3
     with pytest.raises(OutOfMemoryError, match="92 tokens of prompt and of answer") as caught:
@@ -114,8 +122,14 @@ def test_text_and_what_is_refused(t5):
             llm.embed("hello")
     for settings, field in (
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
-        ({"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 60}, "max_num_batched_tokens"),
-        ({"max_model_len": 64, "max_num_seqs": 4, "max_num_mixed_tokens": 60}, "max_num_mixed_tokens"),
+        (
+            {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 60},
+            "max_num_batched_tokens",
+        ),
+        (
+            {"max_model_len": 64, "max_num_seqs": 4, "max_num_mixed_tokens": 60},
+            "max_num_mixed_tokens",
+        ),
         ({"target_itl_ms": 20.0}, "target_itl_ms"),
     ):
         with pytest.raises(ConfigError) as caught:

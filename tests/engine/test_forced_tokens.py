@@ -36,8 +36,12 @@ SETTINGS = {
     "stopped in a forced text": {"stop": "of the per"},
     "stopped by a token": {"stop_token_ids": (40, 41, 42, 43, 44)},
     "with its end": {"min_tokens": 20},
-    "text": {"structured_outputs": StructuredOutputsParams(regex="(yes|no), and that is the end of it")},
-    "nothing to choose": {"structured_outputs": StructuredOutputsParams(choice=["there is nothing to choose"])},
+    "text": {
+        "structured_outputs": StructuredOutputsParams(regex="(yes|no), and that is the end of it")
+    },
+    "nothing to choose": {
+        "structured_outputs": StructuredOutputsParams(choice=["there is nothing to choose"])
+    },
     "log-probabilities": {"logprobs": 1},
     "few tokens allowed": {"allowed_token_ids": list(range(288))},
 }
@@ -66,12 +70,17 @@ def test_answers_are_the_same(llm, monkeypatch, name):
     expected, num_steps = without(llm, params, monkeypatch)
     before = llm.stats()
     assert answers(llm, params) == expected
-    jumped, steps = llm.stats().forced_tokens - before.forced_tokens, llm.stats().num_steps - before.num_steps
+    jumped, steps = (
+        llm.stats().forced_tokens - before.forced_tokens,
+        llm.stats().num_steps - before.num_steps,
+    )
     if name in ("greedy", "drawn", "several", "penalised"):
         for text, *_ in expected:
             jsonschema.validate(json.loads(text), SCHEMA)
         assert steps < 0.6 * num_steps
-    assert (jumped > 0) == (name not in ("log-probabilities", "few tokens allowed", "cut at 1", "cut at 2"))
+    assert (jumped > 0) == (
+        name not in ("log-probabilities", "few tokens allowed", "cut at 1", "cut at 2")
+    )
     assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
 
@@ -109,12 +118,21 @@ def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft"])
-@pytest.mark.parametrize("name", ["greedy", "drawn", "several", "penalised", "log-probabilities", "cut at 13"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "drawn", "several", "penalised", "log-probabilities", "cut at 13"]
+)
 def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name):
     """Where nothing is forced guesses are verified, each behind its own mask."""
-    lists = {"type": "array", "items": {"enum": ["hello there", "hello you", 12]}, "minItems": 8, "maxItems": 9}
+    lists = {
+        "type": "array",
+        "items": {"enum": ["hello there", "hello you", 12]},
+        "minItems": 8,
+        "maxItems": 9,
+    }
     params = dataclasses.replace(
-        BASE, structured_outputs=StructuredOutputsParams(json=lists, disable_any_whitespace=True), **SETTINGS[name]
+        BASE,
+        structured_outputs=StructuredOutputsParams(json=lists, disable_any_whitespace=True),
+        **SETTINGS[name],
     )
     expected, _ = without(llm, params, monkeypatch)
     config = {"method": method, "num_speculative_tokens": 3}
@@ -132,11 +150,16 @@ def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name)
 
 def test_a_draft_model_in_flight(tiny_model, tmp_path, llm, monkeypatch):
     """Another model's guesses, of which most are wrong, while two steps are in flight."""
-    tiny_models.write(tmp_path, "llama", seed=1, num_hidden_layers=1, vocab_size=288, max_position_embeddings=512)
+    tiny_models.write(
+        tmp_path, "llama", seed=1, num_hidden_layers=1, vocab_size=288, max_position_embeddings=512
+    )
     expected, _ = without(llm, BASE, monkeypatch)
     monkeypatch.setattr(ModelRunner, "max_in_flight", lambda self, plan: 2)
     monkeypatch.setattr(InFlightStep, "is_done", False)
-    other = make(tiny_model, speculative_config={"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 2})
+    other = make(
+        tiny_model,
+        speculative_config={"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 2},
+    )
     assert answers(other, BASE) == expected
     assert other.stats().spec_draft_tokens > 0
 
@@ -167,6 +190,8 @@ def test_forced_is_what_the_masks_leave(tiny_model):
 
 
 def test_nothing_is_forced_without_a_grammar(tiny_model):
-    with LLM(str(tiny_model), dtype="float32", device="cpu", kv_cache_bytes=2**20, max_model_len=128) as llm:
+    with LLM(
+        str(tiny_model), dtype="float32", device="cpu", kv_cache_bytes=2**20, max_model_len=128
+    ) as llm:
         llm.generate("a", SamplingParams(max_tokens=8), progress=False)
         assert llm.stats().forced_tokens == 0

@@ -15,7 +15,13 @@ from slipstream.engine.grammar import GrammarError, Grammars, check, compose
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.spec.description import read_spec
-from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
+from slipstream.types import (
+    EngineRequest,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StructuredOutputsParams,
+)
 from tests.waiting import PATIENCE_S, wait_for
 
 END = 1
@@ -33,7 +39,13 @@ def grammars(tokenizer):
 
 def request(params, request_id="r", ends=(END,), stop=(), **more):
     sampling = SamplingParams(structured_outputs=params, stop_token_ids=stop, **more)
-    return EngineRequest(request_id=request_id, prompt_token_ids=(5,), sampling=sampling, eos_token_ids=ends, max_tokens=9)
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=(5,),
+        sampling=sampling,
+        eos_token_ids=ends,
+        max_tokens=9,
+    )
 
 
 def begin(grammars, *args, **kwargs):
@@ -84,7 +96,9 @@ def test_an_end_only_where_the_grammar_accepts(grammars, tokenizer):
     comma = ids(tokenizer, ",")[0]
     stops = begin(grammars, StructuredOutputsParams(regex="a,a+"), "stops", stop=(comma,))
     stops.accept(ids(tokenizer, "a"))
-    with pytest.raises(GrammarError, match="no token"):  # only the stop token could follow, and it would end too early
+    with pytest.raises(
+        GrammarError, match="no token"
+    ):  # only the stop token could follow, and it would end too early
         allowed(stops)
     never = begin(grammars, StructuredOutputsParams(regex="a+"), "never", ends=())
     never.accept(ids(tokenizer, "a"))
@@ -128,12 +142,20 @@ def test_masks_behind_guessed_tokens(grammars, tokenizer):
         ([a, x, b], ["a", "b", None, None]),
         ([a, b, c, END], ["a", "b", "c", "d", None]),
     ):
-        plan = StepPlan(step_id=1, scheduled=(ScheduledRequest("r", 3, len(drafts) + 1, len(drafts) + 1),))
+        plan = StepPlan(
+            step_id=1, scheduled=(ScheduledRequest("r", 3, len(drafts) + 1, len(drafts) + 1),)
+        )
         mask, ended = grammars.masks(plan, {"r": drafts})
         assert (ended, list(mask.positions)) == ({}, list(range(len(drafts) + 1)))
-        rows = np.unpackbits(np.frombuffer(mask.bits, np.uint8).reshape(len(expected), -1), axis=1, bitorder="little")
+        rows = np.unpackbits(
+            np.frombuffer(mask.bits, np.uint8).reshape(len(expected), -1), axis=1, bitorder="little"
+        )
         for row, letter in zip(rows, expected, strict=True):
-            assert row.all() if letter is None else letter in texts(tokenizer, np.flatnonzero(row).tolist()) and row.sum() <= 2
+            assert (
+                row.all()
+                if letter is None
+                else letter in texts(tokenizer, np.flatnonzero(row).tolist()) and row.sum() <= 2
+            )
         assert allowed(state) == before
     grammars.clear()
 
@@ -174,10 +196,14 @@ SCHEMAS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("schema", "valid", "invalid"), SCHEMAS, ids=lambda value: json.dumps(value)[:60])
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"), SCHEMAS, ids=lambda value: json.dumps(value)[:60]
+)
 def test_keywords_of_schemas(grammars, tokenizer, schema, valid, invalid):
     for text in (*valid, *invalid):
-        state = begin(grammars, StructuredOutputsParams(json=schema, disable_any_whitespace=True), "s")
+        state = begin(
+            grammars, StructuredOutputsParams(json=schema, disable_any_whitespace=True), "s"
+        )
         try:
             state.accept(ids(tokenizer, text))
             taken = END in allowed(state)
@@ -189,11 +215,15 @@ def test_keywords_of_schemas(grammars, tokenizer, schema, valid, invalid):
 
 def test_who_cannot_go_on_is_said(grammars, tokenizer):
     grammars.clear()
-    dead = begin(grammars, StructuredOutputsParams(regex="a,a+"), "dead", stop=tuple(ids(tokenizer, ",")))
+    dead = begin(
+        grammars, StructuredOutputsParams(regex="a,a+"), "dead", stop=tuple(ids(tokenizer, ","))
+    )
     dead.accept(ids(tokenizer, "a"))
     done = begin(grammars, StructuredOutputsParams(regex="a"), "done", ends=())
     done.accept(ids(tokenizer, "a"))
-    plan = StepPlan(step_id=1, scheduled=(ScheduledRequest("dead", 3, 1, 1), ScheduledRequest("done", 3, 1, 1)))
+    plan = StepPlan(
+        step_id=1, scheduled=(ScheduledRequest("dead", 3, 1, 1), ScheduledRequest("done", 3, 1, 1))
+    )
     mask, ended = grammars.masks(plan)
     assert set(ended) == {"dead", "done"}
     assert ended["done"] is None
@@ -217,7 +247,9 @@ def test_what_the_request_rules_out(grammars, tokenizer):
     assert c not in allowed(without)
     masks = np.zeros((3, 9), np.int32)
     without.mask(masks[0])
-    without.mask_drafts(masks, [b, a])  # what is behind a guess that leaves nothing is found when it is drawn
+    without.mask_drafts(
+        masks, [b, a]
+    )  # what is behind a guess that leaves nothing is found when it is drawn
     assert (masks[1] == -1).all()
     without.accept([b])
     for state in (begin(grammars, params, "none", allowed_token_ids=(b, c)), without):
@@ -226,7 +258,9 @@ def test_what_the_request_rules_out(grammars, tokenizer):
     words = {"allowed_token_ids": (b, a), "bad_words_token_ids": ((a, a),)}
     ended = begin(grammars, StructuredOutputsParams(regex="a+"), "ended", **words)
     ended.accept([a])
-    assert not allowed(ended) - set(ids(tokenizer, "aa"))  # no end token is allowed, either: the answer is complete
+    assert not allowed(ended) - set(
+        ids(tokenizer, "aa")
+    )  # no end token is allowed, either: the answer is complete
     grammars.clear()
 
 
@@ -254,7 +288,11 @@ def test_a_limit_behind_forced_tokens_ends_one_request(grammars, tokenizer):
 def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch):
     """Two threads compile. Stuck calls lose their places; with too many of them nothing more is begun until one has ended."""
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
-    grammars, release, began = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids), Event(), []
+    grammars, release, began = (
+        Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids),
+        Event(),
+        [],
+    )
     whole = grammars._compile
 
     def stuck(params):
@@ -275,7 +313,9 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
     grammars._compile = stuck
     assert not grammars.begin(request(several[3], "3"))
-    assert not grammars.begin(request(several[4], "4"))  # it waits, or begins; the limit is reached either way
+    assert not grammars.begin(
+        request(several[4], "4")
+    )  # it waits, or begins; the limit is reached either way
     compiled(grammars, 2)
     with pytest.raises(EngineOverloadedError, match="stuck"):
         grammars.begin(request(StructuredOutputsParams(regex="zzz+"), "5"))
@@ -363,18 +403,41 @@ async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
 
 
 def nested(schema):
-    return {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [{"type": "string"}, schema]}}}}
+    return {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"anyOf": [{"type": "string"}, schema]}}},
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "field", "says"),
     [
-        ({"json": nested({"not": {"type": "null"}})}, "json", r"not.*properties\.a\.items\.anyOf\[1\]"),
-        ({"json": nested({"type": "string", "format": "frob"})}, "json", r"frob.*properties\.a\.items\.anyOf\[1\]"),
+        (
+            {"json": nested({"not": {"type": "null"}})},
+            "json",
+            r"not.*properties\.a\.items\.anyOf\[1\]",
+        ),
+        (
+            {"json": nested({"type": "string", "format": "frob"})},
+            "json",
+            r"frob.*properties\.a\.items\.anyOf\[1\]",
+        ),
         ({"json": nested(7)}, "json", r"object or boolean.*properties\.a\.items\.anyOf\[1\]"),
-        ({"json": {"properties": {"a": True, "b": {"type": 5}}}}, "json", r"type must be.*properties\.b\)"),
-        ({"json": nested({"required": "é数" * 50})}, "json", r"library fails.*properties\.a\.items\.anyOf\[1\]"),  # it panics
-        ({"json": {"$defs": {"x": {"type": "array", "uniqueItems": True}}, "$ref": "#/$defs/x"}}, "json", r"uniqueItems"),
+        (
+            {"json": {"properties": {"a": True, "b": {"type": 5}}}},
+            "json",
+            r"type must be.*properties\.b\)",
+        ),
+        (
+            {"json": nested({"required": "é数" * 50})},
+            "json",
+            r"library fails.*properties\.a\.items\.anyOf\[1\]",
+        ),  # it panics
+        (
+            {"json": {"$defs": {"x": {"type": "array", "uniqueItems": True}}, "$ref": "#/$defs/x"}},
+            "json",
+            r"uniqueItems",
+        ),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "json", "look-ahead"),
         ({"json": {"$ref": "#/nowhere"}}, "json", "nowhere"),
         ({"json": False}, "json", "object"),
@@ -383,7 +446,16 @@ def nested(schema):
         ({"json": {"enum": ["x" * grammar.MAX_CHARACTERS]}}, "json", "characters"),
         ({"regex": "a(b"}, "regex", "unclosed"),
         ({"regex": "a(?=b)"}, "regex", "look-ahead"),
-        ({"json": {"properties": {"a": {"$id": "x:a", "$ref": "#/$defs/b"}}, "$defs": {"b": {}}}}, "json", "properties.a"),
+        (
+            {
+                "json": {
+                    "properties": {"a": {"$id": "x:a", "$ref": "#/$defs/b"}},
+                    "$defs": {"b": {}},
+                }
+            },
+            "json",
+            "properties.a",
+        ),
         ({"grammar": "start: nothing"}, "grammar", "unknown name"),
         ({"grammar": "root ::= nothing"}, "grammar", "enforced"),
         ({"grammar": "§"}, "grammar", "enforced"),
@@ -406,7 +478,10 @@ def test_what_cannot_be_enforced_is_named(given, field, says):
         ({"choice": "ab"}, "structured_outputs.choice"),
         ({"regex": 3}, "structured_outputs.regex"),
         ({"json": {"a": {1, 2}}}, "structured_outputs.json"),
-        ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any_whitespace"),
+        (
+            {"regex": "a", "disable_any_whitespace": True},
+            "structured_outputs.disable_any_whitespace",
+        ),
     ],
 )
 def test_parameters_that_say_nothing_clear(given, field):
@@ -436,7 +511,13 @@ def test_whitespace(grammars, tokenizer):
 
 
 def test_grammars_of_every_kind_compose():
-    for given in ({"json": {}}, {"json": True}, {"regex": "a"}, {"choice": ['"', "\\"]}, {"json_object": True}):
+    for given in (
+        {"json": {}},
+        {"json": True},
+        {"regex": "a"},
+        {"choice": ['"', "\\"]},
+        {"json_object": True},
+    ):
         params = StructuredOutputsParams(**given)
         check(params)
         assert compose(params)

@@ -18,7 +18,9 @@ from tests import tiny_models
 def llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     tiny_models.write_with_tokenizer(path)
-    with LLM(str(path), device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=2**20) as llm:
+    with LLM(
+        str(path), device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=2**20
+    ) as llm:
         yield llm
 
 
@@ -38,7 +40,9 @@ def test_prompts_by_vllms_names(llm):
 
 
 def test_log_probabilities_by_token(llm):
-    answer = llm.generate("hello", SamplingParams(temperature=0, max_tokens=2, logprobs=2), progress=False)[0].outputs[0]
+    answer = llm.generate(
+        "hello", SamplingParams(temperature=0, max_tokens=2, logprobs=2), progress=False
+    )[0].outputs[0]
     for token, position in zip(answer.token_ids, answer.logprobs, strict=True):
         assert position[token].logprob == position.chosen.logprob
         assert position[token].decoded_token == position.chosen.token
@@ -65,7 +69,9 @@ def test_bad_words(llm):
     first, second = plain[:2]
     assert first not in tokens_of(llm, bad_words_token_ids=[[first]])
     # Of two tokens only the second is not drawn, and only behind the first; the prompt does not count.
-    found = tokens_of(llm, bad_words_token_ids=[[first, second], [*llm.get_tokenizer().encode("hello"), first]])
+    found = tokens_of(
+        llm, bad_words_token_ids=[[first, second], [*llm.get_tokenizer().encode("hello"), first]]
+    )
     assert found[0] == first
     assert found[1] != second
     assert all(pair != (first, second) for pair in itertools.pairwise(found))
@@ -73,7 +79,10 @@ def test_bad_words(llm):
     assert llm.get_tokenizer().encode(word, add_special_tokens=False) == [first]
     assert first not in tokens_of(llm, bad_words=[word])
     # What can't be avoided is drawn all the same.
-    assert tokens_of(llm, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], temperature=1.0) == [5] * 8
+    assert (
+        tokens_of(llm, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], temperature=1.0)
+        == [5] * 8
+    )
 
 
 def test_params_that_cannot_be_had(llm):
@@ -168,15 +177,23 @@ def test_settings_that_are_advised_are_there():
 
 
 def test_what_is_no_prompt_is_named(llm):
-    with pytest.raises(RequestError, match="a prompt is a text or its token ids, got int") as caught:
+    with pytest.raises(
+        RequestError, match="a prompt is a text or its token ids, got int"
+    ) as caught:
         llm.generate(5)
     assert caught.value.field == "prompts"
 
 
 def test_an_answers_logprob_is_the_sum_of_its_tokens(llm):
-    asked, unasked = llm.generate(["hello"] * 2, [SamplingParams(max_tokens=4, logprobs=number) for number in (1, None)])
+    asked, unasked = llm.generate(
+        ["hello"] * 2, [SamplingParams(max_tokens=4, logprobs=number) for number in (1, None)]
+    )
     (choice,) = asked.outputs
-    assert choice.cumulative_logprob == sum(position.chosen.logprob for position in choice.logprobs) < 0
+    assert (
+        choice.cumulative_logprob
+        == sum(position.chosen.logprob for position in choice.logprobs)
+        < 0
+    )
     assert unasked.outputs[0].cumulative_logprob is None
 
 
@@ -191,7 +208,10 @@ def test_so_is_a_misspelt_argument_of_a_call(llm, method):
 
 def test_without_texts(llm):
     greedy = dict(temperature=0, max_tokens=4, logprobs=1)
-    plain, bare = (llm.generate("hello", SamplingParams(**greedy, detokenize=d), progress=False)[0] for d in (True, False))
+    plain, bare = (
+        llm.generate("hello", SamplingParams(**greedy, detokenize=d), progress=False)[0]
+        for d in (True, False)
+    )
     assert (bare.outputs[0].text, bare.outputs[0].token_ids) == ("", plain.outputs[0].token_ids)
 
 
@@ -208,19 +228,30 @@ def test_a_prompts_last_tokens(llm):
     assert kept({"prompt_token_ids": whole}, 4) == whole[-4:]
     assert kept({"prompt_token_ids": whole}, 100) == whole
     assert len(kept("one two three " * 500, -1)) == 60  # of a context of 64
-    assert len(kept("one two three " * 5000, -1)) == 60  # more characters than are tokenised otherwise
+    assert (
+        len(kept("one two three " * 5000, -1)) == 60
+    )  # more characters than are tokenised otherwise
 
 
 def test_chats_by_vllms_names(llm):
     said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the lo"}]
     greedy = SamplingParams(temperature=0, max_tokens=4)
     tokenizer = llm.get_tokenizer()
-    text = tokenizer.apply_chat_template(said, add_generation_prompt=False, continue_final_message=True)
+    text = tokenizer.apply_chat_template(
+        said, add_generation_prompt=False, continue_final_message=True
+    )
     assert text.endswith("the lo")
     assert tokenizer.apply_chat_template(said, add_generation_prompt=False).startswith(text)
-    found = llm.chat(said, greedy, add_generation_prompt=False, continue_final_message=True, use_tqdm=False)[0]
+    found = llm.chat(
+        said, greedy, add_generation_prompt=False, continue_final_message=True, use_tqdm=False
+    )[0]
     assert found.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
-    own = llm.chat(said, greedy, chat_template="{{ messages[0].content }}{{ x }}", chat_template_kwargs={"x": "!"})[0]
+    own = llm.chat(
+        said,
+        greedy,
+        chat_template="{{ messages[0].content }}{{ x }}",
+        chat_template_kwargs={"x": "!"},
+    )[0]
     assert own.prompt == "hello!"
     for wrong, field in (
         ({"continue_final_message": True}, "continue_final_message"),
@@ -233,5 +264,7 @@ def test_chats_by_vllms_names(llm):
         tokenizer.apply_chat_template(said, tokenize=True)
     shouting = "{{ messages[-1].content | upper }}"
     with pytest.raises(RequestError, match="needs a last message"):
-        tokenizer.apply_chat_template([], chat_template=shouting, add_generation_prompt=False, continue_final_message=True)
+        tokenizer.apply_chat_template(
+            [], chat_template=shouting, add_generation_prompt=False, continue_final_message=True
+        )
     assert tokenizer.eos_token_id in tokenizer.eos_token_ids

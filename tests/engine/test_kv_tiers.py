@@ -21,7 +21,14 @@ from slipstream.worker.host_runner import HostRunner
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
-SIZES = dict(device="cpu", dtype="float32", max_model_len=256, max_num_seqs=4, num_threads=1, skip_tokenizer_init=True)
+SIZES = dict(
+    device="cpu",
+    dtype="float32",
+    max_model_len=256,
+    max_num_seqs=4,
+    num_threads=1,
+    skip_tokenizer_init=True,
+)
 PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (40, 100, 130)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -38,7 +45,16 @@ def answers(llm):
 
 
 def engine(model, folder, **more):
-    return LLM(str(model), **{**SIZES, "kv_disk_bytes": 2**26, "kv_disk_path": str(folder), "kv_cache_bytes": 2**21, **more})
+    return LLM(
+        str(model),
+        **{
+            **SIZES,
+            "kv_disk_bytes": 2**26,
+            "kv_disk_path": str(folder),
+            "kv_cache_bytes": 2**21,
+            **more,
+        },
+    )
 
 
 @pytest.mark.parametrize("torchless", [True, False])
@@ -121,10 +137,22 @@ GPU = DeviceInfo(
         ({"kv_disk_bytes": 2**30}, "kv_disk_bytes"),
         ({"kv_disk_path": "kv"}, "kv_disk_path"),
         ({"kv_disk_bytes": 0, "kv_disk_path": "kv"}, "kv_disk_bytes"),
-        ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "enable_prefix_caching": False}, "kv_disk_bytes"),
-        ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2}, "kv_disk_bytes"),
-        ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "speculative_model": "draft"}, "kv_disk_bytes"),
-        ({"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"}, "kv_disk_bytes"),  # by way of the host
+        (
+            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "enable_prefix_caching": False},
+            "kv_disk_bytes",
+        ),
+        (
+            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "tensor_parallel_size": 2},
+            "kv_disk_bytes",
+        ),
+        (
+            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "speculative_model": "draft"},
+            "kv_disk_bytes",
+        ),
+        (
+            {"kv_disk_bytes": 2**30, "kv_disk_path": "kv", "device": "cuda"},
+            "kv_disk_bytes",
+        ),  # by way of the host
         ({"kv_host_bytes": 0, "device": "cuda"}, "kv_host_bytes"),
     ],
 )
@@ -152,16 +180,39 @@ def test_a_folder_that_can_not_be_made_is_refused(made, tmp_path):
 
 
 def start(model, folder):
-    command = [sys.executable, "-m", "slipstream", "serve", str(model), "--port=0", "--json", "--device=cpu"]
-    command += ["--dtype=float32", "--num-threads=1", "--max-model-len=256", f"--kv-cache-bytes={2**21}"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        str(model),
+        "--port=0",
+        "--json",
+        "--device=cpu",
+    ]
+    command += [
+        "--dtype=float32",
+        "--num-threads=1",
+        "--max-model-len=256",
+        f"--kv-cache-bytes={2**21}",
+    ]
     command += ["--kv-disk-bytes=64MiB", f"--kv-disk-path={folder}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, process_group=0)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+        process_group=0,
+    )
     return process, json.loads(process.stdout.readline())["url"]
 
 
 def ask(url, path, body=None):
-    request = urllib.request.Request(url.removesuffix("/v1") + path, method="GET" if body is None else "POST")
+    request = urllib.request.Request(
+        url.removesuffix("/v1") + path, method="GET" if body is None else "POST"
+    )
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("content-type", "application/json")
@@ -170,13 +221,22 @@ def ask(url, path, body=None):
 
 
 def metric(url, name):
-    found = [line for line in ask(url, "/metrics").splitlines() if line.startswith(f"slipstream:{name}{{")]
+    found = [
+        line
+        for line in ask(url, "/metrics").splitlines()
+        if line.startswith(f"slipstream:{name}{{")
+    ]
     return float(found[0].split()[-1])
 
 
 def test_a_conversation_survives_kill_9_of_the_server(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path / "model", "llama")
-    body = {"model": "model", "prompt": PROMPTS[2]["prompt_token_ids"], "max_tokens": 20, "temperature": 0}
+    body = {
+        "model": "model",
+        "prompt": PROMPTS[2]["prompt_token_ids"],
+        "max_tokens": 20,
+        "temperature": 0,
+    }
     found = []
     for expected in (0, 128):
         process, url = start(tmp_path / "model", tmp_path / "kv")
@@ -185,7 +245,10 @@ def test_a_conversation_survives_kill_9_of_the_server(tmp_path):
             found.append(json.loads(ask(url, "/v1/completions", body)))
             assert metric(url, "kv_disk_tier_hits_total") == expected
             if not expected:
-                wait_for(lambda url=url: metric(url, "kv_tier_stored_blocks_total") >= 8, "they are not stored")
+                wait_for(
+                    lambda url=url: metric(url, "kv_tier_stored_blocks_total") >= 8,
+                    "they are not stored",
+                )
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

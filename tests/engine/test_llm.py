@@ -13,7 +13,13 @@ import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import DeviceInfo, EngineArgs, SpeculationConfig, resolve
-from slipstream.errors import ConfigError, ContextLengthError, OutOfMemoryError, RequestError, UnsupportedModelError
+from slipstream.errors import (
+    ConfigError,
+    ContextLengthError,
+    OutOfMemoryError,
+    RequestError,
+    UnsupportedModelError,
+)
 from slipstream.kernels import native
 from slipstream.kernels.native import has_cpu_kernels
 from slipstream.model.step_program import compile_step
@@ -43,7 +49,12 @@ def path(tmp_path_factory):
 
 def make(path, **settings):
     defaults = dict(
-        dtype="float32", device="cpu", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=32, num_threads=1
+        dtype="float32",
+        device="cpu",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        num_threads=1,
     )
     return LLM(str(path), **{**defaults, **settings})
 
@@ -157,7 +168,9 @@ def test_prefix_cache_is_hit_and_changes_nothing(path):
     assert warm.num_cached_tokens == 32
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
     (whole,) = (llm.generate([PROMPTS[2]], GREEDY),)
-    (again,) = llm.generate([PROMPTS[2]], GREEDY)  # a prompt of whole blocks computes its last block
+    (again,) = llm.generate(
+        [PROMPTS[2]], GREEDY
+    )  # a prompt of whole blocks computes its last block
     assert again.num_cached_tokens == 0
     assert again.outputs[0].token_ids == whole[0].outputs[0].token_ids
 
@@ -175,14 +188,20 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
         wants = [
             SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1),
             SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={1: -50.0}),
-            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=3, stop_token_ids=[2]),
-            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.0001),
+            SamplingParams(
+                temperature=0, max_tokens=12, ignore_eos=True, min_tokens=3, stop_token_ids=[2]
+            ),
+            SamplingParams(
+                temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.0001
+            ),
         ]
         for more in wants:
             found.clear()
             mixed = llm.generate(PROMPTS, [more] + [GREEDY] * (len(PROMPTS) - 1))
             assert found
-            assert [a.outputs[0].token_ids for a in mixed[1:]] == [a.outputs[0].token_ids for a in alone[1:]]
+            assert [a.outputs[0].token_ids for a in mixed[1:]] == [
+                a.outputs[0].token_ids for a in alone[1:]
+            ]
 
 
 @pytest.mark.parametrize("most", [0, 2, 64])
@@ -195,13 +214,20 @@ def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
             pytest.skip("needs the C++ kernels")
         whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
         ahead, launch = [], llm.core.executor.runner.launch
-        monkeypatch.setattr(llm.core.executor.runner, "launch", lambda plan: ahead.append(launch(plan)) or ahead[-1])
-        stops = [SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[5]]) for tokens in whole]
+        monkeypatch.setattr(
+            llm.core.executor.runner, "launch", lambda plan: ahead.append(launch(plan)) or ahead[-1]
+        )
+        stops = [
+            SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[5]])
+            for tokens in whole
+        ]
         short = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, stops)]
         assert short == [tokens[: tokens.index(tokens[5]) + 1] for tokens in whole]
         assert any(step.done is not None for step in ahead) == (most > 0)
         stream = llm.stream(PROMPTS[0], GREEDY)
-        assert [*next(stream).outputs[0].token_ids, *next(stream).outputs[0].token_ids] == whole[0][:2]
+        assert [*next(stream).outputs[0].token_ids, *next(stream).outputs[0].token_ids] == whole[0][
+            :2
+        ]
         stream.close()
         assert not llm.core.has_work or llm.core.scheduler.stats().num_running == 0
 
@@ -227,7 +253,11 @@ def test_a_token_does_not_wait_for_another_prompt(path, monkeypatch):
             pytest.skip("needs the C++ kernels")
         runner, step = core.executor.runner, core.step
         launch = runner.launch
-        monkeypatch.setattr(runner, "launch", lambda plan: events.append(plan.scheduled[-1].num_tokens) or launch(plan))
+        monkeypatch.setattr(
+            runner,
+            "launch",
+            lambda plan: events.append(plan.scheduled[-1].num_tokens) or launch(plan),
+        )
         first = llm._input.prepare(PROMPTS[1], GREEDY)
         core.add(first.engine_requests)
         for _ in range(4):
@@ -257,7 +287,9 @@ def test_scaled_and_capped_logits_are_made(path, monkeypatch):
 
 
 def test_logprobs_are_the_models_own(llm, hf):
-    sampling = SamplingParams(temperature=0.7, seed=3, max_tokens=6, logprobs=5, prompt_logprobs=2, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=6, logprobs=5, prompt_logprobs=2, ignore_eos=True
+    )
     (output,) = llm.generate([PROMPTS[3]], sampling)
     prompt, answer = PROMPTS[3]["prompt_token_ids"], output.outputs[0]
     with torch.no_grad():
@@ -268,12 +300,16 @@ def test_logprobs_are_the_models_own(llm, hf):
         assert position.chosen.token_id == answer.token_ids[i]
         assert position.chosen.logprob == pytest.approx(row[answer.token_ids[i]].item(), abs=1e-4)
         assert position.chosen.rank == int((row > row[answer.token_ids[i]]).sum()) + 1
-        assert [t.logprob for t in position.top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)
+        assert [t.logprob for t in position.top] == pytest.approx(
+            row.topk(5).values.tolist(), abs=1e-4
+        )
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for i, position in enumerate(output.prompt_logprobs[1:], 1):
         assert position.chosen.token_id == prompt[i]
-        assert position.chosen.logprob == pytest.approx(reference[i - 1, prompt[i]].item(), abs=1e-4)
+        assert position.chosen.logprob == pytest.approx(
+            reference[i - 1, prompt[i]].item(), abs=1e-4
+        )
         assert len(position.top) == 2
 
 
@@ -284,12 +320,17 @@ def test_stop_token_min_tokens_and_bias(llm):
     (stopped,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, stop_token_ids=(third,)))
     assert stopped.outputs[0].token_ids == plain.outputs[0].token_ids[: first_at + 1]
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", third)
-    (longer,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, stop_token_ids=(third,), min_tokens=6))
+    (longer,) = llm.generate(
+        [PROMPTS[0]], dataclasses.replace(GREEDY, stop_token_ids=(third,), min_tokens=6)
+    )
     assert third not in longer.outputs[0].token_ids[:6]
     (biased,) = llm.generate([PROMPTS[0]], dataclasses.replace(GREEDY, logit_bias={77: 1000.0}))
     assert biased.outputs[0].token_ids == [77] * 12
     (varied,) = llm.generate(
-        [PROMPTS[0]], dataclasses.replace(GREEDY, logit_bias={77: 30.0, 78: 29.5}, frequency_penalty=2.0, max_tokens=4)
+        [PROMPTS[0]],
+        dataclasses.replace(
+            GREEDY, logit_bias={77: 30.0, 78: 29.5}, frequency_penalty=2.0, max_tokens=4
+        ),
     )
     assert set(varied.outputs[0].token_ids) == {77, 78}
 
@@ -301,14 +342,18 @@ def test_stop_string(llm):
     (cut,) = llm.generate(["Hello"], dataclasses.replace(GREEDY, stop=(stop,)))
     assert cut.outputs[0].text == text[: text.index(stop)]
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
-    (kept,) = llm.generate(["Hello"], dataclasses.replace(GREEDY, stop=stop, include_stop_str_in_output=True))
+    (kept,) = llm.generate(
+        ["Hello"], dataclasses.replace(GREEDY, stop=stop, include_stop_str_in_output=True)
+    )
     assert kept.outputs[0].text == text[: text.index(stop) + len(stop)]
     assert idle(llm)
 
 
 def test_the_context_ends_a_sequence(llm):
     prompt = {"prompt_token_ids": [3] * 120}
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    (output,) = llm.generate(
+        [prompt], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    )
     assert len(output.outputs[0].token_ids) == 8
     assert output.outputs[0].finish_reason == "length"
 
@@ -323,8 +368,14 @@ def test_chat_uses_the_template(llm):
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "x", "parameters": CITY}}
-NOTE = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "x", "parameters": CITY},
+}
+NOTE = {
+    "type": "function",
+    "function": {"name": "note", "parameters": {"type": "object", "properties": {}}},
+}
 TOOL_TEMPLATE = (
     '{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{# <tool_call> {"name": #}'
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -335,12 +386,24 @@ ASK = [{"role": "user", "content": "Hi"}]
 
 def test_chat_gives_calls(path):
     llm = make(path, max_model_len=256)
-    spaces = dict.fromkeys(llm.get_tokenizer().encode(" \n\r\t", add_special_tokens=False), -100.0)  # there is room for few
-    any_of, named = {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    spaces = dict.fromkeys(
+        llm.get_tokenizer().encode(" \n\r\t", add_special_tokens=False), -100.0
+    )  # there is room for few
+    any_of, named = (
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    )
     for choice in (any_of, named):
         sampling = SamplingParams(seed=1, max_tokens=120, logit_bias=spaces)
         tools = [WEATHER] if choice is any_of else [WEATHER, NOTE]
-        (answer,) = llm.chat(ASK, sampling, tools=tools, **choice, parallel_tool_calls=False, chat_template=TOOL_TEMPLATE)
+        (answer,) = llm.chat(
+            ASK,
+            sampling,
+            tools=tools,
+            **choice,
+            parallel_tool_calls=False,
+            chat_template=TOOL_TEMPLATE,
+        )
         output = answer.outputs[0]
         assert output.finish_reason == "tool_calls"
         (call,) = output.message.tool_calls
@@ -348,19 +411,30 @@ def test_chat_gives_calls(path):
         assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
         assert output.message.content is None
         assert "<tool_call>" in output.text
-        turn = [*ASK, output.message.to_dict(), {"role": "tool", "content": "sun", "tool_call_id": call.id}]
+        turn = [
+            *ASK,
+            output.message.to_dict(),
+            {"role": "tool", "content": "sun", "tool_call_id": call.id},
+        ]
         (following,) = llm.chat(turn, GREEDY, tools=[WEATHER], chat_template=TOOL_TEMPLATE)
         prompt = llm.get_tokenizer().decode(following.prompt_token_ids)
-        assert f"calls {json.loads(call.arguments)['city']}" in prompt, "the template had the arguments as an object"
+        assert f"calls {json.loads(call.arguments)['city']}" in prompt, (
+            "the template had the arguments as an object"
+        )
 
 
 def test_chat_parts_of_an_answer(llm):
     (plain,) = llm.chat(ASK, GREEDY)
-    assert plain.outputs[0].message.to_dict() == {"role": "assistant", "content": plain.outputs[0].text}
+    assert plain.outputs[0].message.to_dict() == {
+        "role": "assistant",
+        "content": plain.outputs[0].text,
+    }
     thinks = TOOL_TEMPLATE + "{# </think> #}<think>"
     wanted = StructuredOutputsParams(regex="so")
     (answer,) = llm.chat(
-        ASK, SamplingParams(max_tokens=64, temperature=0, structured_outputs=wanted, ignore_eos=True), chat_template=thinks
+        ASK,
+        SamplingParams(max_tokens=64, temperature=0, structured_outputs=wanted, ignore_eos=True),
+        chat_template=thinks,
     )
     message = answer.outputs[0].message
     text, _, rest = answer.outputs[0].text.partition("</think>")
@@ -375,7 +449,10 @@ def test_chat_parts_of_an_answer(llm):
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.function.name"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice.function.name",
+        ),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [WEATHER], "chat_template": "{{ messages }}"}, "tools"),
         ({"tools": [WEATHER], "chat_template": "{{ messages }}{{ tools }}"}, "tools"),
@@ -404,8 +481,18 @@ def test_a_stream_that_is_left_frees_everything(llm):
         ({"prompt_token_ids": []}, GREEDY, RequestError, "prompt"),
         ({"prompt_token_ids": [10**6]}, GREEDY, RequestError, "prompt_token_ids"),
         ({"prompt_token_ids": [3] * 128}, GREEDY, ContextLengthError, "prompt"),
-        ({"prompt_token_ids": [3]}, dataclasses.replace(GREEDY, max_tokens=500), ContextLengthError, "max_tokens"),
-        ({"prompt_token_ids": [3]}, dataclasses.replace(GREEDY, logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
+        (
+            {"prompt_token_ids": [3]},
+            dataclasses.replace(GREEDY, max_tokens=500),
+            ContextLengthError,
+            "max_tokens",
+        ),
+        (
+            {"prompt_token_ids": [3]},
+            dataclasses.replace(GREEDY, logit_bias={10**6: 1.0}),
+            RequestError,
+            "logit_bias",
+        ),
         (17, GREEDY, RequestError, "prompt"),
     ],
     ids=str,
@@ -431,7 +518,11 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"dense_copies": True}, ConfigError, "dense_copies"),
         ({"quantization": "fp8"}, ConfigError, "quantization"),
         ({"quantization": "int5", "kernels": "reference"}, ConfigError, "quantization"),
-        ({"quantization": "int4", "kernels": "reference"}, ConfigError, "quantization"),  # 32 inputs, groups of 128
+        (
+            {"quantization": "int4", "kernels": "reference"},
+            ConfigError,
+            "quantization",
+        ),  # 32 inputs, groups of 128
         ({"kv_cache_dtype": "fp8"}, ConfigError, "kv_cache_dtype"),
         ({"kv_cache_dtype": "bfloat16"}, ConfigError, "kv_cache_dtype"),
         ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size"),
@@ -441,9 +532,17 @@ def test_a_bad_request_is_refused_by_name_and_leaves_nothing(llm, prompt, sampli
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, ConfigError, "max_num_batched_tokens"),
         ({"max_num_mixed_tokens": 4, "max_num_seqs": 8}, ConfigError, "max_num_mixed_tokens"),
-        ({"max_num_mixed_tokens": 99, "max_num_batched_tokens": 98}, ConfigError, "max_num_mixed_tokens"),
         (
-            {"max_num_mixed_tokens": 64, "max_num_batched_tokens": 128, "enable_chunked_prefill": False},
+            {"max_num_mixed_tokens": 99, "max_num_batched_tokens": 98},
+            ConfigError,
+            "max_num_mixed_tokens",
+        ),
+        (
+            {
+                "max_num_mixed_tokens": 64,
+                "max_num_batched_tokens": 128,
+                "enable_chunked_prefill": False,
+            },
             ConfigError,
             "max_num_mixed_tokens",
         ),
@@ -477,7 +576,9 @@ def test_a_form_that_needs_a_gpu_names_those_of_a_cpu(path, settings, there_is):
 
 
 def test_a_misspelled_type_of_cache_is_not_said_to_need_a_gpu(path):
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int88' is not one of .*did you mean 'int8'"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype='int88' is not one of .*did you mean 'int8'"
+    ):
         LLM(str(path), device="cpu", kv_cache_dtype="int88")
 
 
@@ -490,7 +591,10 @@ def test_sizes_that_a_scheme_can_not_cut_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(native.library_path() is None, reason="the C++ kernels are not built")
-@pytest.mark.parametrize(("kernels", "remedy"), [("cpu", "use 'int4-g32' or 'int8'"), ("reference", "'int4-g32', 'fp8' or")])
+@pytest.mark.parametrize(
+    ("kernels", "remedy"),
+    [("cpu", "use 'int4-g32' or 'int8'"), ("reference", "'int4-g32', 'fp8' or")],
+)
 def test_a_refused_scheme_names_those_that_there_are(path, kernels, remedy):
     with pytest.raises(ConfigError, match=remedy):
         make(path, quantization="int4", kernels=kernels)
@@ -515,21 +619,38 @@ def test_what_a_gpu_computes_in_16_bits_is_not_asked_for_in_32(path):
     assert caught.value.field == "dtype"
 
 
-@pytest.mark.parametrize("method", ["draft", "medusa", "peagle", "dflash", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "method", ["draft", "medusa", "peagle", "dflash", "eagle", "eagle3", "mtp"]
+)
 def test_only_a_chain_in_graphs_goes_ahead(path, method):
     on_gpu, eager = on_a_gpu(path), on_a_gpu(path, enforce_eager=True)
     info = dataclasses.replace(on_gpu.device.info, device="cpu")
     on_cpu = dataclasses.replace(on_gpu, device=dataclasses.replace(on_gpu.device, info=info))
-    found = [dataclasses.replace(c, speculation=SpeculationConfig(method=method)) for c in (on_gpu, eager, on_cpu)]
-    assert [c.drafts_ahead for c in found] == [method in ("draft", "eagle", "eagle3", "mtp"), False, False]
+    found = [
+        dataclasses.replace(c, speculation=SpeculationConfig(method=method))
+        for c in (on_gpu, eager, on_cpu)
+    ]
+    assert [c.drafts_ahead for c in found] == [
+        method in ("draft", "eagle", "eagle3", "mtp"),
+        False,
+        False,
+    ]
     assert not on_gpu.drafts_ahead
 
 
 def test_a_gpu_that_has_a_part_of_the_weights(path, tmp_path):
-    whole, part = on_a_gpu(path, quantization="int4"), on_a_gpu(path, quantization="int4", weights_bytes=2**20)
+    whole, part = (
+        on_a_gpu(path, quantization="int4"),
+        on_a_gpu(path, quantization="int4", weights_bytes=2**20),
+    )
     assert (whole.device.dense_copies, part.device.dense_copies) == (True, False)
-    assert (whole.scheduling.max_num_batched_tokens, part.scheduling.max_num_batched_tokens) == (8192, 16384)
-    rounded_but_for_one(tmp_path, weights={"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True})
+    assert (whole.scheduling.max_num_batched_tokens, part.scheduling.max_num_batched_tokens) == (
+        8192,
+        16384,
+    )
+    rounded_but_for_one(
+        tmp_path, weights={"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    )
     assert on_a_gpu(tmp_path, weights_bytes=2**20).model.weights_bytes == 2**20
     for settings, says in (
         (dict(quantization="int4", dense_copies=True), "leave out dense_copies"),
@@ -569,13 +690,22 @@ def test_an_older_gpu_has_no_products_of_fp8_also_where_only_some_are(tmp_path):
 
 
 def test_dense_copies_also_where_only_some_products_have_4_bits(tmp_path):
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+    }
     rounded_but_for_one(tmp_path, weights=weights, input_activations=None)
     found = on_a_gpu(tmp_path)
     assert found.device.dense_copies
     assert not on_a_gpu(tmp_path, dense_copies=False).device.dense_copies
     spec = read_spec(tmp_path).spec
-    all_products = sum(p.rows * p.inner for layer in spec.all_layers for p in layer.weight_shapes(spec.hidden_size))
+    all_products = sum(
+        p.rows * p.inner for layer in spec.all_layers for p in layer.weight_shapes(spec.hidden_size)
+    )
     copies = 2 * (all_products - 64 * 192)
     assert on_a_gpu(tmp_path, memory=4 * copies).device.dense_copies
     assert not on_a_gpu(tmp_path, memory=4 * copies - 1).device.dense_copies
@@ -600,7 +730,9 @@ def test_a_shutdown_releases_what_nobody_holds_any_more(path, monkeypatch, kerne
     llm = make(path, kernels=kernels)
     llm.generate(PROMPTS[:2], GREEDY)
     runner, unused = weakref.ref(llm.core.executor.runner), []
-    monkeypatch.setattr(EngineCore, "release_unused", property(lambda core: lambda: unused.append(runner() is None)))
+    monkeypatch.setattr(
+        EngineCore, "release_unused", property(lambda core: lambda: unused.append(runner() is None))
+    )
     llm.shutdown()
     assert unused == [True]
 
@@ -610,15 +742,24 @@ def test_the_signature_is_that_of_the_settings(path):
     theirs = inspect.signature(EngineArgs).parameters
     assert list(ours.values()) == list(theirs.values())
     assert ours["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY and p.annotation for p in ours.values() if p.name != "model")
+    assert all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY and p.annotation
+        for p in ours.values()
+        if p.name != "model"
+    )
     explained = LLM.__init__.__doc__.splitlines()
     assert [line.split(":")[0] for line in explained] == list(ours)
-    assert "dtype: type of the computation: auto, float32, bfloat16 or float16 (default: auto)" in explained
+    assert (
+        "dtype: type of the computation: auto, float32, bfloat16 or float16 (default: auto)"
+        in explained
+    )
 
 
 def test_a_misspelt_setting_is_answered_with_the_likely_one(path):
     for make_it in (LLM, EngineArgs):
-        with pytest.raises(TypeError, match="'max_num_batched_token'; did you mean 'max_num_batched_tokens'"):
+        with pytest.raises(
+            TypeError, match="'max_num_batched_token'; did you mean 'max_num_batched_tokens'"
+        ):
             make_it(str(path), max_num_batched_token=3)
         with pytest.raises(TypeError, match=r"no setting 'xyzzy'$"):
             make_it(str(path), xyzzy=3)
@@ -644,7 +785,10 @@ def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
             raise KeyboardInterrupt
 
         runner = fresh.core.executor.runner
-        patch.setattr(*((runner.program, "forward") if has_cpu_kernels() else (runner.forwards, "run")), interrupted)
+        patch.setattr(
+            *((runner.program, "forward") if has_cpu_kernels() else (runner.forwards, "run")),
+            interrupted,
+        )
         with pytest.raises(KeyboardInterrupt):
             fresh.generate([prompt], GREEDY)
         assert idle(fresh)
@@ -656,7 +800,10 @@ def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
 def test_only_one_may_step_the_engine(llm):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
-    for again in (lambda: llm.generate(PROMPTS[1], GREEDY), lambda: next(llm.stream(PROMPTS[1], GREEDY))):
+    for again in (
+        lambda: llm.generate(PROMPTS[1], GREEDY),
+        lambda: next(llm.stream(PROMPTS[1], GREEDY)),
+    ):
         with pytest.raises(RequestError, match="in the middle of a stream"):
             again()
     rest = [token for delta in stream for token in delta.outputs[0].token_ids]
@@ -667,7 +814,9 @@ def test_only_one_may_step_the_engine(llm):
 def test_choices_share_a_prompt_and_it_counts_once(path):
     fresh = make(path)
     before = fresh.stats()
-    (output,) = fresh.generate(PROMPTS[3], dataclasses.replace(GREEDY, n=3, temperature=1.0, seed=1))
+    (output,) = fresh.generate(
+        PROMPTS[3], dataclasses.replace(GREEDY, n=3, temperature=1.0, seed=1)
+    )
     after = fresh.stats()
     assert output.num_cached_tokens == 0
     assert after.prompt_tokens_total - before.prompt_tokens_total == 45
@@ -678,13 +827,19 @@ def test_choices_share_a_prompt_and_it_counts_once(path):
 def test_prompt_log_probabilities_survive_preemption(path, llm):
     """A prompt that is computed again, in other pieces, has its log-probabilities once."""
     sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=1)
-    expected = [[p.chosen.logprob for p in o.prompt_logprobs[1:]] for o in llm.generate(PROMPTS, sampling)]
-    small = make(path, kv_cache_bytes=llm.ledger.block_bytes * 6, max_model_len=80, max_num_batched_tokens=8)
+    expected = [
+        [p.chosen.logprob for p in o.prompt_logprobs[1:]] for o in llm.generate(PROMPTS, sampling)
+    ]
+    small = make(
+        path, kv_cache_bytes=llm.ledger.block_bytes * 6, max_model_len=80, max_num_batched_tokens=8
+    )
     outputs = small.generate(PROMPTS, sampling)
     assert small.stats().num_preemptions > 0
     for output, values in zip(outputs, expected, strict=True):
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
-        assert [p.chosen.logprob for p in output.prompt_logprobs[1:]] == pytest.approx(values, abs=1e-4)
+        assert [p.chosen.logprob for p in output.prompt_logprobs[1:]] == pytest.approx(
+            values, abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gptj", "gemma3_text", "gpt2"])
@@ -700,8 +855,12 @@ def test_prompt_log_probabilities_survive_preemption(path, llm):
     ],
     ids=lambda s: "+".join(s.values()) if isinstance(s, dict) else "",
 )
-def test_rounded_weights_and_caches_change_little_and_something(tmp_path, family, settings, least, most):
-    sizes = dict(n_embd=64) if family.startswith("gpt") else dict(hidden_size=64, intermediate_size=192)
+def test_rounded_weights_and_caches_change_little_and_something(
+    tmp_path, family, settings, least, most
+):
+    sizes = (
+        dict(n_embd=64) if family.startswith("gpt") else dict(hidden_size=64, intermediate_size=192)
+    )
     tiny_models.write(tmp_path, family, initializer_range=0.1, **sizes)
 
     def logprobs(**given):
@@ -739,8 +898,14 @@ USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
-        ({"temperature": 0.6, "repetition_penalty": 1.2}, USUAL | {"repetition_penalty": 1.2}),  # it does not sample
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+        ),
+        (
+            {"temperature": 0.6, "repetition_penalty": 1.2},
+            USUAL | {"repetition_penalty": 1.2},
+        ),  # it does not sample
         ({}, USUAL),
     ],
     ids=str,
@@ -752,13 +917,18 @@ def test_the_generation_config_gives_the_defaults(tmp_path, config, expected):
         default = llm.get_default_sampling_params()
         assert default == SamplingParams(**expected)
         seeded = dataclasses.replace(default, seed=3)
-        assert llm.generate("hello", seeded)[0].outputs[0].token_ids == llm.generate("hello", seeded)[0].outputs[0].token_ids
+        assert (
+            llm.generate("hello", seeded)[0].outputs[0].token_ids
+            == llm.generate("hello", seeded)[0].outputs[0].token_ids
+        )
         assert llm.generate("hello")[0].finished
 
 
 def test_a_wrong_generation_config_is_refused_at_the_start(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path)
     for value in (-1.0, "warm"):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": value}))
+        (tmp_path / "generation_config.json").write_text(
+            json.dumps({"do_sample": True, "temperature": value})
+        )
         with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: temperature"):
             make(tmp_path)

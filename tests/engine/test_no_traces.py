@@ -34,15 +34,29 @@ def temporary():
 @pytest.mark.parametrize(("after_s", "front_ends"), [(0.0, 1), (0.3, 1), (60, 1), (0.3, 2)])
 def test_killed_while_it_starts(model, temporary, number, after_s, front_ends):
     """`after_s` after the folder is there; 60: when the server is ready."""
-    options = ["--port", "0", "--device", "cpu", "--max-model-len", "64", "--api-servers", str(front_ends)]
+    options = [
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--api-servers",
+        str(front_ends),
+    ]
     command = [sys.executable, "-m", "slipstream", "serve", str(model), *options]
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         if after_s == 60:
             assert "serves" in process.stdout.readline()
         else:
-            wait_for(lambda: [*temporary.glob("slipstream-*")] or process.poll() is not None, "no folder was made")
+            wait_for(
+                lambda: [*temporary.glob("slipstream-*")] or process.poll() is not None,
+                "no folder was made",
+            )
             time.sleep(after_s)
         process.send_signal(number)
         process.wait(PATIENCE_S)

@@ -38,18 +38,29 @@ def processors(tmp_path_factory) -> dict[str, PictureProcessor]:
 def normalised(processor: PictureProcessor, piece: pictures.Piece) -> np.ndarray:
     """[3, height, width], as the worker makes them."""
     p = processor.processing
-    raw = np.frombuffer(piece.pixels, np.uint8).reshape(piece.height, piece.width, 3).astype(np.float32)
+    raw = (
+        np.frombuffer(piece.pixels, np.uint8)
+        .reshape(piece.height, piece.width, 3)
+        .astype(np.float32)
+    )
     return ((raw * np.float32(p.scale) - np.float32(p.mean)) / np.float32(p.std)).transpose(2, 0, 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(width=st.integers(1, 200), height=st.integers(1, 200), seed=st.integers(0, 9))
 def test_pixels_equal_those_of_transformers(processors, family, width, height, seed):
     if family == "qwen2_5_vl" and max(width, height) > 200 * min(width, height):
         return
-    ours, image = processors[family].prepare(picture(seed, width, height)), picture(seed, width, height)
-    made = their_processor(family)([[image]] if family == "smolvlm" else [image], return_tensors="np")
+    ours, image = (
+        processors[family].prepare(picture(seed, width, height)),
+        picture(seed, width, height),
+    )
+    made = their_processor(family)(
+        [[image]] if family == "smolvlm" else [image], return_tensors="np"
+    )
     theirs = made["pixel_values"]
     own = [normalised(processors[family], piece) for piece in ours.pieces]
     if family == "smolvlm":
@@ -59,7 +70,9 @@ def test_pixels_equal_those_of_transformers(processors, family, width, height, s
         (piece,) = ours.pieces
         rows, columns = piece.height // 8, piece.width // 8
         assert made["image_grid_thw"].tolist() == [[1, rows * 2, columns * 2]]
-        patches = theirs.reshape(rows, columns, 2, 2, 3, 2, 4, 4)[:, :, :, :, :, 0]  # both frames are the same
+        patches = theirs.reshape(rows, columns, 2, 2, 3, 2, 4, 4)[
+            :, :, :, :, :, 0
+        ]  # both frames are the same
         theirs = [patches.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, piece.height, piece.width)]
     for a, b in zip(own, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)  # the same bytes from Pillow; then float32
@@ -71,19 +84,30 @@ def test_the_text_of_a_picture_is_that_of_transformers(processors, family):
         ours = processors[family].prepare(picture(1, width, height))
         count = ours.pieces[0].num_tokens
         if family == "gemma3":
-            assert ours.text == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
+            assert (
+                ours.text
+                == "\n\n<start_of_image>" + "<image_soft_token>" * count + "<end_of_image>\n\n"
+            )
         elif family == "qwen2_5_vl":
             assert ours.text == "<|image_pad|>" * count
         else:
             from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-            made = their_processor(family)([[picture(1, width, height)]], return_tensors="np", return_row_col_info=True)
+            made = their_processor(family)(
+                [[picture(1, width, height)]], return_tensors="np", return_row_col_info=True
+            )
 
             class Named:
-                fake_image_token, image_token, global_image_token = "<fake_token_around_image>", "<image>", "<global-img>"
+                fake_image_token, image_token, global_image_token = (
+                    "<fake_token_around_image>",
+                    "<image>",
+                    "<global-img>",
+                )
                 global_image_tag, image_seq_len = "<global-img>", count
 
-            wanted = SmolVLMProcessor.replace_image_token(Named(), {"rows": made["rows"], "cols": made["cols"]}, 0)
+            wanted = SmolVLMProcessor.replace_image_token(
+                Named(), {"rows": made["rows"], "cols": made["cols"]}, 0
+            )
             assert ours.text == wanted
 
 
@@ -114,11 +138,15 @@ def test_formats_and_modes():
     assert cmyk.mode == "RGB"
     assert np.abs(np.asarray(cmyk).astype(int) - exact).mean() < 12
     palette = opened(saved(image.quantize(16), "PNG"))
-    np.testing.assert_array_equal(np.asarray(palette), np.asarray(image.quantize(16).convert("RGB")))
+    np.testing.assert_array_equal(
+        np.asarray(palette), np.asarray(image.quantize(16).convert("RGB"))
+    )
     grey = opened(saved(image.convert("L"), "PNG"))
     assert np.asarray(grey).shape == (30, 40, 3)
     deep = Image.fromarray((np.asarray(image.convert("L")).astype(np.uint16) << 8) | 7)
-    np.testing.assert_array_equal(np.asarray(opened(saved(deep, "PNG")))[..., 0], np.asarray(image.convert("L")))
+    np.testing.assert_array_equal(
+        np.asarray(opened(saved(deep, "PNG")))[..., 0], np.asarray(image.convert("L"))
+    )
     clear = image.convert("RGBA")
     clear.putalpha(0)
     assert (np.asarray(opened(saved(clear, "PNG"))) == 255).all()
@@ -130,17 +158,26 @@ def test_a_turned_photo_is_set_upright():
     exif[0x0112] = 6  # the camera was held on its side
     found = opened(saved(image, "PNG", exif=exif))
     assert found.size == (30, 40)
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(image.transpose(Image.Transpose.ROTATE_270)))
+    np.testing.assert_array_equal(
+        np.asarray(found), np.asarray(image.transpose(Image.Transpose.ROTATE_270))
+    )
 
 
 def bomb(width: int, height: int) -> bytes:
     """A small PNG that says it is large."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
+        + chunk(b"IEND", b"")
+    )
 
 
 def test_what_can_not_be_read_is_refused():
@@ -161,7 +198,10 @@ def test_what_can_not_be_read_is_refused():
         ("text", "bytes"),
         (np.zeros((4, 4), np.uint8), "array"),
         (np.zeros((4, 4, 3), np.float32), "array"),
-        (Image.fromarray(np.ones((4, 4), np.float32)), "^a picture: its pixels are numbers of 32 bits"),
+        (
+            Image.fromarray(np.ones((4, 4), np.float32)),
+            "^a picture: its pixels are numbers of 32 bits",
+        ),
         ("cat.png", "read the file"),
         (Path("cat.png"), "read the file"),
     ):
@@ -171,7 +211,11 @@ def test_what_can_not_be_read_is_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.binary(max_size=300), at=st.integers(0, 400), kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP"]))
+@given(
+    data=st.binary(max_size=300),
+    at=st.integers(0, 400),
+    kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP"]),
+)
 def test_broken_files_are_pictures_or_refused(data, at, kind):
     whole = saved(picture(4, 24, 24), kind)
     broken = whole[: at % len(whole)] + data + whole[at % len(whole) + len(data) :]

@@ -13,8 +13,18 @@ from slipstream.errors import RequestError
 from tests import naive_samplers, processors
 from tests.worker.test_speculation_distribution import chi_squared_p
 
-SETTINGS = dict(dtype="float32", device="cpu", num_threads=1, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64)
-PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 9, 200, 31, 7], list(range(3, 43)), [17, 4, 17, 4, 17])]
+SETTINGS = dict(
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    max_model_len=128,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+)
+PROMPTS = [
+    {"prompt_token_ids": ids}
+    for ids in ([5, 9, 200, 31, 7], list(range(3, 43)), [17, 4, 17, 4, 17])
+]
 WAYS = {
     "typical_p": {"typical_p": 0.7},
     "top_n_sigma": {"top_n_sigma": 1.0},
@@ -25,7 +35,12 @@ WAYS = {
     "mirostat": {"mirostat_mode": 2, "mirostat_tau": 7.0, "mirostat_eta": 1.0},
     "samplers": {"samplers": ["xtc", "top_k", "temperature"], "xtc_probability": 0.5, "top_k": 20},
     "processors": {"logits_processors": [processors.no_repeats], "logit_bias": {7: 4.0}},
-    "with bias": {"typical_p": 0.5, "logit_bias": {7: 100.0}, "bad_words_token_ids": [[7, 7]], "min_tokens": 5},
+    "with bias": {
+        "typical_p": 0.5,
+        "logit_bias": {7: 100.0},
+        "bad_words_token_ids": [[7, 7]],
+        "min_tokens": 5,
+    },
 }
 
 
@@ -36,7 +51,9 @@ def folder(tiny_model):
 
 def answers(llm, **values):
     sampling = SamplingParams(max_tokens=12, seed=5, ignore_eos=True, **values)
-    return [[c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, sampling, progress=False)]
+    return [
+        [c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, sampling, progress=False)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +64,22 @@ def expected(folder):
         found = {}
         for name, values in WAYS.items():
             sampling = SamplingParams(max_tokens=12, seed=5, ignore_eos=True, **values)
-            found[name] = [[llm.generate(p, sampling, progress=False)[0].outputs[0].token_ids] for p in PROMPTS]
+            found[name] = [
+                [llm.generate(p, sampling, progress=False)[0].outputs[0].token_ids] for p in PROMPTS
+            ]
         return found
 
 
 def test_the_ways_differ(expected):
-    assert len({str(tokens) for tokens in expected.values()}) >= len(WAYS) - 1  # random weights repeat little: DRY does nothing
+    assert (
+        len({str(tokens) for tokens in expected.values()}) >= len(WAYS) - 1
+    )  # random weights repeat little: DRY does nothing
     for (tokens,) in expected["no_repeat_ngram"]:
         assert len(set(tokens)) == 12
-    assert all(7 in tokens and (7, 7) not in itertools.pairwise(tokens) for (tokens,) in expected["with bias"])
+    assert all(
+        7 in tokens and (7, 7) not in itertools.pairwise(tokens)
+        for (tokens,) in expected["with bias"]
+    )
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -70,7 +94,13 @@ def test_together_and_by_torch(folder, expected, name, request):
 @pytest.mark.parametrize("name", WAYS)
 def test_preemption_changes_nothing(folder, expected, name):
     """Nine blocks of sixteen tokens for four requests that need five each."""
-    with LLM(folder, **SETTINGS, block_size=16, kv_cache_bytes=10 * block_bytes(folder), enable_prefix_caching=False) as llm:
+    with LLM(
+        folder,
+        **SETTINGS,
+        block_size=16,
+        kv_cache_bytes=10 * block_bytes(folder),
+        enable_prefix_caching=False,
+    ) as llm:
         together = [{"prompt_token_ids": list(range(3, 43))}] * 4
         sampling = SamplingParams(max_tokens=30, seed=5, ignore_eos=True, **WAYS[name])
         found = [o.outputs[0].token_ids for o in llm.generate(together, sampling, progress=False)]
@@ -88,7 +118,9 @@ def block_bytes(folder) -> int:
 @pytest.mark.parametrize("name", WAYS)
 def test_drafts_change_nothing(folder, expected, name):
     for method in ("ngram", "suffix"):
-        with LLM(folder, **SETTINGS, speculative_config={"method": method, "num_speculative_tokens": 3}) as llm:
+        with LLM(
+            folder, **SETTINGS, speculative_config={"method": method, "num_speculative_tokens": 3}
+        ) as llm:
             assert answers(llm, **WAYS[name]) == expected[name]
 
 
@@ -121,11 +153,20 @@ def test_mirostat_as_plain_python(folder):
 
     p, shares = SamplingParams(**values), {}
     for first, (chance, mu) in naive_samplers.mirostat(logits(prompt), 2 * 1.0, p).items():
-        for second, (other, _) in naive_samplers.mirostat(logits([*prompt, allowed[first]]), mu, p).items():
+        for second, (other, _) in naive_samplers.mirostat(
+            logits([*prompt, allowed[first]]), mu, p
+        ).items():
             shares[allowed[first], allowed[second]] = chance * other
     with LLM(folder, **{**SETTINGS, "max_num_seqs": 64}) as llm:
         sampling = [
-            SamplingParams(max_tokens=2, seed=i, ignore_eos=True, allowed_token_ids=allowed, logit_bias=bias, **values)
+            SamplingParams(
+                max_tokens=2,
+                seed=i,
+                ignore_eos=True,
+                allowed_token_ids=allowed,
+                logit_bias=bias,
+                **values,
+            )
             for i in range(total)
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * total, sampling, progress=False)
@@ -147,24 +188,39 @@ def test_functions(folder):
         plain = answers(llm, temperature=0.0)
         assert answers(llm, logits_processors=[seen], temperature=0.0) == plain
         assert {(5, k, (288,)) for k in range(12)} <= set(lengths)
-        both = [SamplingParams(logits_processors=[processors.broken]), SamplingParams(max_tokens=3, temperature=0)]
+        both = [
+            SamplingParams(logits_processors=[processors.broken]),
+            SamplingParams(max_tokens=3, temperature=0),
+        ]
         with pytest.raises(RequestError, match="broken: ValueError: it does not work") as caught:
             llm.generate(PROMPTS[:2], both, progress=False)
         assert caught.value.field == "logits_processors"
         assert not llm.core.has_work
         assert answers(llm, temperature=0.0) == plain  # the engine goes on
         with pytest.raises(RequestError, match="can't be imported"):
-            llm.generate("a", SamplingParams(logits_processors=["tests.processors:nothing"]), progress=False)
+            llm.generate(
+                "a", SamplingParams(logits_processors=["tests.processors:nothing"]), progress=False
+            )
         with pytest.raises(RequestError, match="returned"):
-            llm.generate("a", SamplingParams(logits_processors=[lambda a, b, logits: logits[:3]]), progress=False)
+            llm.generate(
+                "a",
+                SamplingParams(logits_processors=[lambda a, b, logits: logits[:3]]),
+                progress=False,
+            )
 
 
 def test_breakers_are_tokens_that_hold_the_text(folder):
     with LLM(folder, **SETTINGS) as llm:
         tokenizer = llm.get_tokenizer()
-        request = llm._input.prepare("hello", SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["l"]))
+        request = llm._input.prepare(
+            "hello", SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["l"])
+        )
         ids = request.engine_requests[0].sampling.dry_breaker_token_ids
         assert ids
         assert all(b"l" in tokenizer.token_bytes(i) for i in ids)
-        plain = llm._input.prepare("hello", SamplingParams(dry_sequence_breakers=["l"])).engine_requests[0].sampling
+        plain = (
+            llm._input.prepare("hello", SamplingParams(dry_sequence_breakers=["l"]))
+            .engine_requests[0]
+            .sampling
+        )
         assert not plain.dry_breaker_token_ids  # DRY is off

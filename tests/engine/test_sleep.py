@@ -56,14 +56,22 @@ def test_memory_is_given_back_and_taken_again(tmp_path, level, kernels):
 def test_a_draft_model_and_grammars_wake_up_too(tmp_path, level):
     tiny_models.write_with_tokenizer(tmp_path)
     drafts = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 2}
-    grammar = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
+    grammar = SamplingParams(
+        temperature=0, structured_outputs=StructuredOutputsParams(regex="[ab]{3}")
+    )
     with LLM(str(tmp_path), speculative_config=drafts, **SIZES) as llm:
-        before = [llm.generate("hello", s, progress=False)[0].outputs[0].token_ids for s in (GREEDY, grammar)]
+        before = [
+            llm.generate("hello", s, progress=False)[0].outputs[0].token_ids
+            for s in (GREEDY, grammar)
+        ]
         cache = weakref.ref(llm.core.executor.runner.draft.kv[0].k)
         llm.sleep(level)
         assert cache() is None
         llm.wake_up()
-        again = [llm.generate("hello", s, progress=False)[0].outputs[0].token_ids for s in (GREEDY, grammar)]
+        again = [
+            llm.generate("hello", s, progress=False)[0].outputs[0].token_ids
+            for s in (GREEDY, grammar)
+        ]
         assert again == before
         assert llm.core.stats().spec_accepted_tokens > 0
 

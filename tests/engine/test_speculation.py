@@ -20,20 +20,38 @@ SIZES = dict(
     dtype="float32", device="cpu", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=48, num_threads=1,
     skip_tokenizer_init=True, block_size=4,
 )  # fmt: skip
-PROMPTS = [{"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 3 for i in range(6 + 5 * j)]} for j in range(7)]
-NGRAM, SUFFIX = {"method": "ngram", "num_speculative_tokens": 3}, {"method": "suffix", "num_speculative_tokens": 6}
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 3 for i in range(6 + 5 * j)]} for j in range(7)
+]
+NGRAM, SUFFIX = (
+    {"method": "ngram", "num_speculative_tokens": 3},
+    {"method": "suffix", "num_speculative_tokens": 6},
+)
 AUTO = {"method": "suffix"}
 SETTINGS = {
     "greedy": SamplingParams(temperature=0, max_tokens=50),
     "drawn": SamplingParams(temperature=0.7, seed=3, max_tokens=40),
-    "filtered": SamplingParams(temperature=0.4, top_k=9, top_p=0.8, min_p=0.02, seed=4, max_tokens=40),
-    "penalised": SamplingParams(
-        temperature=0.3, seed=5, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
+    "filtered": SamplingParams(
+        temperature=0.4, top_k=9, top_p=0.8, min_p=0.02, seed=4, max_tokens=40
     ),
-    "biased": SamplingParams(temperature=0.5, seed=5, max_tokens=40, logit_bias={7: 3.0, 9: -2.0}, min_tokens=30),
+    "penalised": SamplingParams(
+        temperature=0.3,
+        seed=5,
+        max_tokens=40,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+    ),
+    "biased": SamplingParams(
+        temperature=0.5, seed=5, max_tokens=40, logit_bias={7: 3.0, 9: -2.0}, min_tokens=30
+    ),
     "several": SamplingParams(n=3, temperature=0.4, seed=6, max_tokens=30),
-    "stopped": SamplingParams(temperature=0, max_tokens=50, stop_token_ids=tuple(range(40)), min_tokens=12),
-    "log-probabilities": SamplingParams(temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=1),
+    "stopped": SamplingParams(
+        temperature=0, max_tokens=50, stop_token_ids=tuple(range(40)), min_tokens=12
+    ),
+    "log-probabilities": SamplingParams(
+        temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=1
+    ),
 }
 
 
@@ -47,7 +65,9 @@ class Told(LookUp):
             done = len(tokens) - len(prompt)
             if done >= 0 and [*prompt, *answer[:done]] == list(tokens):
                 rest = answer[done : done + most]
-                return Proposal(tuple(t if (done + i) % 5 else t + 1 for i, t in enumerate(rest)), 9)
+                return Proposal(
+                    tuple(t if (done + i) % 5 else t + 1 for i, t in enumerate(rest)), 9
+                )
         return Proposal()
 
 
@@ -59,7 +79,11 @@ def path(tmp_path_factory):
 
 
 def answers(llm, sampling, prompts=PROMPTS):
-    return [(c.token_ids, c.finish_reason, c.stop_reason) for o in llm.generate(prompts, sampling) for c in o.outputs]
+    return [
+        (c.token_ids, c.finish_reason, c.stop_reason)
+        for o in llm.generate(prompts, sampling)
+        for c in o.outputs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +104,16 @@ def test_answers_are_the_same(plain, speculating, name):
     expected, found = plain[name], speculating.generate(PROMPTS, SETTINGS[name])
     for theirs, ours in zip(expected, found, strict=True):
         for a, b in zip(theirs.outputs, ours.outputs, strict=True):
-            assert (a.token_ids, a.finish_reason, a.stop_reason) == (b.token_ids, b.finish_reason, b.stop_reason)
+            assert (a.token_ids, a.finish_reason, a.stop_reason) == (
+                b.token_ids,
+                b.finish_reason,
+                b.stop_reason,
+            )
             assert 0 <= b.num_accepted <= b.num_drafted
             if a.logprobs is not None:
-                assert [p.chosen.token_id for p in a.logprobs] == [p.chosen.token_id for p in b.logprobs]
+                assert [p.chosen.token_id for p in a.logprobs] == [
+                    p.chosen.token_id for p in b.logprobs
+                ]
                 for p, q in zip(a.logprobs, b.logprobs, strict=True):
                     assert p.chosen.logprob == pytest.approx(q.chosen.logprob, abs=1e-4)
     stats = speculating.core.stats()
@@ -113,7 +143,10 @@ def test_long_accepted_runs(path, monkeypatch, name, more):
         expected = llm.generate(PROMPTS, sampling)
         assert (llm.core.stats().num_preemptions > 0) == ("kv_cache_bytes" in more)
         num_steps = llm.core.stats().num_steps
-    told = {tuple(p["prompt_token_ids"]): o.outputs[0].token_ids for p, o in zip(PROMPTS, expected, strict=True)}
+    told = {
+        tuple(p["prompt_token_ids"]): o.outputs[0].token_ids
+        for p, o in zip(PROMPTS, expected, strict=True)
+    }
     monkeypatch.setattr(Told, "answers", told)
     monkeypatch.setattr("slipstream.core.speculation.LookUp", Told)
     with LLM(str(path), speculative_config=SUFFIX, **sizes) as llm:
@@ -190,10 +223,18 @@ def undrafted():
 def test_a_draft_model(path, draft_path, undrafted, name, more, same):
     """The model itself, whose drafts are all right; and another, whose drafts are mostly wrong. The answers are the same."""
     sizes, sampling = {**SIZES, **more}, SETTINGS[name]
-    config = {"method": "draft", "model": str(path if same else draft_path), "num_speculative_tokens": 4}
+    config = {
+        "method": "draft",
+        "model": str(path if same else draft_path),
+        "num_speculative_tokens": 4,
+    }
     if (key := f"{name} {more}") not in undrafted:
         with LLM(str(path), **sizes) as llm:
-            undrafted[key] = answers(llm, sampling), llm.core.stats().num_steps, llm.ledger.block_bytes
+            undrafted[key] = (
+                answers(llm, sampling),
+                llm.core.stats().num_steps,
+                llm.ledger.block_bytes,
+            )
     expected, num_steps, one_block = undrafted[key]
     with LLM(str(path), speculative_config=config, **sizes) as llm:
         assert answers(llm, sampling) == expected
@@ -227,7 +268,9 @@ def test_a_draft_model_computes_nothing_twice(path):
 def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
     """Steps without drafts may follow wrong ones. What it proposes then is what it proposes with nothing kept."""
     choose = Speculation.choose
-    plainly = lambda self, running: bool([r for r in running if len(r.token_ids) % 7 == 0]) and choose(self, running)
+    plainly = lambda self, running: (
+        bool([r for r in running if len(r.token_ids) % 7 == 0]) and choose(self, running)
+    )
     monkeypatch.setattr(Speculation, "choose", plainly)
     config = {"method": "draft", "model": str(draft_path), "num_speculative_tokens": 4}
     found = []
@@ -256,7 +299,15 @@ def test_a_draft_model_forgets_wrong_drafts(path, draft_path, monkeypatch):
     [
         ({"vocab_size": 300}, "has 300 tokens and the model"),
         ({"max_position_embeddings": 64}, "made for 64 tokens"),
-        ({"model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20}, "sliding windows"),
+        (
+            {
+                "model_type": "gemma2",
+                "head_dim": 16,
+                "sliding_window": 6,
+                "query_pre_attn_scalar": 20,
+            },
+            "sliding windows",
+        ),
     ],
     ids=str,
 )
@@ -274,29 +325,57 @@ def test_a_draft_model_that_does_not_fit(path, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("settings", "field", "message"),
     [
-        ({"speculative_config": {}}, "speculative_config", "method=None is not one of ngram, suffix, draft"),
-        ({"speculative_config": {"method": []}}, "speculative_config", r"method=\[\] is not one of ngram"),
-        ({"speculative_config": {"method": "eagle9"}}, "speculative_config", "'eagle9' is not one of"),
+        (
+            {"speculative_config": {}},
+            "speculative_config",
+            "method=None is not one of ngram, suffix, draft",
+        ),
+        (
+            {"speculative_config": {"method": []}},
+            "speculative_config",
+            r"method=\[\] is not one of ngram",
+        ),
+        (
+            {"speculative_config": {"method": "eagle9"}},
+            "speculative_config",
+            "'eagle9' is not one of",
+        ),
         (
             {"speculative_config": {"method": "ngram", "prompt_lookup_mx": 3}},
             "speculative_config",
             "mean 'prompt_lookup_max'",
         ),
-        ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "speculative_config", "takes no"),
+        (
+            {"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}},
+            "speculative_config",
+            "takes no",
+        ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}},
             "speculative_config",
             "of at least 1, or",
         ),
-        ({"speculative_config": {"method": "ngram", "prompt_lookup_min": 99}}, "speculative_config", "is above"),
-        ({"speculative_config": {"method": "draft"}}, "speculative_config", "needs 'model', a text, got None"),
+        (
+            {"speculative_config": {"method": "ngram", "prompt_lookup_min": 99}},
+            "speculative_config",
+            "is above",
+        ),
+        (
+            {"speculative_config": {"method": "draft"}},
+            "speculative_config",
+            "needs 'model', a text, got None",
+        ),
         (
             {"speculative_config": {"method": "draft", "model": "x", "quantization": "int3"}},
             "speculative_config",
             "not one of",
         ),
         ({"speculative_config": "ngram"}, "speculative_config", "must be dict or None"),
-        ({"speculative_model": "ngram", "speculative_config": NGRAM}, "speculative_model", "give one of them"),
+        (
+            {"speculative_model": "ngram", "speculative_config": NGRAM},
+            "speculative_model",
+            "give one of them",
+        ),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens", "only with speculative_model"),
     ],
     ids=str,
@@ -327,7 +406,9 @@ NUM_DRAWN = 1000
 def drawn(folder, seed, config=None):
     """How often which first four tokens were drawn, and the engine's figures."""
     prompt = [i * i % 11 % 10 for i in range(40)]
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, min_p=0.02, max_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.9, top_p=0.95, min_p=0.02, max_tokens=6, ignore_eos=True
+    )
     sizes = {**SIZES, "max_num_seqs": 64, "max_num_batched_tokens": 512, "seed": seed}
     with LLM(folder, speculative_config=config, **sizes) as llm:
         found = llm.generate([{"prompt_token_ids": prompt}] * NUM_DRAWN, sampling)
@@ -339,11 +420,17 @@ def small(tmp_path_factory):
     """Two models with a vocabulary of ten tokens, and what the first draws without drafts."""
     folders = [str(tmp_path_factory.mktemp("small")) for _ in range(2)]
     for seed, folder in enumerate(folders):
-        tiny_models.write(Path(folder), "llama", seed=seed, vocab_size=10, bos_token_id=0, eos_token_id=1)
+        tiny_models.write(
+            Path(folder), "llama", seed=seed, vocab_size=10, bos_token_id=0, eos_token_id=1
+        )
     return folders, drawn(folders[0], seed=1)[0]
 
 
-@pytest.mark.parametrize("config", [NGRAM, SUFFIX, {"method": "draft", "num_speculative_tokens": 2}], ids=lambda c: c["method"])
+@pytest.mark.parametrize(
+    "config",
+    [NGRAM, SUFFIX, {"method": "draft", "num_speculative_tokens": 2}],
+    ids=lambda c: c["method"],
+)
 def test_engines_with_and_without_draw_alike(small, config):
     """Two samples of answers, drawn with other random numbers: chi-squared."""
     folders, without = small

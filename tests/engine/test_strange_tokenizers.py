@@ -58,7 +58,9 @@ def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model_cop
     backend = Backend.from_file(str(model_copy / "tokenizer.json"))
     n = rows(model_copy)
     size = backend.get_vocab_size()
-    tokens = [AddedToken(f"<more{i}>", special=special, normalized=False) for i in range(n - size + 2)]
+    tokens = [
+        AddedToken(f"<more{i}>", special=special, normalized=False) for i in range(n - size + 2)
+    ]
     backend.add_special_tokens(tokens) if special else backend.add_tokens(tokens)
     backend.save(str(model_copy / "tokenizer.json"))
     last = tokens[-1].content
@@ -71,7 +73,10 @@ def test_an_added_token_without_a_row_is_refused_where_a_text_holds_it(model_cop
             with pytest.raises(RequestError, match="embedding has only"):
                 ask()
         tokenizer = llm.get_tokenizer()
-        for encode in (lambda: tokenizer.encode_batch(["a", last]), lambda: tokenizer.encode_pairs([("a", last)])):
+        for encode in (
+            lambda: tokenizer.encode_batch(["a", last]),
+            lambda: tokenizer.encode_pairs([("a", last)]),
+        ):
             with pytest.raises(RequestError, match="embedding has only"):
                 encode()
         assert llm.generate("hello", ONE, progress=False)[0].finished
@@ -82,7 +87,9 @@ def test_an_end_token_without_a_row_is_none(model_copy):
     change(model_copy, lambda config: config.update(eos_token_id=[1, n + 7]), "config.json")
     (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [n, 10**9]}))
     with LLM(str(model_copy), device="cpu", max_model_len=64, kv_cache_bytes=2**20) as llm:
-        answer = llm.generate("hello", SamplingParams(max_tokens=4, min_tokens=4), progress=False)[0]
+        answer = llm.generate("hello", SamplingParams(max_tokens=4, min_tokens=4), progress=False)[
+            0
+        ]
         assert len(answer.outputs[0].token_ids) == 4
 
 
@@ -90,7 +97,10 @@ def test_an_end_token_without_a_row_is_none(model_copy):
 
 
 def test_a_panic_over_a_text_is_a_request_error(model_copy, monkeypatch):
-    monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", PATIENCE_S)  # with RUST_BACKTRACE a panic takes seconds
+    monkeypatch.setattr(
+        tokenizer_parts, "MAX_SECONDS", PATIENCE_S
+    )  # with RUST_BACKTRACE a panic takes seconds
+
     def slow(data):
         data["pre_tokenizer"] = {
             "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
@@ -109,14 +119,23 @@ def test_a_panic_over_a_text_is_a_request_error(model_copy, monkeypatch):
     "edit",
     [
         lambda d: d.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        lambda d: d.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "/////////w=="}),
+        lambda d: d.update(
+            normalizer={"type": "Precompiled", "precompiled_charsmap": "/////////w=="}
+        ),
         lambda d: d["model"]["vocab"].update(x=2**32 - 1, y=2**32),
         lambda d: d["model"]["vocab"].update(x=-1),
         lambda d: d["model"].update(merges=[["no", "such"]]),
         lambda d: d["model"].update(type="Unigram", vocab=[], unk_id=5),
         lambda d: d["added_tokens"].append({"id": 2**32 - 1, "content": "x" * 10}),
         lambda d: d["added_tokens"].append({"id": "3", "content": 5}),
-        lambda d: d.update(post_processor={"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}),
+        lambda d: d.update(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [],
+                "pair": [],
+                "special_tokens": {},
+            }
+        ),
         lambda d: d.update(decoder={"type": "CTC"}),
         lambda d: d.update(version="9"),
         lambda d: d.clear(),
@@ -176,15 +195,24 @@ def replace(content, **pattern):
     ],
 )
 def test_a_normaliser_that_explodes_is_refused(model_copy, steps):
-    change(model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": steps}))
+    change(
+        model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": steps})
+    )
     with pytest.raises(CheckpointError, match="times longer") as caught:
         Tokenizer.from_pretrained(model_copy)
     assert caught.value.field == "normalizer"
 
 
 def test_usual_normalisers_pass(model_copy):
-    usual = [{"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace("▁", String=" "), replace(" ", Regex=" {2,}")]
-    change(model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual}))
+    usual = [
+        {"type": "NFKC"},
+        {"type": "Prepend", "prepend": "▁"},
+        replace("▁", String=" "),
+        replace(" ", Regex=" {2,}"),
+    ]
+    change(
+        model_copy, lambda data: data.update(normalizer={"type": "Sequence", "normalizers": usual})
+    )
     Tokenizer.from_pretrained(model_copy)
 
 
@@ -193,14 +221,24 @@ def test_usual_normalisers_pass(model_copy):
 
 def test_a_pattern_that_takes_hours_is_given_up(model_copy, monkeypatch):
     """Each start of a match stays within the library's limit of tries, and the text has many. Other threads run meanwhile."""
-    pattern = {"type": "Split", "pattern": {"Regex": "a*a*a*b"}, "behavior": "Isolated", "invert": False}
-    change(model_copy, lambda data: data.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]}))
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": "a*a*a*b"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    change(
+        model_copy,
+        lambda data: data.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]}),
+    )
     tokenizer = Tokenizer.from_pretrained(model_copy)
     assert tokenizer.encode("aab") == tokenizer.encode_batch(["aab", "b"])[0]
     monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", 0.1)
     ticks = []
     ends = threading.Event()
-    clock = threading.Thread(target=lambda: [ticks.append(1) for _ in iter(lambda: ends.wait(0.01), True)])
+    clock = threading.Thread(
+        target=lambda: [ticks.append(1) for _ in iter(lambda: ends.wait(0.01), True)]
+    )
     clock.start()
     try:
         for encode in (tokenizer.encode, lambda text: tokenizer.encode_pairs([(text, "b")])):
@@ -219,7 +257,12 @@ def test_a_pattern_that_takes_hours_is_given_up(model_copy, monkeypatch):
 
 def test_patterns_of_known_models_need_no_thread(model_copy):
     for pattern in tokenizer_parts.PATTERNS:
-        cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        cut = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         change(model_copy, lambda data, cut=cut: data.update(pre_tokenizer=cut))
         tokenizer = Tokenizer.from_pretrained(model_copy)
         assert not tokenizer_parts.has_own_patterns(tokenizer._backend)

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 
 from slipstream.engine.grammar import Grammars
-from slipstream.engine.string_lengths import CountedStrings, LengthVocabulary, StringLengths, counts_only
+from slipstream.engine.string_lengths import (
+    CountedStrings,
+    LengthVocabulary,
+    StringLengths,
+    counts_only,
+)
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.types import EngineRequest, SamplingParams, ScheduledRequest, StepPlan, StructuredOutputsParams
+from slipstream.types import (
+    EngineRequest,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StructuredOutputsParams,
+)
 
 NUM_TOKENS = 3000
 TEXT = {"type": "string"}
@@ -30,13 +41,22 @@ def tokenizer(tmp_path_factory):
     while len(words) < NUM_TOKENS:
         text = "".join(rng.choices('abcdeé中😀 0123-:,{}[]"\\\n', k=rng.randint(2, 12))).encode()
         first = rng.choice((0, 0, 0, 1))
-        words["".join(spell[byte] for byte in text[first : len(text) - rng.choice((0, 0, 0, 1))])] = None
-    backend = Backend(models.BPE(vocab={word: i for i, word in enumerate(words) if word}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        words[
+            "".join(spell[byte] for byte in text[first : len(text) - rng.choice((0, 0, 0, 1))])
+        ] = None
+    backend = Backend(
+        models.BPE(vocab={word: i for i, word in enumerate(words) if word}, merges=[])
+    )
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     backend.add_special_tokens(["</s>"])
     folder = tmp_path_factory.mktemp("words")
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     return Tokenizer.from_pretrained(folder)
 
 
@@ -49,11 +69,18 @@ def _alphabet():
 
 def request(params):
     sampling = SamplingParams(structured_outputs=params)
-    return EngineRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling, eos_token_ids=(0,), max_tokens=9)
+    return EngineRequest(
+        request_id="r", prompt_token_ids=(5,), sampling=sampling, eos_token_ids=(0,), max_tokens=9
+    )
 
 
 def closed(**properties):
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
 
 
 def opened(**properties):
@@ -63,7 +90,13 @@ def opened(**properties):
 SCHEMAS = [
     (SHORT, CountedStrings.ALL),
     (closed(name=LONG, kind={"enum": ["red", "green"]}, note=TEXT), CountedStrings.ALL),
-    ({"type": "array", "items": closed(a=SHORT, b={"type": "array", "items": LONG, "maxItems": 3})}, CountedStrings.ALL),
+    (
+        {
+            "type": "array",
+            "items": closed(a=SHORT, b={"type": "array", "items": LONG, "maxItems": 3}),
+        },
+        CountedStrings.ALL,
+    ),
     (closed(a={"$ref": "#/$defs/s"}) | {"$defs": {"s": SHORT}}, CountedStrings.ALL),
     (opened(name=SHORT, nature=LONG), CountedStrings.BOUNDED),
     (closed(a={"anyOf": [SHORT, LONG, {"type": "null"}]}), CountedStrings.BOUNDED),
@@ -75,11 +108,15 @@ SCHEMAS = [
 @pytest.mark.parametrize(("schema", "counts"), SCHEMAS)
 def test_masks_are_those_of_the_whole_vocabulary(tokenizer, schema, counts, monkeypatch):
     assert counts_only(schema) is counts
-    grammars = Grammars(lambda: tokenizer, NUM_TOKENS + 40, lambda tokenizer: tokenizer.eos_token_ids)
+    grammars = Grammars(
+        lambda: tokenizer, NUM_TOKENS + 40, lambda tokenizer: tokenizer.eos_token_ids
+    )
     params = StructuredOutputsParams(json=schema)
     found = []
     expand = StringLengths.expand
-    monkeypatch.setattr(StringLengths, "expand", lambda self, own: found.append(expand(self, own)) or found[-1])
+    monkeypatch.setattr(
+        StringLengths, "expand", lambda self, own: found.append(expand(self, own)) or found[-1]
+    )
     rng = np.random.default_rng(0)
     for answer in range(12):
         asked = request(params)
@@ -89,7 +126,9 @@ def test_masks_are_those_of_the_whole_vocabulary(tokenizer, schema, counts, monk
         state = grammars._states["r"]
         whole = grammars._compiled[params][0].deep_copy()
         for at in range(40):
-            mask, ended = grammars.masks(StepPlan(step_id=1, scheduled=(ScheduledRequest("r", 1, 1, 1),)))
+            mask, ended = grammars.masks(
+                StepPlan(step_id=1, scheduled=(ScheduledRequest("r", 1, 1, 1),))
+            )
             if ended:
                 break
             expected = np.zeros(len(mask.bits) // 4, np.int32)
@@ -134,7 +173,9 @@ def test_where_more_than_the_length_counts(schema):
 def test_a_name_beside_named_properties_is_read_by_its_characters(tokenizer):
     """`"abcd` may go on as any other name does. Were it taken for "aaaa", anything could be its value."""
     grammars = Grammars(lambda: tokenizer, NUM_TOKENS, lambda tokenizer: tokenizer.eos_token_ids)
-    params = StructuredOutputsParams(json={**opened(abcd={"enum": ["e"]}, other=SHORT), "required": []})
+    params = StructuredOutputsParams(
+        json={**opened(abcd={"enum": ["e"]}, other=SHORT), "required": []}
+    )
     grammars.begin(request(params))
     while grammars.is_compiling:
         grammars.compiled()
@@ -149,7 +190,17 @@ def test_a_name_beside_named_properties_is_read_by_its_characters(tokenizer):
 
 
 def test_a_token_in_the_words_of_lengths():
-    tokens = [b"</s>", b'"', b"a", b"abc", "né".encode(), b'ab",', b"\xc3", "a中".encode()[:-1], b"z"]
+    tokens = [
+        b"</s>",
+        b'"',
+        b"a",
+        b"abc",
+        "né".encode(),
+        b'ab",',
+        b"\xc3",
+        "a中".encode()[:-1],
+        b"z",
+    ]
     made = LengthVocabulary(tokens, [0], len(tokens))
     texts = [b"", *(b"a" * n for n in range(1, 12))]
     inside = [made.spelled(i, inside=True)[0] for i in range(1, len(tokens))]

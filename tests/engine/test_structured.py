@@ -24,7 +24,12 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "name": {"type": "string", "maxLength": 8},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "hello"]}, "minItems": 1, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["a", "b", "hello"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
         "nested": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
     },
     "required": ["name", "age", "tags", "nested"],
@@ -35,7 +40,14 @@ PROMPTS = ["hello", "the other in the hour", "a"]
 
 
 def make(path, **more):
-    fields = dict(dtype="float32", device="cpu", num_threads=1, kv_cache_bytes=16 * 2**20, max_num_seqs=8, max_model_len=512)
+    fields = dict(
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        kv_cache_bytes=16 * 2**20,
+        max_num_seqs=8,
+        max_model_len=512,
+    )
     return LLM(str(path), **{**fields, **more})
 
 
@@ -45,7 +57,9 @@ def llm(tiny_model):
 
 
 def sampling(structured=PARAMS, **more):
-    return SamplingParams(**{"max_tokens": None, "seed": 0, "structured_outputs": structured, **more})
+    return SamplingParams(
+        **{"max_tokens": None, "seed": 0, "structured_outputs": structured, **more}
+    )
 
 
 def answers(llm, params, prompts=PROMPTS):
@@ -64,7 +78,14 @@ def check_all(found, schema=SCHEMA):
         {"temperature": 0},
         {"n": 3},
         {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
-        {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 2, "frequency_penalty": 2},
+        {
+            "top_k": 3,
+            "top_p": 0.5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.5,
+            "presence_penalty": 2,
+            "frequency_penalty": 2,
+        },
         {"logit_bias": {1: 100.0, 3: 100.0, 64: 50.0}},
         {"ignore_eos": True},
         {"temperature": 5.0},
@@ -129,7 +150,10 @@ def test_two_steps_in_flight(tiny_model, llm, monkeypatch):
 def test_a_prefix_is_reused(tiny_model):
     llm = make(tiny_model)
     prompt = "in the hour " * 8
-    first, second = answers(llm, sampling(), [prompt])[0], llm.generate([prompt], sampling(), progress=False)[0]
+    first, second = (
+        answers(llm, sampling(), [prompt])[0],
+        llm.generate([prompt], sampling(), progress=False)[0],
+    )
     assert second.num_cached_tokens > 0
     assert second.outputs[0].text == first.text
 
@@ -151,7 +175,10 @@ def test_beside_others(llm):
         (StructuredOutputsParams(regex=r"[0-9]{3}-(a|bc)"), r"[0-9]{3}-(a|bc)"),
         (StructuredOutputsParams(choice=["Paris", "Rome", 'a "b" \\']), r'Paris|Rome|a "b" \\'),
         (StructuredOutputsParams(grammar='root ::= "<" [a-c] [a-c] ">"'), r"<[a-c]{2}>"),
-        (StructuredOutputsParams(grammar='start: "x" NUMBER\nNUMBER: /[1-9][0-9]{2}/'), r"x[1-9][0-9]{2}"),
+        (
+            StructuredOutputsParams(grammar='start: "x" NUMBER\nNUMBER: /[1-9][0-9]{2}/'),
+            r"x[1-9][0-9]{2}",
+        ),
     ],
     ids=str,
 )
@@ -205,14 +232,18 @@ def test_what_turns_out_to_be_impossible(llm):
     with pytest.raises(RequestError, match="nope") as error:
         answers(llm, bad)
     assert error.value.field == "structured_outputs"
-    dead = sampling(StructuredOutputsParams(regex="a,a"), stop_token_ids=llm.get_tokenizer().encode(","))
+    dead = sampling(
+        StructuredOutputsParams(regex="a,a"), stop_token_ids=llm.get_tokenizer().encode(",")
+    )
     with pytest.raises(RequestError, match="no token"):
         answers(llm, dead)
     check_all(answers(llm, sampling()))
 
 
 def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
-    request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="(abc){1,9}")), deadline_s=1e-9)
+    request = llm._input.prepare(
+        "hello", sampling(StructuredOutputsParams(regex="(abc){1,9}")), deadline_s=1e-9
+    )
     llm.core.add(request.engine_requests)
     outputs = []
     while llm.core.has_work:
@@ -228,7 +259,9 @@ def compiling(llm, regex, release, **more):
     compile_now = llm.core.grammars._compile
     llm.core.grammars._compile = lambda params: release.wait(PATIENCE_S) and compile_now(params)
     try:
-        request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex=regex), **more))
+        request = llm._input.prepare(
+            "hello", sampling(StructuredOutputsParams(regex=regex), **more)
+        )
         llm.core.add(request.engine_requests)
     finally:
         del llm.core.grammars._compile
@@ -249,16 +282,22 @@ def test_choices_wait_for_their_grammar_though_the_first_is_aborted(llm):
             tokens[output.request_id] += output.token_ids
             assert output.error is None
     end = llm.get_tokenizer().eos_token_ids
-    assert {llm.get_tokenizer().decode([t for t in own if t not in end]) for own in tokens.values()} == {"abcabc"}
+    assert {
+        llm.get_tokenizer().decode([t for t in own if t not in end]) for own in tokens.values()
+    } == {"abcabc"}
 
 
 def test_a_request_that_is_refused_leaves_no_grammar(llm):
     """And one that takes a name that is in use does not touch the grammar of the other."""
     list(answers(llm, sampling(StructuredOutputsParams(regex="x+y"), max_tokens=4)))  # compiled
-    request = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="(ab){4}"), temperature=0))
+    request = llm._input.prepare(
+        "hello", sampling(StructuredOutputsParams(regex="(ab){4}"), temperature=0)
+    )
     llm.core.add(request.engine_requests)
     same = llm._input.prepare("hello", sampling(StructuredOutputsParams(regex="x+y")))
-    other = dataclasses.replace(same.engine_requests[0], request_id=request.engine_requests[0].request_id)
+    other = dataclasses.replace(
+        same.engine_requests[0], request_id=request.engine_requests[0].request_id
+    )
     long = dataclasses.replace(same.engine_requests[0], max_tokens=10_000)
     tokens, done = [], 0
     while llm.core.has_work:
@@ -287,7 +326,11 @@ def test_a_compilation_that_breaks_ends_its_request_alone(llm, monkeypatch):
     llm.core.add(bad.engine_requests)
     ends = {}
     while llm.core.has_work:
-        ends |= {o.request_id: (o.finish_reason, o.error) for o in llm.core.step() if o.finish_reason is not None}
+        ends |= {
+            o.request_id: (o.finish_reason, o.error)
+            for o in llm.core.step()
+            if o.finish_reason is not None
+        }
     assert ends[bad.engine_requests[0].request_id] == (FinishReason.INVALID, "no tokenizer.json")
     assert ends[request.engine_requests[0].request_id] == (FinishReason.LENGTH, None)
 
@@ -302,8 +345,15 @@ scalars = st.one_of(
     st.just({"type": "boolean"}),
     st.just({"type": "null"}),
     st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 5)),
-    st.builds(lambda a, n: {"type": "integer", "minimum": a, "maximum": a + n}, st.integers(-500, 500), st.integers(0, 900)),
-    st.builds(lambda v: {"enum": v}, st.lists(st.sampled_from(["a", "hello", 1, None, True, "é\n"]), min_size=1, max_size=3)),
+    st.builds(
+        lambda a, n: {"type": "integer", "minimum": a, "maximum": a + n},
+        st.integers(-500, 500),
+        st.integers(0, 900),
+    ),
+    st.builds(
+        lambda v: {"enum": v},
+        st.lists(st.sampled_from(["a", "hello", 1, None, True, "é\n"]), min_size=1, max_size=3),
+    ),
     st.builds(lambda v: {"const": v}, st.sampled_from(["x", 0, [], {"a": 1}])),
     st.just({"type": "string", "pattern": "^[a-z]{1,4}$"}),
     st.just({"type": "string", "format": "date"}),
@@ -322,7 +372,9 @@ def larger(inner):
         st.dictionaries(st.sampled_from(["a", "b", "the", "hello"]), inner, max_size=3),
         names,
     )
-    arrays = st.builds(lambda items, n: {"type": "array", "items": items, "maxItems": n}, inner, st.integers(0, 3))
+    arrays = st.builds(
+        lambda items, n: {"type": "array", "items": items, "maxItems": n}, inner, st.integers(0, 3)
+    )
     unions = st.builds(lambda parts: {"anyOf": parts}, st.lists(inner, min_size=1, max_size=3))
     return st.one_of(objects, arrays, unions)
 

@@ -33,7 +33,9 @@ def temporary(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["", "replica-"])
 def test_an_owner_that_was_killed(kind):
-    with subprocess.Popen([sys.executable, "-c", OWNER, kind], stdin=-1, stdout=-1, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, kind], stdin=-1, stdout=-1, text=True
+    ) as owner:
         path = owner.stdout.readline().strip()
         with open(f"{path}/engine", "w"):
             pass

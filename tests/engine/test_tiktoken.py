@@ -25,7 +25,10 @@ from tests.engine.test_tokenizer_folders import LINES, train
 
 GLM4 = ("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>")
 LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
-KINDS = {"ChatGLM4Tokenizer": (GLM4, [2, 4], "<|endoftext|>"), "PreTrainedTokenizerFast": (LLAMA3, [0], "<|end_of_text|>")}
+KINDS = {
+    "ChatGLM4Tokenizer": (GLM4, [2, 4], "<|endoftext|>"),
+    "PreTrainedTokenizerFast": (LLAMA3, [0], "<|end_of_text|>"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +48,16 @@ def ranks() -> dict[bytes, int]:
     return {token: rank for rank, token in enumerate(found)}
 
 
-def write(folder: Path, ranks: dict[bytes, int], kind: str = "ChatGLM4Tokenizer", **config: object) -> Path:
+def write(
+    folder: Path, ranks: dict[bytes, int], kind: str = "ChatGLM4Tokenizer", **config: object
+) -> Path:
     folder.mkdir(exist_ok=True)
     lines = [b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()]
     (folder / "tokenizer.model").write_bytes(b"".join(lines))
     specials, _, eos = KINDS.get(kind, KINDS["ChatGLM4Tokenizer"])
-    declared = {str(len(ranks) + i): {"content": token, "special": True} for i, token in enumerate(specials)}
+    declared = {
+        str(len(ranks) + i): {"content": token, "special": True} for i, token in enumerate(specials)
+    }
     config = {"tokenizer_class": kind, "added_tokens_decoder": declared, "eos_token": eos, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -62,7 +69,9 @@ def joined(text: str, ranks: dict[bytes, int]) -> list[int]:
         data = piece.encode()
         parts = [data] if data in ranks else [bytes([b]) for b in data]
         while len(parts) > 1:
-            found = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
+            found = [
+                (ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks
+            ]
             if not found:
                 break
             at = min(found)[1]
@@ -77,14 +86,22 @@ def test_texts_are_cut_and_joined_as_tiktoken_does(ranks, tmp_path, kind) -> Non
     specials, prefix, eos = KINDS[kind]
     assert tokenizer.vocab_size == len(ranks) + len(specials)
     around = [len(ranks) + i for i in prefix]
-    for line in [*LINES[:400], " remarkably remarkable 1234567 I'LL 'Ll", "\r\n\n  a\t", "aaaaaaaaaaa", "é字🙂ß"]:
+    for line in [
+        *LINES[:400],
+        " remarkably remarkable 1234567 I'LL 'Ll",
+        "\r\n\n  a\t",
+        "aaaaaaaaaaa",
+        "é字🙂ß",
+    ]:
         assert tokenizer.encode(line, add_special_tokens=False) == joined(line, ranks), line
         assert tokenizer.encode(line) == around + joined(line, ranks)
         assert tokenizer.decode(tokenizer.encode(line)) == line
     assert tokenizer.eos_token_ids == (len(ranks) + specials.index(eos),)
     assert tokenizer.encode(f"a{specials[-1]}")[-1] == len(ranks) + len(specials) - 1
     written = "".join(specials[i] for i in prefix)
-    assert tokenizer.encode(written + "a") == tokenizer.encode("a")  # what a template wrote is not put there again
+    assert tokenizer.encode(written + "a") == tokenizer.encode(
+        "a"
+    )  # what a template wrote is not put there again
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +149,16 @@ def test_classes_of_sentencepieces_file(tmp_path) -> None:
         return Tokenizer.from_pretrained(tmp_path)
 
     plain = read().encode("so the sop")
-    assert read(tokenizer_class="LlamaTokenizer", bos_token="<s>").encode("so the sop") == [1, *plain]
-    assert read(tokenizer_class="LlamaTokenizer", bos_token="<s>", add_bos_token=False).encode("so the sop") == plain
+    assert read(tokenizer_class="LlamaTokenizer", bos_token="<s>").encode("so the sop") == [
+        1,
+        *plain,
+    ]
+    assert (
+        read(tokenizer_class="LlamaTokenizer", bos_token="<s>", add_bos_token=False).encode(
+            "so the sop"
+        )
+        == plain
+    )
     with pytest.raises(UnsupportedModelError, match="InternLM2Tokenizer"):
         read(tokenizer_class="InternLM2Tokenizer")
 
@@ -149,9 +174,15 @@ def test_chatglms_pieces(tmp_path) -> None:
 
     plain, two = read(), read(tokenizer_class="ChatGLMTokenizer")
     assert two.encode("a soprano") == [901, 903, *plain.encode("a soprano")]
-    declared = {"901": {"content": "[gMASK]"}, "903": {"content": "sop"}, "906": {"content": "<|user|>"}}
+    declared = {
+        "901": {"content": "[gMASK]"},
+        "903": {"content": "sop"},
+        "906": {"content": "<|user|>"},
+    }
     template = "[gMASK]sop<|user|>\n{{ messages[0].content }}<|assistant|>"
-    three = read(tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=declared, chat_template=template)
+    three = read(
+        tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=declared, chat_template=template
+    )
     ids = three.encode(three.apply_chat_template([{"role": "user", "content": "hello"}]))
     assert (ids[:3], ids[-1]) == ([901, 903, 906], 907)
     assert 903 in three.encode("a soprano", add_special_tokens=False)

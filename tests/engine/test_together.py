@@ -8,18 +8,41 @@ from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.worker import probe_steps
 from tests import tiny_models
 
-SIZES = dict(device="cpu", dtype="float32", max_model_len=96, max_num_seqs=16, block_size=4, kv_cache_bytes=2**20)
+SIZES = dict(
+    device="cpu",
+    dtype="float32",
+    max_model_len=96,
+    max_num_seqs=16,
+    block_size=4,
+    kv_cache_bytes=2**20,
+)
 REGEX = StructuredOutputsParams(regex="(a|b|hello|the){4,9}")
 PROMPT = "the other in the hour the other in the hour"
 BATCH = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=12, structured_outputs=REGEX),
-    SamplingParams(n=2, temperature=0.8, seed=5, max_tokens=20, structured_outputs=REGEX, bad_words=["hello"]),
+    SamplingParams(
+        n=2, temperature=0.8, seed=5, max_tokens=20, structured_outputs=REGEX, bad_words=["hello"]
+    ),
     SamplingParams(n=3, temperature=0.7, seed=3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=[20, 21, 22, 40]),
-    SamplingParams(temperature=0, max_tokens=24, min_tokens=9, repetition_penalty=1.3, stop_token_ids=list(range(40))),
+    SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, allowed_token_ids=[20, 21, 22, 40]
+    ),
+    SamplingParams(
+        temperature=0,
+        max_tokens=24,
+        min_tokens=9,
+        repetition_penalty=1.3,
+        stop_token_ids=list(range(40)),
+    ),
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1),
-    SamplingParams(temperature=0, max_tokens=20, logit_bias={20: 100.0, 21: 100.0}, ignore_eos=True, bad_words=["a b", "b"]),
+    SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        logit_bias={20: 100.0, 21: 100.0},
+        ignore_eos=True,
+        bad_words=["a b", "b"],
+    ),
 ]
 
 
@@ -41,7 +64,10 @@ def answers(outputs):
 @pytest.fixture(scope="module")
 def alone(path):
     with LLM(str(path), num_threads=1, **SIZES) as llm:
-        made = [llm.generate(p, s, progress=False)[0] for p, s in zip(prompts(len(BATCH)), BATCH, strict=True)]
+        made = [
+            llm.generate(p, s, progress=False)[0]
+            for p, s in zip(prompts(len(BATCH)), BATCH, strict=True)
+        ]
     return answers(made), made[6]
 
 
@@ -49,7 +75,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 MODES = {
     "ngram": {"speculative_config": NGRAM},
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 5}},
-    "paced": {"speculative_config": {"method": "suffix"}, "target_itl_ms": 5.0, "max_num_batched_tokens": 48},
+    "paced": {
+        "speculative_config": {"method": "suffix"},
+        "target_itl_ms": 5.0,
+        "max_num_batched_tokens": 48,
+    },
     "draft": {"speculative_config": {"method": "draft", "num_speculative_tokens": 3}},
     "few blocks": {"speculative_config": NGRAM, "kv_cache_bytes": 50 * 2**11},
 }
@@ -66,13 +96,21 @@ def test_one_batch_answers_as_each_alone(path, alone, mode, num_threads):
             outputs = llm.generate(prompts(len(BATCH)), BATCH, progress=False)
             assert answers(outputs) == alone[0]
         assert mode == "paced" or llm.core.stats().spec_accepted_tokens > 0
-        given, expected = ([x.chosen.logprob for x in o.outputs[0].logprobs] for o in (outputs[6], alone[1]))
+        given, expected = (
+            [x.chosen.logprob for x in o.outputs[0].logprobs] for o in (outputs[6], alone[1])
+        )
         assert given == pytest.approx(expected, abs=1e-4)
         stats = llm.core.stats()
-        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (
+            0,
+            0,
+            stats.num_blocks,
+        )
 
 
-@pytest.mark.parametrize(("config", "rows"), [(None, 4), (NGRAM, 16), ({"method": "suffix"}, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("config", "rows"), [(None, 4), (NGRAM, 16), ({"method": "suffix"}, 48)], ids=str
+)
 def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, rows):
     """Of the model's logits as many rows as there may be sequences and drafts, if a step has room for them."""
     measured, dummy = [], probe_steps.dummy_sampling
@@ -82,14 +120,19 @@ def test_memory_is_kept_for_all_that_a_step_samples(path, monkeypatch, config, r
     with LLM(str(path), kernels="torch", num_threads=1, **sizes) as llm:
         assert max(measured) == rows
         launch, sampled = llm.core.executor.launch, []
-        llm.core.executor.launch = lambda plan: sampled.append(sum(s.num_sampled for s in plan.scheduled)) or launch(plan)
+        llm.core.executor.launch = lambda plan: (
+            sampled.append(sum(s.num_sampled for s in plan.scheduled)) or launch(plan)
+        )
         llm.generate(prompts(4), BATCH[0], progress=False)
     assert (4 if config is None else 5) <= max(sampled) <= rows
 
 
 def test_a_draft_model_beside_steps_under_way(path):
     """A step of greedy requests that check drafts is still under way when its launch returns."""
-    prompt, greedy = {"prompt_token_ids": [5, 9, 30, 7]}, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompt, greedy = (
+        {"prompt_token_ids": [5, 9, 30, 7]},
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    )
     with LLM(str(path), **SIZES, num_threads=2) as llm:
         expected = llm.generate(prompt, greedy, progress=False)[0].outputs[0].token_ids
     drafts = {"method": "draft", "model": str(path), "num_speculative_tokens": 4}

@@ -59,14 +59,23 @@ def test_every_pre_tokenizer_gives_llama_cpps_ids(pre, tmp_path):
 
 def test_modernberts_words_are_gpt_2s(tmp_path):
     """llama.cpp splits both in the same way; the golden ids were made before it knew the name."""
-    tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", GOLDEN["byte_level"] | {"pre": "modern-bert"}))
+    tokenizer = Tokenizer.from_pretrained(
+        write_gguf(tmp_path / "x.gguf", GOLDEN["byte_level"] | {"pre": "modern-bert"})
+    )
     assert summary(tokenizer) == GOLDEN["pre"]["gpt-2"]
 
 
-@pytest.mark.parametrize("said", [{}, {"add_bos_token": True, "add_eos_token": True}], ids=["silent", "said"])
+@pytest.mark.parametrize(
+    "said", [{}, {"add_bos_token": True, "add_eos_token": True}], ids=["silent", "said"]
+)
 def test_robertas_words_are_gpt_2s_between_its_own_ends(said, tmp_path):
     """llama.cpp splits both in the same way; the golden ids were made before it knew the name."""
-    fields = GOLDEN["byte_level"] | {"pre": "roberta-bpe", "bos_token_id": 0, "eos_token_id": 1, **said}
+    fields = GOLDEN["byte_level"] | {
+        "pre": "roberta-bpe",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        **said,
+    }
     tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", fields))
     ids = [tokenizer.encode(chunk, add_special_tokens=False) for chunk in chunks(TEXT)]
     assert [[len(i), digest(i)] for i in ids] == GOLDEN["pre"]["gpt-2"]
@@ -93,7 +102,11 @@ def test_smollm2_gives_llama_cpps_ids():
         pytest.skip("smollm2 is not pulled")
     tokenizer = Tokenizer.from_pretrained(path)
     assert summary(tokenizer) == json.loads((DATA / "smollm2_tokens.json").read_text())["chunks"]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (1, (2, 0), 49152)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (
+        1,
+        (2, 0),
+        49152,
+    )
     assert tokenizer.decode(tokenizer.encode(TEXT), skip_special_tokens=False) == TEXT
     licence = Path("/usr/share/common-licenses/GPL-3")
     if licence.is_file():
@@ -111,7 +124,10 @@ def small(tmp_path_factory) -> dict[str, Tokenizer]:
         "spaces": GOLDEN["sentencepiece"],
         "no_prefix": GOLDEN["sentencepiece"] | {"add_space_prefix": False},
     }
-    return {name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f)) for name, f in files.items()}
+    return {
+        name: Tokenizer.from_pretrained(write_gguf(folder / f"{name}.gguf", f))
+        for name, f in files.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["bytes", "spaces", "no_prefix"])
@@ -128,7 +144,10 @@ def test_decodes_as_the_library_does_where_bytes_are_utf8(small, name, data):
     tokenizer = small[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     skip = data.draw(st.booleans())
-    ours, theirs = tokenizer.decode(ids, skip), tokenizer._backend.decode(ids, skip_special_tokens=skip)
+    ours, theirs = (
+        tokenizer.decode(ids, skip),
+        tokenizer._backend.decode(ids, skip_special_tokens=skip),
+    )
     if name == "bytes":
         assert ours == theirs  # also for bytes that are no character
     elif "�" not in ours:
@@ -153,19 +172,31 @@ def test_tokens_one_by_one(small):
 
 
 def test_ends_and_begins_by_the_files_flags(tmp_path):
-    fields = GOLDEN["byte_level"] | {"pre": "gpt-2", "add_bos_token": True, "add_eos_token": True, "eot_token_id": 2}
+    fields = GOLDEN["byte_level"] | {
+        "pre": "gpt-2",
+        "add_bos_token": True,
+        "add_eos_token": True,
+        "eot_token_id": 2,
+    }
     fields |= {"tokenizer.chat_template": "{{ eos_token }}"}
     tokenizer = Tokenizer.from_pretrained(write_gguf(tmp_path / "x.gguf", fields))
     inner = tokenizer.encode("hello", add_special_tokens=False)
     assert tokenizer.encode("hello") == [0, *inner, 1]
     assert tokenizer.eos_token_ids == (1, 2)
-    assert tokenizer.encode("<s>hello</s>") == [0, *inner, 1]  # what is there already is not said twice
+    assert tokenizer.encode("<s>hello</s>") == [
+        0,
+        *inner,
+        1,
+    ]  # what is there already is not said twice
     assert tokenizer.apply_chat_template([]) == "</s>"
 
 
 def test_a_template_beside_a_file(tmp_path):
     """Where the folder has no other model."""
-    path = write_gguf(tmp_path / "x.gguf", GOLDEN["byte_level"] | {"pre": "gpt-2", "tokenizer.chat_template": "of the file"})
+    path = write_gguf(
+        tmp_path / "x.gguf",
+        GOLDEN["byte_level"] | {"pre": "gpt-2", "tokenizer.chat_template": "of the file"},
+    )
     (tmp_path / "chat_template.jinja").write_text("of the folder")
     for place in (path, tmp_path):
         assert Tokenizer.from_pretrained(place).apply_chat_template([]) == "of the folder"
@@ -241,7 +272,10 @@ def test_gaps_between_ids_are_counted(folder):
     tokenizer = Tokenizer.from_pretrained(folder)
     if tokenizer.id_to_token(500) == "<far>":  # the library may also number it anew
         assert tokenizer.vocab_size == 501
-    assert all(tokenizer.id_to_token(i) is None for i in range(tokenizer.vocab_size, tokenizer.vocab_size + 600))
+    assert all(
+        tokenizer.id_to_token(i) is None
+        for i in range(tokenizer.vocab_size, tokenizer.vocab_size + 600)
+    )
 
 
 def test_gpt2s_own_files(folder):
@@ -300,7 +334,13 @@ def render(folder: Path, template: str, messages: object = (), **variables: obje
 def test_templates_have_what_hugging_face_gives_them(folder):
     assert render(folder, "{{ bos_token }}{{ tools | length }}", tools=[{}, {}]) == "<s>2"
     assert render(folder, "  {% if true %}\n  x\n  {% endif %}\n") == "  x\n"
-    assert render(folder, "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "1"
+    assert (
+        render(
+            folder,
+            "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+        )
+        == "1"
+    )
     assert render(folder, '{{ {"é<": 1} | tojson }}') == '{"é<": 1}'
     assert render(folder, "{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
     assert len(render(folder, '{{ strftime_now("%Y") }}')) == 4
@@ -326,7 +366,11 @@ def test_a_template_that_refuses_is_a_request_error(folder, template, said):
 
 
 def test_where_the_template_comes_from(folder):
-    change(folder, "tokenizer_config.json", chat_template=[{"name": "default", "template": "D"}, {"name": "x"}])
+    change(
+        folder,
+        "tokenizer_config.json",
+        chat_template=[{"name": "default", "template": "D"}, {"name": "x"}],
+    )
     assert Tokenizer.from_pretrained(folder).apply_chat_template([]) == "D"
     assert render(folder, "F") == "F"  # the file of its own goes first
     (folder / "chat_template.jinja").unlink()
@@ -355,7 +399,9 @@ def test_pairs_of_texts(tmp_path):
 
     tiny_models.write_wordpiece(tmp_path)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
-    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", "a dog"))
+    first, second = (
+        tokenizer.encode(text, add_special_tokens=False) for text in ("the cat", "a dog")
+    )
     [(whole, num_first)] = tokenizer.encode_pairs([("the cat", "a dog")])
     assert (whole, num_first) == ([2, *first, 3, *second, 3], 6)
     for room, expected in (

@@ -18,7 +18,9 @@ from slipstream.errors import CheckpointError, RequestError, UnsupportedModelErr
 from tests import tiny_models
 from tests.data.make_tokens import write_gguf
 
-LINES = (Path(__file__).parent.parent / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
+LINES = (
+    (Path(__file__).parent.parent / "data/tokenizer_corpus.txt").read_bytes().decode().split("\n")
+)
 
 
 def train(**options: object) -> bytes:
@@ -36,7 +38,9 @@ def train(**options: object) -> bytes:
         "num_threads": 1,
     }
     lines = [line for line in LINES if line.strip()][:800]
-    spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **{**defaults, **options})
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, **{**defaults, **options}
+    )
     return model.getvalue()
 
 
@@ -46,13 +50,19 @@ def pieces(request, tmp_path_factory) -> tuple[Tokenizer, spm.SentencePieceProce
     (folder / "tokenizer.model").write_bytes(train(add_dummy_prefix=request.param))
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Tokenizer.from_pretrained(folder), spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return Tokenizer.from_pretrained(folder), spm.SentencePieceProcessor(
+        model_file=str(folder / "tokenizer.model")
+    )
 
 
 def test_sentencepieces_ids_on_a_corpus(pieces) -> None:
     ours, theirs = pieces
     rng = random.Random(0)
-    for line in [*LINES[:600], "".join(LINES[:50]), *("".join(rng.choices("ab 1é字🙂", k=30)) for _ in range(200))]:
+    for line in [
+        *LINES[:600],
+        "".join(LINES[:50]),
+        *("".join(rng.choices("ab 1é字🙂", k=30)) for _ in range(200)),
+    ]:
         ids = theirs.encode(line)
         assert ours.encode(line, add_special_tokens=False) == ids
         assert ours.decode(ids) == theirs.decode(ids) == line
@@ -72,9 +82,13 @@ def test_scores_count_not_the_order_of_tokens(pieces) -> None:
     _, theirs = pieces
     numbers = list(range(theirs.vocab_size()))[::-1]
     kinds = [
-        2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1 for i in numbers
+        2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1
+        for i in numbers
     ]
-    tokens, scores = [theirs.id_to_piece(i) for i in numbers], [theirs.get_score(i) for i in numbers]
+    tokens, scores = (
+        [theirs.id_to_piece(i) for i in numbers],
+        [theirs.get_score(i) for i in numbers],
+    )
     prefix = theirs.encode("a", out_type=str)[0].startswith("▁")
     turned = build(tokens, scores, kinds, add_space_prefix=prefix)
     for line in LINES[:200]:
@@ -125,8 +139,16 @@ def test_bos_and_eos_by_flags_and_post_processor(folder) -> None:
     assert around() == ([0], [1])
     change(folder, "tokenizer_config.json", add_bos_token=None, add_eos_token=None)
     entry = {"id": "<s>", "ids": [0], "tokens": ["<s>"]}
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    processor = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {"<s>": entry}}
+    single = [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    processor = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": single,
+        "special_tokens": {"<s>": entry},
+    }
     change(
         folder,
         "tokenizer.json",
@@ -139,12 +161,19 @@ def test_bos_and_eos_by_flags_and_post_processor(folder) -> None:
 
 def test_a_template_that_wrote_the_bos_gets_no_second_one(folder) -> None:
     change(
-        folder, "tokenizer_config.json", add_bos_token=True, chat_template="{{ bos_token }}{{ messages[0].content }}"
+        folder,
+        "tokenizer_config.json",
+        add_bos_token=True,
+        chat_template="{{ bos_token }}{{ messages[0].content }}",
     )
     tokenizer = Tokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert text == "<s>hello"
-    assert tokenizer.encode(text) == tokenizer.encode("hello") == tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        tokenizer.encode(text)
+        == tokenizer.encode("hello")
+        == tokenizer.encode(text, add_special_tokens=False)
+    )
 
 
 def test_tokens_that_only_the_config_declares(folder) -> None:
@@ -160,7 +189,10 @@ def test_tokens_that_only_the_config_declares(folder) -> None:
         "rstrip": False,
     }
     change(
-        folder, "tokenizer_config.json", added_tokens_decoder={str(size): entry}, additional_special_tokens=["hello"]
+        folder,
+        "tokenizer_config.json",
+        added_tokens_decoder={str(size): entry},
+        additional_special_tokens=["hello"],
     )
     ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.encode("a<tool>hello the") == theirs.encode("a<tool>hello the")
@@ -174,7 +206,13 @@ def test_tokens_that_only_the_config_declares(folder) -> None:
 def test_truncation_and_padding_of_the_file_are_not_applied(folder) -> None:
     plain = Tokenizer.from_pretrained(folder).encode("hello there")
     cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    fill = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    fill = {
+        "strategy": {"Fixed": 50},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+    }
     for setting in ({"truncation": cut}, {"padding": {**fill, "pad_token": "<s>"}}):
         tiny_models.write_tokenizer(folder)
         change(folder, "tokenizer.json", **setting)
@@ -184,7 +222,9 @@ def test_truncation_and_padding_of_the_file_are_not_applied(folder) -> None:
 def test_special_tokens_named_by_number_only(folder) -> None:
     change(folder, "config.json", bos_token_id=0, eos_token_id=1)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bos_token }}|{{ eos_token }}"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ bos_token }}|{{ eos_token }}"})
+    )
     tokenizer = Tokenizer.from_pretrained(folder)
     assert config["bos_token"] == "<s>"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (0, (1,))
@@ -192,7 +232,10 @@ def test_special_tokens_named_by_number_only(folder) -> None:
 
 
 def test_tools_choose_their_template(folder) -> None:
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools[0].name }}"},
+    ]
     change(folder, "tokenizer_config.json", chat_template=named)
     tokenizer = Tokenizer.from_pretrained(folder)
     assert tokenizer.apply_chat_template([]) == "plain"
@@ -210,9 +253,16 @@ def test_half_a_surrogate_pair_is_a_request_error(folder) -> None:
 
 def test_t5s_pieces(tmp_path) -> None:
     """A unigram model with a character map, sentinels after its pieces, and </s> at the end: as the library cuts texts."""
-    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
+    options = {
+        "model_type": "unigram",
+        "byte_fallback": False,
+        "normalization_rule_name": "nmt_nfkc",
+        "vocab_size": 700,
+    }
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    data = train(**options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    data = train(
+        **options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False
+    )
     (tmp_path / "spiece.model").write_bytes(data)
     named = {f"{name}_token": f"<{name}>" for name in ("unk", "pad")}
     config = {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>", **named, "extra_ids": 10}
@@ -227,7 +277,9 @@ def test_t5s_pieces(tmp_path) -> None:
         if 2 not in expected:
             assert ours.decode(expected) == theirs.decode(expected)
     assert ours.encode("<extra_id_0>")[-2] == theirs.vocab_size() + 9
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "XLNetTokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "XLNetTokenizer"})
+    )
     with pytest.raises(UnsupportedModelError, match="XLNetTokenizer"):
         Tokenizer.from_pretrained(tmp_path)
 
@@ -239,7 +291,12 @@ def test_berts_words(tmp_path) -> None:
     words = sorted(stored["model"]["vocab"], key=stored["model"]["vocab"].get)
     (tmp_path / "txt").mkdir()
     (tmp_path / "txt" / "vocab.txt").write_text("\n".join(words) + "\n")
-    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    config = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": True,
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+    }
     (tmp_path / "txt" / "tokenizer_config.json").write_text(json.dumps(config))
     a, b = (Tokenizer.from_pretrained(tmp_path / kind) for kind in ("json", "txt"))
     for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
@@ -255,12 +312,21 @@ def test_berts_words(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{"eos_token_id": 1, "add_eos_token": True, "add_bos_token": False}, {}], ids=["said", "silent"]
+    "said",
+    [{"eos_token_id": 1, "add_eos_token": True, "add_bos_token": False}, {}],
+    ids=["said", "silent"],
 )
 def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
-    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
+    options = {
+        "model_type": "unigram",
+        "byte_fallback": False,
+        "normalization_rule_name": "nmt_nfkc",
+        "vocab_size": 700,
+    }
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    data = train(**options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    data = train(
+        **options, **ids, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False
+    )
     theirs = spm.SentencePieceProcessor(model_proto=data)
     pieces = range(theirs.vocab_size())
     charsmap = dict(_fields(dict(_fields(data))[3]))[2]
@@ -271,7 +337,9 @@ def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
             "model": "t5",
             "tokens": [theirs.id_to_piece(i) for i in pieces],
             "scores": [float(theirs.get_score(i)) for i in pieces],
-            "token_type": [2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 1 for i in pieces],
+            "token_type": [
+                2 if theirs.is_unknown(i) else 3 if theirs.is_control(i) else 1 for i in pieces
+            ],
             "precompiled_charsmap": list(charsmap),
             "add_space_prefix": True,
             "remove_extra_whitespaces": True,
@@ -289,8 +357,20 @@ def test_t5s_pieces_in_a_gguf_file(tmp_path, said) -> None:
 def test_xlm_robertas_pieces_in_a_gguf_file(tmp_path) -> None:
     """bge-m3 and its like: a SentencePiece model whose pieces the converter moves one up, to XLM-R's order (<s>, <pad>, </s>,
     <unk>), with padding at the end."""
-    options = {"model_type": "unigram", "byte_fallback": False, "normalization_rule_name": "nmt_nfkc", "vocab_size": 700}
-    data = train(**options, unk_id=0, bos_id=1, eos_id=2, remove_extra_whitespaces=True, allow_whitespace_only_pieces=False)
+    options = {
+        "model_type": "unigram",
+        "byte_fallback": False,
+        "normalization_rule_name": "nmt_nfkc",
+        "vocab_size": 700,
+    }
+    data = train(
+        **options,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        remove_extra_whitespaces=True,
+        allow_whitespace_only_pieces=False,
+    )
     theirs = spm.SentencePieceProcessor(model_proto=data)
     pieces = range(3, theirs.vocab_size())
     ends = {"bos": 0, "eos": 2, "unknown": 3, "seperator": 2, "padding": 1, "cls": 0}
@@ -300,7 +380,14 @@ def test_xlm_robertas_pieces_in_a_gguf_file(tmp_path) -> None:
         {
             "model": "t5",
             "pre": "default",
-            "tokens": ["<s>", "<pad>", "</s>", "<unk>", *(theirs.id_to_piece(i) for i in pieces), "[PAD701]"],
+            "tokens": [
+                "<s>",
+                "<pad>",
+                "</s>",
+                "<unk>",
+                *(theirs.id_to_piece(i) for i in pieces),
+                "[PAD701]",
+            ],
             "scores": [0.0, 0.0, 0.0, 0.0, *(float(theirs.get_score(i)) for i in pieces), -1000.0],
             "token_type": [3, 3, 3, 2, *([1] * len(pieces)), 5],
             "precompiled_charsmap": list(dict(_fields(dict(_fields(data))[3]))[2]),
@@ -332,8 +419,15 @@ def test_berts_words_in_a_gguf_file(tmp_path) -> None:
 
     tokens = [phantom(word) for word in sorted(vocab, key=vocab.get)]
     named = {"padding": 0, "unknown": 1, "cls": 2, "seperator": 3, "mask": 4}
-    fields: dict[str, object] = {"model": "bert", "tokens": tokens, **{f"{n}_token_id": i for n, i in named.items()}}
-    a, b = (Tokenizer.from_pretrained(p) for p in (tmp_path / "json", write_gguf(tmp_path / "x.gguf", fields)))
+    fields: dict[str, object] = {
+        "model": "bert",
+        "tokens": tokens,
+        **{f"{n}_token_id": i for n, i in named.items()},
+    }
+    a, b = (
+        Tokenizer.from_pretrained(p)
+        for p in (tmp_path / "json", write_gguf(tmp_path / "x.gguf", fields))
+    )
     for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
         assert a.encode(text) == b.encode(text)
         assert a.decode(a.encode(text)) == b.decode(b.encode(text))

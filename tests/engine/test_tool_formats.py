@@ -10,15 +10,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.engine.tool_formats import FORMATS, REASONING, reasoning_markers, tool_format
-from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Parser, Reasoning, Tool
+from slipstream.engine.tool_formats.base import (
+    Arguments,
+    BeginCall,
+    Content,
+    Parser,
+    Reasoning,
+    Tool,
+)
 from slipstream.errors import ConfigError
 
 TOOLS = [
-    Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}),
-    Tool("add", {"properties": {"a": {"type": "number"}, "b": {"type": "number"}, "ok": {"type": "boolean"}}}),
+    Tool(
+        "get_weather",
+        {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    ),
+    Tool(
+        "add",
+        {
+            "properties": {
+                "a": {"type": "number"},
+                "b": {"type": "number"},
+                "ok": {"type": "boolean"},
+            }
+        },
+    ),
 ]
 THINK = REASONING["think"]
-DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+DS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 WEATHER, ADD = '{"city": "São \\"P\\" <x>", "days": 2}', '{"a": 1, "b": -2.5, "ok": true}'
 SAMPLES = {  # each: two calls, get_weather and add
     "hermes": 'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>\n<tool_call>\n"
@@ -93,7 +118,11 @@ def test_calls_are_found(name, seed):
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "harmony"])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_behind_reasoning(name, thinking):
-    text = ("" if thinking else "\n<think>\n") + "a <tool_call> {} thought\n</think>\n\n" + SAMPLES[name]
+    text = (
+        ("" if thinking else "\n<think>\n")
+        + "a <tool_call> {} thought\n</think>\n\n"
+        + SAMPLES[name]
+    )
     content, reasoning, calls = read(parser_of(name, THINK, thinking=thinking), cut(text, 1))
     assert reasoning == "a <tool_call> {} thought"
     assert (content, len(calls)) == ("" if name in WHOLE else "Let me see.", 2)
@@ -102,7 +131,20 @@ def test_behind_reasoning(name, thinking):
 @pytest.mark.parametrize("name", [n for n in FORMATS if n != "harmony"])
 @pytest.mark.parametrize(
     "text",
-    ["Hello.\n", "", " ", "{}", '{"a": 1}', "[1, 2]", "[x]", "a < b", "<tool", "<tool_call>", "<tool_call>\n{3}", "[TOOL"],
+    [
+        "Hello.\n",
+        "",
+        " ",
+        "{}",
+        '{"a": 1}',
+        "[1, 2]",
+        "[x]",
+        "a < b",
+        "<tool",
+        "<tool_call>",
+        "<tool_call>\n{3}",
+        "[TOOL",
+    ],
 )
 def test_what_is_no_call_is_content(name, text):
     content, reasoning, calls = read(parser_of(name), cut(text, 0))
@@ -133,11 +175,71 @@ def test_other_ways_to_write_a_call(name, text, call):
 
 
 PIECES = [
-    *("<tool_call>", "</tool_call>", "<function=add>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>"),
-    *("</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>"),
-    *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "analysis", "to=functions.add", "<think>"),
-    *("</think>", *DS, "```json\n", '{"name": "add", "arguments": ', '"name"', '"arguments"', "{", "}", "[", "]", "(", ")"),
-    *('"', "'", "\\", ",", ":", ";", "=", ">", "add", "a", "1", "True", " ", "\n", "é", "f(x=1)", "<", "None", "*", "lambda:0"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=add>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+        "<arg_key>",
+    ),
+    *(
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        "<|python_start|>",
+    ),
+    *(
+        "<|channel|>",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        "<|constrain|>",
+        "analysis",
+        "to=functions.add",
+        "<think>",
+    ),
+    *(
+        "</think>",
+        *DS,
+        "```json\n",
+        '{"name": "add", "arguments": ',
+        '"name"',
+        '"arguments"',
+        "{",
+        "}",
+        "[",
+        "]",
+        "(",
+        ")",
+    ),
+    *(
+        '"',
+        "'",
+        "\\",
+        ",",
+        ":",
+        ";",
+        "=",
+        ">",
+        "add",
+        "a",
+        "1",
+        "True",
+        " ",
+        "\n",
+        "é",
+        "f(x=1)",
+        "<",
+        "None",
+        "*",
+        "lambda:0",
+    ),
 ]
 
 
@@ -183,7 +285,10 @@ def test_formats_are_found_in_templates():
     assert reasoning_markers(None, found["hermes"]) == THINK
     assert reasoning_markers("mistral", "plain") == ("[THINK]", "[/THINK]")
     assert reasoning_markers("none", found["hermes"]) is reasoning_markers(None, "plain") is None
-    for choose, field in ((tool_format, "tool_call_parser"), (reasoning_markers, "reasoning_parser")):
+    for choose, field in (
+        (tool_format, "tool_call_parser"),
+        (reasoning_markers, "reasoning_parser"),
+    ):
         with pytest.raises(ConfigError, match="known are") as error:
             choose("frob", None)
         assert error.value.field == field

@@ -15,7 +15,15 @@ from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsPar
 from tests.engine.test_tool_formats import SAMPLES, THINK, TOOLS
 
 STRICT = tuple(
-    Tool(t.name, {**t.parameters, "type": "object", "required": [*t.parameters["properties"]], "additionalProperties": False})
+    Tool(
+        t.name,
+        {
+            **t.parameters,
+            "type": "object",
+            "required": [*t.parameters["properties"]],
+            "additionalProperties": False,
+        },
+    )
     for t in TOOLS
 )
 
@@ -32,7 +40,13 @@ def accepts(tokenizer):
     def accepts(params, text):
         """Whether the grammar takes the whole text, and may end there."""
         sampling = SamplingParams(structured_outputs=params)
-        request = EngineRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling, eos_token_ids=(1,), max_tokens=9)
+        request = EngineRequest(
+            request_id="r",
+            prompt_token_ids=(5,),
+            sampling=sampling,
+            eos_token_ids=(1,),
+            max_tokens=9,
+        )
         if not grammars.begin(request):
             while grammars.is_compiling:
                 assert [error for _, error in grammars.compiled() if error] == []
@@ -47,7 +61,9 @@ def accepts(tokenizer):
 
 
 def reading(name, **more):
-    return Reading(form=FORMATS[name](), **{"think": None, "offered": STRICT, "enforced": True, **more})
+    return Reading(
+        form=FORMATS[name](), **{"think": None, "offered": STRICT, "enforced": True, **more}
+    )
 
 
 def canonical(name):
@@ -55,7 +71,9 @@ def canonical(name):
     text = SAMPLES[name].replace("</arg_key><arg_value>", "</arg_key>\n<arg_value>")
     text = text.replace("true</arg_value></", "true</arg_value>\n</")
     if name == "harmony":
-        return text.split("<|call|>")[0].replace("commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>", "")
+        return text.split("<|call|>")[0].replace(
+            "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>", ""
+        )
     return text
 
 
@@ -74,7 +92,9 @@ def test_what_models_write_is_allowed(name, tokenizer, accepts):
     assert not accepts(must, "Let me see.")
     if name != "harmony":
         assert accepts(auto, "Nothing to call.")
-        thinking = reading(name, must_call=True, think=THINK, opened=True).structured(None, tokenizer)
+        thinking = reading(name, must_call=True, think=THINK, opened=True).structured(
+            None, tokenizer
+        )
         assert accepts(thinking, f"so <b> {{}}\n</think>\n\n{calls}")
         assert not accepts(thinking, calls)
         both = reading(name, must_call=True, think=THINK).structured(None, tokenizer)
@@ -89,10 +109,14 @@ def test_what_models_write_is_allowed(name, tokenizer, accepts):
 
 @pytest.mark.parametrize("name", [*FORMATS, None])
 def test_an_answer_with_a_schema(name, tokenizer, accepts):
-    schema = StructuredOutputsParams(json={"type": "array", "items": {"const": 1}}, disable_any_whitespace=True)
+    schema = StructuredOutputsParams(
+        json={"type": "array", "items": {"const": 1}}, disable_any_whitespace=True
+    )
     form = None if name is None else FORMATS[name]()
     final = "<|channel|>final<|message|>" if name == "harmony" else ""
-    either = Reading(form=form, think=None, offered=STRICT if form else ()).structured(schema, tokenizer)
+    either = Reading(form=form, think=None, offered=STRICT if form else ()).structured(
+        schema, tokenizer
+    )
     assert accepts(either, final + "[1,1]")
     assert not accepts(either, final + "[2]")
     if form is not None:

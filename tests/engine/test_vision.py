@@ -61,7 +61,12 @@ def largest_difference(answer: Any, theirs: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "kernels", ["auto", pytest.param("reference", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.slow)]
+    "kernels",
+    [
+        "auto",
+        pytest.param("reference", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_pictures_equal_transformers(models, family, kernels):
@@ -75,7 +80,9 @@ def test_several_pictures_equal_transformers(models, family, kernels):
     assert largest_difference(answer, their_logprobs(family, model, ids, pictures)) < 2e-4
     with torch.no_grad():
         given = their_inputs(family, ids, pictures)
-        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[
+            0, len(ids) :
+        ].tolist()
     assert list(answer.outputs[0].token_ids) == greedy
 
 
@@ -92,7 +99,11 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
     tokens = list(whole.outputs[0].token_ids)
     with engine(path, max_num_batched_tokens=24, max_num_seqs=4) as llm:
         together = llm.generate([prompt, text, prompt], wanted)
-        assert [list(a.outputs[0].token_ids) for a in together] == [tokens, list(words.outputs[0].token_ids), tokens]
+        assert [list(a.outputs[0].token_ids) for a in together] == [
+            tokens,
+            list(words.outputs[0].token_ids),
+            tokens,
+        ]
         for a, b in zip(together[0].outputs[0].logprobs, whole.outputs[0].logprobs, strict=True):
             assert a.chosen.logprob == pytest.approx(b.chosen.logprob, abs=2e-4)
         (again,) = llm.generate(prompt, wanted)
@@ -102,7 +113,9 @@ def test_chunks_prefixes_forks_and_batches_give_the_same(models, family):
         assert [list(o.token_ids) for o in forks.outputs] == [tokens] * 3
         other = prompt_of(family, pictures[0], picture(6, 64, 64))
         (different,) = llm.generate(other, dataclasses.replace(wanted, prompt_logprobs=None))
-        last = max(i for i, t in enumerate(whole.prompt_token_ids) if t == token_id(family, IMAGE[family]))
+        last = max(
+            i for i, t in enumerate(whole.prompt_token_ids) if t == token_id(family, IMAGE[family])
+        )
         # the words and the first picture, and nothing behind the last piece of the second
         assert 0 < different.num_cached_tokens < last - 3
     with engine(path, enable_prefix_caching=False) as llm:
@@ -127,7 +140,9 @@ def test_several_ranks_see_the_same(models, family, split):
         assert answer.outputs[0].token_ids == again.outputs[0].token_ids
     with torch.no_grad():
         given = their_inputs(family, ids, pictures)
-        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :].tolist()
+        greedy = model.generate(**given, max_new_tokens=8, do_sample=False, eos_token_id=None)[
+            0, len(ids) :
+        ].tolist()
     assert list(again.outputs[0].token_ids) == greedy
 
 
@@ -161,7 +176,9 @@ def test_preempted_requests_see_their_pictures_again(models, family):
         groups = len(llm.config.cache.groups)
         block = llm.ledger.block_bytes
     blocks = groups * (2 * -(-length // 4) + 3)  # room for two prompts, or one with its answer
-    with engine(path, kv_cache_bytes=block * blocks, max_model_len=length + 25, enable_prefix_caching=False) as llm:
+    with engine(
+        path, kv_cache_bytes=block * blocks, max_model_len=length + 25, enable_prefix_caching=False
+    ) as llm:
         answers = llm.generate(prompts, wanted)
         # Gemma's windows give back what they have passed, and its answers fit.
         assert llm.stats().num_preemptions > 0 or family == "gemma3"
@@ -184,18 +201,23 @@ def test_adapters_and_pictures_go_together(models, tmp_path):
 
     path, model = models["smolvlm"]
     target = r".*text_model.*\.(q_proj|v_proj|down_proj)"
-    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+    tuned = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False)
+    )
     try:
         tuned.save_pretrained(tmp_path)
         with engine(path, enable_lora=True) as llm:
             given = prompt_of("smolvlm", picture(10))
             plain, adapted = (
-                llm.generate(given, GREEDY, lora_request=lora)[0] for lora in (None, LoRARequest("a", 1, str(tmp_path)))
+                llm.generate(given, GREEDY, lora_request=lora)[0]
+                for lora in (None, LoRARequest("a", 1, str(tmp_path)))
             )
         theirs = their_inputs("smolvlm", plain.prompt_token_ids, [picture(10)])
         with torch.no_grad():
             wanted = tuned.generate(**theirs, max_new_tokens=8, do_sample=False, eos_token_id=None)
-        assert list(adapted.outputs[0].token_ids) == wanted[0, len(plain.prompt_token_ids) :].tolist()
+        assert (
+            list(adapted.outputs[0].token_ids) == wanted[0, len(plain.prompt_token_ids) :].tolist()
+        )
         assert adapted.num_cached_tokens == 0  # the plain prompt's keys are another model's
     finally:
         tuned.unload()
@@ -209,19 +231,32 @@ def test_prompts_that_do_not_go_with_their_pictures_are_refused(models):
             (prompt_of("smolvlm", *[picture(1)] * 3), "image"),
             ({"prompt": "<image>", "multi_modal_data": {"audio": b""}}, "multi_modal_data"),
             ({"prompt": "<image>", "multi_modal_data": {"image": "a.png"}}, "image"),
-            ({"prompt_token_ids": [1, 2], "multi_modal_data": {"image": picture(1)}}, "prompt_token_ids"),
+            (
+                {"prompt_token_ids": [1, 2], "multi_modal_data": {"image": picture(1)}},
+                "prompt_token_ids",
+            ),
         ):
             with pytest.raises(RequestError) as caught:
                 llm.generate(prompt, GREEDY)
             assert caught.value.field == field
         token = token_id("smolvlm", "<image>")
         (by_text,) = llm.generate(prompt_of("smolvlm", picture(1)), GREEDY)
-        short = [x for i, x in enumerate(by_text.prompt_token_ids) if x != token or by_text.prompt_token_ids[i - 1] != token]
+        short = [
+            x
+            for i, x in enumerate(by_text.prompt_token_ids)
+            if x != token or by_text.prompt_token_ids[i - 1] != token
+        ]
         assert short  # whole prompts of tokens are taken, too
-        given = {"prompt_token_ids": by_text.prompt_token_ids, "multi_modal_data": {"image": picture(1)}}
+        given = {
+            "prompt_token_ids": by_text.prompt_token_ids,
+            "multi_modal_data": {"image": picture(1)},
+        }
         (by_tokens,) = llm.generate(given, GREEDY)
         assert by_tokens.outputs[0].token_ids == by_text.outputs[0].token_ids
-        one = {"prompt_token_ids": [97, 98, 32, token, 63], "multi_modal_data": {"image": picture(1)}}
+        one = {
+            "prompt_token_ids": [97, 98, 32, token, 63],
+            "multi_modal_data": {"image": picture(1)},
+        }
         (expanded,) = llm.generate(one, GREEDY)
         assert expanded.prompt_token_ids.count(token) == by_text.prompt_token_ids.count(token)
 
@@ -257,7 +292,10 @@ def test_a_chat_with_pictures(models):
         file = io.BytesIO()
         picture(11).save(file, "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        parts = [{"type": "text", "text": "what "}, {"type": "image_url", "image_url": {"url": url}}]
+        parts = [
+            {"type": "text", "text": "what "},
+            {"type": "image_url", "image_url": {"url": url}},
+        ]
         pil = [parts[0], {"type": "image_pil", "image_pil": picture(11)}]
         with engine(path) as llm:
             one, two = (llm.chat([{"role": "user", "content": c}], GREEDY)[0] for c in (parts, pil))
@@ -267,17 +305,43 @@ def test_a_chat_with_pictures(models):
             with pytest.raises(RequestError, match="only a user"):
                 llm.chat([{"role": "system", "content": parts}], GREEDY)
             with pytest.raises(RequestError, match="nothing is fetched"):
-                llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}], GREEDY)
+                llm.chat(
+                    [
+                        {
+                            "role": "user",
+                            "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}],
+                        }
+                    ],
+                    GREEDY,
+                )
             short = [parts[0], {"type": "image_url", "image_url": url}]
-            assert llm.chat([{"role": "user", "content": short}], GREEDY)[0].prompt_token_ids == one.prompt_token_ids
-            low = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}]}]
+            assert (
+                llm.chat([{"role": "user", "content": short}], GREEDY)[0].prompt_token_ids
+                == one.prompt_token_ids
+            )
+            low = [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}],
+                }
+            ]
             if family == "smolvlm":  # which reads it as one tile
-                assert len(llm.chat(low, GREEDY)[0].prompt_token_ids) < len(one.prompt_token_ids) - 50
+                assert (
+                    len(llm.chat(low, GREEDY)[0].prompt_token_ids) < len(one.prompt_token_ids) - 50
+                )
             elif family == "gemma3":
                 with pytest.raises(RequestError, match="in one size"):
                     llm.chat(low, GREEDY)
-            for wrong, why in (({"detail": "lowest"}, "auto, low or high"), ({"detial": "low"}, "detial")):
-                said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, **wrong}}]}]
+            for wrong, why in (
+                ({"detail": "lowest"}, "auto, low or high"),
+                ({"detial": "low"}, "detial"),
+            ):
+                said = [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": url, **wrong}}],
+                    }
+                ]
                 with pytest.raises(RequestError, match=why):
                     llm.chat(said, GREEDY)
         assert one.prompt_token_ids == two.prompt_token_ids

@@ -38,7 +38,10 @@ def greedy(theirs, prompt, count):
 
 
 def answers(llm, prompts=PROMPTS):
-    return [o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)]
+    return [
+        o.outputs[0].token_ids
+        for o in llm.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
+    ]
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "gemma2", "cohere2", "mistral"])
@@ -68,7 +71,9 @@ def test_preempted_answers_are_the_same(model):
     with LLM(str(path), **SETTINGS, kv_cache_bytes=sizes[0] * (sizes[1] + 2)) as llm:
         for _ in range(2):
             assert answers(llm) == expected
-        grows = any(group.kind == "full" for group in llm.config.cache.groups)  # windows alone do not
+        grows = any(
+            group.kind == "full" for group in llm.config.cache.groups
+        )  # windows alone do not
         assert (llm.stats().num_preemptions > 0) == grows
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
 
@@ -93,16 +98,27 @@ def test_what_a_long_sequence_holds_is_bounded(model):
             assert (count == -(-99 // 4)) == (group.kind == "full")
         assert sum(most) <= llm.ledger.blocks_per_sequence
         places = {address(layer.k) for layer in llm.core.executor.runner.kv}
-        assert len(places) == max(len(group.layers) for group in groups)  # groups share their tensors
+        assert len(places) == max(
+            len(group.layers) for group in groups
+        )  # groups share their tensors
 
 
 def test_groups_of_real_models():
     configs = Path(__file__).parents[2] / "benchmarks" / "configs"
     found = {}
-    for name in ("gemma-2-9b", "gpt-oss-20b", "phi-3-mini-4k", "opt-13b", "t5-large", "deepseek-v3"):
+    for name in (
+        "gemma-2-9b",
+        "gpt-oss-20b",
+        "phi-3-mini-4k",
+        "opt-13b",
+        "t5-large",
+        "deepseek-v3",
+    ):
         spec = read_spec(configs / name).spec
         groups = spec.cache_groups
-        assert sorted(x for g in groups if g.kind != "cross" for x in g.layers) == list(range(spec.num_layers))
+        assert sorted(x for g in groups if g.kind != "cross" for x in g.layers) == list(
+            range(spec.num_layers)
+        )
         for i, g in enumerate(spec.group_of_layer):
             assert groups[g].layers[spec.cache_places[i]] == i
         found[name] = [(g.kind, g.window, len(g.layers)) for g in groups]
@@ -115,11 +131,16 @@ def test_groups_of_real_models():
 
 
 def test_groups_are_as_large_as_the_rarest_kind(tmp_path):
-    tiny_models.write(tmp_path, "gemma3_text", num_hidden_layers=8, layer_types=None, sliding_window_pattern=3)
+    tiny_models.write(
+        tmp_path, "gemma3_text", num_hidden_layers=8, layer_types=None, sliding_window_pattern=3
+    )
     spec = read_spec(tmp_path).spec
     kinds = [layer.attention.window for layer in spec.layers]
     assert [(g.kind, len(g.layers)) for g in spec.cache_groups] == [
         ("full", kinds.count(None)),
-        *(("window", min(kinds.count(None), 6 - i)) for i in range(0, 8 - kinds.count(None), kinds.count(None))),
+        *(
+            ("window", min(kinds.count(None), 6 - i))
+            for i in range(0, 8 - kinds.count(None), kinds.count(None))
+        ),
     ]
     assert spec.block_bytes_per_token(4) == spec.kv_bytes_per_token(4) * kinds.count(None) // 8

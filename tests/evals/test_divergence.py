@@ -54,7 +54,14 @@ def scorers(models):
 
 
 def windows(scorer, stride=CONTEXT, context=CONTEXT):
-    return list(cut([Document(text=TEXT), Document(text="and so on")], scorer.tokenizer, context=context, stride=stride))
+    return list(
+        cut(
+            [Document(text=TEXT), Document(text="and so on")],
+            scorer.tokenizer,
+            context=context,
+            stride=stride,
+        )
+    )
 
 
 def theirs(model, window):
@@ -68,7 +75,9 @@ def theirs(model, window):
 def test_perplexity_is_transformers(models, scorers, stride):
     scorer = scorers[0]
     cutting = windows(scorer, stride)
-    nll = [torch.nn.functional.cross_entropy(*theirs(models[2], w), reduction="none") for w in cutting]
+    nll = [
+        torch.nn.functional.cross_entropy(*theirs(models[2], w), reduction="none") for w in cutting
+    ]
     found = perplexity(scorer, cutting)
     assert found.perplexity == pytest.approx(math.exp(torch.cat(nll).mean()), rel=1e-4)
     assert found.num_tokens == sum(len(n) for n in nll)
@@ -81,13 +90,25 @@ def test_divergence_is_that_of_whole_logits(models, scorers):
     found = compare(a, b, cutting, num_worst=2)
     pairs = [(theirs(models[2], w)[0], theirs(models[3], w)[0]) for w in cutting]
     logs = [(p.log_softmax(-1), q.log_softmax(-1)) for p, q in pairs]
-    kl = torch.cat([torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1) for p, q in logs])
+    kl = torch.cat(
+        [
+            torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+            for p, q in logs
+        ]
+    )
     assert found.kl.mean == pytest.approx(kl.mean().item(), rel=1e-3)
     assert found.kl.max == pytest.approx(kl.max().item(), rel=1e-3)
-    assert found.kl.p99 == pytest.approx(kl.sort().values[math.ceil(0.99 * len(kl)) - 1].item(), rel=1e-3)
+    assert found.kl.p99 == pytest.approx(
+        kl.sort().values[math.ceil(0.99 * len(kl)) - 1].item(), rel=1e-3
+    )
     p, q = (torch.cat(side) for side in zip(*pairs, strict=True))
-    assert found.top1_agreement == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean().item())
-    shared = [len({*x} & {*y}) / 5 for x, y in zip(p.topk(5).indices.tolist(), q.topk(5).indices.tolist(), strict=True)]
+    assert found.top1_agreement == pytest.approx(
+        (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+    )
+    shared = [
+        len({*x} & {*y}) / 5
+        for x, y in zip(p.topk(5).indices.tolist(), q.topk(5).indices.tolist(), strict=True)
+    ]
     assert found.top5_agreement == pytest.approx(sum(shared) / len(shared))
     assert 0 < found.top5_agreement < 1
     assert sum(found.kl.histogram) == len(kl)
@@ -132,7 +153,10 @@ def test_the_same_model_is_the_same(models, scorers):
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_what_would_run_is_measured(models, kv_cache_dtype):
     """The format of the cache counts."""
-    a, b = load(models[0], kernels="reference"), load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype)
+    a, b = (
+        load(models[0], kernels="reference"),
+        load(models[0], kernels="reference", kv_cache_dtype=kv_cache_dtype),
+    )
     found = compare(a, b, windows(a))
     assert (found.kl.mean > 1e-6) == (kv_cache_dtype != "auto")
 
@@ -143,7 +167,9 @@ def test_steps_and_rows_at_a_time_change_nothing(scorers, monkeypatch):
     monkeypatch.setattr(scorer_module, "STEP_TOKENS", 7)
     monkeypatch.setattr(scorer_module, "LOGITS_BYTES", 4 * tiny_models.VOCAB * 5)
     sizes = []
-    monkeypatch.setattr(Scorer, "logits", lambda self, h, was=Scorer.logits: sizes.append(len(h)) or was(self, h))
+    monkeypatch.setattr(
+        Scorer, "logits", lambda self, h, was=Scorer.logits: sizes.append(len(h)) or was(self, h)
+    )
     found = compare(a, b, windows(a))
     assert max(sizes) == 5
     assert found.kl.mean == pytest.approx(whole.kl.mean, rel=1e-3)
@@ -153,8 +179,12 @@ def test_steps_and_rows_at_a_time_change_nothing(scorers, monkeypatch):
 def test_greedy_is_the_engines(models, scorers):
     scorer = scorers[0]
     ids = scorer.tokenizer.encode("hello the")
-    with LLM(str(models[0]), dtype="float32", device="cpu", max_model_len=CONTEXT, max_num_seqs=1) as llm:
-        answer = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    with LLM(
+        str(models[0]), dtype="float32", device="cpu", max_model_len=CONTEXT, max_num_seqs=1
+    ) as llm:
+        answer = llm.generate("hello the", SamplingParams(temperature=0, max_tokens=12))[0].outputs[
+            0
+        ]
     ended = [t for t in answer.token_ids if t not in scorer.tokenizer.eos_token_ids]
     assert scorer.greedy(ids, 12) == ended
     assert len(scorer.greedy(ids, 10_000)) <= CONTEXT - len(ids)  # the context ends
@@ -163,7 +193,9 @@ def test_greedy_is_the_engines(models, scorers):
 def test_impossible_tokens_add_nothing():
     p = torch.tensor([[0.0, 0.0, -math.inf]])
     q = torch.tensor([[1.0, 0.0, -math.inf]])
-    wanted = 0.5 * (math.log(0.5) - math.log(math.e / (1 + math.e))) + 0.5 * (math.log(0.5) - math.log(1 / (1 + math.e)))
+    wanted = 0.5 * (math.log(0.5) - math.log(math.e / (1 + math.e))) + 0.5 * (
+        math.log(0.5) - math.log(1 / (1 + math.e))
+    )
     assert token_kl(p, q).item() == pytest.approx(wanted, rel=1e-5)
 
 
@@ -212,7 +244,9 @@ def command(tmp_path, capsys):
 
     def run(*words):
         text = ["--text", str(tmp_path / "text.txt"), "--part=all", "--context=64", "--windows=2"]
-        code = main(["eval", *map(str, words), *text, "--device=cpu", "--num-threads=1", "--dtype=float32"])
+        code = main(
+            ["eval", *map(str, words), *text, "--device=cpu", "--num-threads=1", "--dtype=float32"]
+        )
         out = capsys.readouterr().out
         return code, json.loads(out) if "--json" in words else out
 
@@ -264,7 +298,10 @@ def test_command_keeps_to_a_budget(models, command):
     assert code == 1
     assert not found["within_max_kl"]
     assert command(models[0], models[1], "--json", "--max-kl=1e9")[0] == 0
-    for words, field in (([models[0], "--max-kl=0"], "B"), ([*models[:2], "--max-kl=nan"], "max_kl")):
+    for words, field in (
+        ([models[0], "--max-kl=0"], "B"),
+        ([*models[:2], "--max-kl=nan"], "max_kl"),
+    ):
         code, found = command(*words, "--json")
         assert (code, found["error"]["field"]) == (2, field)
     for option in ("--max-kl=1", "--report=.", "--speed"):
@@ -277,4 +314,7 @@ def test_command_leaves_a_report(models, command, tmp_path):
     assert json.loads((folder / "slipstream-report.json").read_text())["kl"] == found["kl"]
     assert "<html" in (folder / "slipstream-report.html").read_text()
     inside = folder / "slipstream-report.json" / "no folder"
-    assert command(models[0], models[1], "--json", f"--report={inside}")[1]["error"]["field"] == "report"
+    assert (
+        command(models[0], models[1], "--json", f"--report={inside}")[1]["error"]["field"]
+        == "report"
+    )

@@ -12,7 +12,14 @@ import torch
 from slipstream import LLM
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.evals.tasks import Question, loglikelihoods, multiple_choice, read_questions, run_lm_eval, run_tasks
+from slipstream.evals.tasks import (
+    Question,
+    loglikelihoods,
+    multiple_choice,
+    read_questions,
+    run_lm_eval,
+    run_tasks,
+)
 from tests import tiny_models
 
 
@@ -24,7 +31,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM(str(model[0]), dtype="float32", device="cpu", max_model_len=48, max_num_seqs=4, num_threads=1) as llm:
+    with LLM(
+        str(model[0]),
+        dtype="float32",
+        device="cpu",
+        max_model_len=48,
+        max_num_seqs=4,
+        num_threads=1,
+    ) as llm:
         yield llm
 
 
@@ -41,8 +55,15 @@ def test_loglikelihoods_are_transformers(model, llm):
     likeliest = []
     for _ in range(3):
         with torch.inference_mode():
-            likeliest.append(int(model[1](input_ids=torch.tensor([context + likeliest])).logits[0, -1].argmax()))
-    pairs = [(context, [50, 60]), (context, likeliest), (context, [*likeliest[:2], likeliest[2] - 1]), ([7], [8])]
+            likeliest.append(
+                int(model[1](input_ids=torch.tensor([context + likeliest])).logits[0, -1].argmax())
+            )
+    pairs = [
+        (context, [50, 60]),
+        (context, likeliest),
+        (context, [*likeliest[:2], likeliest[2] - 1]),
+        ([7], [8]),
+    ]
     found = loglikelihoods(llm, pairs)
     for pair, ours in zip(pairs, found, strict=True):
         logprob, greedy = theirs(model[1], *pair)
@@ -54,7 +75,9 @@ def test_loglikelihoods_are_transformers(model, llm):
 def test_a_long_context_loses_its_beginning(model, llm):
     context, continuation = [i % 200 + 10 for i in range(100)], [50, 60, 70]
     (found,) = loglikelihoods(llm, [(context, continuation)])
-    assert found.logprob == pytest.approx(theirs(model[1], context[-(47 - 3) :], continuation)[0], abs=1e-3)
+    assert found.logprob == pytest.approx(
+        theirs(model[1], context[-(47 - 3) :], continuation)[0], abs=1e-3
+    )
     with pytest.raises(ConfigError, match="too many to score"):
         loglikelihoods(llm, [([1], [5] * 47)])
     for pair in (([], [1]), ([1], [])):
@@ -71,7 +94,9 @@ def questions_of(llm, num):
         scores = []
         for choice in choices:
             whole = tokenizer.encode(f"{prompt} {choice}")
-            scores.append(loglikelihoods(llm, [(context, whole[len(context) :])])[0].logprob / len(choice))
+            scores.append(
+                loglikelihoods(llm, [(context, whole[len(context) :])])[0].logprob / len(choice)
+            )
         rows.append({"prompt": prompt, "choices": choices, "answer": scores.index(max(scores))})
     return rows
 
@@ -99,9 +124,16 @@ def test_a_long_choice_is_not_held_against_itself(llm):
     encode, questions, apart = llm.get_tokenizer().encode, [], 0
     for i in range(8):
         choices, context = ("z", "hello"), encode(f"in {i}")
-        sums = [f.logprob for f in loglikelihoods(llm, [(context, encode(f"in {i} {c}")[len(context) :]) for c in choices])]
+        sums = [
+            f.logprob
+            for f in loglikelihoods(
+                llm, [(context, encode(f"in {i} {c}")[len(context) :]) for c in choices]
+            )
+        ]
         rates = [total / len(choice) for total, choice in zip(sums, choices, strict=True)]
-        questions.append(Question(prompt=f"in {i}", choices=choices, answer=rates.index(max(rates))))
+        questions.append(
+            Question(prompt=f"in {i}", choices=choices, answer=rates.index(max(rates)))
+        )
         apart += rates.index(max(rates)) != sums.index(max(sums))
     assert apart  # else this test tells nothing
     assert multiple_choice(llm, questions).value == 1.0
@@ -120,7 +152,9 @@ def test_a_long_choice_is_not_held_against_itself(llm):
     ],
 )
 def test_questions_that_are_none(tmp_path, line, told):
-    (tmp_path / "q.jsonl").write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' + line + "\n")
+    (tmp_path / "q.jsonl").write_text(
+        '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' + line + "\n"
+    )
     with pytest.raises(ConfigError, match=told):
         read_questions(tmp_path / "q.jsonl")
 
@@ -136,7 +170,15 @@ def test_files_that_are_none(tmp_path):
 def test_the_command_answers_them(model, llm, tmp_path, capsys):
     path = write(tmp_path / "hours.jsonl", questions_of(llm, 2))
     (tmp_path / "text.txt").write_text("hello the world in the hour " * 5)
-    words = ["eval", str(model[0]), f"--text={tmp_path}/text.txt", "--part=all", "--context=32", "--dtype=float32", "--json"]
+    words = [
+        "eval",
+        str(model[0]),
+        f"--text={tmp_path}/text.txt",
+        "--part=all",
+        "--context=32",
+        "--dtype=float32",
+        "--json",
+    ]
     words += ["--device=cpu", "--num-threads=1", f"--tasks={path}"]
     assert main(words) == 0
     alone = json.loads(capsys.readouterr().out)["tasks"]
@@ -171,9 +213,15 @@ def adapter(llm):
 
 def test_adapter_loglikelihood(adapter, model, llm):
     encode = llm.get_tokenizer().encode
-    (found, bare) = adapter.loglikelihood([Instance("hello the", " world"), Instance("", "hello")], disable_tqdm=True)
-    assert found[0] == pytest.approx(theirs(model[1], encode("hello the"), encode(" world"))[0], abs=1e-3)
-    assert bare[0] == pytest.approx(theirs(model[1], [0], encode("hello"))[0], abs=1e-3)  # after <s>
+    (found, bare) = adapter.loglikelihood(
+        [Instance("hello the", " world"), Instance("", "hello")], disable_tqdm=True
+    )
+    assert found[0] == pytest.approx(
+        theirs(model[1], encode("hello the"), encode(" world"))[0], abs=1e-3
+    )
+    assert bare[0] == pytest.approx(
+        theirs(model[1], [0], encode("hello"))[0], abs=1e-3
+    )  # after <s>
 
 
 def test_adapter_rolling_scores_every_token_once(adapter, model, llm):
@@ -192,10 +240,16 @@ def test_adapter_rolling_scores_every_token_once(adapter, model, llm):
 
 
 def test_adapter_generates(adapter, llm):
-    (text,) = adapter.generate_until([Instance("hello", {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False})])
+    (text,) = adapter.generate_until(
+        [Instance("hello", {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False})]
+    )
     from slipstream import SamplingParams
 
-    wanted = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, stop=("\n\n",)))[0].outputs[0].text
+    wanted = (
+        llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, stop=("\n\n",)))[0]
+        .outputs[0]
+        .text
+    )
     assert text == wanted
     with pytest.raises(ConfigError, match="beams"):
         adapter.generate_until([Instance("hello", {"beams": 4})])
@@ -204,7 +258,9 @@ def test_adapter_generates(adapter, llm):
 
 
 def test_adapter_chat(adapter):
-    assert "<|im_start|>user\nhello<|im_end|>" in adapter.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert "<|im_start|>user\nhello<|im_end|>" in adapter.apply_chat_template(
+        [{"role": "user", "content": "hello"}]
+    )
     assert adapter.chat_template(True) == adapter.tokenizer.chat_template
 
 
@@ -222,7 +278,10 @@ def test_a_task_of_lm_eval(adapter, llm, tmp_path):
         "doc_to_text": "{{prompt}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")],
+        "metric_list": [
+            {"metric": m, "aggregation": "mean", "higher_is_better": True}
+            for m in ("acc", "acc_norm")
+        ],
     }
     (found,) = run_lm_eval(llm, [task]).values()
     assert (found.name, found.metric, found.num_questions) == ("hours", "acc_norm", 6)
@@ -232,6 +291,10 @@ def test_a_task_of_lm_eval(adapter, llm, tmp_path):
 
 
 def test_the_engine_does_not_load_it():
-    code = "import sys, slipstream.evals.tasks, slipstream.engine.llm; print('lm_eval' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import sys, slipstream.evals.tasks, slipstream.engine.llm; print('lm_eval' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout == "False\n"

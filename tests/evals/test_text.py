@@ -11,7 +11,14 @@ import pytest
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.evals import text
-from slipstream.evals.text import Document, TextSettings, calibration_windows, cut, read_documents, read_windows
+from slipstream.evals.text import (
+    Document,
+    TextSettings,
+    calibration_windows,
+    cut,
+    read_documents,
+    read_windows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,10 @@ def test_the_split_is_whole_disjoint_and_by_content(tmp_path):
     rows = [{"text": f"document {i} " * 3} for i in range(200)]
     path = write_lines(tmp_path / "a.jsonl", rows)
     turned = write_lines(tmp_path / "b.jsonl", rows[::-1])
-    parts = {part: [d.text for d in read_documents(path, part)] for part in ("calibration", "evaluation", "all")}
+    parts = {
+        part: [d.text for d in read_documents(path, part)]
+        for part in ("calibration", "evaluation", "all")
+    }
     assert parts["all"] == [row["text"] for row in rows]
     assert sorted(parts["calibration"] + parts["evaluation"]) == sorted(parts["all"])
     assert 70 < len(parts["calibration"]) < 130
@@ -42,7 +52,12 @@ def test_forms_of_objects(tmp_path):
     turns = (("user", "Hi"), ("assistant", "Hello"))
     rows = [
         {"text": "plain"},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ]
+        },
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
         {"prompt": "Hi", "completion": "Hello"},
         {"prompt": "Hi", "response": "Hello"},
@@ -60,8 +75,16 @@ def test_turns_end_where_a_template_would_refuse():
     whole = (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
     assert turns(*whole) == whole
     assert turns(("human", "a"), ("gpt", "b"), ("gpt", "c")) == (("user", "a"), ("assistant", "b"))
-    assert turns(("user", "a"), ("assistant", "b"), ("user", " ")) == (("user", "a"), ("assistant", "b"))
-    for broken in ([], [("gpt", "b"), ("human", "a")], [("user", "a")], [("bard", "a"), ("gpt", "b")]):
+    assert turns(("user", "a"), ("assistant", "b"), ("user", " ")) == (
+        ("user", "a"),
+        ("assistant", "b"),
+    )
+    for broken in (
+        [],
+        [("gpt", "b"), ("human", "a")],
+        [("user", "a")],
+        [("bard", "a"), ("gpt", "b")],
+    ):
         assert turns(*broken) == ()
 
 
@@ -80,9 +103,18 @@ def test_plain_text_is_cut_at_empty_lines(tmp_path, monkeypatch):
 def test_sharegpt_takes_whole_conversations_only(tmp_path, monkeypatch):
     def row(name, *values):
         turns = zip(("human", "gpt"), values, strict=False)
-        return {"id": name, "conversations": [{"from": who, "value": value} for who, value in turns]}
+        return {
+            "id": name,
+            "conversations": [{"from": who, "value": value} for who, value in turns],
+        }
 
-    rows = [row("a_0", "one", "1"), row("a_7", "later", "2"), row("b_0"), row("c_0", "three", "3"), row("d_0", "cut", "4")]
+    rows = [
+        row("a_0", "one", "1"),
+        row("a_7", "later", "2"),
+        row("b_0"),
+        row("c_0", "three", "3"),
+        row("d_0", "cut", "4"),
+    ]
     (tmp_path / "s.json").write_text(json.dumps(rows)[:-12])
     monkeypatch.setattr(text, "resolve_dataset", lambda name, download_dir: tmp_path / "s.json")
     assert [d.turns[0][1] for d in read_documents("sharegpt", "all")] == ["one", "three"]
@@ -135,11 +167,16 @@ def test_conversations_go_through_the_chat_template(tokenizer):
     rendered = Document(turns=(("user", "Hi"), ("assistant", "Hello"))).render(tokenizer)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     bare = types.SimpleNamespace(chat_template=None)
-    assert Document(turns=(("user", "Hi"), ("assistant", "Hello"))).render(bare) == "User: Hi\n\nAssistant: Hello"
+    assert (
+        Document(turns=(("user", "Hi"), ("assistant", "Hello"))).render(bare)
+        == "User: Hi\n\nAssistant: Hello"
+    )
 
 
 def test_calibration_windows_are_whole_and_never_evaluate(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "a.jsonl", [{"text": f"{i} hello " * (i % 7 + 1)} for i in range(60)])
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"text": f"{i} hello " * (i % 7 + 1)} for i in range(60)]
+    )
     found = calibration_windows(path, tokenizer=tokenizer, num_windows=5, context=12)
     assert [len(ids) for ids in found] == [12] * 5
     scored = read_windows(TextSettings(source=path, num_windows=None), tokenizer)
@@ -151,7 +188,9 @@ def test_calibration_windows_are_whole_and_never_evaluate(tmp_path, tokenizer):
 
 def test_the_number_of_windows_is_kept(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("hello " * 500)
-    settings = TextSettings(source=str(tmp_path / "a.txt"), part="all", context=32, stride=32, num_windows=3)
+    settings = TextSettings(
+        source=str(tmp_path / "a.txt"), part="all", context=32, stride=32, num_windows=3
+    )
     assert len(read_windows(settings, tokenizer)) == 3
 
 

@@ -18,7 +18,13 @@ from slipstream.fleet.head import Head
 from slipstream.server.run import bind, url
 from tests.waiting import PATIENCE_S, wait_for
 
-ENGINE = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 1024, "max_num_seqs": 8}
+ENGINE = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+}
 ENGINE["kv_cache_bytes"] = 2**25
 
 
@@ -27,7 +33,9 @@ def version(path, name="v1", **more):
 
 
 def fleet_of(*versions, **more):
-    return check({"port": 0, "models": {"tiny": {"versions": list(versions)}}, "drain_timeout_s": 20, **more})
+    return check(
+        {"port": 0, "models": {"tiny": {"versions": list(versions)}}, "drain_timeout_s": 20, **more}
+    )
 
 
 class RunningFleet:
@@ -65,7 +73,9 @@ class RunningFleet:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(seconds)
 
     def client(self, **more):
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S, **more)
+        return openai.OpenAI(
+            base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S, **more
+        )
 
     def http(self, **more):
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **more)
@@ -83,7 +93,9 @@ class RunningFleet:
 
     def wait_serving(self, number):
         def serve():
-            return sum(r.heard and not r.draining for r in self.head.members.all_replicas()) == number
+            return (
+                sum(r.heard and not r.draining for r in self.head.members.all_replicas()) == number
+            )
 
         wait_for(serve, "not all serve")
 
@@ -91,7 +103,11 @@ class RunningFleet:
         def idle():
             states = [r.version.router.state(r.id) for r in self.head.members.all_replicas()]
             own = [r.num_in_flight for r in self.head.members.all_replicas()]
-            return not any(own) and not any(s.queued_tokens for s in states) and not self.head.gateway.state.in_flight
+            return (
+                not any(own)
+                and not any(s.queued_tokens for s in states)
+                and not self.head.gateway.state.in_flight
+            )
 
         wait_for(idle, "a request is still counted")
 

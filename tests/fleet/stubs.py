@@ -66,11 +66,15 @@ class Stub:
     async def _serve(self, reader, writer):
         self._writers.add(writer)
         # RuntimeError: uvloop's, of a connection that is closed
-        with contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError, RuntimeError):
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError, RuntimeError
+        ):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
                 request = Request(head, b"")
-                request.body = await reader.readexactly(int(request.headers.get("content-length", 0)))
+                request.body = await reader.readexactly(
+                    int(request.headers.get("content-length", 0))
+                )
                 if request.path == "/fleet/events":
                     await self._send_events(writer)
                     continue
@@ -94,11 +98,19 @@ class Stub:
         while self.silent:  # a gateway that comes again hears nothing, either
             await asyncio.sleep(0.05)
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        first = CacheEvents(number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True)
+        first = CacheEvents(
+            number=0, block_size=16, root_key=b"r" * 16, adapters={}, stored=b"", whole=True
+        )
         self._message(writer, first)
         while True:
             if not self.silent:
-                load = ReplicaLoad(stats=self.stats, is_up=True, num_open=0, max_model_len=1024, counts=self.metrics.counts())
+                load = ReplicaLoad(
+                    stats=self.stats,
+                    is_up=True,
+                    num_open=0,
+                    max_model_len=1024,
+                    counts=self.metrics.counts(),
+                )
                 self._message(writer, load)
                 await writer.drain()
             await asyncio.sleep(0.05)
@@ -116,7 +128,9 @@ class Stub:
             await self.go.wait()
         await asyncio.sleep(self.delay_s)
         if self.status != 200:
-            self._whole(writer, self.status, {"error": {"message": "the stub fails", "code": "internal"}})
+            self._whole(
+                writer, self.status, {"error": {"message": "the stub fails", "code": "internal"}}
+            )
             return
         body, begun = request.json, []
         if request.path == "/fleet/resume":
@@ -126,16 +140,25 @@ class Stub:
         if not body.get("stream"):
             for i in range(number):
                 if i and (self.token_s or i == self.hang_at):
-                    writer.write(b"HTTP/1.1 102 Processing\r\n" + told % (PROMPT_TOKENS, i) + b"\r\n")
+                    writer.write(
+                        b"HTTP/1.1 102 Processing\r\n" + told % (PROMPT_TOKENS, i) + b"\r\n"
+                    )
                 if i == self.hang_at:
                     await self.go.wait()
                 await asyncio.sleep(self.token_s)
             text = "".join(f"{i + self.lie} " for i in range(number))
-            choice = {"index": 0, "text": text, "finish_reason": "length", "token_ids": [i + self.lie for i in range(number)]}
+            choice = {
+                "index": 0,
+                "text": text,
+                "finish_reason": "length",
+                "token_ids": [i + self.lie for i in range(number)],
+            }
             answer = {"id": "x", "object": "text_completion", "choices": [choice]}
             self._whole(writer, 200, answer, told % (PROMPT_TOKENS, number))
             return
-        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        head = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        )
         writer.write(head + told % (PROMPT_TOKENS, len(begun)) + b"\r\n")
         for i in range(len(begun), number):
             if i == self.hang_at:
@@ -151,13 +174,20 @@ class Stub:
         writer.write(b"0\r\n\r\n")
 
     def _event(self, writer, text, token):
-        event = {"id": "x", "object": "text_completion", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
+        event = {
+            "id": "x",
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": text, "finish_reason": None}],
+        }
         self._chunk(writer, b"data: %b\n\n:t %d\n" % (json.dumps(event).encode(), token))
 
     @staticmethod
     def _whole(writer, status, value, more=b""):
         data = json.dumps(value).encode()
-        head = b"HTTP/1.1 %d -\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, len(data))
+        head = b"HTTP/1.1 %d -\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
+            status,
+            len(data),
+        )
         writer.write(head + more + b"\r\n" + data)
 
 

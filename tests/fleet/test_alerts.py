@@ -120,7 +120,9 @@ async def test_few_wait(monkeypatch):
     assert (len(hook._waiting), hook.num_lost) == (5, 7)
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "nothing", "http://", "ftp://a/b", "http://a:99999/"])
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "nothing", "http://", "ftp://a/b", "http://a:99999/"]
+)
 def test_other_addresses_are_refused(url):
     with pytest.raises(ConfigError) as caught:
         alerts.Webhook(url, "here")

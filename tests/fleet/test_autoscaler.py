@@ -69,20 +69,44 @@ def test_forecast_knows_yesterday():
 
 def test_capacity_table():
     table = FleetCapacity(((1, 1.0), (2, 2.2), (4, 4.8)))
-    assert [table.replicas_for(r) for r in (0.0, 0.5, 1.0, 1.1, 2.2, 3.0, 4.8, 9.6, 100.0)] == [0, 1, 1, 2, 2, 3, 4, 8, 84]
+    assert [table.replicas_for(r) for r in (0.0, 0.5, 1.0, 1.1, 2.2, 3.0, 4.8, 9.6, 100.0)] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        4,
+        8,
+        84,
+    ]
     assert table.rate(0) == 0
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 300), st.integers(0, 20)), min_size=1, max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 300), st.integers(0, 20)),
+        min_size=1,
+        max_size=60,
+    )
+)
 def test_the_policy_stays_within_its_limits(steps):
-    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=2, max_replicas=9))
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=2, max_replicas=9)
+    )
     for i, (arrivals, waiting, ready) in enumerate(steps):
-        assert 2 <= policy.decide(seen(10.0 * i, arrivals, num_waiting=waiting, num_ready=ready)) <= 9
+        assert (
+            2 <= policy.decide(seen(10.0 * i, arrivals, num_waiting=waiting, num_ready=ready)) <= 9
+        )
 
 
 def test_to_zero_and_back():
-    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0), hold_s=60.0)
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate),
+        limits=ScalingLimits(min_replicas=0, idle_s=120.0),
+        hold_s=60.0,
+    )
     wanted = [policy.decide(seen(10.0 * i, 10 if i < 30 else 0, num_ready=1)) for i in range(60)]
     assert wanted[29] >= 1
     assert wanted[-1] == 0
@@ -90,15 +114,25 @@ def test_to_zero_and_back():
 
 
 def test_none_before_the_first_request():
-    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0)
+    )
     assert [policy.decide(seen(10.0 * i, 0)) for i in range(3)] == [0, 0, 0]
     assert policy.decide(seen(30.0, 0, num_at_gateway=1)) == 1
-    running = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0))
-    assert [running.decide(seen(60.0 * i, 0, num_ready=1)) for i in range(3)] == [1, 1, 0]  # those that are there wait as long
+    running = Autoscaler(
+        lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=120.0)
+    )
+    assert [running.decide(seen(60.0 * i, 0, num_ready=1)) for i in range(3)] == [
+        1,
+        1,
+        0,
+    ]  # those that are there wait as long
 
 
 def test_fewer_only_after_the_hold():
-    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(), hold_s=100.0, cold_start_s=10.0)
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate), limits=ScalingLimits(), hold_s=100.0, cold_start_s=10.0
+    )
     wanted = [policy.decide(seen(10.0 * i, 50 if i < 40 else 10, num_ready=5)) for i in range(80)]
     most = wanted[39]
     fell = next(i for i in range(40, 80) if wanted[i] < most)
@@ -110,7 +144,9 @@ def test_fewer_only_after_the_hold():
 def test_a_dip_that_may_be_chance_ends_no_replica(seed):
     """A minute and a half of a little less than three replicas carry; then a load that clearly needs fewer."""
     rng, ready, wanted = random.Random(seed), 3, []
-    policy = Autoscaler(lambda rate: math.ceil(rate / 2), limits=ScalingLimits(), cold_start_s=40.0, hold_s=30.0)
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate / 2), limits=ScalingLimits(), cold_start_s=40.0, hold_s=30.0
+    )
     for i in range(220):
         rate = 3.6 if 120 <= i < 129 else 5.0 if i < 170 else 1.2
         wanted.append(policy.decide(seen(10.0 * i, poisson(rng, 10 * rate), num_ready=ready)))
@@ -119,13 +155,17 @@ def test_a_dip_that_may_be_chance_ends_no_replica(seed):
     assert wanted[-1] == 1
 
 
-@pytest.mark.parametrize("shares", [{"share": 0.0}, {"share": 0.7, "keep_share": 0.6}, {"keep_share": 1.0}])
+@pytest.mark.parametrize(
+    "shares", [{"share": 0.0}, {"share": 0.7, "keep_share": 0.6}, {"keep_share": 1.0}]
+)
 def test_shares_that_make_no_sense(shares):
     with pytest.raises(ConfigError, match="share"):
         Autoscaler(math.ceil, limits=ScalingLimits(), **shares)
 
 
-@pytest.mark.parametrize("limits", [{"min_replicas": -1}, {"min_replicas": 5, "max_replicas": 4}, {"idle_s": 0.0}])
+@pytest.mark.parametrize(
+    "limits", [{"min_replicas": -1}, {"min_replicas": 5, "max_replicas": 4}, {"idle_s": 0.0}]
+)
 def test_limits_that_make_no_sense(limits):
     with pytest.raises(ConfigError):
         ScalingLimits(**limits)
@@ -133,11 +173,17 @@ def test_limits_that_make_no_sense(limits):
 
 def test_enovas_rule():
     rule = Enova(ScalingLimits(), max_num_seqs=100)
-    busy = [rule.decide(seen(10.0 * i, 20, num_ready=2, num_waiting=60, num_finished=10)) for i in range(1, 20)]
+    busy = [
+        rule.decide(seen(10.0 * i, 20, num_ready=2, num_waiting=60, num_finished=10))
+        for i in range(1, 20)
+    ]
     assert busy[:16] == [2] * 16  # three whole minutes first
     assert max(busy) == 4  # twice as many come as are answered
     rule = Enova(ScalingLimits(), max_num_seqs=100)
-    idle = [rule.decide(seen(10.0 * i, 1, num_ready=4, num_running=1, kv_cache_usage=0.02)) for i in range(1, 30)]
+    idle = [
+        rule.decide(seen(10.0 * i, 1, num_ready=4, num_running=1, kv_cache_usage=0.02))
+        for i in range(1, 30)
+    ]
     assert min(idle) == 2
 
 
@@ -171,16 +217,27 @@ def replay(engine, requests, policy, **more):
 def test_a_fleet_that_does_not_scale_is_the_planners_simulator(engine, requests):
     found = replay(engine, requests, Fixed(3), initial=3)
     workload = parse_workload("uniform:50-400/10-60")
-    assert found.records == simulate(
-        engine, workload.traffic(Poisson(rate=4.0), 300), num_replicas=3, router="least-loaded"
-    ).records
-    assert found.replica_hours == pytest.approx(3 * max(r.last_token for r in found.records) / 3600, rel=0.01)
+    assert (
+        found.records
+        == simulate(
+            engine, workload.traffic(Poisson(rate=4.0), 300), num_replicas=3, router="least-loaded"
+        ).records
+    )
+    assert found.replica_hours == pytest.approx(
+        3 * max(r.last_token for r in found.records) / 3600, rel=0.01
+    )
 
 
 def test_scale_to_zero_queues_at_the_gateway(engine):
     requests = [TrafficRequest(t, 100, 10) for t in (1.0, 2.0, 900.0)]
-    policy = Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(min_replicas=0, idle_s=100.0), cold_start_s=20.0)
-    found = replay(engine, requests, policy, initial=0, cold_start=ColdStart(mean_s=20.0, spread=0.0))
+    policy = Autoscaler(
+        lambda rate: math.ceil(rate),
+        limits=ScalingLimits(min_replicas=0, idle_s=100.0),
+        cold_start_s=20.0,
+    )
+    found = replay(
+        engine, requests, policy, initial=0, cold_start=ColdStart(mean_s=20.0, spread=0.0)
+    )
     assert found.num_started == 2  # and none in between
     assert found.most_at_gateway == 2
     assert all(r.error is None for r in found.records)
@@ -201,8 +258,12 @@ def test_a_plan_is_there_in_time_and_drains(engine, requests):
 @pytest.mark.slow
 def test_capacity_grows_with_the_fleet(engine):
     workload = parse_workload("uniform:50-400/10-60")
-    table = fleet_capacity(engine, workload, LatencyObjectives(limits=LIMITS, attainment=0.99), sizes=(1, 2, 4))
+    table = fleet_capacity(
+        engine, workload, LatencyObjectives(limits=LIMITS, attainment=0.99), sizes=(1, 2, 4)
+    )
     each = [rate / number for number, rate in table.rates]
     assert each == sorted(each)
     with pytest.raises(ConfigError, match="request alone"):
-        fleet_capacity(engine, workload, LatencyObjectives(limits={"ttft_s": 1e-4}, attainment=0.99))
+        fleet_capacity(
+            engine, workload, LatencyObjectives(limits={"ttft_s": 1e-4}, attainment=0.99)
+        )

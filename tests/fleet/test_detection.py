@@ -21,7 +21,11 @@ HEALTHY = 200  # observations before a fault
 
 def observation(rng, number, *, slow=1.0, **fault):
     """A replica under a steady load; `slow` multiplies the time of its steps."""
-    steps, tokens, prompts = 400 + rng.randrange(40), 4000 + rng.randrange(800), 6000 + rng.randrange(4000)
+    steps, tokens, prompts = (
+        400 + rng.randrange(40),
+        4000 + rng.randrange(800),
+        6000 + rng.randrange(4000),
+    )
     step_s = (steps * 0.006 + tokens * 2e-4 + prompts * 5e-5) * math.exp(rng.gauss(0, 0.03)) * slow
     finished = 15 + rng.randrange(10)
     usual = {
@@ -45,7 +49,9 @@ def observation(rng, number, *, slow=1.0, **fault):
         "canary_kl": math.exp(rng.gauss(-6, 0.3)),
     }
     usual["num_open"] = usual["num_running"] + usual["num_waiting"]
-    changed = {name: value(usual[name]) if callable(value) else value for name, value in fault.items()}
+    changed = {
+        name: value(usual[name]) if callable(value) else value for name, value in fault.items()
+    }
     return Observation(replica="r", at=number * INTERVAL_S, **{**usual, **changed})
 
 
@@ -103,7 +109,11 @@ def alarms(counts, responses):
     watch = Watch(next(signal for signal in SIGNALS if signal.name == "errors"))
     found, was = [], False
     for number, count in enumerate(counts):
-        watch.update(Observation(replica="r", at=number * INTERVAL_S, num_errors=count, num_responses=responses))
+        watch.update(
+            Observation(
+                replica="r", at=number * INTERVAL_S, num_errors=count, num_responses=responses
+            )
+        )
         found += [number] if watch.is_active and not was else []
         was = watch.is_active
     return found
@@ -115,7 +125,10 @@ def test_one_request_in_four_fails(responses):
     rng, late = random.Random(4), 0
     for _ in range(100):
         healthy = [int(rng.random() < 0.003) for _ in range(HEALTHY)]
-        found = alarms(healthy + [sum(rng.random() < 0.25 for _ in range(responses)) for _ in range(20)], responses)
+        found = alarms(
+            healthy + [sum(rng.random() < 0.25 for _ in range(responses)) for _ in range(20)],
+            responses,
+        )
         late += not found or (found[0] - HEALTHY + 1) * INTERVAL_S > 25
     assert late <= 5
 
@@ -123,7 +136,9 @@ def test_one_request_in_four_fails(responses):
 def test_a_neighbour_who_comes_and_goes_is_seen_at_the_second_visit():
     detector, rng = Detector(), random.Random(11)
     observe(detector, rng, range(HEALTHY))
-    for number, slow in enumerate((1.8, 1.1, 1.0, 1.5)):  # the last is a visit of a part of the interval
+    for number, slow in enumerate(
+        (1.8, 1.1, 1.0, 1.5)
+    ):  # the last is a visit of a part of the interval
         assert detector.findings == []
         observe(detector, rng, (HEALTHY + number,), slow=slow)
     (finding,) = detector.findings
@@ -145,7 +160,14 @@ def test_a_queue_before_a_full_cache_is_seen_before_others():
         observe(detector, rng, range(HEALTHY))
         number = HEALTHY
         while not detector.findings:
-            observe(detector, rng, (number,), num_waiting=lambda n: 20, num_open=lambda n: n + 20, **fault)
+            observe(
+                detector,
+                rng,
+                (number,),
+                num_waiting=lambda n: 20,
+                num_open=lambda n: n + 20,
+                **fault,
+            )
             number += 1
         return number - HEALTHY
 
@@ -165,14 +187,23 @@ def test_a_sequence_more_each_time_is_seen_within_half_a_minute():
 def test_errors_now_and_then_are_no_alarm():
     rng = random.Random(5)
     for mean in (0.1, 0.5, 1.0):
-        assert not alarms([sum(rng.random() < mean / 40 for _ in range(40)) for _ in range(10_000)], 40)
+        assert not alarms(
+            [sum(rng.random() < mean / 40 for _ in range(40)) for _ in range(10_000)], 40
+        )
 
 
 def test_answers_that_do_not_end_are_seen_before_they_do():
     """From one moment on no answer ends: there is no length of any to look at."""
     detector, rng = Detector(), random.Random(9)
     observe(detector, rng, range(HEALTHY))
-    observe(detector, rng, range(HEALTHY, HEALTHY + 5), num_finished=0, finished_output_tokens=0, finished_prompt_tokens=0)
+    observe(
+        detector,
+        rng,
+        range(HEALTHY, HEALTHY + 5),
+        num_finished=0,
+        finished_output_tokens=0,
+        finished_prompt_tokens=0,
+    )
     (finding,) = detector.findings
     assert (finding.cause, finding.signals) == ("runaway_answers", ("ends",))
 
@@ -182,7 +213,11 @@ def test_many_that_begin_at_once_do_not_end_at_once():
     detector, rng = Detector(), random.Random(10)
     observe(detector, rng, range(HEALTHY), num_running=5, num_open=5)
     for number in range(HEALTHY, HEALTHY + 5):
-        detector.observe(observation(rng, number, num_running=300, num_open=300, generated_tokens=15_000, num_finished=2))
+        detector.observe(
+            observation(
+                rng, number, num_running=300, num_open=300, generated_tokens=15_000, num_finished=2
+            )
+        )
     assert [f.cause for f in detector.findings if "ends" in f.signals] == []
 
 
@@ -190,7 +225,12 @@ def test_many_that_begin_at_once_do_not_end_at_once():
 def test_a_full_cache_with_fewer_sequences_is_too_small(running, cause):
     detector, rng = Detector(), random.Random(11)
     observe(detector, rng, range(HEALTHY))
-    waiting = {"num_running": running, "num_waiting": 60, "num_open": running + 60, "kv_cache_usage": 0.99}
+    waiting = {
+        "num_running": running,
+        "num_waiting": 60,
+        "num_open": running + 60,
+        "kv_cache_usage": 0.99,
+    }
     observe(detector, rng, range(HEALTHY, HEALTHY + 8), **waiting)
     assert [f.cause for f in detector.findings] == [cause]
 
@@ -200,7 +240,9 @@ def test_longer_answers_are_a_change_when_they_are_much_longer():
     observe(detector, rng, range(HEALTHY))
     observe(detector, rng, range(HEALTHY, HEALTHY + 60), finished_output_tokens=lambda n: 1.6 * n)
     assert detector.findings == []
-    observe(detector, rng, range(HEALTHY + 60, HEALTHY + 80), finished_output_tokens=lambda n: 4 * n)
+    observe(
+        detector, rng, range(HEALTHY + 60, HEALTHY + 80), finished_output_tokens=lambda n: 4 * n
+    )
     assert [f.cause for f in detector.findings] == ["runaway_answers"]
 
 
@@ -280,7 +322,14 @@ def test_counters_from_inside_and_from_a_scrape_are_the_same():
     metrics.responses["POST", "/v1/completions", 503] += 2
     metrics.prompt_length.observe(100)
     metrics.answer_length.observe(7)
-    stats = EngineStats(num_running=3, num_waiting=2, num_steps=40, step_seconds_total=1.5, prefix_queries=9, prefix_hits=4)
+    stats = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        num_steps=40,
+        step_seconds_total=1.5,
+        prefix_queries=9,
+        prefix_hits=4,
+    )
     inside = of_server(stats, metrics, at=1.0)
     assert of_metrics(metrics.render(stats).decode(), at=1.0) == inside
     assert (inside.num_errors, inside.num_responses, inside.finished_output_tokens) == (2, 10, 7)
@@ -296,5 +345,8 @@ def test_what_is_wrong_at_once():
     found = {cause for cause, _ in wrong(seen)}
     assert found == {"stuck_engine", "failing_requests", "cache_thrash", "overload", "slow_client"}
     assert wrong(Observation(replica="u", at=1.0, num_running=4, num_waiting=1, num_steps=50)) == []
-    seen_by = {f"u{i}": Observation(replica="u", at=1.0, num_steps=100, step_s=3.0 if i == 2 else 1.0) for i in range(4)}
+    seen_by = {
+        f"u{i}": Observation(replica="u", at=1.0, num_steps=100, step_s=3.0 if i == 2 else 1.0)
+        for i in range(4)
+    }
     assert [url for url, _ in slow_among(seen_by)] == ["u2"]

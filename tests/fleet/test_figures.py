@@ -23,7 +23,11 @@ ONE = EngineStats(
     expert_balance=ExpertBalance(moved_total=8, rank_imbalance=1.5),
 )  # fmt: skip
 OTHER = EngineStats(
-    num_running=1, num_steps=5, kv_cache_usage=0.1, spec_accepted_by_position=(1, 1, 1), expert_load=((0, (1, 1)), (2, (4, 4)))
+    num_running=1,
+    num_steps=5,
+    kv_cache_usage=0.1,
+    spec_accepted_by_position=(1, 1, 1),
+    expert_load=((0, (1, 1)), (2, (4, 4))),
 )
 
 
@@ -53,15 +57,22 @@ MODEL = ("model_name", "tiny")
 
 
 def test_totals_stay_when_a_replica_goes(tiny, tmp_path):
-    with stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (fleet, stubs):
+    with stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (
+        fleet,
+        stubs,
+    ):
         fleet.wait_serving(2)
         stubs[0].stats, stubs[1].stats = ONE, OTHER
-        fleet.wait_for(lambda: scraped(fleet)["engine_steps_total", MODEL] == 15, "the sum is another")
+        fleet.wait_for(
+            lambda: scraped(fleet)["engine_steps_total", MODEL] == 15, "the sum is another"
+        )
         found = scraped(fleet)
         assert (found["engine_up", MODEL], found["num_requests_running", MODEL]) == (1, 3)
         assert found["fleet_replicas", MODEL, ("state", "serving")] == 2
         assert found["lora_adapter_reads_total", MODEL] == 3
-        fleet.loop.call_soon_threadsafe(stubs[0]._gone.set)  # it is replaced by one that has counted nothing
+        fleet.loop.call_soon_threadsafe(
+            stubs[0]._gone.set
+        )  # it is replaced by one that has counted nothing
         fleet.wait_for(lambda: len(stubs) == 3, "it was not replaced")
         fleet.wait_serving(2)
         found = scraped(fleet)
@@ -75,13 +86,17 @@ def test_findings_of_all_replicas(tiny, tmp_path, monkeypatch, receiver):
     url, got, _ = receiver
     monkeypatch.setitem(FleetWatch.__init__.__kwdefaults__, "interval_s", 0.05)
     monkeypatch.setitem(Webhook.__init__.__kwdefaults__, "first_wait_s", 0.01)
-    wanted = fleet_of(version(tiny), router={"probe_s": 0, "silence_s": 2.0}, detect=True, alert_urls=[url])
+    wanted = fleet_of(
+        version(tiny), router={"probe_s": 0, "silence_s": 2.0}, detect=True, alert_urls=[url]
+    )
     with stubbed(wanted, tmp_path / "state") as (fleet, stubs):
         fleet.wait_serving(2)
         with fleet.http() as http:
             victim = next(m.id for m in fleet.members() if m.started is stubs[0])
             # Of the victim: on a loaded machine the other may be silent for a while, too.
-            found = lambda: [f for f in http.get("/findings").json()["findings"] if f["replica"] == victim]
+            found = lambda: [
+                f for f in http.get("/findings").json()["findings"] if f["replica"] == victim
+            ]
             assert found() == http.get("/status.json").json()["findings"] == []
             stubs[0].silent = True
             fleet.wait_for(found, "nothing was found")
@@ -97,13 +112,24 @@ def test_findings_of_all_replicas(tiny, tmp_path, monkeypatch, receiver):
 
 def test_the_status_page_tells_of_replicas(tiny, tmp_path, monkeypatch):
     """What each tells of itself, also between tokens, and who is started anew."""
-    with stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (fleet, stubs), fleet.http() as http:
+    with (
+        stubbed(fleet_of(version(tiny), router={"probe_s": 0}), tmp_path / "state") as (
+            fleet,
+            stubs,
+        ),
+        fleet.http() as http,
+    ):
         fleet.wait_serving(2)
         status = lambda: http.get("/status.json").json()
         stubs[0].stats, stubs[1].stats = ONE, OTHER
         stubs[0].metrics.itl.observe(0.004)
-        fleet.wait_for(lambda: sorted(r["prompt_tokens"] for r in status()["replicas"]) == [0, 100], "they do not tell")
-        fleet.wait_for(lambda: sum(status()["latency"]["itl_s"]["counts"]) == 1, "nothing of tokens")
+        fleet.wait_for(
+            lambda: sorted(r["prompt_tokens"] for r in status()["replicas"]) == [0, 100],
+            "they do not tell",
+        )
+        fleet.wait_for(
+            lambda: sum(status()["latency"]["itl_s"]["counts"]) == 1, "nothing of tokens"
+        )
         names = {m.id: m.started for m in fleet.members()}
         assert {r["name"] for r in status()["replicas"]} == set(names)
         gone = next(name for name, started in names.items() if started is stubs[0])
@@ -117,17 +143,25 @@ def test_the_status_page_tells_of_replicas(tiny, tmp_path, monkeypatch):
 
         monkeypatch.setattr(backend, "start", held)
         fleet.loop.call_soon_threadsafe(stubs[0]._gone.set)
-        fleet.wait_for(lambda: {r["name"]: r["state"] for r in status()["replicas"]}.get(gone) == "starting", "it is not told")
+        fleet.wait_for(
+            lambda: {r["name"]: r["state"] for r in status()["replicas"]}.get(gone) == "starting",
+            "it is not told",
+        )
         (told,) = http.get("/fleet/status").json()["models"]["tiny"]
         assert told["starting"] == [gone]
         assert gone not in {r["id"] for r in told["replicas"]}
         go.set()
-        fleet.wait_for(lambda: all(r["state"] == "ready" for r in status()["replicas"]), "it still starts")
+        fleet.wait_for(
+            lambda: all(r["state"] == "ready" for r in status()["replicas"]), "it still starts"
+        )
         assert http.get("/fleet/status").json()["models"]["tiny"][0]["starting"] == []
 
 
 def test_nobody_looks_unless_asked(tiny, tmp_path):
-    with stubbed(fleet_of(version(tiny, replicas=1)), tmp_path / "state") as (fleet, _), fleet.http() as http:
+    with (
+        stubbed(fleet_of(version(tiny, replicas=1)), tmp_path / "state") as (fleet, _),
+        fleet.http() as http,
+    ):
         answer = http.get("/findings")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_detector")
         assert http.get("/status.json").json()["findings"] is None

@@ -15,11 +15,20 @@ from slipstream.fleet.config import pools
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.waiting import PATIENCE_S
 
-ASKS = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0, "presence_penalty": 1.5}]
+ASKS = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0, "presence_penalty": 1.5},
+]
 
 
 LONG = {"model": "tiny", "max_tokens": 600, "stream": True, "extra_body": {"ignore_eos": True}}
-HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "temperature": 0}
+HELLO = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 9,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +61,14 @@ def test_the_official_client(fleet):
     with fleet.client() as client:
         assert [m.id for m in client.models.list()] == ["tiny"]
         whole = client.chat.completions.create(**HELLO)
-        stream = client.chat.completions.create(**HELLO, stream=True, stream_options={"include_usage": True})
+        stream = client.chat.completions.create(
+            **HELLO, stream=True, stream_options={"include_usage": True}
+        )
         chunks = list(stream)
-        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            == whole.choices[0].message.content
+        )
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
         assert len({c.id for c in chunks}) == 1
         with pytest.raises(openai.NotFoundError, match="not served here"):
@@ -63,7 +77,9 @@ def test_the_official_client(fleet):
             client.completions.create(model="tiny", prompt="x", temperature=-1)
         assert refused.value.param == "temperature"
         first = client.responses.create(model="tiny", input="Hello", max_output_tokens=5)
-        again = client.responses.create(model="tiny", input="And?", previous_response_id=first.id, max_output_tokens=5)
+        again = client.responses.create(
+            model="tiny", input="And?", previous_response_id=first.id, max_output_tokens=5
+        )
         assert client.responses.retrieve(again.id).output_text == again.output_text
 
 
@@ -75,7 +91,9 @@ def test_a_prefix_is_asked_where_it_is(fleet):
             usage = client.completions.create(model="tiny", prompt=prompt, max_tokens=2).usage
             return usage.prompt_tokens_details.cached_tokens
 
-        fleet.wait_for(lambda: cached() == 496, "it is asked elsewhere")  # but for the last two tokens' block
+        fleet.wait_for(
+            lambda: cached() == 496, "it is asked elsewhere"
+        )  # but for the last two tokens' block
 
 
 def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
@@ -83,11 +101,15 @@ def test_streams_of_a_killed_replica_go_on_elsewhere(fleet):
     with fleet.client() as client, concurrent.futures.ThreadPoolExecutor(12) as pool:
         expected = list(pool.map(lambda i: ask(client, i), range(12)))
         before = fleet.head.gateway.forwarder.num_resumed
-        for _ in range(5):  # on a fast machine it may have ended all of its streams when it is killed
+        for _ in range(
+            5
+        ):  # on a fast machine it may have ended all of its streams when it is killed
             fleet.wait_serving(2)
             begun = [threading.Event() for _ in range(12)]
             running_now = [pool.submit(ask, client, i, begun=begun[i].set) for i in range(12)]
-            fleet.wait_for(lambda begun=begun: sum(event.is_set() for event in begun) >= 8, "they do not begin")
+            fleet.wait_for(
+                lambda begun=begun: sum(event.is_set() for event in begun) >= 8, "they do not begin"
+            )
             victim = max(fleet.head.members.all_replicas(), key=lambda r: r.num_in_flight)
             fleet.kill(next(m for m in fleet.members() if m.id == victim.id))
             found = [future.result(PATIENCE_S) for future in running_now]
@@ -115,7 +137,9 @@ def test_what_cannot_go_on_ends_with_an_error_event(fleet):
 def test_a_client_reaches_no_route_of_the_gateway_s_own(fleet):
     body = {"prompt": "x", "model": "tiny", "stream": True, "max_tokens": 4}
     with fleet.http() as http:
-        resumed = http.post("/fleet/resume", json={"path": "/sleep", "body": body, "answer_token_ids": [1]})
+        resumed = http.post(
+            "/fleet/resume", json={"path": "/sleep", "body": body, "answer_token_ids": [1]}
+        )
         assert (resumed.status_code, resumed.json()["error"]["code"]) == (404, "unknown_route")
         for path in ("/fleet/events", "/%66leet/events"):
             answer = http.get(path, timeout=PATIENCE_S)
@@ -152,7 +176,9 @@ def test_a_rollout_loses_nothing(fleet, tiny):
         thread.start()
     old = set(fleet.pids().values())
     engine = {**ENGINE, "max_num_seqs": 4}
-    new = fleet_of(version(tiny, share=3, engine=engine), version(tiny, "canary", share=1, replicas=1))
+    new = fleet_of(
+        version(tiny, share=3, engine=engine), version(tiny, "canary", share=1, replicas=1)
+    )
     done = fleet.call(fleet.head.rollout(new), 200)
     assert done == {"replaced": 2, "started": 1, "ended": 0}
     time.sleep(0.5)
@@ -167,7 +193,9 @@ def test_a_rollout_loses_nothing(fleet, tiny):
     with fleet.http() as http:
         names = [v["name"] for v in http.get("/fleet/status").json()["models"]["tiny"]]
     assert names == ["v1", "canary"]
-    back = fleet.call(fleet.head.rollout(fleet_of(version(tiny, engine=engine))), 200)  # the canary goes
+    back = fleet.call(
+        fleet.head.rollout(fleet_of(version(tiny, engine=engine))), 200
+    )  # the canary goes
     assert back == {"replaced": 0, "started": 0, "ended": 1}
     with pytest.raises(ConfigError, match="anew"):
         fleet.call(fleet.head.rollout(msgspec.structs.replace(fleet.head.fleet, tls="auto")))
@@ -177,8 +205,16 @@ def test_a_rollout_loses_nothing(fleet, tiny):
 def test_mutual_tls(tiny, tmp_path):
     import httpx
 
-    with running(fleet_of(version(tiny), tls="auto"), tmp_path / "state") as fleet, fleet.client() as client:
-        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason == "length"
+    with (
+        running(fleet_of(version(tiny), tls="auto"), tmp_path / "state") as fleet,
+        fleet.client() as client,
+    ):
+        assert (
+            client.completions.create(model="tiny", prompt="x", max_tokens=2)
+            .choices[0]
+            .finish_reason
+            == "length"
+        )
         replica = fleet.head.members.all_replicas()[0]
         assert replica.url.startswith("https")
         with pytest.raises(httpx.TransportError):  # without a certificate of the fleet's
@@ -190,7 +226,10 @@ def test_a_folder_with_other_files_is_refused(tiny, tmp_path):
     (tmp_path / "tls").mkdir()
     (tmp_path / "tls" / "my-key").write_text("x")
     (tmp_path / "note").write_text("x")
-    with pytest.raises(ConfigError, match="note") as refused, running(fleet_of(version(tiny)), tmp_path):
+    with (
+        pytest.raises(ConfigError, match="note") as refused,
+        running(fleet_of(version(tiny)), tmp_path),
+    ):
         pass
     assert refused.value.field == "state_dir"
     assert {path.name for path in tmp_path.rglob("*")} == {"tls", "my-key", "note"}
@@ -198,11 +237,16 @@ def test_a_folder_with_other_files_is_refused(tiny, tmp_path):
 
 def test_a_wrong_setting_ends_the_start(tiny, tmp_path):
     engine = {**ENGINE, "max_model_len": 10**6}
-    with pytest.raises(ConfigError), running(fleet_of(version(tiny, engine=engine)), tmp_path / "state"):
+    with (
+        pytest.raises(ConfigError),
+        running(fleet_of(version(tiny, engine=engine)), tmp_path / "state"),
+    ):
         pass
 
 
-@pytest.mark.parametrize("name", ["keys_file", "files_dir", "grpc_port", "lora_folder", "enable_sleep_mode"])
+@pytest.mark.parametrize(
+    "name", ["keys_file", "files_dir", "grpc_port", "lora_folder", "enable_sleep_mode"]
+)
 def test_settings_that_no_replica_has(tiny, name):
     """Files, gRPC and keys among them: they are the gateway's."""
     with pytest.raises(ConfigError, match="leave it out") as wrong:
@@ -214,7 +258,10 @@ def test_settings_that_no_replica_has(tiny, name):
 def test_a_long_whole_answer_is_no_silence(tiny, tmp_path):
     fleet = fleet_of(version(tiny, replicas=1), router={"silence_s": 1.5, "probe_s": 0})
     with running(fleet, tmp_path / "state") as made, made.client() as client:
-        began, long = time.monotonic(), {"n": 4, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+        began, long = (
+            time.monotonic(),
+            {"n": 4, "max_tokens": 900, "extra_body": {"ignore_eos": True}},
+        )
         answer = client.completions.create(model="tiny", prompt=["x"] * 8, **long)
         assert len(answer.choices) == 32
         assert time.monotonic() - began > 2, "it was too quick to tell"

@@ -45,12 +45,17 @@ def start(tiny, tmp_path):
 
 def lines(count, **more):
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4, **more}
-    made = [{"custom_id": f"line-{i}", "method": "POST", "url": COMPLETIONS, "body": body} for i in range(count)]
+    made = [
+        {"custom_id": f"line-{i}", "method": "POST", "url": COMPLETIONS, "body": body}
+        for i in range(count)
+    ]
     return "".join(json.dumps(line) + "\n" for line in made).encode()
 
 
 def begin(client, data):
-    return client.batches.create(input_file_id=upload(client, data).id, endpoint=COMPLETIONS, completion_window="24h")
+    return client.batches.create(
+        input_file_id=upload(client, data).id, endpoint=COMPLETIONS, completion_window="24h"
+    )
 
 
 def of_batches(stub):
@@ -64,13 +69,19 @@ def test_a_batch_runs_over_all_replicas(start):
         stub.hang_at = 0
     with fleet.client() as client:
         batch = begin(client, lines(12))
-        wait_for(lambda: [len(of_batches(stub)) for stub in stubs] == [2, 2], "half of its sequences at each replica")
+        wait_for(
+            lambda: [len(of_batches(stub)) for stub in stubs] == [2, 2],
+            "half of its sequences at each replica",
+        )
         for stub in stubs:
             stub.hang_at = None
             fleet.loop.call_soon_threadsafe(stub.go.set)
         found = ended(client, batch)
         assert (found.status, found.request_counts.completed) == ("completed", 12)
-        told = {a["custom_id"]: a["response"]["body"]["choices"][0]["text"] for a in answers(client, found.output_file_id)}
+        told = {
+            a["custom_id"]: a["response"]["body"]["choices"][0]["text"]
+            for a in answers(client, found.output_file_id)
+        }
     assert told == {f"line-{i}": numbers(4) for i in range(12)}
     assert sum(len(stub.asked) for stub in stubs) == 12, "each was asked once"
 
@@ -83,7 +94,9 @@ def test_lines_leave_the_replica_that_a_client_comes_to(start):
     with fleet.client() as client:
         batch = begin(client, lines(6))
         wait_for(lambda: [len(of_batches(stub)) for stub in stubs] == [2, 2], "they do not begin")
-        stream = client.completions.with_streaming_response.create(model="tiny", prompt="y", max_tokens=8, stream=True)
+        stream = client.completions.with_streaming_response.create(
+            model="tiny", prompt="y", max_tokens=8, stream=True
+        )
         import threading
 
         client_done = threading.Event()
@@ -95,9 +108,15 @@ def test_lines_leave_the_replica_that_a_client_comes_to(start):
 
         thread = threading.Thread(target=ask)
         thread.start()
-        busy = wait_for(lambda: next((s for s in stubs if len(s.asked) > len(of_batches(s))), None), "it does not come")
+        busy = wait_for(
+            lambda: next((s for s in stubs if len(s.asked) > len(of_batches(s))), None),
+            "it does not come",
+        )
         other = next(stub for stub in stubs if stub is not busy)
-        wait_for(lambda: all(r.cancelled for r in of_batches(busy)), "lines stay beside a client's request")
+        wait_for(
+            lambda: all(r.cancelled for r in of_batches(busy)),
+            "lines stay beside a client's request",
+        )
         assert not any(r.cancelled for r in of_batches(other))
         number = len(of_batches(busy))
         other.hang_at = None
@@ -130,14 +149,19 @@ def test_a_batch_outlives_the_head(start):
     with first.client() as client:
         stubs[0].token_s = 0.02
         batch = begin(client, lines(40))
-        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3, "none is answered")
+        wait_for(
+            lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3,
+            "none is answered",
+        )
     first.stop()
     done = len([r for r in of_batches(stubs[0]) if not r.cancelled])
     second, stubs = start(1, name="again", engine={"max_num_seqs": 2})
     with second.client() as client:
         found = ended(client, batch)
         assert found.request_counts.completed == 40
-        assert {a["custom_id"] for a in answers(client, found.output_file_id)} == {f"line-{i}" for i in range(40)}
+        assert {a["custom_id"] for a in answers(client, found.output_file_id)} == {
+            f"line-{i}" for i in range(40)
+        }
     assert len(of_batches(stubs[0])) <= 40 - 3
     assert done >= 3
 
@@ -151,8 +175,15 @@ def test_real_replicas(tiny, tmp_path):
         assert (found.request_counts.completed, found.request_counts.failed) == (4, 1)
         (bad,) = answers(client, found.error_file_id)
         assert bad["response"]["body"]["error"]["param"] == "temperature"
-        said = client.completions.create(model="tiny", prompt="x", max_tokens=4, temperature=0).choices[0].text
-        texts = {a["response"]["body"]["choices"][0]["text"] for a in answers(client, found.output_file_id)}
+        said = (
+            client.completions.create(model="tiny", prompt="x", max_tokens=4, temperature=0)
+            .choices[0]
+            .text
+        )
+        texts = {
+            a["response"]["body"]["choices"][0]["text"]
+            for a in answers(client, found.output_file_id)
+        }
         assert texts == {said}
 
 
@@ -185,7 +216,9 @@ def test_the_audit_log_and_ratings(start, tmp_path, capsys):
     fleet, _ = start(2, audit_log=str(path), audit_prompts=True)
     with fleet.client() as client, fleet.http() as http:
         assert text_of(client) == numbers()
-        raw = client.completions.with_raw_response.create(model="tiny", prompt="secret", max_tokens=3)
+        raw = client.completions.with_raw_response.create(
+            model="tiny", prompt="secret", max_tokens=3
+        )
         id_ = raw.headers["x-request-id"]
         rated = http.post("/v1/feedback", json={"request_id": id_, "rating": "up"})
         assert rated.json() == {"request_id": id_, "rating": "up"}
@@ -195,7 +228,11 @@ def test_the_audit_log_and_ratings(start, tmp_path, capsys):
     asked = [r for r in records(path) if r["kind"] == "request" and r["route"] == COMPLETIONS]
     assert [r["status"] for r in asked] == [200, 200, 404]
     assert asked[1]["id"] == id_
-    assert (asked[1]["model"], asked[1]["output_tokens"], json.loads(asked[1]["body"])["prompt"]) == ("tiny", 3, "secret")
+    assert (
+        asked[1]["model"],
+        asked[1]["output_tokens"],
+        json.loads(asked[1]["body"])["prompt"],
+    ) == ("tiny", 3, "secret")
     assert [r["request"] for r in records(path) if r["kind"] == "feedback"] == [id_]
     assert main(["audit", "verify", str(path), "--json"]) == 0
 
@@ -203,13 +240,23 @@ def test_the_audit_log_and_ratings(start, tmp_path, capsys):
 def test_paths_are_below_the_file_s_folder(tmp_path, monkeypatch):
     (tmp_path / "conf").mkdir()
     file = tmp_path / "conf" / "fleet.yaml"
-    versions = "[{name: a, model: ./own, engine: {lora_modules: {x: ./x}}}, {name: b, model: org/name}]"
-    file.write_text(f"keys_file: keys\nfiles_dir: ../batches\naudit_log: /var/a.log\nmodels: {{m: {{versions: {versions}}}}}\n")
+    versions = (
+        "[{name: a, model: ./own, engine: {lora_modules: {x: ./x}}}, {name: b, model: org/name}]"
+    )
+    file.write_text(
+        f"keys_file: keys\nfiles_dir: ../batches\naudit_log: /var/a.log\nmodels: {{m: {{versions: {versions}}}}}\n"
+    )
     monkeypatch.chdir(tmp_path)
     found = read("conf/fleet.yaml")
     base = tmp_path / "conf"
-    assert (found.keys_file, found.files_dir, found.audit_log) == (str(base / "keys"), str(base / "../batches"), "/var/a.log")
+    assert (found.keys_file, found.files_dir, found.audit_log) == (
+        str(base / "keys"),
+        str(base / "../batches"),
+        "/var/a.log",
+    )
     own, other = found.models["m"].versions
     assert (own.model, other.model) == (str(base / "own"), "org/name")
     assert own.engine["lora_modules"] == {"x": str(base / "x")}
-    assert check(json.loads(json.dumps({"models": {"m": {"versions": [{"name": "a", "model": "./own"}]}}}))).models["m"]
+    assert check(
+        json.loads(json.dumps({"models": {"m": {"versions": [{"name": "a", "model": "./own"}]}}}))
+    ).models["m"]

@@ -31,8 +31,20 @@ def up(tiny, tmp_path):
     file, versions = tmp_path / "fleet.yaml", [version(tiny, replicas=1)]
     router = {"silence_s": 600, "first_token_s": 600, "next_token_s": 600, "probe_s": 0}
     models = {"tiny": {"versions": versions}}
-    file.write_text(yaml.safe_dump({"port": 0, "drain_timeout_s": 300, "router": router, "models": models}))
-    command = [sys.executable, "-m", "slipstream", "fleet", "up", str(file), "--state-dir", str(tmp_path / "state"), "--json"]
+    file.write_text(
+        yaml.safe_dump({"port": 0, "drain_timeout_s": 300, "router": router, "models": models})
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "fleet",
+        "up",
+        str(file),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process, json.loads(process.stdout.readline())["url"].removesuffix("/v1")
@@ -45,7 +57,14 @@ def stopped(up, url):
     """(replica's process, stream) of a request that can't end before its replica is continued."""
     with open(f"/proc/{up.pid}/task/{up.pid}/children") as children:
         (pid,) = map(int, children.read().split())
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 900,
+        "n": 8,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE_S) as stream:
         parts = stream.iter_text()
         next(parts)
@@ -58,12 +77,24 @@ def stopped(up, url):
 
 
 def order(tmp_path, *words):
-    command = [sys.executable, "-m", "slipstream", "fleet", *words, "--state-dir", str(tmp_path / "state"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "fleet",
+        *words,
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--json",
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_draining(url):
-    wait_for(lambda: httpx.get(url + "/ready", timeout=PATIENCE_S).status_code == 503, "it does not drain")
+    wait_for(
+        lambda: httpx.get(url + "/ready", timeout=PATIENCE_S).status_code == 503,
+        "it does not drain",
+    )
 
 
 def test_down_waits_for_requests_and_processes(up, tmp_path):
@@ -136,7 +167,10 @@ def head_says(tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize(("number", "replica", "request_"), [(1, "1 replica", "1 request"), (2, "2 replicas", "2 requests")])
+@pytest.mark.parametrize(
+    ("number", "replica", "request_"),
+    [(1, "1 replica", "1 request"), (2, "2 replicas", "2 requests")],
+)
 def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
     out = head_says(["scale", "m/v/main", str(number)], {"pool": "m/v/main", "replicas": number})
     assert out == f"m/v/main will have {replica}\n"
@@ -146,13 +180,28 @@ def test_one_and_many(head_says, tmp_path, tiny, number, replica, request_):
         f"waiting for {request_}, 60 s at most",
         f"the fleet has ended: {replica}, {request_} came to their end, {request_} were cut off",
     ]
-    (file := tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"models": {"tiny": {"versions": [version(tiny)]}}}))
+    (file := tmp_path / "fleet.yaml").write_text(
+        yaml.safe_dump({"models": {"tiny": {"versions": [version(tiny)]}}})
+    )
     out = head_says(["rollout", str(file)], {"replaced": number, "started": 0, "ended": 0})
     assert out == f"{replica} replaced, 0 started, 0 ended\n"
-    one = {"name": "v", "share": 1, "waiting_at_gateway": 0, "replicas": [], "starting": ["m/v/main/1"]}
-    out = head_says(["status"], {"models": {"m": [one]}, "autoscale": {}, "counts": {"failovers": number, "resumed": 1}})
+    one = {
+        "name": "v",
+        "share": 1,
+        "waiting_at_gateway": 0,
+        "replicas": [],
+        "starting": ["m/v/main/1"],
+    }
+    out = head_says(
+        ["status"],
+        {"models": {"m": [one]}, "autoscale": {}, "counts": {"failovers": number, "resumed": 1}},
+    )
     failovers = f"{number} failover{'s' * (number > 1)}, 1 resumed"
-    assert out.splitlines() == ["m v: share 1, 0 waiting at the gateway", "  m/v/main/1 starting", failovers]
+    assert out.splitlines() == [
+        "m v: share 1, 0 waiting at the gateway",
+        "  m/v/main/1 starting",
+        failovers,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,28 +229,65 @@ def test_unknown_fields(tiny, change, field, said):
     ("one", "where", "said"),
     [
         ({"modle": "x"}, "models.a.b.versions[0]", "did you mean 'model'?"),
-        ({"model": "x", "replicas": {"mn": 1, "max": 2}}, "models.a.b.versions[0].replicas", "did you mean 'min'?"),
+        (
+            {"model": "x", "replicas": {"mn": 1, "max": 2}},
+            "models.a.b.versions[0].replicas",
+            "did you mean 'min'?",
+        ),
         ({"model": "x", "max_model_len": 3}, "models.a.b.versions[0]", "no field 'max_model_len'"),
-        ({"model": "x", "engine": {"max_modellen": 3}}, "models.a.b.versions[0].engine", "did you mean 'max_model_len'?"),
-        ({"model": "x", "engine": {"num_threads": "4"}}, "models.a.b.versions[0].engine", "num_threads must be int or None"),
-        ({"model": "x", "server": {"max_body_bytes": 1.5}}, "models.a.b.versions[0].server", "must be int, got 1.5"),
-        ({"model": "x", "server": {"allowed_media_hosts": "a.example"}}, "models.a.b.versions[0].server", "a list of texts"),
-        ({"model": "x", "server": {"max_body_byte": 3}}, "models.a.b.versions[0].server", "did you mean 'max_body_bytes'?"),
+        (
+            {"model": "x", "engine": {"max_modellen": 3}},
+            "models.a.b.versions[0].engine",
+            "did you mean 'max_model_len'?",
+        ),
+        (
+            {"model": "x", "engine": {"num_threads": "4"}},
+            "models.a.b.versions[0].engine",
+            "num_threads must be int or None",
+        ),
+        (
+            {"model": "x", "server": {"max_body_bytes": 1.5}},
+            "models.a.b.versions[0].server",
+            "must be int, got 1.5",
+        ),
+        (
+            {"model": "x", "server": {"allowed_media_hosts": "a.example"}},
+            "models.a.b.versions[0].server",
+            "a list of texts",
+        ),
+        (
+            {"model": "x", "server": {"max_body_byte": 3}},
+            "models.a.b.versions[0].server",
+            "did you mean 'max_body_bytes'?",
+        ),
     ],
 )
 def test_unknown_fields_of_a_version(one, where, said):
     with pytest.raises(ConfigError) as wrong:
-        check({"models": {"good": {"versions": [{"name": "v", "model": "x"}]}, "a.b": {"versions": [{"name": "v", **one}]}}})
+        check(
+            {
+                "models": {
+                    "good": {"versions": [{"name": "v", "model": "x"}]},
+                    "a.b": {"versions": [{"name": "v", **one}]},
+                }
+            }
+        )
     assert wrong.value.message.startswith(where + ":")
     assert said in wrong.value.message
 
 
 def test_a_home_folder_that_is_not_known(tiny, tmp_path):
-    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({
-        "keys_file": "~no-such-user/keys",
-        "models": {"tiny": {"versions": [version(tiny)]}},
-    }))
-    with pytest.raises(ConfigError, match="keys_file: the home folder of ~no-such-user/keys is not known"):
+    (tmp_path / "fleet.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "keys_file": "~no-such-user/keys",
+                "models": {"tiny": {"versions": [version(tiny)]}},
+            }
+        )
+    )
+    with pytest.raises(
+        ConfigError, match="keys_file: the home folder of ~no-such-user/keys is not known"
+    ):
         read(tmp_path / "fleet.yaml")
 
 
@@ -238,7 +324,9 @@ def test_a_wrong_setting_is_told_before_anything_starts(tiny, tmp_path, backend,
 
 
 def test_a_cluster_s_devices_are_its_own(tiny):
-    fleet = fleet_of(version(tiny, engine={**ENGINE, "device": "cuda:7"}), backend="ray", ray_address="auto")
+    fleet = fleet_of(
+        version(tiny, engine={**ENGINE, "device": "cuda:7"}), backend="ray", ray_address="auto"
+    )
     head.check_engines(fleet)
 
 
@@ -260,11 +348,17 @@ async def test_a_start_beside_others_is_gentle(tiny, tmp_path):
         starting = asyncio.create_task(processes.start(spec, 1))
         seen = set()
         while not starting.done():
-            seen |= {share(r.process.pid) for r in processes._running if r is not first and r.process.returncode is None}
+            seen |= {
+                share(r.process.pid)
+                for r in processes._running
+                if r is not first and r.process.returncode is None
+            }
             await asyncio.sleep(0.01)
         second = starting.result()
         supported = share(first.process.pid) is not None
         assert (START_NICE in seen) == supported
-        assert {share(first.process.pid), share(second.process.pid)} == ({0} if supported else {None})
+        assert {share(first.process.pid), share(second.process.pid)} == (
+            {0} if supported else {None}
+        )
     finally:
         await processes.close()

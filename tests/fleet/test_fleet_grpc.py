@@ -57,10 +57,18 @@ def test_what_the_gateway_says_of_itself(both):
     (http, _), (rpc, _) = both
     assert http.get_server_metadata()["name"] == rpc.get_server_metadata().name == "slipstream"
     told = rpc.get_model_metadata("tiny", as_json=True)
-    assert [t["name"] for t in http.get_model_metadata("tiny")["inputs"]] == [t["name"] for t in told["inputs"]]
+    assert [t["name"] for t in http.get_model_metadata("tiny")["inputs"]] == [
+        t["name"] for t in told["inputs"]
+    ]
     config = rpc.get_model_config("tiny", as_json=True)["config"]
-    assert [t["data_type"] for t in config["input"]] == [t["data_type"] for t in http.get_model_config("tiny")["input"]]
-    assert http.get_model_repository_index()[0]["name"] == rpc.get_model_repository_index().models[0].name == "tiny"
+    assert [t["data_type"] for t in config["input"]] == [
+        t["data_type"] for t in http.get_model_config("tiny")["input"]
+    ]
+    assert (
+        http.get_model_repository_index()[0]["name"]
+        == rpc.get_model_repository_index().models[0].name
+        == "tiny"
+    )
 
 
 def test_a_model_is_ready_though_another_is_not(fleet, rpc, monkeypatch):
@@ -76,7 +84,10 @@ def test_infer(fleet, both):
         more = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
         said = client.completions.create(model="tiny", prompt=PROMPT, **more)
     for client, kind in both:
-        wanted = [kind.InferRequestedOutput("text_output"), kind.InferRequestedOutput("num_output_tokens")]
+        wanted = [
+            kind.InferRequestedOutput("text_output"),
+            kind.InferRequestedOutput("num_output_tokens"),
+        ]
         inputs = inputs_of(kind, PROMPT, sampling=SAMPLING, exclude=True)
         result = client.infer("tiny", inputs, request_id="mine", outputs=wanted)
         assert texts(result) == [said.choices[0].text]
@@ -84,7 +95,12 @@ def test_infer(fleet, both):
         assert result.as_numpy("finish_reason") is None
         response = result.get_response()
         assert (response["id"] if kind is over_http else response.id) == "mine"
-        several = inputs_of(kind, PROMPT, sampling=json.dumps({"max_tokens": 2, "n": 2, "ignore_eos": True}), exclude=True)
+        several = inputs_of(
+            kind,
+            PROMPT,
+            sampling=json.dumps({"max_tokens": 2, "n": 2, "ignore_eos": True}),
+            exclude=True,
+        )
         assert len(texts(client.infer("tiny", several))) == 2
 
 
@@ -102,7 +118,9 @@ def test_decoupled_streams(rpc):
     answers = collect(rpc, requests)
     told = [result for result, error in answers if error is None]
     ids = [result.get_response().id for result in told]
-    parts = {id_: [texts(r)[0] for r, own in zip(told, ids, strict=True) if own == id_] for id_ in "ac"}
+    parts = {
+        id_: [texts(r)[0] for r, own in zip(told, ids, strict=True) if own == id_] for id_ in "ac"
+    }
     assert len(parts["a"]) > 1
     assert ["".join(parts["a"])] == parts["c"]
     (error,) = [error for _, error in answers if error is not None]
@@ -159,8 +177,15 @@ def test_what_is_refused_says_why(rpc, change, named, code):
 
 def test_calls_are_in_the_audit_log(fleet, rpc, audit_log):
     rpc.infer(**asked())
-    last = wait_for(lambda: [r for r in records(audit_log) if r["kind"] == "request"][-1:], "no line")[0]
-    assert (last["method"], last["route"], last["status"], last["model"]) == ("gRPC", "ModelInfer", 200, "tiny")
+    last = wait_for(
+        lambda: [r for r in records(audit_log) if r["kind"] == "request"][-1:], "no line"
+    )[0]
+    assert (last["method"], last["route"], last["status"], last["model"]) == (
+        "gRPC",
+        "ModelInfer",
+        200,
+        "tiny",
+    )
     assert (last["output_tokens"], last["prompt_tokens"] > 0) == (8, True)
 
 

@@ -49,9 +49,14 @@ def start(tiny, tmp_path):
             made_keys = [add_key(file, f"k{i}", **one) for i, one in enumerate(limits)]
             router = {"probe_s": 0, "policy": "round_robin", **more.pop("router", {})}
             fleet = fleet_of(version(tiny, replicas=replicas, **more), router=router)
-            fleet, stubs = stack.enter_context(stubbed(fleet, tmp_path / "state", keys_file=str(file)))
+            fleet, stubs = stack.enter_context(
+                stubbed(fleet, tmp_path / "state", keys_file=str(file))
+            )
             limiter = fleet.head.gateway.state.limiter
-            limiter.clock, limiter.wall = lambda: 1000.5, lambda: 10.5 * DAY_S  # no minute and no day passes
+            limiter.clock, limiter.wall = (
+                lambda: 1000.5,
+                lambda: 10.5 * DAY_S,
+            )  # no minute and no day passes
             fleet.wait_serving(replicas)
             return fleet, stubs, made_keys
 
@@ -77,7 +82,9 @@ def test_requests_a_minute_are_one_count_over_all_replicas(start):
         answers = {key: [pool.submit(ask, key) for _ in range(40)] for key in given}
         assert [sum(a.result(PATIENCE_S) for a in answers[key]) for key in given] == [20, 21, 22]
     assert sum(len(stub.asked) for stub in stubs) == 63
-    with httpx.Client(base_url=fleet.url, headers={"authorization": f"Bearer {given[0]}"}, timeout=PATIENCE_S) as http:
+    with httpx.Client(
+        base_url=fleet.url, headers={"authorization": f"Bearer {given[0]}"}, timeout=PATIENCE_S
+    ) as http:
         assert http.post("/tokenize", json={"model": "tiny", "prompt": "x"}).status_code == 429
         assert http.get("/v1/models").status_code == 200
 
@@ -99,7 +106,9 @@ def test_tokens_are_reserved_at_the_gateway_and_what_is_left_comes_back(start):
     fleet.wait_idle()
     assert used(fleet, key) == (PROMPT_TOKENS + 50,) * 2
     assert len(stub.asked) == 1
-    headers = client.completions.with_raw_response.create(model="tiny", prompt=prompt, max_tokens=8).headers
+    headers = client.completions.with_raw_response.create(
+        model="tiny", prompt=prompt, max_tokens=8
+    ).headers
     assert headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * PROMPT_TOKENS - 58)
     assert "x-slipstream-tokens" not in headers
     with pytest.raises(openai.RateLimitError, match="a day"):
@@ -113,8 +122,15 @@ def test_of_a_client_that_leaves_what_was_written_counts(start, stream):
 
     async def ask():
         opened = {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=fleet.url, headers=opened, timeout=PATIENCE_S) as http:
-            body = {"model": "tiny", "prompt": [5] * PROMPT_TOKENS, "max_tokens": 50, "stream": stream}
+        async with httpx.AsyncClient(
+            base_url=fleet.url, headers=opened, timeout=PATIENCE_S
+        ) as http:
+            body = {
+                "model": "tiny",
+                "prompt": [5] * PROMPT_TOKENS,
+                "max_tokens": 50,
+                "stream": stream,
+            }
             await http.post("/v1/completions", json=body)
 
     async def leave():
@@ -137,7 +153,9 @@ def test_of_a_client_that_leaves_what_was_written_counts(start, stream):
 
 
 def test_a_request_that_is_tried_twice_is_counted_once(start):
-    fleet, stubs, (key,) = start(2, [{"requests_per_minute": 10, "tokens_per_minute": 1000}], router={"next_token_s": 3})
+    fleet, stubs, (key,) = start(
+        2, [{"requests_per_minute": 10, "tokens_per_minute": 1000}], router={"next_token_s": 3}
+    )
     stubs[0].hang_at = 3
     client = client_of(fleet, key)
     number = 0
@@ -171,8 +189,18 @@ def test_real_replicas_count_as_the_gateway_does(tiny, tmp_path):
     """What counts is what `usage` says, for bodies of every protocol that the gateway has read."""
     file = tmp_path / "keys"
     key = add_key(file, "k", tokens_per_minute=100_000, requests_per_minute=1000)
-    chat = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 6, "model": "tiny"}
-    text = {"prompt": ["one", "two three"], "max_tokens": 5, "n": 2, "model": "tiny", "ignore_eos": True}
+    chat = {
+        "messages": [{"role": "user", "content": "Hello there"}],
+        "max_tokens": 6,
+        "model": "tiny",
+    }
+    text = {
+        "prompt": ["one", "two three"],
+        "max_tokens": 5,
+        "n": 2,
+        "model": "tiny",
+        "ignore_eos": True,
+    }
     kserve = {"text_input": "one two", "parameters": {"max_tokens": 5}}
     asks = [
         ("/v1/chat/completions", chat),
@@ -181,12 +209,17 @@ def test_real_replicas_count_as_the_gateway_does(tiny, tmp_path):
         ("/v1/completions", {"model": "tiny", "prompt": "open"}),
         ("/v1/messages", chat),
         ("/v1/responses", {"model": "tiny", "input": "Hello", "max_output_tokens": 5}),
-        ("/api/generate", {"model": "tiny", "prompt": "Hello", "stream": False, "options": {"num_predict": 5}}),
+        (
+            "/api/generate",
+            {"model": "tiny", "prompt": "Hello", "stream": False, "options": {"num_predict": 5}},
+        ),
         ("/v2/models/tiny/generate", kserve),
     ]
     with (
         running(fleet_of(version(tiny)), tmp_path / "state", keys_file=str(file)) as fleet,
-        fleet.http(headers={"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}) as http,
+        fleet.http(
+            headers={"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}
+        ) as http,
     ):
         for path, body in asks:
             before, reserved = used(fleet, key)[0], []
@@ -220,7 +253,11 @@ def test_adapters_are_asked_where_they_are(tiny, tmp_path):
     pools = [
         {"name": "plain", "replicas": 1},
         {"name": "a", "replicas": 1, "engine": {**lora, "lora_modules": {"pirate": "/p"}}},
-        {"name": "b", "replicas": 1, "engine": {**lora, "lora_modules": {"pirate": "/p", "poet": "/q"}}},
+        {
+            "name": "b",
+            "replicas": 1,
+            "engine": {**lora, "lora_modules": {"pirate": "/p", "poet": "/q"}},
+        },
     ]
     fleet = fleet_of(version(tiny, pools=pools), router={"probe_s": 0, "policy": "round_robin"})
     with stubbed(fleet, tmp_path / "state") as (made, (plain, a, b)), made.client() as client:

@@ -29,8 +29,14 @@ def start(tiny, tmp_path, request):
 
         def made(replicas=2, *, others=(), settings=None, **router):
             router = {"probe_s": 0, "policy": "round_robin", **router}
-            fleet = fleet_of(version(tiny, replicas=replicas), *(version(tiny, **other) for other in others), router=router)
-            fleet, stubs = stack.enter_context(stubbed(fleet, tmp_path / "state", **(settings or {})))
+            fleet = fleet_of(
+                version(tiny, replicas=replicas),
+                *(version(tiny, **other) for other in others),
+                router=router,
+            )
+            fleet, stubs = stack.enter_context(
+                stubbed(fleet, tmp_path / "state", **(settings or {}))
+            )
             fleet.wait_serving(len(stubs))
             return fleet, stubs
 
@@ -38,7 +44,11 @@ def start(tiny, tmp_path, request):
 
 
 def states(fleet):
-    return {r["id"]: (r["state"], r["why"]) for v in fleet.head.gateway.status()["models"]["tiny"] for r in v["replicas"]}
+    return {
+        r["id"]: (r["state"], r["why"])
+        for v in fleet.head.gateway.status()["models"]["tiny"]
+        for r in v["replicas"]
+    }
 
 
 def of(fleet, stub):
@@ -61,7 +71,9 @@ def test_a_request_without_a_first_token_goes_elsewhere(start):
                 else:
                     answer = client.completions.create(model="tiny", prompt="Hello", max_tokens=8)
                     assert answer.choices[0].text == numbers()
-            fleet.wait_for(lambda: all(r.cancelled for r in one.asked), "the hanging request was not given up")
+            fleet.wait_for(
+                lambda: all(r.cancelled for r in one.asked), "the hanging request was not given up"
+            )
     fleet.wait_idle()
 
 
@@ -82,12 +94,18 @@ def test_a_whole_answer_that_stops_goes_elsewhere_and_a_long_one_does_not(start)
     stubs[0].hang_at = 3
     with fleet.client() as client:
         while not stubs[0].asked:
-            assert client.completions.create(model="tiny", prompt="x", max_tokens=8).choices[0].text == numbers()
+            assert (
+                client.completions.create(model="tiny", prompt="x", max_tokens=8).choices[0].text
+                == numbers()
+            )
         assert fleet.head.gateway.forwarder.num_failovers == 1
         for stub in stubs:
             stub.hang_at, stub.token_s = None, 0.25
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(client.completions.create, model="tiny", prompt="x", max_tokens=14) for _ in stubs]
+            asked = [
+                pool.submit(client.completions.create, model="tiny", prompt="x", max_tokens=14)
+                for _ in stubs
+            ]
             assert [a.result().choices[0].text for a in asked] == [numbers(14)] * 2
     assert fleet.head.gateway.forwarder.num_failovers == 1
 
@@ -106,7 +124,10 @@ def test_a_replica_that_says_nothing_at_all_is_left_out(start):
         assert len(stubs[0].asked) == before
         stubs[0].silent, stubs[0].hang_at = False, None
         fleet.wait_serving(2)
-        fleet.wait_for(lambda: text_of(client) == numbers() and len(stubs[0].asked) > before, "it never came back")
+        fleet.wait_for(
+            lambda: text_of(client) == numbers() and len(stubs[0].asked) > before,
+            "it never came back",
+        )
     fleet.wait_idle()
 
 
@@ -146,7 +167,12 @@ def test_hedging_has_a_budget_and_survives_failures(start, share):
     one.delay_s, one.status = 0.5, 500  # late, and then it fails
     with fleet.client() as client:
         while not one.asked:
-            assert client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text == numbers()
+            assert (
+                client.completions.create(model="tiny", prompt="Hello", max_tokens=8)
+                .choices[0]
+                .text
+                == numbers()
+            )
     assert fleet.head.gateway.forwarder.num_hedged == (1 if share else 0)
     fleet.wait_idle()
 
@@ -160,7 +186,10 @@ def test_a_shadow_is_asked_and_never_heard(start):
     fleet, (one, shadow) = start(1, others=[SHADOW])
     shadow.lie = 1000
     with fleet.client() as client:
-        assert client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text == numbers()
+        assert (
+            client.completions.create(model="tiny", prompt="Hello", max_tokens=8).choices[0].text
+            == numbers()
+        )
         assert text_of(client) == numbers()
         fleet.wait_for(lambda: len(shadow.asked) == 2, "the shadow was not asked")
         assert [r.json for r in shadow.asked] == [r.json for r in one.asked]
@@ -180,7 +209,10 @@ def test_a_shadow_that_fails_or_hangs_costs_its_client_nothing(start, monkeypatc
             assert text_of(client) == numbers()
         fleet.wait_for(lambda: not fleet.head.gateway.forwarder.shadows, "a shadow goes on")
         shadow.status, shadow.hang_at = 200, 0
-        fleet.wait_for(lambda: text_of(client) == numbers() and len(fleet.head.gateway.forwarder.shadows) == 3, "no shadows")
+        fleet.wait_for(
+            lambda: text_of(client) == numbers() and len(fleet.head.gateway.forwarder.shadows) == 3,
+            "no shadows",
+        )
         asked = len(shadow.asked)
         assert text_of(client) == text_of(client) == numbers()
         assert len(shadow.asked) == asked, "more shadows than may be"
@@ -213,11 +245,15 @@ def test_a_replica_that_fails_is_left_out_and_comes_back(start):
     stubs[0].status = 500
     with fleet.client() as client:
         fleet.wait_for(
-            lambda: text_of(client) == numbers() and states(fleet)[of(fleet, stubs[0])][0] == "out", "it is still asked"
+            lambda: text_of(client) == numbers() and states(fleet)[of(fleet, stubs[0])][0] == "out",
+            "it is still asked",
         )
         stubs[0].status = 200
         before = len(stubs[0].asked)
-        fleet.wait_for(lambda: text_of(client) == numbers() and len(stubs[0].asked) >= before + 3, "it never came back")
+        fleet.wait_for(
+            lambda: text_of(client) == numbers() and len(stubs[0].asked) >= before + 3,
+            "it never came back",
+        )
     assert states(fleet)[of(fleet, stubs[0])] == ("serving", "")
 
 
@@ -233,7 +269,9 @@ def test_a_slow_replica_is_taken_out_and_comes_back(start):
         fleet.wait_for(lambda: re.match(r"slow: \d", why()), "it is still asked", 120)
         stubs[0].delay_s = 0.0
         before = len(stubs[0].asked)
-        fleet.wait_for(lambda: not why() and len(stubs[0].asked) >= before + 12, "it never came back", 120)
+        fleet.wait_for(
+            lambda: not why() and len(stubs[0].asked) >= before + 12, "it never came back", 120
+        )
     assert states(fleet)[of(fleet, stubs[0])] == ("serving", "")
 
 
@@ -241,15 +279,23 @@ def test_a_wrong_replica_is_taken_out_until_it_is_right(start):
     fleet, stubs = start(3, probe_s=2.0)
     stubs[0].lie = 1
     with fleet.client() as client:
-        fleet.wait_for(lambda: states(fleet)[of(fleet, stubs[0])][1].startswith("wrong"), "it is still asked")
-        asks = lambda: sum(r.json.get("stream", False) for r in stubs[0].asked)  # probes are not streamed
+        fleet.wait_for(
+            lambda: states(fleet)[of(fleet, stubs[0])][1].startswith("wrong"), "it is still asked"
+        )
+        asks = lambda: sum(
+            r.json.get("stream", False) for r in stubs[0].asked
+        )  # probes are not streamed
         before = asks()
-        until = time.monotonic() + 1.9  # longer than the pause after failures, and shorter than until the next probe
+        until = (
+            time.monotonic() + 1.9
+        )  # longer than the pause after failures, and shorter than until the next probe
         while time.monotonic() < until:
             assert text_of(client) == numbers()
         assert asks() == before
         stubs[0].lie = 0
-        fleet.wait_for(lambda: text_of(client) == numbers() and asks() >= before + 3, "it never came back")
+        fleet.wait_for(
+            lambda: text_of(client) == numbers() and asks() >= before + 3, "it never came back"
+        )
 
 
 # --- Slow clients --------------------------------------------------------------------------------------------------------
@@ -263,7 +309,10 @@ def test_a_client_that_reads_slowly_fills_no_memory_and_harms_nobody(start):
     with socket.socket() as slow, fleet.client() as client:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((address.hostname, address.port))
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
         fleet.wait_for(lambda: stub.num_written, "it never began")
         written, still = -1, 0
         while still < 10:  # until the replica could write no more for a second
@@ -292,7 +341,9 @@ def test_a_clock_that_jumps_changes_nothing(start, monkeypatch):
         for seconds in (-86_400.0, 86_400.0, 0.0):
             asked = sum(len(stub.asked) for stub in stubs)
             answers = [pool.submit(text_of, client) for _ in range(4)]
-            fleet.wait_for(lambda asked=asked: sum(len(stub.asked) for stub in stubs) > asked, "nothing began")
+            fleet.wait_for(
+                lambda asked=asked: sum(len(stub.asked) for stub in stubs) > asked, "nothing began"
+            )
             jump[0] = seconds
             assert {a.result(PATIENCE_S) for a in answers} == {numbers()}
     assert fleet.head.gateway.forwarder.num_failovers == 0

@@ -28,7 +28,13 @@ def key(number: int) -> bytes:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.lists(st.integers(0, 40), max_size=30)), max_size=40), st.data())
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.booleans(), st.lists(st.integers(0, 40), max_size=30)),
+        max_size=40,
+    ),
+    st.data(),
+)
 def test_the_table_is_sets(history, data):
     """Also while it grows, and when slots go and are given out again."""
     store, model = PrefixStore(), dict[int, set[int]]()
@@ -50,7 +56,9 @@ def test_the_table_is_sets(history, data):
             slots[who] = store.new_slot()
             model[slots[who]] = set()
         for number in range(0, 41, 5):
-            assert set(prefixes.slots_of(store.holders(key(number)))) == {s for s in model if number in model[s]}
+            assert set(prefixes.slots_of(store.holders(key(number)))) == {
+                s for s in model if number in model[s]
+            }
     store.sweep()
     assert store.num_blocks == len(set().union(*model.values()))
 
@@ -80,7 +88,11 @@ def test_match_finds_what_each_holds(depths, length):
     store, keys = PrefixStore(), chain(blocks=12)
     for depth in depths:
         store.stored(store.new_slot(), keys[:depth])
-    found = {slot: blocks for blocks, mask in store.match(keys[:length]) for slot in prefixes.slots_of(mask)}
+    found = {
+        slot: blocks
+        for blocks, mask in store.match(keys[:length])
+        for slot in prefixes.slots_of(mask)
+    }
     truth = {slot: min(depth, length) for slot, depth in enumerate(depths) if depth}
     assert found.keys() == truth.keys()
     exact = sorted(set(truth.values()), reverse=True)[: prefixes.MAX_GROUPS]
@@ -99,7 +111,11 @@ def test_a_prefix_is_found_again():
     for name in fleet.replicas:
         fleet.reset(name, 0, keys[:40] if name == "r2" else keys[:2])
     decision = fleet.choose([keys], 202, now=0.0)
-    assert (decision.replica, decision.num_cached_tokens, decision.num_new_tokens) == ("r2", 160, 42)
+    assert (decision.replica, decision.num_cached_tokens, decision.num_new_tokens) == (
+        "r2",
+        160,
+        42,
+    )
     assert fleet.apply("r2", 1, [], keys[10:40])
     assert not fleet.apply("r2", 3, [], [])  # one is missing
     fleet.reset("r2", 3, [])
@@ -115,7 +131,9 @@ def test_what_begins_alike_goes_together_before_anybody_told():
     again = fleet.choose([chain(blocks=50)], 202, now=0.01)
     assert again.replica == first.replica
     assert again.num_cached_tokens == 200
-    assert fleet.choose([chain(blocks=50)], 202, now=60.0).num_cached_tokens == 0  # nobody ever told of it
+    assert (
+        fleet.choose([chain(blocks=50)], 202, now=60.0).num_cached_tokens == 0
+    )  # nobody ever told of it
 
 
 def test_a_long_queue_outweighs_a_prefix():
@@ -180,7 +198,9 @@ def test_counts_end_at_nothing(policy, history):
 def test_work_is_spread_by_weight():
     fleet = Router(learn_rates=False)
     for i, rate in enumerate((1000.0, 1000.0, 2000.0)):
-        fleet.add(ReplicaState(id=f"r{i}", prefill_tokens_per_s=rate, weight=rate / 1000, step_s=0.001))
+        fleet.add(
+            ReplicaState(id=f"r{i}", prefill_tokens_per_s=rate, weight=rate / 1000, step_s=0.001)
+        )
     served, under_way, rng = dict.fromkeys(fleet.replicas, 0), [], random.Random(0)
     for i in range(3000):
         now = 0.03 * i

@@ -29,7 +29,14 @@ AUTOSCALE = {"objectives": {"ttft_s": 2.0, "itl_s": 0.1}}
 
 def fleet_with(path, least, most, autoscale=AUTOSCALE, **more):
     one = version(path, replicas={"min": least, "max": most})
-    return check({"port": 0, "models": {"tiny": {"versions": [one], "autoscale": autoscale}}, "drain_timeout_s": 20, **more})
+    return check(
+        {
+            "port": 0,
+            "models": {"tiny": {"versions": [one], "autoscale": autoscale}},
+            "drain_timeout_s": 20,
+            **more,
+        }
+    )
 
 
 class Capacity:
@@ -57,7 +64,13 @@ class Clock:
     """Looks each second, at replicas that start at once."""
 
     def __init__(self, scaler, number):
-        self.scaler, self.number, self.at, self.tally, self.changes = scaler, number, 0.0, Tally(), []
+        self.scaler, self.number, self.at, self.tally, self.changes = (
+            scaler,
+            number,
+            0.0,
+            Tally(),
+            [],
+        )
 
     def run(self, seconds, rate=0, **more):
         for _ in range(seconds):
@@ -100,7 +113,10 @@ def test_to_zero_and_back():
     assert clock.number == 0
     clock.tally.arrived()
     clock.run(1, num_at_gateway=1)
-    assert (clock.number, clock.changes[-1].why) == (1, "a request waits at the gateway")  # between two decisions
+    assert (clock.number, clock.changes[-1].why) == (
+        1,
+        "a request waits at the gateway",
+    )  # between two decisions
     clock.run(20)
     assert clock.number == 1
     clock.run(60)
@@ -237,22 +253,36 @@ def test_each_version_is_scaled_by_its_own_requests(tiny, tmp_path, monkeypatch)
         version(tiny, name="v2", share=1, replicas={"min": 1, "max": 3}),
         version(tiny, name="v3", share=4, replicas=1),
     ]
-    fleet = check({"port": 0, "models": {"tiny": {"versions": versions, "autoscale": settings}}, "router": {"probe_s": 0}})
+    fleet = check(
+        {
+            "port": 0,
+            "models": {"tiny": {"versions": versions, "autoscale": settings}},
+            "router": {"probe_s": 0},
+        }
+    )
     with stubbed(fleet, tmp_path / "state") as (made, stubs), made.client() as client:
         made.wait_serving(3)
-        made.wait_for(lambda: all(s.began is not None for s in made.head.scaling.scalers.values()), "no look")
+        made.wait_for(
+            lambda: all(s.began is not None for s in made.head.scaling.scalers.values()), "no look"
+        )
         for _ in range(80):
             client.completions.create(model="tiny", prompt="Hello", max_tokens=2)
         told = asked_all(made)
         assert set(told) == {"tiny/v1/main", "tiny/v2/main"}
-        assert [(one["model"], one["version"]) for one in told.values()] == [("tiny", "v1"), ("tiny", "v2")]
+        assert [(one["model"], one["version"]) for one in told.values()] == [
+            ("tiny", "v1"),
+            ("tiny", "v2"),
+        ]
         by_version = {v.name: v.tally.num_arrivals for v in made.head.members.models["tiny"]}
         assert by_version == {s.spec.version: len(s.asked) for s in stubs}
         assert sum(by_version.values()) == 80
         assert by_version["v1"] > by_version["v2"] > 0
         assert len(capacity.learnt) == by_version["v1"] + by_version["v2"]
         metrics = made.http().get("/metrics").text
-        assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v2"} 1.0' in metrics
+        assert (
+            'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v2"} 1.0'
+            in metrics
+        )
 
 
 def test_objectives_that_no_replica_meets_are_refused(tiny):
@@ -278,7 +308,9 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
 
             async def ask_many():
                 async with httpx.AsyncClient(base_url=fleet.url, timeout=PATIENCE_S) as many:
-                    return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(5)))
+                    return await asyncio.gather(
+                        *(many.post("/v1/completions", json=body) for _ in range(5))
+                    )
 
             answers = asyncio.run(ask_many())
             assert sorted(a.status_code for a in answers) == [200] * 3 + [503] * 2
@@ -292,15 +324,31 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
             assert asked(fleet)["last"]["change"] == "1 → 0: no request for 4 s"
             assert asked(fleet)["cold_start_s"] < 60  # measured
             told = http.get("/metrics").text
-            assert 'slipstream:autoscale_changes_total{direction="down",model_name="tiny",version="v1"} 1.0' in told
-            assert 'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v1"} 0.0' in told
+            assert (
+                'slipstream:autoscale_changes_total{direction="down",model_name="tiny",version="v1"} 1.0'
+                in told
+            )
+            assert (
+                'slipstream:autoscale_replicas{model_name="tiny",state="ready",version="v1"} 0.0'
+                in told
+            )
             assert http.get("/status.json").json()["autoscale"]["tiny/v1/main"]["max"] == 2
-            shown = [sys.executable, "-m", "slipstream", "fleet", "status", "--state-dir", str(tmp_path / "state")]
+            shown = [
+                sys.executable,
+                "-m",
+                "slipstream",
+                "fleet",
+                "status",
+                "--state-dir",
+                str(tmp_path / "state"),
+            ]
             text = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
             assert "tiny v1 autoscaler: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
             with Browser.start(tmp_path) as browser:
                 browser.visit(fleet.url + "/status", width=390, height=844)
-                browser.wait_for("return !document.getElementById('main').hidden", "the page shows nothing")
+                browser.wait_for(
+                    "return !document.getElementById('main').hidden", "the page shows nothing"
+                )
                 text = browser.run("return document.getElementById('scaling').innerText")
                 assert "tiny v1: 0 ready, 0 starting, 0 wanted (0 to 2)" in text
                 assert "1 → 0: no request for 4 s" in text
@@ -314,7 +362,10 @@ def test_none_to_one_to_none_with_real_replicas(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_request_is_told_when_none_starts_in_time(tiny, tmp_path):
     settings = {**AUTOSCALE, "wait_s": 0.2}
-    with running(fleet_with(tiny, 0, 1, settings), tmp_path / "state") as fleet, fleet.http() as http:
+    with (
+        running(fleet_with(tiny, 0, 1, settings), tmp_path / "state") as fleet,
+        fleet.http() as http,
+    ):
         answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "Hello"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
 
@@ -332,7 +383,11 @@ def test_a_rollout_keeps_the_number(tiny, tmp_path):
             fleet.call(fleet.head.scale("tiny/v1/main", 4))
         fleet.call(fleet.head.scale("tiny/v1/main", 2))
         fleet.wait_serving(2)
-        assert fleet.call(fleet.head.rollout(fleet_of_engine(max_num_seqs=4)), 120) == {"replaced": 2, "started": 0, "ended": 0}
+        assert fleet.call(fleet.head.rollout(fleet_of_engine(max_num_seqs=4)), 120) == {
+            "replaced": 2,
+            "started": 0,
+            "ended": 0,
+        }
         fleet.wait_serving(2)
 
 

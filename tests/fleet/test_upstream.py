@@ -15,7 +15,9 @@ LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
 BROKEN = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok"
 
 
-async def asked(*answers: bytes, unasked: bytes = b"", closes: bool = False) -> tuple[list[bytes], int]:
+async def asked(
+    *answers: bytes, unasked: bytes = b"", closes: bool = False
+) -> tuple[list[bytes], int]:
     """What the requests brought, and how many connections they took. Behind each answer the server says `unasked`."""
     waiting, connections = list(answers), []
 
@@ -31,7 +33,9 @@ async def asked(*answers: bytes, unasked: bytes = b"", closes: bool = False) -> 
         writer.close()
 
     def quiet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asyncio.ensure_future(serve(reader, writer)).add_done_callback(lambda task: task.cancelled() or task.exception())
+        asyncio.ensure_future(serve(reader, writer)).add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )
 
     server = await asyncio.start_server(quiet, "127.0.0.1", 0)
     pool, found = ConnectionPool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None), []

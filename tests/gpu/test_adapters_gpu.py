@@ -37,7 +37,9 @@ def test_the_op(inputs, num_tokens):
     rows = x if inputs is None else quantize_rows(x, inputs)
     tokens = tokens_of(slots, device)
     expected = ReferenceOps().lora(y.clone(), rows, w, tokens)
-    torch.testing.assert_close(TritonOps().lora(y.clone(), rows, w, tokens), expected, rtol=2e-2, atol=5e-2)
+    torch.testing.assert_close(
+        TritonOps().lora(y.clone(), rows, w, tokens), expected, rtol=2e-2, atol=5e-2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,27 @@ def made(tmp_path_factory):
 
 
 def answers(made, eager, **settings):
-    more = dict(device="cuda:0", dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_bytes=2**26)
-    llm = LLM(str(made / "base"), enable_lora=True, max_loras=3, max_lora_rank=8, enforce_eager=eager, **more, **settings)
-    prompts = [{"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + s)]} for s in range(12)]
+    more = dict(
+        device="cuda:0", dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_bytes=2**26
+    )
+    llm = LLM(
+        str(made / "base"),
+        enable_lora=True,
+        max_loras=3,
+        max_lora_rank=8,
+        enforce_eager=eager,
+        **more,
+        **settings,
+    )
+    prompts = [
+        {"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + s)]} for s in range(12)
+    ]
     found = []
     for _ in range(3):  # later rounds have their graphs
-        wanted = [LoRARequest(f"a{s % 4}", s % 4, made / f"lora{s % 4}") if s % 4 else None for s in range(12)]
+        wanted = [
+            LoRARequest(f"a{s % 4}", s % 4, made / f"lora{s % 4}") if s % 4 else None
+            for s in range(12)
+        ]
         outputs = llm.generate(prompts, GREEDY, lora_request=wanted, progress=False)
         found.append([o.outputs[0].token_ids for o in outputs])
     graphs = llm.core.executor.runner.adapter_graphs
@@ -78,4 +95,6 @@ def test_answers_are_those_of_transformers(made):
     ours = answers(made, False)[0]
     for s in (1, 2, 3):
         prompt = [(7 * i + s) % 250 + 3 for i in range(5 + s)]
-        assert ours[s] == adapters.greedy(PeftModel.from_pretrained(hf, made / f"lora{s}"), prompt, 24)
+        assert ours[s] == adapters.greedy(
+            PeftModel.from_pretrained(hf, made / f"lora{s}"), prompt, 24
+        )

@@ -27,22 +27,34 @@ SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 def build(folder, kind):
     """(the model's path, a speculative_config)"""
     method, write = draft_heads.BY_KIND.get(kind, (kind, None))
-    model, head, config = folder / "model", folder / "head", {"method": method, "num_speculative_tokens": 3}
+    model, head, config = (
+        folder / "model",
+        folder / "head",
+        {"method": method, "num_speculative_tokens": 3},
+    )
     if kind == "mtp":
-        dense = tiny_models.FAMILIES["glm4_moe"]["num_hidden_layers"]  # `deterministic` covers no experts
-        tiny_models.write(model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense)
+        dense = tiny_models.FAMILIES["glm4_moe"][
+            "num_hidden_layers"
+        ]  # `deterministic` covers no experts
+        tiny_models.write(
+            model, "glm4_moe", hidden_size=256, head_dim=64, first_k_dense_replace=dense
+        )
         draft_heads.mtp(model)
         return str(model), config
     tiny_models.write(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
     if kind == "smaller":
-        tiny_models.build_near(head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE)
+        tiny_models.build_near(
+            head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE
+        )
         return str(model), {**config, "method": "draft", "model": str(head)}
     write(head, sizes=SHAPE)
     return str(model), {**config, "model": str(head)}
 
 
 def answers(llm):
-    return [[o.outputs[0].token_ids for o in llm.generate(PROMPTS, sampling)] for sampling in SETTINGS]
+    return [
+        [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sampling)] for sampling in SETTINGS
+    ]
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -66,7 +78,10 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
     """Those of prompts, of the model in float32 on the CPU. In bfloat16 the model's own are off by a percent."""
     path, config = build(tmp_path, kind)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    head = SimpleNamespace(tensors=load_file(tmp_path / "head" / "model.safetensors"), head={"fc_norm": kind == "eagle31"})
+    head = SimpleNamespace(
+        tensors=load_file(tmp_path / "head" / "model.safetensors"),
+        head={"fc_norm": kind == "eagle31"},
+    )
     seen = dict[str, float]()
     with LLM(path, speculative_config={**config, "quantization": quantization}, **SIZES) as llm:
         draft = llm.core.executor.runner.draft
@@ -77,7 +92,9 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, quantization, e
             for s in (s for s in plan.scheduled if s.drafts and s.request_id not in seen):
                 row, places = rows.rows[s.request_id].index, torch.arange(s.num_computed_tokens)
                 table, size = rows.block_tables[0][row].cpu().long(), draft.block_size
-                states = draft.states.kept.cpu().float()[table[places // size] * size + places % size]
+                states = draft.states.kept.cpu().float()[
+                    table[places // size] * size + places % size
+                ]
                 tokens = rows.tokens[row, : len(places)].cpu().long()
                 hidden = model(tokens[None], output_hidden_states=True).hidden_states
                 expected = fused(head, [hidden[i][0] for i in (1, 2, 4)])
@@ -96,7 +113,9 @@ def test_chains_run_from_graphs(tmp_path, kind):
     path, config = build(tmp_path, kind)
     drafts = []
     for eager in (False, True):
-        with LLM(path, speculative_config=config, deterministic=True, enforce_eager=eager, **SIZES) as llm:
+        with LLM(
+            path, speculative_config=config, deterministic=True, enforce_eager=eager, **SIZES
+        ) as llm:
             draft, own, replayed = llm.core.executor.runner.draft, [], []
             assert (draft.graphs is None) == eager
             write = draft.write_drafts
@@ -120,10 +139,14 @@ def test_chains_run_from_graphs(tmp_path, kind):
             llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
             drafts.append(own)
             num_runs = llm.core.stats().spec_num_drafts
-            assert eager or sum(n > 0 for n in replayed) > 0.5 * num_runs  # launched behind the draw before
+            assert (
+                eager or sum(n > 0 for n in replayed) > 0.5 * num_runs
+            )  # launched behind the draw before
             assert eager or len(replayed) > 0.8 * num_runs  # the others are behind prompts
     agree = sum(a == b for a, b in zip(*drafts, strict=True))
-    assert agree > 0.8 * len(drafts[0])  # near ties may fall otherwise: another kernel computes them
+    assert agree > 0.8 * len(
+        drafts[0]
+    )  # near ties may fall otherwise: another kernel computes them
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "smaller"])
@@ -132,13 +155,20 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
     path, config = build(tmp_path, kind)
     common = [(5 * i) % 250 + 4 for i in range(70)]
     prompts = [{"prompt_token_ids": common + [30 + i, 40, 50 + i][: 1 + i % 3]} for i in range(20)]
-    sampling = [SamplingParams(temperature=0, max_tokens=20 + 13 * i % 80, ignore_eos=True) for i in range(20)]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=20 + 13 * i % 80, ignore_eos=True)
+        for i in range(20)
+    ]
     sizes = {**SIZES, "deterministic": True}
     with LLM(path, **sizes) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
     drafts = []
     for eager in (False, True):
-        small = {**sizes, "enforce_eager": eager, "kv_cache_bytes": 2_000_000 if kind == "eagle3" else 3_000_000}
+        small = {
+            **sizes,
+            "enforce_eager": eager,
+            "kv_cache_bytes": 2_000_000 if kind == "eagle3" else 3_000_000,
+        }
         with LLM(path, speculative_config=config, **small) as llm:
             draft, own = llm.core.executor.runner.draft, {}
             write = draft.write_drafts
@@ -146,7 +176,12 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
             def noted(plan, rows, write=write, draft=draft, own=own):
                 drafted = write(plan, rows)
                 found = iter(draft.tokens_of(drafted, rows).tolist() if drafted else ())
-                own.update({(s.request_id, s.num_computed_tokens): [next(found) for _ in s.drafts] for s in plan.scheduled})
+                own.update(
+                    {
+                        (s.request_id, s.num_computed_tokens): [next(found) for _ in s.drafts]
+                        for s in plan.scheduled
+                    }
+                )
                 return drafted
 
             draft.write_drafts = noted
@@ -157,15 +192,29 @@ def test_requests_that_join_are_preempted_or_hit_a_prefix(tmp_path, kind):
             assert stats.num_free_blocks == stats.num_blocks
             assert stats.spec_accepted_tokens > 0
             drafts.append(own)
-    both = [at for at in drafts[0].keys() & drafts[1].keys() if len(drafts[0][at]) == len(drafts[1][at]) > 0]
+    both = [
+        at
+        for at in drafts[0].keys() & drafts[1].keys()
+        if len(drafts[0][at]) == len(drafts[1][at]) > 0
+    ]
     assert len(both) > 100
-    assert sum(drafts[0][at] == drafts[1][at] for at in both) > 0.8 * len(both)  # near ties may fall otherwise
+    assert sum(drafts[0][at] == drafts[1][at] for at in both) > 0.8 * len(
+        both
+    )  # near ties may fall otherwise
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs a Hopper GPU",
+)
 def test_passes_over_one_sequence_run_in_the_one_token_kernel(tmp_path):
     """Of the model as its own draft, whose drafts are right but where another kernel's sums let a near tie fall otherwise."""
-    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 1024}
+    shape = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 1024,
+    }
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **shape)
     config = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": 3}
     with LLM(str(tmp_path), speculative_config=config, **SIZES) as llm:

@@ -22,7 +22,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-TEXTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]} for n in (1, 5, 16, 45, 100, 17, 33, 64, 128)]
+TEXTS = [
+    {"prompt_token_ids": [(7 * i + n) % 250 + 5 for i in range(n)]}
+    for n in (1, 5, 16, 45, 100, 17, 33, 64, 128)
+]
 EXACT = dict(kernels="reference", dtype="float32", device="cpu")
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
 
@@ -39,11 +42,16 @@ def cosines(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "least"), [({}, 0.999), ({"dtype": "float32"}, 1 - 1e-7), ({"quantization": "int8"}, 0.995)], ids=str
+    ("settings", "least"),
+    [({}, 0.999), ({"dtype": "float32"}, 1 - 1e-7), ({"quantization": "int8"}, 0.995)],
+    ids=str,
 )
 def test_embeddings(tmp_path, settings, least):
     tiny_models.build_encoder(tmp_path, **WIDE)
-    assert cosines(vectors(tmp_path, max_num_seqs=4, **settings), vectors(tmp_path, **EXACT)).min() > least
+    assert (
+        cosines(vectors(tmp_path, max_num_seqs=4, **settings), vectors(tmp_path, **EXACT)).min()
+        > least
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "eurobert"])
@@ -58,7 +66,9 @@ def test_graphs_of_texts(tmp_path, family):
         assert isinstance(llm.core.executor.runner.texts, TextGraphs)
         assert llm.ledger.graph_bytes > 0
         for texts in (TEXTS, TEXTS[::-1], TEXTS * 40):
-            found = torch.tensor([output.embedding for output in llm.embed(texts)], dtype=torch.float64)
+            found = torch.tensor(
+                [output.embedding for output in llm.embed(texts)], dtype=torch.float64
+            )
             order = [TEXTS.index(text) for text in texts]
             assert cosines(found, eager[order]).min() > 1 - 1e-7
         for text, theirs in zip(TEXTS, eager, strict=True):
@@ -66,7 +76,10 @@ def test_graphs_of_texts(tmp_path, family):
             assert cosines(ours, theirs[None]) > 1 - 1e-7
 
 
-@pytest.mark.parametrize(("dim", "turned", "window"), [(32, False, None), (64, False, None), (64, True, 65), (128, True, None)])
+@pytest.mark.parametrize(
+    ("dim", "turned", "window"),
+    [(32, False, None), (64, False, None), (64, True, 65), (128, True, None)],
+)
 @pytest.mark.parametrize("longest", [40, 700, 3000])
 def test_attention_of_whole_texts(dim, turned, window, longest):
     """In bfloat16 at an encoder's sizes, beside the reference in float32 on the same numbers."""
@@ -76,7 +89,9 @@ def test_attention_of_whole_texts(dim, turned, window, longest):
     lengths = torch.randint(1, longest + 1, (6000 // longest,), generator=rng).tolist()
     total, num_heads, num_kv_heads = sum(lengths) + 37, 6, 6 if window is None else 3
     lens = array("i", lengths).tobytes()
-    inputs = torch.from_numpy(text_inputs(TextsPlan(1, bytes(4 * sum(lengths)), lens), total, len(lengths), 16))
+    inputs = torch.from_numpy(
+        text_inputs(TextsPlan(1, bytes(4 * sum(lengths)), lens), total, len(lengths), 16)
+    )
     sizes = dict(block_size=16, longest=max(lengths), pairs=False)
     qkv = torch.randn(total, (num_heads + 2 * num_kv_heads) * dim, generator=rng).bfloat16()
     angles = torch.rand(longest, dim // 2, generator=rng) * 6.3
@@ -86,25 +101,35 @@ def test_attention_of_whole_texts(dim, turned, window, longest):
 
     def heads(device):
         cos_sin = None if table is None else table.to(device)
-        return QKVLayout(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, cos_sin=cos_sin)
+        return QKVLayout(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=dim, cos_sin=cos_sin
+        )
 
     meta = lay_out(inputs, total, len(lengths), **sizes)[1]
-    theirs = ReferenceOps().bidirectional_attention(qkv.float(), LayerKV(cache, cache.clone()), meta, heads("cpu"), params)
+    theirs = ReferenceOps().bidirectional_attention(
+        qkv.float(), LayerKV(cache, cache.clone()), meta, heads("cpu"), params
+    )
     meta = lay_out(inputs.cuda(), total, len(lengths), **sizes)[1]
     on_gpu = LayerKV(cache.cuda().bfloat16(), cache.cuda().bfloat16())
     ours = TritonOps().bidirectional_attention(qkv.cuda(), on_gpu, meta, heads("cuda"), params)
     assert ours.isfinite().all()
-    torch.testing.assert_close(ours.float().cpu()[: sum(lengths)], theirs[: sum(lengths)], rtol=2e-2, atol=3e-2)
+    torch.testing.assert_close(
+        ours.float().cpu()[: sum(lengths)], theirs[: sum(lengths)], rtol=2e-2, atol=3e-2
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_parts_of_pictures(dim):
     lengths = [64, 64, 32, 16, 64, 8, 4, 64]
-    rows = torch.randn(sum(lengths), 3 * 4 * dim, generator=torch.Generator().manual_seed(dim)).bfloat16()
+    rows = torch.randn(
+        sum(lengths), 3 * 4 * dim, generator=torch.Generator().manual_seed(dim)
+    ).bfloat16()
     from slipstream.kernels.triton import TritonOps
 
     q, k, v = rows.float().unflatten(1, (3, 4, dim)).unbind(1)
-    theirs = ReferenceOps().packed_attention(q, k, v, PackedParts.of(lengths, q.device), scale=dim**-0.5)
+    theirs = ReferenceOps().packed_attention(
+        q, k, v, PackedParts.of(lengths, q.device), scale=dim**-0.5
+    )
     q, k, v = rows.cuda().unflatten(1, (3, 4, dim)).unbind(1)
     ours = TritonOps().packed_attention(q, k, v, PackedParts.of(lengths, q.device), scale=dim**-0.5)
     torch.testing.assert_close(ours.float().cpu(), theirs, rtol=2e-2, atol=3e-2)
@@ -136,7 +161,9 @@ def test_t5(tmp_path, family):
     """In float32 its greedy answers are the reference's: with graphs and without, and after preemption."""
     tiny_models.build_t5(tmp_path, family, d_kv=16)
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    settings = dict(skip_tokenizer_init=True, max_model_len=144, max_num_seqs=8, kv_cache_bytes=2**26)
+    settings = dict(
+        skip_tokenizer_init=True, max_model_len=144, max_num_seqs=8, kv_cache_bytes=2**26
+    )
 
     def answers(**more):
         with LLM(str(tmp_path), **{**settings, **more}) as llm:
@@ -149,6 +176,8 @@ def test_t5(tmp_path, family):
     eager, _, _ = answers(dtype="float32", enforce_eager=True)
     tight, preemptions, _ = answers(dtype="float32", kv_cache_bytes=block_bytes * 20)
     for got in (graphs, eager, tight):
-        same = sum(a == b for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True))
+        same = sum(
+            a == b for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)
+        )
         assert same >= 0.95 * 24 * len(TEXTS)  # a near tie may fall the other way
     assert preemptions > 0

@@ -19,7 +19,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (1, 5, 16, 45, 100, 17, 33, 64)]
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]}
+    for n in (1, 5, 16, 45, 100, 17, 33, 64)
+]
 SHAPES = {
     "llama": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
     "mistral": {"hidden_size": 256, "num_attention_heads": 4},
@@ -32,12 +35,16 @@ SHAPES = {
 
 
 def make(path, **settings):
-    defaults = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26)
+    defaults = dict(
+        max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26
+    )
     return LLM(str(path), skip_tokenizer_init=True, **{**defaults, **settings})
 
 
 def first_logprobs(llm):
-    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=5, prompt_logprobs=0)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, logprobs=5, prompt_logprobs=0
+    )
     found = []
     for output in llm.generate(PROMPTS, sampling):
         found += [p.chosen.logprob for p in output.prompt_logprobs[1:]]
@@ -62,7 +69,12 @@ def test_a_folder_that_was_built_leaves_the_memory_to_who_measures_it(tmp_path):
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    args = EngineArgs(model=str(tmp_path / "model"), skip_tokenizer_init=True, gpu_memory_utilization=0.9, device="cuda")
+    args = EngineArgs(
+        model=str(tmp_path / "model"),
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.9,
+        device="cuda",
+    )
     built = build_folder(args, tmp_path / "folder")
     assert built.folder.graph_sizes
     assert torch.cuda.memory_reserved() <= before + 2**28
@@ -84,7 +96,9 @@ def test_greedy_steps_end_in_graphs(drafts, tmp_path):
                 return tokens
 
             ends.run = noted
-            found.append([o.outputs[0].token_ids for _ in range(2) for o in llm.generate(PROMPTS, sampling)])
+            found.append(
+                [o.outputs[0].token_ids for _ in range(2) for o in llm.generate(PROMPTS, sampling)]
+            )
             assert bool(ran) == (logprobs is None)
             assert sum(tokens is None for tokens in ran) < len(ran) / 2 or not ran
     assert found[0] == found[1]
@@ -125,8 +139,14 @@ def test_mixtures_with_many_sequences(family, tmp_path):
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     found = []
     for more in ({}, {"enforce_eager": True}, {"enforce_eager": True, "kernels": "reference"}):
-        with make(tmp_path, max_model_len=64, max_num_seqs=256, max_num_batched_tokens=4096, **more) as llm:
-            found.append(torch.tensor([o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]))
+        with make(
+            tmp_path, max_model_len=64, max_num_seqs=256, max_num_batched_tokens=4096, **more
+        ) as llm:
+            found.append(
+                torch.tensor(
+                    [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]
+                )
+            )
     graphs, eager, reference = found
     assert (graphs == eager).float().mean() > 0.95
     assert (graphs[:, 0] == reference[:, 0]).float().mean() > 0.9
@@ -151,14 +171,25 @@ def test_graphs_prefixes_preemption_and_choices(path):
     ):
         other = make(path, **settings)
         got = [o.outputs[0].token_ids for o in other.generate(PROMPTS, greedy)]
-        same = sum(a == b for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True))
-        assert same >= 0.9 * 40 * len(PROMPTS), settings  # a near tie may fall the other way and change what follows
+        same = sum(
+            a == b for x, y in zip(expected, got, strict=True) for a, b in zip(x, y, strict=True)
+        )
+        assert same >= 0.9 * 40 * len(PROMPTS), (
+            settings
+        )  # a near tie may fall the other way and change what follows
         if "kv_cache_bytes" in settings:
             assert other.stats().num_preemptions > 0
     again = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)]
     assert sum(a == b for a, b in zip(expected, again, strict=True)) >= len(PROMPTS) - 1
     sampling = SamplingParams(
-        n=3, temperature=0.9, top_p=0.9, top_k=40, min_p=0.01, seed=5, max_tokens=20, ignore_eos=True
+        n=3,
+        temperature=0.9,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.01,
+        seed=5,
+        max_tokens=20,
+        ignore_eos=True,
     )
     a, b = (llm.generate([PROMPTS[4]], sampling)[0] for _ in range(2))
     assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
@@ -181,10 +212,21 @@ def test_deterministic(tmp_path, quantization):
 
     def answers(prompts, **settings):
         llm = make(
-            tmp_path, deterministic=True, dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv, **settings
+            tmp_path,
+            deterministic=True,
+            dtype="bfloat16",
+            quantization=quantization,
+            kv_cache_dtype=kv,
+            **settings,
         )
-        twice = [llm.generate(prompts, sampling) for _ in range(2)]  # the second time from the prefix cache
-        return [[[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs] for run in twice for o in run]
+        twice = [
+            llm.generate(prompts, sampling) for _ in range(2)
+        ]  # the second time from the prefix cache
+        return [
+            [[(t.token_id, t.logprob) for t in p.top] for p in o.outputs[0].logprobs]
+            for run in twice
+            for o in run
+        ]
 
     together = answers(PROMPTS)
     assert together[: len(PROMPTS)] == together[len(PROMPTS) :]

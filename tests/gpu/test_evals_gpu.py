@@ -51,7 +51,12 @@ def test_a_gpu_measures_what_the_reference_does(model, quantization, kv_cache_dt
     single = load(model, device="cpu", kernels="reference", dtype="float32", **rounded)
     gpu = load(model, device="cuda", dtype="bfloat16", **rounded)
     windows = list(
-        cut([Document(text="hello the world in the hour " * 30)], gpu.tokenizer, context=CONTEXT, stride=48)
+        cut(
+            [Document(text="hello the world in the hour " * 30)],
+            gpu.tokenizer,
+            context=CONTEXT,
+            stride=48,
+        )
     )[:3]
     found = compare(exact, gpu, windows, num_worst=1)
     assert found.kl.mean < 0.01

@@ -38,8 +38,13 @@ def covered(q, kv):
 
 def in_8_bits(kv, kind):
     numbers = [t.float() * 30 if kind == "int8" else t for t in (kv.k, kv.v)]
-    k, v = (t.round().clamp(-127, 127).to(DTYPES[kind]) if kind == "int8" else t.to(DTYPES[kind]) for t in numbers)
-    return LayerKV(k, by_dim(v), *(torch.rand(k.shape[1], device="cuda") / 32 + 1 / 32 for _ in range(2)))
+    k, v = (
+        t.round().clamp(-127, 127).to(DTYPES[kind]) if kind == "int8" else t.to(DTYPES[kind])
+        for t in numbers
+    )
+    return LayerKV(
+        k, by_dim(v), *(torch.rand(k.shape[1], device="cuda") / 32 + 1 / 32 for _ in range(2))
+    )
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8"])
@@ -79,20 +84,26 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8"])
-@pytest.mark.parametrize(("query_lens", "contexts", "shape"), SPLIT, ids=["8k", "mixed", "7", "smollm2", "256", "40k"])
+@pytest.mark.parametrize(
+    ("query_lens", "contexts", "shape"), SPLIT, ids=["8k", "mixed", "7", "smollm2", "256", "40k"]
+)
 @pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
 def test_split_keys_against_the_reference(monkeypatch, query_lens, contexts, shape, kind, option):
     """Chunks too short to fill the chip. Their keys are split, and short ones of the same step stay whole."""
     from slipstream.kernels.triton import hopper
 
     combined = []
-    monkeypatch.setattr(hopper, "combine", lambda *a, c=hopper.combine: combined.append(a[4]) or c(*a))
+    monkeypatch.setattr(
+        hopper, "combine", lambda *a, c=hopper.combine: combined.append(a[4]) or c(*a)
+    )
     q, kv, meta = step(query_lens, contexts, **shape)
     if query_lens[-1] == 1:
         meta = replace(meta, num_decodes=2)
     if kind != "bfloat16":
         kv = in_8_bits(kv, kind)
-    given = {"window": 1500} if option == "window" else {"softcap": 20.0} if option == "softcap" else {}
+    given = (
+        {"window": 1500} if option == "window" else {"softcap": 20.0} if option == "softcap" else {}
+    )
     if option == "sinks":
         given = {"sinks": torch.randn(q.shape[1], device="cuda", dtype=q.dtype) * 3}
     params = AttentionParams(scale=q.shape[2] ** -0.5, **given)

@@ -19,7 +19,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-SETTINGS = dict(device="cuda", dtype="float32", max_model_len=192, skip_tokenizer_init=True, kv_cache_bytes=2**24)
+SETTINGS = dict(
+    device="cuda",
+    dtype="float32",
+    max_model_len=192,
+    skip_tokenizer_init=True,
+    kv_cache_bytes=2**24,
+)
 SETTINGS |= dict(max_num_seqs=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (1, 5, 45, 130)]
@@ -34,7 +40,6 @@ def answers(llm):
     return found[1]
 
 
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
     tiny_models.write(tmp_path, family)
@@ -43,7 +48,12 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
         wanted = answers(llm)
         counts = {i: c.clone() for i, c in llm.core.executor.runner._experts._counts.items()}
     hot = dict(host_experts="all", hot_expert_bytes=2**20)
-    for how in (dict(host_experts="all"), dict(host_experts="all", enforce_eager=True), dict(host_experts=1), hot):
+    for how in (
+        dict(host_experts="all"),
+        dict(host_experts="all", enforce_eager=True),
+        dict(host_experts=1),
+        hot,
+    ):
         with LLM(path, **SETTINGS, **how) as llm:
             ops = llm.core.executor.runner.ops
             found = answers(llm)
@@ -56,13 +66,17 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
             if how.get("enforce_eager"):
                 for copy_from in (None, 0, 6):
                     ops.copy_from = copy_from
-                    assert [a.token_ids for a in answers(llm)] == [a.token_ids for a in wanted], copy_from
+                    assert [a.token_ids for a in answers(llm)] == [a.token_ids for a in wanted], (
+                        copy_from
+                    )
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32", "mxfp4"])
 def test_rounded_experts(tmp_path, scheme):
     """Rounded at load on both sides, but inputs in another way: the first tokens' log-probabilities are near."""
-    sizes = dict(hidden_size=128, moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=128, moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+    )
     tiny_models.write(tmp_path, "qwen3_moe", **sizes, initializer_range=0.05)
     settings = {**SETTINGS, "dtype": "bfloat16", "quantization": scheme}
     one = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
@@ -70,7 +84,9 @@ def test_rounded_experts(tmp_path, scheme):
     def logprobs(**how):
         with LLM(str(tmp_path), **settings, **how) as llm:
             (answer,) = llm.generate(PROMPTS[2:3], one, progress=False)
-            return torch.tensor([position.chosen.logprob for position in answer.prompt_logprobs[1:]])
+            return torch.tensor(
+                [position.chosen.logprob for position in answer.prompt_logprobs[1:]]
+            )
 
     wanted, found = logprobs(), logprobs(host_experts="all")
     assert float((found - wanted).abs().mean()) < 0.1
@@ -92,13 +108,17 @@ def test_packed_numbers_are_unpacked_in_a_graph(scheme):
 
 
 def test_the_experts_take_no_memory_of_the_gpu(tmp_path):
-    tiny_models.write(tmp_path, "qwen3_moe", hidden_size=256, moe_intermediate_size=512, num_experts=32)
+    tiny_models.write(
+        tmp_path, "qwen3_moe", hidden_size=256, moe_intermediate_size=512, num_experts=32
+    )
     ledgers = []
     for how in ({}, dict(host_experts="all"), dict(host_experts=1)):
         with LLM(str(tmp_path), **{**SETTINGS, "dtype": "bfloat16"}, **how) as llm:
             runner = llm.core.executor.runner
             copies = runner.ops.num_bytes if how else 0
-            ledgers.append((llm.core.ledger.weights_bytes - copies, llm.core.ledger.host_expert_bytes))
+            ledgers.append(
+                (llm.core.ledger.weights_bytes - copies, llm.core.ledger.host_expert_bytes)
+            )
     whole, none, half = (weights for weights, _ in ledgers)
     layer = 32 * 3 * 256 * 512 * 2
     assert whole - none == 2 * layer

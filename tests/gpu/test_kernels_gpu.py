@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from slipstream.compress.sparsify import keep
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors, SharedPrefixes, by_dim
+from slipstream.kernels.metadata import (
+    AttentionMetadata,
+    LayerKV,
+    SamplingTensors,
+    SharedPrefixes,
+    by_dim,
+)
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
 from slipstream.kernels.reference import ReferenceOps, route, to_cache
@@ -55,7 +61,17 @@ def error(ours, theirs):
     return ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
 
 
-def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=torch.bfloat16, max_seq_len=None):
+def step(
+    query_lens,
+    contexts,
+    *,
+    heads=32,
+    kv_heads=8,
+    dim=128,
+    size=16,
+    dtype=torch.bfloat16,
+    max_seq_len=None,
+):
     lens = [q + c for q, c in zip(query_lens, contexts, strict=True)]
     per = [-(-n // size) for n in lens]
     blocks = torch.randperm(sum(per), device="cuda") + 1
@@ -64,11 +80,20 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
     for i, n in enumerate(per):
         table[i, :n] = blocks[at : at + n]
         at += n
-    kv = LayerKV(*(torch.randn(sum(per) + 1, kv_heads, size, dim, device="cuda", dtype=dtype) for _ in range(2)))
-    positions = torch.cat([torch.arange(c, c + q) for q, c in zip(query_lens, contexts, strict=True)]).cuda()
+    kv = LayerKV(
+        *(
+            torch.randn(sum(per) + 1, kv_heads, size, dim, device="cuda", dtype=dtype)
+            for _ in range(2)
+        )
+    )
+    positions = torch.cat(
+        [torch.arange(c, c + q) for q, c in zip(query_lens, contexts, strict=True)]
+    ).cuda()
     rows = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(query_lens)).cuda()
     slots = table[rows, positions // size].long() * size + positions % size
-    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    starts = torch.tensor(
+        [0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda"
+    )
     meta = AttentionMetadata(
         query_start_loc=starts,
         seq_lens=torch.tensor(lens, dtype=torch.int32, device="cuda"),
@@ -85,7 +110,9 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 300}, {"softcap": 30.0}, {"alibi_slopes": "yes"}, {"sinks": "yes"}], ids=str
+    "options",
+    [{}, {"window": 300}, {"softcap": 30.0}, {"alibi_slopes": "yes"}, {"sinks": "yes"}],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("query_lens", "contexts", "shape"),
@@ -101,7 +128,18 @@ def step(query_lens, contexts, *, heads=32, kv_heads=8, dim=128, size=16, dtype=
         ([1] * 64, [7999, *range(300, 363)], {}),
         ([1] * 40, [(i * 997) % 3000 for i in range(40)], {"heads": 28, "kv_heads": 4}),
     ],
-    ids=["three", "700", "mixed", "smollm2", "gemma", "mha-96", "falcon", "starcoder", "one long", "chats"],
+    ids=[
+        "three",
+        "700",
+        "mixed",
+        "smollm2",
+        "gemma",
+        "mha-96",
+        "falcon",
+        "starcoder",
+        "one long",
+        "chats",
+    ],
 )
 def test_attention(ops, query_lens, contexts, shape, options, dtype):
     q, kv, meta = step(query_lens, contexts, dtype=dtype, max_seq_len=8192, **shape)
@@ -112,13 +150,19 @@ def test_attention(ops, query_lens, contexts, shape, options, dtype):
     ours = ops.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
     theirs = REFERENCE.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))
     assert error(ours, theirs) < 5e-3
-    again = ops.attention(q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options))  # as the next layer
+    again = ops.attention(
+        q, kv, meta, AttentionParams(scale=q.shape[2] ** -0.5, **options)
+    )  # as the next layer
     assert torch.equal(again, ours)
 
 
 @pytest.mark.parametrize(
     ("num_prompts", "own", "shape"),
-    [(2, 40, {"heads": 16, "kv_heads": 16, "dim": 256}), (40, 7, {"heads": 16, "kv_heads": 16, "dim": 256}), (30, 100, {})],
+    [
+        (2, 40, {"heads": 16, "kv_heads": 16, "dim": 256}),
+        (40, 7, {"heads": 16, "kv_heads": 16, "dim": 256}),
+        (30, 100, {}),
+    ],
     ids=["gptj, few", "gptj, many", "llama"],
 )
 def test_attention_of_beams(ops, num_prompts, own, shape):
@@ -134,7 +178,12 @@ def test_attention_of_beams(ops, num_prompts, own, shape):
     small = LayerKV(k, by_dim(v), *torch.ones(2, kv.k.shape[1], device="cuda"))
     params = AttentionParams(scale=q.shape[2] ** -0.5)
     for cache in (kv, small):
-        ours = ops.attention(q, cache, meta.sharing(SharedPrefixes(begins, (begins + 4).clamp(max=num), tokens)), params)
+        ours = ops.attention(
+            q,
+            cache,
+            meta.sharing(SharedPrefixes(begins, (begins + 4).clamp(max=num), tokens)),
+            params,
+        )
         assert error(ours, REFERENCE.attention(q, cache, meta, params)) < 5e-3
 
 
@@ -158,21 +207,38 @@ def test_latent_attention(ops, query_lens, contexts, heads):
         k = kv.k.clone()
         cache = LayerKV(k, k[..., 64:])
         turned = o.rope_and_cache(
-            rows, cache, meta, QKVLayout(num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True)
+            rows,
+            cache,
+            meta,
+            QKVLayout(
+                num_heads=heads, num_kv_heads=1, head_dim=576, cos_sin=cos_sin, interleaved=True
+            ),
         )
-        found.append((turned, k[1:], o.attention(turned, cache, meta, AttentionParams(scale=576**-0.5))))
+        found.append(
+            (turned, k[1:], o.attention(turned, cache, meta, AttentionParams(scale=576**-0.5)))
+        )
     for ours, theirs in zip(*found, strict=True):
         assert error(ours, theirs) < 5e-3
 
 
-@pytest.mark.parametrize("contexts", [[500], [0, 40, 900], [(i * 37) % 900 for i in range(40)]], ids=len)
+@pytest.mark.parametrize(
+    "contexts", [[500], [0, 40, 900], [(i * 37) % 900 for i in range(40)]], ids=len
+)
 def test_latents_before_and_behind(ops, contexts):
     """DeepSeek-V2-Lite's sizes: what is cached, asked and made of the sums, for few tokens and more."""
-    _, kv, meta = step([1] * len(contexts), contexts, heads=1, kv_heads=1, dim=576, max_seq_len=1024)
+    _, kv, meta = step(
+        [1] * len(contexts), contexts, heads=1, kv_heads=1, dim=576, max_seq_len=1024
+    )
     shapes = (len(contexts), 16, 192), (len(contexts), 576), (16, 128, 512), (16, 512, 128), (512,)
-    q, row, keys, values, norm = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
-    given = dict(keys=keys / 8, values=values / 8, norm=NormParams(kind="rms", weight=norm, eps=1e-6))
-    params = MLAParams(**given, cos_sin=torch.randn(1024, 64, device="cuda"), interleaved=True, scale=0.05)
+    q, row, keys, values, norm = (
+        torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes
+    )
+    given = dict(
+        keys=keys / 8, values=values / 8, norm=NormParams(kind="rms", weight=norm, eps=1e-6)
+    )
+    params = MLAParams(
+        **given, cos_sin=torch.randn(1024, 64, device="cuda"), interleaved=True, scale=0.05
+    )
     found = []
     for o in (ops, REFERENCE):
         k = kv.k.clone()
@@ -199,9 +265,14 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
     def attend(o, meta, kind):
         q, row, keys, values, norm = (t.to(kind) for t in given)
         k = kv.k.to(kind, copy=True)
-        of_latents, cos_sin = NormParams(kind="rms", weight=norm, eps=1e-6), torch.cat((angles.cos(), angles.sin()), -1)
+        of_latents, cos_sin = (
+            NormParams(kind="rms", weight=norm, eps=1e-6),
+            torch.cat((angles.cos(), angles.sin()), -1),
+        )
         options = dict(norm=of_latents, cos_sin=cos_sin, interleaved=interleaved, scale=192**-0.5)
-        return k, o.mla_attention(q, row, LayerKV(k, k[..., 64:]), meta, MLAParams(keys=keys, values=values, **options))
+        return k, o.mla_attention(
+            q, row, LayerKV(k, k[..., 64:]), meta, MLAParams(keys=keys, values=values, **options)
+        )
 
     cache, ours = attend(ops, meta, torch.bfloat16)
     absorbed, theirs = attend(ops, dataclasses.replace(meta, from_start=False), torch.bfloat16)
@@ -211,9 +282,14 @@ def test_prompts_of_latents(ops, lens, heads, interleaved):
     assert error(theirs, expected) < 1e-2
 
 
-@pytest.mark.parametrize(("n", "k"), [(4672, 4544), (4544, 18176), (5120, 2880), (576, 2048), (201088, 2880), (51, 37)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4672, 4544), (4544, 18176), (5120, 2880), (576, 2048), (201088, 2880), (51, 37)]
+)
 def test_one_token_of_any_width(ops, n, k):
-    x, weight = torch.randn(1, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    x, weight = (
+        torch.randn(1, k, device="cuda", dtype=torch.bfloat16),
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16),
+    )
     for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
         w = ops.quantize_weight(weight, bias)
         assert error(ops.linear(x, w), REFERENCE.linear(x, w)) < 4e-3
@@ -229,7 +305,10 @@ def test_routers_of_deepseek(ops):
         groups=limit, weight_scale=2.5,
     )  # fmt: skip
     logits, correction = torch.randn(500, 256, device="cuda"), torch.randn(256, device="cuda")
-    (ours, chosen), (theirs, expected) = moe.route(logits, spec, correction), route(logits, spec, correction)
+    (ours, chosen), (theirs, expected) = (
+        moe.route(logits, spec, correction),
+        route(logits, spec, correction),
+    )
     assert torch.equal(chosen.long(), expected)
     assert error(ours, theirs) < 1e-5
 
@@ -251,7 +330,12 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
 
     def codes(cache, scale):
         tokens = cache.transpose(1, 2)
-        return to_cache(tokens.flatten(0, 1), scale, DTYPES[kind]).view(tokens.shape).transpose(1, 2).contiguous()
+        return (
+            to_cache(tokens.flatten(0, 1), scale, DTYPES[kind])
+            .view(tokens.shape)
+            .transpose(1, 2)
+            .contiguous()
+        )
 
     small = LayerKV(codes(kv.k, scales[0]), by_dim(codes(kv.v, scales[1])), *scales)
     (_, heads, dim), kv_heads = q.shape, kv.k.shape[1]
@@ -260,15 +344,24 @@ def test_attention_and_rope_with_an_8_bit_cache(ops, query_lens, contexts, shape
     qkv = torch.randn(len(q), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(small.k.clone(), small.v.clone(), *scales) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, QKVLayout(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None))
+        o.rope_and_cache(
+            qkv,
+            c,
+            meta,
+            QKVLayout(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, cos_sin=None),
+        )
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert torch.equal(*both)
     for a, b in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
-        assert (a.float() != b.float()).float().mean() < 1e-3  # a tie that division rounded otherwise
+        assert (
+            a.float() != b.float()
+        ).float().mean() < 1e-3  # a tie that division rounded otherwise
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only]
+)
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 64, 65, 128, 500])
 def test_quantised_products(ops, name, num_tokens):
     for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (2128, 1536), (960, 576), (576, 1536)):
@@ -279,7 +372,9 @@ def test_quantised_products(ops, name, num_tokens):
         for bias in (None, torch.randn(n, device="cuda", dtype=torch.bfloat16)):
             w = ops.quantize_weight(weight, bias, SCHEMES[name])
             if isinstance(w, GroupedLinear) and bias is not None:  # as AWQ writes them
-                w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape, device="cuda").bfloat16())
+                w = dataclasses.replace(
+                    w, zeros=torch.randint(0, 16, w.scales.shape, device="cuda").bfloat16()
+                )
             theirs = REFERENCE.linear(x, w)
             for _ in range(2):  # the second finds the counters as they should be
                 assert error(ops.linear(x, w), theirs) < 5e-3, (n, k)
@@ -289,8 +384,19 @@ def test_quantised_products(ops, name, num_tokens):
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, 64, 65])
 def test_dense_products(ops, dtype, num_tokens):
     """Widths and inputs that are no multiple of a tile, few rows, and 37 inputs, which TMA can't read."""
-    for n, k in ((6144, 4096), (4096, 14336), (28672, 4096), (2100, 1000), (12345, 576), (100, 576), (2100, 37)):
-        weight, x = torch.randn(n, k, device="cuda", dtype=dtype) * 0.02, torch.randn(num_tokens, k, device="cuda", dtype=dtype)
+    for n, k in (
+        (6144, 4096),
+        (4096, 14336),
+        (28672, 4096),
+        (2100, 1000),
+        (12345, 576),
+        (100, 576),
+        (2100, 37),
+    ):
+        weight, x = (
+            torch.randn(n, k, device="cuda", dtype=dtype) * 0.02,
+            torch.randn(num_tokens, k, device="cuda", dtype=dtype),
+        )
         for bias in (None, torch.randn(n, device="cuda", dtype=dtype)):
             w = ops.quantize_weight(weight, bias)
             theirs = REFERENCE.linear(x, w)
@@ -303,7 +409,9 @@ def test_dense_products(ops, dtype, num_tokens):
 def test_a_product_that_is_added(ops, name, num_tokens):
     torch.manual_seed(num_tokens)
     for n, k in ((6144, 4096), (4096, 16384)):  # the second in parts of its inputs
-        weight, bias = (torch.randn(s, device="cuda", dtype=torch.bfloat16) / 64 for s in ((n, k), (n,)))
+        weight, bias = (
+            torch.randn(s, device="cuda", dtype=torch.bfloat16) / 64 for s in ((n, k), (n,))
+        )
         w = ops.quantize_weight(weight, bias, None if name == "dense" else SCHEMES[name])
         x, added = (torch.randn(num_tokens, s, device="cuda", dtype=torch.bfloat16) for s in (k, n))
         theirs = REFERENCE.linear(x, w).float() + added.float()
@@ -312,10 +420,15 @@ def test_a_product_that_is_added(ops, name, num_tokens):
 
 @pytest.mark.parametrize("num_drafts", [1, 5])
 def test_the_places_of_a_chain(ops, num_drafts):
-    tokens, kept = (torch.randint(0, 2, (141, n), device="cuda", dtype=torch.int32) for n in (41, 8))
+    tokens, kept = (
+        torch.randint(0, 2, (141, n), device="cuda", dtype=torch.int32) for n in (41, 8)
+    )
     inputs = torch.zeros(4, 132, device="cuda", dtype=torch.int32)
     inputs[0], inputs[1] = 140, num_drafts + 1
-    inputs[0, :130], inputs[1, :130] = torch.randperm(140, device="cuda")[:130], torch.randint(8, 33, (130,), device="cuda")
+    inputs[0, :130], inputs[1, :130] = (
+        torch.randperm(140, device="cuda")[:130],
+        torch.randint(8, 33, (130,), device="cuda"),
+    )
     inputs[2, :130] = torch.randint(0, num_drafts + 1, (130,), device="cuda")
     inputs[3, :130] = inputs[2, :130] + 1
     given = dict(num_drafts=num_drafts, size=130, num_again=num_drafts + 1, first=1)
@@ -333,7 +446,9 @@ def test_2_of_4_products(ops, name, num_tokens):
         weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         weight *= keep(weight.abs(), 0.5, "2:4", by_row=True)
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-        w = (REFERENCE if name is None else ops).quantize_weight(weight, bias, None if name is None else SCHEMES[name])
+        w = (REFERENCE if name is None else ops).quantize_weight(
+            weight, bias, None if name is None else SCHEMES[name]
+        )
         sparse = dataclasses.replace(w, sparse=SparseCopy(torch._cslt_compress(w.weight), 64))
         x = torch.randn(num_tokens, k, device="cuda", dtype=torch.bfloat16)
         assert error(ops.linear(x, sparse), REFERENCE.linear(x, w)) < 8e-3, (n, k)
@@ -345,7 +460,9 @@ def test_8_bit_rows(ops, inputs):
     h, w = x[:, :4096].contiguous(), torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     for run in (
         lambda o: o.quantize(h, inputs),
-        lambda o: o.norm(h, NormParams(kind="rms", weight=w, eps=1e-5), residual=h.clone(), inputs=inputs)[0],
+        lambda o: o.norm(
+            h, NormParams(kind="rms", weight=w, eps=1e-5), residual=h.clone(), inputs=inputs
+        )[0],
         lambda o: o.norm(h, NormParams(kind="layer", weight=w, bias=w, eps=1e-5), inputs=inputs)[0],
         lambda o: o.activation(x, "silu", gated=True, inputs=inputs),
         lambda o: o.activation(x, "gelu_tanh", inputs=inputs),
@@ -359,19 +476,32 @@ def test_8_bit_rows(ops, inputs):
 def test_the_norm_of_a_pair_is_that_of_its_sum_bit_for_bit(ops, inputs):
     x, y, residual = torch.randn(3, 300, 4096, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    for norm in (NormParams(kind="rms", weight=w, eps=1e-5), NormParams(kind="layer", weight=w, bias=w, eps=1e-5)):
-        ours, our_sum = ops.norm_pair(ops.joined(x, y), norm, residual=residual.clone(), inputs=inputs)
+    for norm in (
+        NormParams(kind="rms", weight=w, eps=1e-5),
+        NormParams(kind="layer", weight=w, bias=w, eps=1e-5),
+    ):
+        ours, our_sum = ops.norm_pair(
+            ops.joined(x, y), norm, residual=residual.clone(), inputs=inputs
+        )
         theirs, their_sum = ops.norm(x + y, norm, residual=residual.clone(), inputs=inputs)
         assert torch.equal(our_sum, their_sum)
-        for a, b in ((ours, theirs),) if inputs is None else ((ours.values, theirs.values), (ours.scales, theirs.scales)):
+        for a, b in (
+            ((ours, theirs),)
+            if inputs is None
+            else ((ours.values, theirs.values), (ours.scales, theirs.scales))
+        ):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_overlapped_kernels_wait_for_what_they_read(ops):
     """Programmatic launches in a graph: a chain of norms and products, each reading what the one before wrote."""
-    linear = ops.quantize_weight(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None)
+    linear = ops.quantize_weight(
+        torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64, None
+    )
     quantised = ops.quantize_weight(linear.weight, None, SCHEMES["fp8"])
-    norm = NormParams(kind="rms", weight=torch.ones(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5)
+    norm = NormParams(
+        kind="rms", weight=torch.ones(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5
+    )
     x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain(o):
@@ -395,17 +525,29 @@ def test_the_other_ops(ops):
     _, kv, meta = step([*[1] * 200, 300], [*range(200), 10])
     tokens = len(meta.positions)
     x, r = (torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    norm = NormParams(kind="rms", weight=torch.randn(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5)
-    for ours, theirs in zip(*(o.norm(x, norm, residual=r.clone()) for o in (ops, REFERENCE)), strict=True):
+    norm = NormParams(
+        kind="rms", weight=torch.randn(4096, device="cuda", dtype=torch.bfloat16), eps=1e-5
+    )
+    for ours, theirs in zip(
+        *(o.norm(x, norm, residual=r.clone()) for o in (ops, REFERENCE)), strict=True
+    ):
         assert error(ours, theirs) < 5e-3
     gate_up = torch.randn(tokens, 2 * 14336, device="cuda", dtype=torch.bfloat16)
-    assert error(ops.activation(gate_up, "silu", gated=True), REFERENCE.activation(gate_up, "silu", gated=True)) < 5e-3
+    assert (
+        error(
+            ops.activation(gate_up, "silu", gated=True),
+            REFERENCE.activation(gate_up, "silu", gated=True),
+        )
+        < 5e-3
+    )
     angles = torch.outer(torch.arange(8192.0), torch.rand(64)).cuda()
     cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
     qkv = torch.randn(tokens, 48 * 128, device="cuda", dtype=torch.bfloat16)
     caches = [LayerKV(kv.k.clone(), kv.v.clone()) for _ in range(2)]
     both = [
-        o.rope_and_cache(qkv, c, meta, QKVLayout(num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin))
+        o.rope_and_cache(
+            qkv, c, meta, QKVLayout(num_heads=32, num_kv_heads=8, head_dim=128, cos_sin=cos_sin)
+        )
         for o, c in zip((ops, REFERENCE), caches, strict=True)
     ]
     assert error(*both) < 5e-3
@@ -425,7 +567,9 @@ def test_the_likeliest_tokens(ops, num_top):
     expected = REFERENCE.best_logprobs(logits, tokens, num_top)
     torch.testing.assert_close((chosen, values), (expected[0], expected[3]), rtol=1e-5, atol=1e-5)
     assert torch.equal(rank, expected[1])
-    assert torch.equal(logits.gather(1, ids), logits.gather(1, expected[2]))  # of equal ones another may stand first
+    assert torch.equal(
+        logits.gather(1, ids), logits.gather(1, expected[2])
+    )  # of equal ones another may stand first
     assert all(len(set(row)) == num_top for row in ids.tolist())
 
 
@@ -448,7 +592,9 @@ def test_sampling_at_a_real_vocabulary(ops):
         any_min_p=True,
     )
     ours, theirs = ops.sample(logits.clone(), params), REFERENCE.sample(logits.clone(), params)
-    assert (ours == theirs).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
+    assert (
+        ours == theirs
+    ).float().mean() >= 0.98  # a draw may fall on a border that rounding moves
 
 
 @pytest.mark.parametrize("name", [None, *SCHEMES])
@@ -457,19 +603,28 @@ def test_mixtures_of_experts(ops, name, num_tokens):
     """Sizes of Mixtral's and of Qwen 3's experts, with few of them (the reference goes expert by expert)."""
     for num_experts, top, hidden, size in ((8, 2, 1024, 3584), (64, 8, 2048, 768)):
         expert = DenseSpec(intermediate_size=size, activation="silu")
-        spec = MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True)
+        spec = MoESpec(
+            num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=True
+        )
         shapes = (num_experts * 2 * size, hidden), (num_experts * hidden, size)
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for n, k in shapes]
         scheme = SCHEMES[name] if name else None
         up, down = (ops.quantize_experts(w, scheme, num_experts=num_experts) for w in weights)
-        reference = (REFERENCE.quantize_experts(w, scheme, num_experts=num_experts) for w in weights)
+        reference = (
+            REFERENCE.quantize_experts(w, scheme, num_experts=num_experts) for w in weights
+        )
         inputs = down.inputs
         x = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=torch.bfloat16).float()
-        logits += torch.arange(num_experts, device="cuda") * 1e-4  # no ties, which each may break otherwise
+        logits += (
+            torch.arange(num_experts, device="cuda") * 1e-4
+        )  # no ties, which each may break otherwise
         theirs = REFERENCE.moe(x, logits, Experts(*reference, spec))
         ours = ops.moe(x, logits, Experts(up, down, spec))
-        assert error(ours, theirs) < (FP8_MOE_ERROR if inputs == "fp8" else 2e-2), (num_experts, size)
+        assert error(ours, theirs) < (FP8_MOE_ERROR if inputs == "fp8" else 2e-2), (
+            num_experts,
+            size,
+        )
         assert torch.equal(ours, ops.moe(x, logits, Experts(up, down, spec)))
 
 
@@ -482,12 +637,18 @@ def test_an_expert_of_all_tokens(ops, num_tokens):
     up, down, *shared = (torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02 for s in shapes)
     pair = [ops.quantize_experts(w, num_experts=64) for w in (up, down)]
     always = tuple(ops.quantize_weight(w, None) for w in shared)
-    x, logits = (torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64))
-    ours, theirs = (o.moe_and_shared(x, logits.float(), Experts(*pair, spec), always) for o in (ops, REFERENCE))
+    x, logits = (
+        torch.randn(num_tokens, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 64)
+    )
+    ours, theirs = (
+        o.moe_and_shared(x, logits.float(), Experts(*pair, spec), always) for o in (ops, REFERENCE)
+    )
     assert error(ours, theirs) < 2e-2
 
 
-@pytest.mark.parametrize("name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)])
+@pytest.mark.parametrize(
+    "name", [None, *(name for name, scheme in SCHEMES.items() if not scheme.experts_only)]
+)
 def test_deterministic_products(ops, name):
     """A row's product is the same, bit for bit, whatever stands beside it."""
     ops = type(ops)(deterministic=True)
@@ -495,9 +656,13 @@ def test_deterministic_products(ops, name):
         scheme = None if name is None else SCHEMES[name]
         if scheme is not None and k % scheme.multiple:
             continue
-        w = ops.quantize_weight(torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme)
+        w = ops.quantize_weight(
+            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5, None, scheme
+        )
         x = torch.randn(500, k, device="cuda", dtype=torch.bfloat16)
         whole = ops.linear(x, w)
         assert error(whole, REFERENCE.linear(x, w)) < 2e-2
         for num_tokens in (1, 2, 17, 64, 65, 130):
-            assert torch.equal(ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens])
+            assert torch.equal(
+                ops.linear(x[300 : 300 + num_tokens].contiguous(), w), whole[300 : 300 + num_tokens]
+            )

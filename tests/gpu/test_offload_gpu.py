@@ -28,11 +28,22 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda:0")
 BLOCK, LENGTH, NUM_SEQS = 16, 32, 4
-SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=7)
+SHAPE = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=7,
+)
 
 
 def load(path, scheme=None, **more):
-    how = dict(device=CUDA, dtype=torch.bfloat16, max_model_len=64, scheme=SCHEMES[scheme] if scheme else None)
+    how = dict(
+        device=CUDA,
+        dtype=torch.bfloat16,
+        max_model_len=64,
+        scheme=SCHEMES[scheme] if scheme else None,
+    )
     return load_model(path, ops=select_ops(CUDA), **how, **more)
 
 
@@ -41,13 +52,21 @@ class Steps:
 
     def __init__(self, model) -> None:
         self.model, per_seq = model, 4
-        self.tables = torch.arange(1, 1 + NUM_SEQS * per_seq, dtype=torch.int32, device=CUDA).view(NUM_SEQS, per_seq)
+        self.tables = torch.arange(1, 1 + NUM_SEQS * per_seq, dtype=torch.int32, device=CUDA).view(
+            NUM_SEQS, per_seq
+        )
         ops = model.decoder.ops
         self.kv = []
         for layer in model.spec.layers:
             new = lambda shape: torch.zeros(shape, dtype=torch.bfloat16, device=CUDA)
             by_dim = ops.values_by_dim(torch.bfloat16)
-            self.kv.append(LayerKV(*cache_tensors(layer.attention, 1 + NUM_SEQS * per_seq, BLOCK, new, values_by_dim=by_dim)))
+            self.kv.append(
+                LayerKV(
+                    *cache_tensors(
+                        layer.attention, 1 + NUM_SEQS * per_seq, BLOCK, new, values_by_dim=by_dim
+                    )
+                )
+            )
 
     @torch.inference_mode()
     def run(self, count=4):
@@ -71,8 +90,12 @@ class Steps:
                 from_start=own == length,
             )
             shape = (NUM_SEQS * own,)
-            tokens = torch.randint(4, 250, shape, dtype=torch.int32, device=CUDA, generator=generator)
-            found.append(self.model.decoder.logits(self.model.decoder.forward(tokens, self.kv, meta)))
+            tokens = torch.randint(
+                4, 250, shape, dtype=torch.int32, device=CUDA, generator=generator
+            )
+            found.append(
+                self.model.decoder.logits(self.model.decoder.forward(tokens, self.kv, meta))
+            )
         return found
 
 
@@ -93,7 +116,9 @@ def check(path, scheme=None, share=0.85, **more):
     return stream
 
 
-@pytest.mark.parametrize("scheme", [None, "fp8", "fp8-head", "fp8-block", "int8", "int8-head", "int4", "int4-g32"])
+@pytest.mark.parametrize(
+    "scheme", [None, "fp8", "fp8-head", "fp8-block", "int8", "int8-head", "int4", "int4-g32"]
+)
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_the_same_bits_in_every_scheme(tmp_path, scheme, load_format):
     tiny_models.write(tmp_path, "llama", **SHAPE)
@@ -103,7 +128,9 @@ def test_the_same_bits_in_every_scheme(tmp_path, scheme, load_format):
 @pytest.mark.parametrize("family", ["gemma3_text", "gptj", "gpt2", "qwen3_moe", "deepseek_v2"])
 def test_the_same_bits_in_every_kind_of_layer(tmp_path, family):
     shapes = {
-        "gemma3_text": dict(head_dim=64, hidden_size=64, num_hidden_layers=6, layer_types=["sliding_attention"] * 6),
+        "gemma3_text": dict(
+            head_dim=64, hidden_size=64, num_hidden_layers=6, layer_types=["sliding_attention"] * 6
+        ),
         "gptj": dict(n_embd=128, n_head=2, rotary_dim=16, n_layer=6),
         "gpt2": dict(n_embd=128, n_head=2, n_layer=6),
         "qwen3_moe": dict(num_hidden_layers=6),
@@ -115,8 +142,19 @@ def test_the_same_bits_in_every_kind_of_layer(tmp_path, family):
 
 def test_copies_that_take_longer_than_computing(tmp_path):
     """150 MB a layer: a step that did not wait for a copy, or a copy that did not wait for a step, would be found."""
-    wide = {**SHAPE, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 6}
-    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=512, max_position_embeddings=256)
+    wide = {
+        **SHAPE,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 6,
+    }
+    config = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=512,
+        max_position_embeddings=256,
+    )
     rest = dict(rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps({**config, **wide, **rest}))
     stream = check(tmp_path, share=0.7, load_format="dummy")
@@ -132,8 +170,19 @@ def test_a_checkpoint_that_is_rounded(tmp_path):
 
 
 def test_the_start_holds_one_layer_beside_what_stays(tmp_path):
-    wide = {**SHAPE, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 8}
-    config = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=512, max_position_embeddings=256)
+    wide = {
+        **SHAPE,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 8,
+    }
+    config = dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=512,
+        max_position_embeddings=256,
+    )
     rest = dict(rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu", tie_word_embeddings=False)
     (tmp_path / "config.json").write_text(json.dumps({**config, **wide, **rest}))
     platform = platform_of(CUDA)
@@ -151,12 +200,23 @@ def test_the_start_holds_one_layer_beside_what_stays(tmp_path):
 @pytest.mark.parametrize("quantization", [None, "fp8", "int4-g32"])
 def test_an_engine_answers_as_with_all_weights(tmp_path, quantization):
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
-    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (1, 5, 16, 45, 100, 17, 33, 64)]
+    prompts = [
+        {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]}
+        for n in (1, 5, 16, 45, 100, 17, 33, 64)
+    ]
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
-    how = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_bytes=2**26, skip_tokenizer_init=True)
+    how = dict(
+        max_model_len=192,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        kv_cache_bytes=2**26,
+        skip_tokenizer_init=True,
+    )
     how |= dict(quantization=quantization, enforce_eager=True, deterministic=True)
     if quantization == "int4-g32":
-        how["dense_copies"] = False  # streamed layers have none, so that they would fit the bound below
+        how["dense_copies"] = (
+            False  # streamed layers have none, so that they would fit the bound below
+        )
     found = []
     bound = None
     for _ in range(2):

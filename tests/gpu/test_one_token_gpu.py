@@ -45,12 +45,17 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
     device = torch.device("cuda")
     named = SCHEMES[scheme] if scheme else None
     model = load_model(tmp_path, ops=TritonOps(), device=device, dtype=torch.bfloat16, scheme=named)
-    exact = load_model(tmp_path, ops=steps.Exact(), device=device, dtype=torch.float32, scheme=named).decoder
+    exact = load_model(
+        tmp_path, ops=steps.Exact(), device=device, dtype=torch.float32, scheme=named
+    ).decoder
     decoder, fused = model.decoder, compile_one_token(model.decoder)
     assert not isinstance(fused, Reason), fused
     kv = steps.caches(model.spec, kind, device)
     groups, window = model.spec.group_of_layer, steps.FAMILIES[family].get("sliding_window", 0)
-    table, second = (torch.randperm(steps.NUM_BLOCKS - 1, device=device, dtype=torch.int32)[None] + 1 for _ in range(2))
+    table, second = (
+        torch.randperm(steps.NUM_BLOCKS - 1, device=device, dtype=torch.int32)[None] + 1
+        for _ in range(2)
+    )
     token = torch.tensor([77], dtype=torch.int32, device=device)
     judged = steps.Judged(scheme)
     with torch.inference_mode():
@@ -69,7 +74,9 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "int4"), ("gpt_oss", "mxfp4")])
 def test_answers_of_an_engine(tmp_path, monkeypatch, family, scheme):
     """Through graphs, after steps of many sequences. gpt-oss' windows of 32 keys are shorter than the texts."""
-    monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)  # a prompt runs from a graph the first time, too
+    monkeypatch.setattr(
+        "slipstream.worker.graphs.PATIENCE", 1
+    )  # a prompt runs from a graph the first time, too
     sizes = {**steps.SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
     if family == "gpt_oss":
         steps.build(tmp_path, family, sliding_window=32, num_hidden_layers=4)
@@ -86,4 +93,6 @@ def test_answers_of_an_engine(tmp_path, monkeypatch, family, scheme):
         again = [llm.generate([p], greedy, progress=False)[0].outputs[0].token_ids for p in prompts]
         assert llm.stats().num_free_blocks == llm.stats().num_blocks
     assert alone == again
-    assert sum(a[:4] == b[:4] for a, b in zip(together, alone, strict=True)) >= 2  # later a near tie may part them
+    assert (
+        sum(a[:4] == b[:4] for a, b in zip(together, alone, strict=True)) >= 2
+    )  # later a near tie may part them

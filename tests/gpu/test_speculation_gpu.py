@@ -15,18 +15,32 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-PROMPTS = [{"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 4 for i in range(9 + 7 * j)]} for j in range(6)]
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i * (j + 1)) % 50 + 4 for i in range(9 + 7 * j)]} for j in range(6)
+]
 SETTINGS = [
     SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logit_bias={5: 100.0}),  # one that repeats, on any device
-    SamplingParams(temperature=0.5, top_p=0.9, seed=3, max_tokens=60, ignore_eos=True, repetition_penalty=1.1),
+    SamplingParams(
+        temperature=0, max_tokens=60, ignore_eos=True, logit_bias={5: 100.0}
+    ),  # one that repeats, on any device
+    SamplingParams(
+        temperature=0.5, top_p=0.9, seed=3, max_tokens=60, ignore_eos=True, repetition_penalty=1.1
+    ),
 ]
-SIZES = dict(max_model_len=192, max_num_seqs=8, max_num_batched_tokens=128, kv_cache_bytes=2**26, skip_tokenizer_init=True)
+SIZES = dict(
+    max_model_len=192,
+    max_num_seqs=8,
+    max_num_batched_tokens=128,
+    kv_cache_bytes=2**26,
+    skip_tokenizer_init=True,
+)
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def answers(llm):
-    return [[o.outputs[0].token_ids for o in llm.generate(PROMPTS, sampling)] for sampling in SETTINGS]
+    return [
+        [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sampling)] for sampling in SETTINGS
+    ]
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -52,7 +66,9 @@ def test_answers_are_the_same(tmp_path, method, eager):
 def test_drafts_run_from_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.worker.graphs.PATIENCE", 1)
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
-    with LLM(str(tmp_path), speculative_config={"method": "suffix", "num_speculative_tokens": 4}, **SIZES) as llm:
+    with LLM(
+        str(tmp_path), speculative_config={"method": "suffix", "num_speculative_tokens": 4}, **SIZES
+    ) as llm:
         graphs = llm.core.executor.runner.graphs
         reasons = []
         covers = graphs.covers

@@ -35,14 +35,18 @@ def test_the_mask(vocab, dtype):
     torch.manual_seed(0)
     logits = torch.randn(9, vocab, dtype=dtype, device="cuda")
     rows = torch.tensor([0, 8, 3], device="cuda")
-    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64, device="cuda").to(torch.int32)
+    bits = torch.randint(
+        -(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64, device="cuda"
+    ).to(torch.int32)
     expected = logits.clone()
     ReferenceOps().mask_logits(expected, rows, bits)
     TritonOps().mask_logits(logits, rows, bits)
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=str
+)
 def test_answers_keep_to_the_schema(tmp_path, settings):
     """Beside a request without a grammar, with two steps in flight."""
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -21,12 +21,23 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--quantization=fp8", "--kv-cache-dtype=fp8"], ["--quantization=int4-g32"]], ids=str
+    "words",
+    [[], ["--quantization=fp8", "--kv-cache-dtype=fp8"], ["--quantization=int4-g32"]],
+    ids=str,
 )
 def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
-    tiny_models.write(tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    tiny_models.write(
+        tmp_path / "model", "llama", hidden_size=256, num_attention_heads=4, num_key_value_heads=2
+    )
     table = tmp_path / "table.json"
-    options = [*words, "--max-num-seqs=16", "--max-model-len=192", "--seconds=60", f"--out={table}", "--json"]
+    options = [
+        *words,
+        "--max-num-seqs=16",
+        "--max-model-len=192",
+        "--seconds=60",
+        f"--out={table}",
+        "--json",
+    ]
     assert main(["tune", str(tmp_path / "model"), *options]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["num_measured"] > 0
@@ -38,9 +49,15 @@ def test_tune_and_start(words, tmp_path, monkeypatch, capsys):
     answers = []
     for _ in range(2):
         model = str(tmp_path / "model")
-        sizes = dict(max_num_seqs=16, max_model_len=192, kv_cache_bytes=2**26, skip_tokenizer_init=True)
+        sizes = dict(
+            max_num_seqs=16, max_model_len=192, kv_cache_bytes=2**26, skip_tokenizer_init=True
+        )
         with LLM(model, tile_table=str(table), **sizes, **settings) as llm:
-            num_found = len(said["found"])  # none, if no tile was clearly better than the heuristics'
-            assert (f"({num_found} tiles)" if num_found else "none: heuristics") in llm.core.executor.tiles
+            num_found = len(
+                said["found"]
+            )  # none, if no tile was clearly better than the heuristics'
+            assert (
+                f"({num_found} tiles)" if num_found else "none: heuristics"
+            ) in llm.core.executor.tiles
             answers.append(llm.generate([prompt], greedy)[0].outputs[0].token_ids)
     assert answers[0] == answers[1]

@@ -22,7 +22,9 @@ SIZES = dict(dtype="float32", max_model_len=128, max_num_seqs=16, kv_cache_bytes
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=16, ignore_eos=True)
-PROMPTS = [{"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + 3 * s)]} for s in range(12)]
+PROMPTS = [
+    {"prompt_token_ids": [(7 * i + s) % 250 + 3 for i in range(5 + 3 * s)]} for s in range(12)
+]
 
 
 def answers(llm, sampling=GREEDY, prompts=PROMPTS, **more):
@@ -49,12 +51,19 @@ def with_adapters(tmp_path_factory):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_adapters(with_adapters, split):
-    wanted = [LoRARequest(f"a{s % 4}", s % 4, str(with_adapters / f"lora{s % 4}")) if s % 4 else None for s in range(12)]
+    wanted = [
+        LoRARequest(f"a{s % 4}", s % 4, str(with_adapters / f"lora{s % 4}")) if s % 4 else None
+        for s in range(12)
+    ]
 
     def answer(llm):
-        return [answers(llm, lora_request=wanted) for _ in range(3)]  # later rounds have their graphs
+        return [
+            answers(llm, lora_request=wanted) for _ in range(3)
+        ]  # later rounds have their graphs
 
-    one, two = of_one_and_two(with_adapters / "base", split, answer, enable_lora=True, max_loras=3, max_lora_rank=8)
+    one, two = of_one_and_two(
+        with_adapters / "base", split, answer, enable_lora=True, max_loras=3, max_lora_rank=8
+    )
     assert two == one
     assert len({str(tokens) for tokens in one[0]}) == 12
 
@@ -66,7 +75,9 @@ def test_drafts(tmp_path, kind):
     model, head = tmp_path / "model", tmp_path / "head"
     tiny_models.write(model, "llama", num_hidden_layers=6, initializer_range=0.1, **SHAPE)
     if write is None:
-        tiny_models.build_near(head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE)
+        tiny_models.build_near(
+            head, num_hidden_layers=6, initializer_range=0.1, noise=0.05, **SHAPE
+        )
     else:
         write(head, sizes=SHAPE)
 
@@ -74,7 +85,12 @@ def test_drafts(tmp_path, kind):
         found, stats = [answers(llm, sampling) for sampling in (GREEDY, DRAWN)], llm.stats()
         return found, stats.spec_draft_tokens, stats.spec_accepted_tokens
 
-    config = {"method": method, "num_speculative_tokens": 3, "model": str(head), "quantization": "none"}
+    config = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "model": str(head),
+        "quantization": "none",
+    }
     if write is None:
         del config["quantization"]
     settings = {"speculative_config": config, "skip_tokenizer_init": True}
@@ -89,7 +105,10 @@ def test_pictures(tmp_path, family, split):
     vision_models.build_vision(tmp_path, family, seed=3)
     pictures = [vision_models.picture(4), vision_models.picture(5, 64, 64)]
     text = " and ".join(vision_models.PLACEHOLDER[family] for _ in pictures)
-    prompts = [{"prompt": f"ab {text} cd?", "multi_modal_data": {"image": pictures}}, {"prompt": "just words, some of them"}]
+    prompts = [
+        {"prompt": f"ab {text} cd?", "multi_modal_data": {"image": pictures}},
+        {"prompt": "just words, some of them"},
+    ]
     sizes = {"max_model_len": None, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     found = []
     for how in ({}, {split: 2}):
@@ -125,9 +144,19 @@ def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, spl
 
 
 SHAPE_OF_EXPERTS = {
-    "qwen3_moe": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "moe_intermediate_size": 128},
+    "qwen3_moe": {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "moe_intermediate_size": 128,
+    },
     "deepseek_v3": {},
-    "gpt_oss": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 128},
+    "gpt_oss": {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "intermediate_size": 128,
+    },
 }
 
 
@@ -143,12 +172,19 @@ def test_requests_dealt_out_beside_experts(tmp_path, family, eager):
     """Each GPU has its own requests and experts. A second round has its graphs and cached prefixes; a request alone leaves one
     GPU with padding; drawn tokens, choices and log-probabilities come back in order."""
     tiny_models.write(tmp_path, family, num_hidden_layers=4, **MIXTURES[family])
-    choices = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True, n=3, logprobs=2)
+    choices = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=8, ignore_eos=True, n=3, logprobs=2
+    )
 
     def answer(llm):
         found = [answers(llm, sampling) for sampling in (GREEDY, DRAWN) for _ in range(2)]
         found.append(answers(llm, prompts=PROMPTS[:1]))
-        found.append([[c.token_ids for c in o.outputs] for o in llm.generate(PROMPTS, choices, progress=False)])
+        found.append(
+            [
+                [c.token_ids for c in o.outputs]
+                for o in llm.generate(PROMPTS, choices, progress=False)
+            ]
+        )
         while llm.core.executor.capture_next():
             pass
         return [*found, answers(llm), answers(llm, DRAWN)]

@@ -78,7 +78,9 @@ def step(shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     k = torch.full((total, kv_heads, size, dim), GARBAGE)
     v = torch.full((total, kv_heads, size, dim), -GARBAGE)
     # Entries beyond a sequence's blocks are those of some other time: any block at all.
-    table = torch.randint(0, total, (len(needed), max(*needed, 1) + 1), generator=rng, dtype=torch.int32)
+    table = torch.randint(
+        0, total, (len(needed), max(*needed, 1) + 1), generator=rng, dtype=torch.int32
+    )
     positions, slots, owned = [], [], []
     for i, (query, length) in enumerate(zip(shape.query_lens, shape.seq_lens, strict=True)):
         blocks = [free.pop() for _ in range(needed[i])]
@@ -106,7 +108,9 @@ def step(shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return Step(q=q.to(device, dtype), kv=kv, meta=meta, owned=torch.tensor(owned, device=device))
 
 
-def edge_shapes(max_sequences: int = 5, block_sizes: tuple[int, ...] = (4, 16)) -> st.SearchStrategy[Shape]:
+def edge_shapes(
+    max_sequences: int = 5, block_sizes: tuple[int, ...] = (4, 16)
+) -> st.SearchStrategy[Shape]:
     """Steps around the awkward edges: lengths 1 and block_size ± 1, one very long among many short, decodes with
     prefill chunks that have context, padding, every grouping of heads."""
 
@@ -145,7 +149,9 @@ def attention_options(num_heads: int) -> st.SearchStrategy[dict[str, Any]]:
             "softcap": st.sampled_from([None, None, 2.0]),
             "alibi_slopes": st.sampled_from([None, None, slopes]),
             "sinks": st.sampled_from([None, None, 3 * torch.arange(num_heads).float().cos()]),
-            "distance_bias": st.sampled_from([None, None, *(_biases(num_heads, reach) for reach in (3, 20))]),
+            "distance_bias": st.sampled_from(
+                [None, None, *(_biases(num_heads, reach) for reach in (3, 20))]
+            ),
             "causal": st.sampled_from([True, True, False]),
         }
     )
@@ -176,14 +182,19 @@ def sampling(num_rows: int, *, device: str = "cpu", **given: Any) -> SamplingTen
     penalised = "history" in given
     fields: dict[str, Any] = {}
     for name, (dtype, neutral) in kinds.items():
-        if name in ("prompt_lens", "repetition_penalty", "presence_penalty", "frequency_penalty") and not penalised:
+        if (
+            name in ("prompt_lens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+            and not penalised
+        ):
             continue
         value = torch.as_tensor(given.pop(name, neutral), dtype=dtype)
         fields[name] = value.expand(num_rows).contiguous().to(device)
     if penalised:
         longest = max(len(h) for h in given["history"])
         rows = [[*h, *([0] * (longest - len(h)))] for h in given["history"]]
-        fields["history_lens"] = torch.tensor([len(h) for h in given.pop("history")], dtype=torch.int32, device=device)
+        fields["history_lens"] = torch.tensor(
+            [len(h) for h in given.pop("history")], dtype=torch.int32, device=device
+        )
         fields["history"] = torch.tensor(rows, dtype=torch.int32, device=device)
     if "bias" in given:
         rows_, tokens, values = zip(*given.pop("bias"), strict=True)
@@ -194,7 +205,9 @@ def sampling(num_rows: int, *, device: str = "cpu", **given: Any) -> SamplingTen
         allowed = given.pop("allowed")
         pairs = [(row, token) for row, tokens_ in allowed.items() for token in tokens_]
         fields["limited_rows"] = torch.tensor(list(allowed), device=device)
-        fields["allowed_rows"], fields["allowed_tokens"] = torch.tensor(pairs, device=device).unbind(1)
+        fields["allowed_rows"], fields["allowed_tokens"] = torch.tensor(
+            pairs, device=device
+        ).unbind(1)
     assert not given, f"unknown: {given}"
     return SamplingTensors(
         **fields,
@@ -239,8 +252,14 @@ def sampling_cases(max_rows: int = 5) -> st.SearchStrategy[tuple[Tensor, Samplin
             given["presence_penalty"] = each([0.0, 0.5, -1.0])
             given["frequency_penalty"] = each([0.0, 0.25, -0.5])
         if draw(st.booleans()):
-            pairs = draw(st.sets(st.tuples(st.integers(0, rows - 1), st.integers(0, 3)), min_size=1, max_size=4))
-            given["bias"] = [(r, t, draw(st.sampled_from([5.0, -3.0, -math.inf]))) for r, t in sorted(pairs)]
+            pairs = draw(
+                st.sets(
+                    st.tuples(st.integers(0, rows - 1), st.integers(0, 3)), min_size=1, max_size=4
+                )
+            )
+            given["bias"] = [
+                (r, t, draw(st.sampled_from([5.0, -3.0, -math.inf]))) for r, t in sorted(pairs)
+            ]
         if draw(st.booleans()):
             tokens = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=6, unique=True)
             given["allowed"] = draw(st.dictionaries(st.integers(0, rows - 1), tokens, min_size=1))

@@ -6,7 +6,9 @@ import os
 import sys
 
 if "slipstream.kernels.triton" in sys.modules:
-    raise ImportError("a test of another folder imports slipstream.kernels.triton at its top: import it where it is used")
+    raise ImportError(
+        "a test of another folder imports slipstream.kernels.triton at its top: import it where it is used"
+    )
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; only in tests of kernels
 

@@ -24,8 +24,15 @@ def load(folder: Path, text: str, definitions: Mapping[str, float]) -> ctypes.CD
     the session's processes share; and so the standard library's headers, whose parsing is half of the work. The definitions
     stand in the text: g++ parses the headers again where a word of theirs is defined before them."""
     session = folder.parents[1 if "PYTEST_XDIST_WORKER" in os.environ else 0]
-    values = {k: f"{v}f" if isinstance(v, float) else int(v) for k, v in definitions.items() if k != "THIS_RANK"}
-    lines = [*(f"#define {k} {v}" for k, v in values.items()), *(line for line in text.splitlines() if line not in HEADERS)]
+    values = {
+        k: f"{v}f" if isinstance(v, float) else int(v)
+        for k, v in definitions.items()
+        if k != "THIS_RANK"
+    }
+    lines = [
+        *(f"#define {k} {v}" for k, v in values.items()),
+        *(line for line in text.splitlines() if line not in HEADERS),
+    ]
     text = "\n".join(lines)
     library = session / (hashlib.sha256(text.encode()).hexdigest() + ".so")
     with COMPILING:  # ranks want the same one
@@ -40,5 +47,10 @@ def load(folder: Path, text: str, definitions: Mapping[str, float]) -> ctypes.CD
 
 def compile_(made: Path, *words: str, text: str = "") -> None:
     own = made.with_suffix(f".{os.getpid()}")
-    subprocess.run([shutil.which("g++") or "g++", *OPTIONS, *words, "-o", own], check=True, input=text, text=True)
+    subprocess.run(
+        [shutil.which("g++") or "g++", *OPTIONS, *words, "-o", own],
+        check=True,
+        input=text,
+        text=True,
+    )
     own.replace(made)

@@ -20,7 +20,17 @@ from triton.runtime import interpreter
 NUMPY_TYPES = {
     scalar.name: interpreter._get_np_dtype(scalar)
     for scalar in (
-        *(tl.int1, tl.int8, tl.uint8, tl.int16, tl.uint16, tl.int32, tl.uint32, tl.int64, tl.uint64),
+        *(
+            tl.int1,
+            tl.int8,
+            tl.uint8,
+            tl.int16,
+            tl.uint16,
+            tl.int32,
+            tl.uint32,
+            tl.int64,
+            tl.uint64,
+        ),
         *(tl.float16, tl.bfloat16, tl.float32, tl.float64),
         *(tl.float8e5, tl.float8e5b16, tl.float8e4nv, tl.float8e4b8, tl.float8e4b15),
     )
@@ -42,7 +52,12 @@ def numpy_type(given):
 def shape_of(sizes):
     """(A block's shape as its type has it, as a tensor has it, its number of elements as both have it.)"""
     numel = validate_block_shape(sizes)
-    return core.tuple(sizes), core.tuple([core.constexpr(n) for n in sizes]), numel, core.constexpr(numel)
+    return (
+        core.tuple(sizes),
+        core.tuple([core.constexpr(n) for n in sizes]),
+        numel,
+        core.constexpr(numel),
+    )
 
 
 NO_SHAPE = core.tuple([]), core.constexpr(1)
@@ -162,7 +177,11 @@ class QuickSemantic(interpreter.TritonSemantic):
         return tl.tensor(x.handle, wanted)
 
     def broadcast_impl_value(self, left, right):
-        return (left, right) if left.shape is right.shape else super().broadcast_impl_value(left, right)
+        return (
+            (left, right)
+            if left.shape is right.shape
+            else super().broadcast_impl_value(left, right)
+        )
 
     def binary_op_sanitize_overflow_impl(self, left, right, operation):
         """What the interpreter checks by five operations of its own, each with its types."""
@@ -171,7 +190,9 @@ class QuickSemantic(interpreter.TritonSemantic):
         assert given.is_int()
         if given.int_bitwidth >= 64:
             return
-        exact = OVERFLOWS[operation.__name__](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
+        exact = OVERFLOWS[operation.__name__](
+            left.handle.data.astype(np.int64), right.handle.data.astype(np.int64)
+        )
         fits = exact.min() >= given.get_int_min_value() and exact.max() <= given.get_int_max_value()
         assert fits, f"int{given.int_bitwidth} overflow detected for operation {operation.__name__}"
 
@@ -196,8 +217,12 @@ REFUSES = core.load.__code__
 @cache
 def builtins_of(place):
     """Without what refuses to be called outside of a kernel."""
-    found = [(name, member) for name, member in inspect.getmembers(place) if core.is_builtin(member)]
-    return [(name, getattr(m, "__wrapped__", m) if m.__code__ is REFUSES else m) for name, m in found]
+    found = [
+        (name, member) for name, member in inspect.getmembers(place) if core.is_builtin(member)
+    ]
+    return [
+        (name, getattr(m, "__wrapped__", m) if m.__code__ is REFUSES else m) for name, m in found
+    ]
 
 
 def replace_builtins(place, builder, scope):

@@ -11,7 +11,9 @@ from itertools import product
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # as test_triton.py: whichever of them is imported first decides
+os.environ["TRITON_INTERPRET"] = (
+    "1"  # as test_triton.py: whichever of them is imported first decides
+)
 
 from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
@@ -45,7 +47,12 @@ def test_look_up():
     assert TABLE.find("gemv", "bfloat16", 6144, 4096) == (4, 512, 8)
     for tokens in (17, 31, 32):
         assert TABLE.find("skinny_gemm", "fp8", 6144, 4096, tokens) == (64, 256, 2, 3)
-    for other in (("fp8", 6144, 4096, 16), ("fp8", 6144, 4096, 33), ("int8", 6144, 4096, 32), ("fp8", 4096, 4096, 32)):
+    for other in (
+        ("fp8", 6144, 4096, 16),
+        ("fp8", 6144, 4096, 33),
+        ("int8", 6144, 4096, 32),
+        ("fp8", 4096, 4096, 32),
+    ):
         assert TABLE.find("skinny_gemm", *other) is None
     assert TABLE.find("decode", "fp8", 32, 8, 128, 16, 65) == (32, 1, 3)
     assert NO_TILES.find("gemv", "bfloat16", 6144, 4096) is None
@@ -117,12 +124,30 @@ def entry(**change):
         ({"entries": [entry(op="conv")]}, "op 'conv'"),
         ({"entries": [entry(op=[])]}, "can't be used"),
         ({"entries": [entry(kind="fp4")]}, "kind 'fp4'"),
-        ({"entries": [entry(shape={"outer": 64, "inner": 64})]}, "shape must be an object of outer, inner, tokens"),
-        ({"entries": [entry(shape={"outer": 64, "inner": 64, "tokens": 17})]}, "tokens=17 is none of the classes"),
-        ({"entries": [entry(shape={"outer": 64, "inner": True, "tokens": 16})]}, "whole numbers above 0"),
-        ({"entries": [entry(tile={"block_n": 48, "block_k": 64, "splits": 1, "stages": 3})]}, "a power of two"),
-        ({"entries": [entry(tile={"block_n": 64, "block_k": 64, "splits": 1, "stages": 99})]}, "stages=99"),
-        ({"entries": [entry(tile={"block_n": -64, "block_k": 64, "splits": 1, "stages": 3})]}, "above 0"),
+        (
+            {"entries": [entry(shape={"outer": 64, "inner": 64})]},
+            "shape must be an object of outer, inner, tokens",
+        ),
+        (
+            {"entries": [entry(shape={"outer": 64, "inner": 64, "tokens": 17})]},
+            "tokens=17 is none of the classes",
+        ),
+        (
+            {"entries": [entry(shape={"outer": 64, "inner": True, "tokens": 16})]},
+            "whole numbers above 0",
+        ),
+        (
+            {"entries": [entry(tile={"block_n": 48, "block_k": 64, "splits": 1, "stages": 3})]},
+            "a power of two",
+        ),
+        (
+            {"entries": [entry(tile={"block_n": 64, "block_k": 64, "splits": 1, "stages": 99})]},
+            "stages=99",
+        ),
+        (
+            {"entries": [entry(tile={"block_n": -64, "block_k": 64, "splits": 1, "stages": 3})]},
+            "above 0",
+        ),
         (
             {
                 "entries": [
@@ -174,12 +199,22 @@ def test_tables_that_are_shipped_can_be_read(path):
 
 def test_the_setting():
     description = read_spec(CONFIGS / "llama-3-8b")
-    gpu = DeviceInfo(device="cuda:0", name=DEVICE, memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
-    cpu = DeviceInfo(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    gpu = DeviceInfo(
+        device="cuda:0", name=DEVICE, memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"
+    )
+    cpu = DeviceInfo(
+        device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"
+    )
     assert resolve(EngineArgs(model="m"), description, gpu).device.tile_table == "auto"
-    assert resolve(EngineArgs(model="m", kernels="reference"), description, gpu).device.tile_table == "none"
+    assert (
+        resolve(EngineArgs(model="m", kernels="reference"), description, gpu).device.tile_table
+        == "none"
+    )
     assert resolve(EngineArgs(model="m"), description, cpu).device.tile_table == "none"
-    assert resolve(EngineArgs(model="m", tile_table="shipped"), description, gpu).device.tile_table == "shipped"
+    assert (
+        resolve(EngineArgs(model="m", tile_table="shipped"), description, gpu).device.tile_table
+        == "shipped"
+    )
     for info, kernels in ((cpu, "auto"), (gpu, "reference")):
         with pytest.raises(ConfigError) as caught:
             resolve(EngineArgs(model="m", tile_table="shipped", kernels=kernels), description, info)
@@ -254,7 +289,12 @@ def run(count, *, seconds, cost=lambda tile: 50.0, agrees=lambda calls, tile: Tr
     trials = [Trial(key, prepare or trial().prepare) for key in keys(count)]
     told = []
     tuning = tune(
-        trials, timer, seconds=seconds, agrees=agrees, clock=lambda: now[0], progress=lambda *at: told.append(at)
+        trials,
+        timer,
+        seconds=seconds,
+        agrees=agrees,
+        clock=lambda: now[0],
+        progress=lambda *at: told.append(at),
     )
     assert told == [(i + 1, count) for i in range(len(tuning.measured))]
     return tuning

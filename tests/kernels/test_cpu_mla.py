@@ -52,13 +52,27 @@ def latents(k: Tensor, rotary: int) -> LayerKV:
     return LayerKV(k, k[..., rotary:])
 
 
-def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dtype: torch.dtype, interleaved: bool) -> None:
+def check(
+    ops: NativeOps,
+    case: Step,
+    *,
+    plain: int,
+    rotary: int,
+    width: int,
+    dtype: torch.dtype,
+    interleaved: bool,
+) -> None:
     """A step's rows are written, asked for and attended to, each compared by itself: what follows starts from the same."""
     num_tokens, heads, dim = case.q.shape
     rank = dim - rotary
     torch.manual_seed(num_tokens)
-    q, row = torch.randn(num_tokens, heads, plain + rotary).to(dtype), torch.randn(num_tokens, dim).to(dtype)
-    keys, values = (torch.randn(heads, *n).to(dtype) / n[0] ** 0.5 for n in ((plain, rank), (rank, width)))
+    q, row = (
+        torch.randn(num_tokens, heads, plain + rotary).to(dtype),
+        torch.randn(num_tokens, dim).to(dtype),
+    )
+    keys, values = (
+        torch.randn(heads, *n).to(dtype) / n[0] ** 0.5 for n in ((plain, rank), (rank, width))
+    )
     angles = torch.rand(1024, rotary // 2) * 6
     params = MLAParams(
         keys=ops.pack_heads(keys),
@@ -69,7 +83,10 @@ def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dt
         scale=0.3,
     )
     exact = dataclasses.replace(params, keys=keys.float(), values=values.float())
-    ours, theirs = latents(case.kv.k.to(dtype), rotary), latents(case.kv.k.to(dtype).float(), rotary)
+    ours, theirs = (
+        latents(case.kv.k.to(dtype), rotary),
+        latents(case.kv.k.to(dtype).float(), rotary),
+    )
     asked = ops.mla_queries(q, row, ours, case.meta, params)
     expected = reference.mla_queries(q.float(), row.float(), theirs, case.meta, exact)
     assert (asked.dtype, asked.shape) == (dtype, (num_tokens, heads, dim))
@@ -90,7 +107,10 @@ def check(ops: NativeOps, case: Step, *, plain: int, rotary: int, width: int, dt
 def test_random_steps(data):
     """Sizes that fill no vector among them."""
     shape, rotary = data.draw(edge_shapes()), data.draw(st.sampled_from([2, 14, 16, 32]))
-    heads, rank = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16])), data.draw(st.sampled_from([3, 16, 32, 37, 80, 96]))
+    heads, rank = (
+        data.draw(st.sampled_from([1, 2, 3, 4, 5, 6, 9, 16])),
+        data.draw(st.sampled_from([3, 16, 32, 37, 80, 96])),
+    )
     shape = dataclasses.replace(shape, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
     check(
         OPS[data.draw(st.sampled_from(ISAS))],
@@ -145,7 +165,12 @@ def test_neither_threads_nor_neighbours_change_a_result(ops):
     expected = None
     for num_threads in (1, 3):
         own = NativeOps(num_threads, ops.pool.isa)
-        given = dict(keys=None, values=own.pack_heads(heads), norm=rms_norm(torch.ones(32)), cos_sin=torch.ones(1, 16))
+        given = dict(
+            keys=None,
+            values=own.pack_heads(heads),
+            norm=rms_norm(torch.ones(32)),
+            cos_sin=torch.ones(1, 16),
+        )
         params = MLAParams(**given, interleaved=True, scale=0.1)
         found = own.mla_paged_attention(case.q, kv, case.meta, params)
         expected = found if expected is None else expected
@@ -164,11 +189,20 @@ MODELS = {
     "v2": ("deepseek_v2", {}),
     "v2 with latent queries, groups, biases and yarn": (
         "deepseek_v2",
-        dict(q_lora_rank=16, topk_method="group_limited_greedy", n_group=4, topk_group=2, attention_bias=True)
+        dict(
+            q_lora_rank=16,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            attention_bias=True,
+        )
         | dict(rope_parameters=YARN),
     ),
     "v3": ("deepseek_v3", {}),
-    "v3 with turned halves": ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False, rope_parameters=YARN)),
+    "v3 with turned halves": (
+        "deepseek_v3",
+        dict(q_lora_rank=None, rope_interleave=False, rope_parameters=YARN),
+    ),
 }
 
 
@@ -196,8 +230,13 @@ def test_in_bfloat16(isa, tmp_path):
     tiny_models.write(tmp_path, "deepseek_v3", num_experts_per_tok=8, n_group=1, topk_group=1)
     ours = load_model(tmp_path, ops=NativeOps(1, isa), device=CPU, dtype=torch.bfloat16)
     assert is_program(ours.decoder)
-    a, torchs = run(ours, TOKENS, (7, 1)).float(), load(tmp_path, kernels="torch", dtype=torch.bfloat16)
-    parameters = {k: v.bfloat16().float() for k, v in load_file(tmp_path / "model.safetensors").items()}
+    a, torchs = (
+        run(ours, TOKENS, (7, 1)).float(),
+        load(tmp_path, kernels="torch", dtype=torch.bfloat16),
+    )
+    parameters = {
+        k: v.bfloat16().float() for k, v in load_file(tmp_path / "model.safetensors").items()
+    }
     save_file(parameters, tmp_path / "model.safetensors")
     b = run(load(tmp_path), TOKENS)
     assert 0 < (a - b).norm() < (run(torchs, TOKENS, (7, 1)).float() - b).norm()
@@ -206,15 +245,23 @@ def test_in_bfloat16(isa, tmp_path):
 def test_products_of_different_forms_read_one_norm(tmp_path):
     """A checkpoint may hold one of them rounded and another not: the loop over the same kernels has the same numbers."""
     tiny_models.write(tmp_path, "deepseek_v2", num_experts_per_tok=8, first_k_dense_replace=2)
-    model = load_model(tmp_path, ops=NativeOps(1), device=CPU, dtype=torch.float32, scheme=SCHEMES["int8"])
+    model = load_model(
+        tmp_path, ops=NativeOps(1), device=CPU, dtype=torch.float32, scheme=SCHEMES["int8"]
+    )
     decoder = model.decoder
     for i, layer in enumerate(decoder.layers):
-        dense = decoder.ops.quantize_weight(torch.randn(layer.attention.latent.weight.shape) / 6, None)
-        decoder.layers[i] = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, latent=dense))
+        dense = decoder.ops.quantize_weight(
+            torch.randn(layer.attention.latent.weight.shape) / 6, None
+        )
+        decoder.layers[i] = dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, latent=dense)
+        )
     a = run(model, TOKENS, (7, 1))
     fast(decoder).forward = decoder.forward
     b = run(model, TOKENS, (7, 1))
-    assert (a - b).norm() / b.norm() < 1e-2  # a last bit may fall on the other side of a half of an input's 8
+    assert (
+        a - b
+    ).norm() / b.norm() < 1e-2  # a last bit may fall on the other side of a half of an input's 8
 
 
 def test_what_latents_hold_is_counted_once(tmp_path):

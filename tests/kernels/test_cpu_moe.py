@@ -54,9 +54,13 @@ def test_dense_experts(ops, num_tokens, spec):
         for dtype, kind in ((torch.float32, native.F32), (torch.bfloat16, native.BF16)):
             x, up, down = (t.to(dtype) for t in (x, up, down))
             ours = prepared(ops, spec, up, down)
-            assert [(p.kind, p.num_experts) for w in ours for p in w.parts] == 2 * [(kind, spec.num_experts)]
+            assert [(p.kind, p.num_experts) for w in ours for p in w.parts] == 2 * [
+                (kind, spec.num_experts)
+            ]
             expected = reference.moe(x, logits, Experts(*prepared(reference, spec, up, down), spec))
-            assert_near(ops.moe(x, logits, Experts(*ours, spec)), expected, None if num_tokens else 1.0)
+            assert_near(
+                ops.moe(x, logits, Experts(*ours, spec)), expected, None if num_tokens else 1.0
+            )
 
 
 SHAPES = [mixture(num_experts=4, size=128), mixture(num_experts=7, top=3, size=256, gated=False)]
@@ -83,15 +87,23 @@ def test_rounded_experts(ops, scheme, spec):
         assert (found - expected).norm() / expected.norm() < 2e-3
         loaded = prepared(ops, spec, up, down, scheme, biases)
         if scheme == "mxfp4":  # of int8 a code may lie between two; 4 bits have a minimum at load
-            assert all(np.array_equal(a.parts[0].data, b.parts[0].data) for a, b in zip(loaded, ours, strict=True))
+            assert all(
+                np.array_equal(a.parts[0].data, b.parts[0].data)
+                for a, b in zip(loaded, ours, strict=True)
+            )
 
 
 def test_the_numbers_of_mxfp4_are_exact(ops):
-    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 48)[:, None]
+    weight = (
+        torch.randn(48, 128, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-6, 3, 48)[:, None]
+    )
     weight[5] = 0
     w = round_linear(weight, None, SCHEMES["mxfp4"])
     (part,) = ops.pack_experts(w, num_experts=3).parts
-    assert torch.equal(torch.cat([rows_of(part.of(e), torch.arange(16)) for e in range(3)]), numbers(w))
+    assert torch.equal(
+        torch.cat([rows_of(part.of(e), torch.arange(16)) for e in range(3)]), numbers(w)
+    )
     assert part.data.size == 48 * 128 * 17 // 32
 
 
@@ -101,12 +113,21 @@ def test_zero_points(ops):
     made = []
     for held in prepared(reference, spec, up, down, "int4-g32"):
         assert isinstance(held, GroupedLinear)
-        made.append(dataclasses.replace(held, zeros=torch.randint(5, 11, held.scales.shape).float()))
+        made.append(
+            dataclasses.replace(held, zeros=torch.randint(5, 11, held.scales.shape).float())
+        )
     expected = EightBits().moe(x, logits, Experts(*made, spec))
-    assert (ops.moe(x, logits, Experts(*adopted(ops, spec, *made), spec)) - expected).norm() / expected.norm() < 2e-3
+    assert (
+        ops.moe(x, logits, Experts(*adopted(ops, spec, *made), spec)) - expected
+    ).norm() / expected.norm() < 2e-3
 
 
-MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q4_0", "Q8_0"), ("Q2_K", "Q2_K", "Q3_K"), ("MXFP4", "MXFP4", "MXFP4")]
+MIXED = [
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q8_0", "Q4_0", "Q8_0"),
+    ("Q2_K", "Q2_K", "Q3_K"),
+    ("MXFP4", "MXFP4", "MXFP4"),
+]
 
 
 @pytest.mark.parametrize("kinds", MIXED, ids="+".join)
@@ -115,12 +136,16 @@ def test_blocks_of_gguf(ops, kinds):
     spec, rng, hidden = mixture(num_experts=3, size=256), np.random.default_rng(0), 256
     raw = [any_blocks(rng, kind, 3 * 256, hidden, size=0.01) for kind in kinds]
     dense = [
-        torch.from_numpy(dequantize(r.reshape(-1, block_bytes(k)), k, np.float32)).view(3, 256, hidden)
+        torch.from_numpy(dequantize(r.reshape(-1, block_bytes(k)), k, np.float32)).view(
+            3, 256, hidden
+        )
         for k, r in zip(kinds, raw, strict=True)
     ]
     up = BlockLinear(
         weight=torch.empty(3 * 512, hidden, device="meta"),
-        pieces=tuple(BlockRows(type=kinds[i], blocks=raw[i], start=256 * i, copies=3) for i in (1, 0)),
+        pieces=tuple(
+            BlockRows(type=kinds[i], blocks=raw[i], start=256 * i, copies=3) for i in (1, 0)
+        ),
     )
     down = BlockLinear(
         weight=torch.empty(3 * hidden, 256, device="meta"),
@@ -128,8 +153,12 @@ def test_blocks_of_gguf(ops, kinds):
     )
     ours = adopted(ops, spec, up, down)
     one_type = kinds[0] == kinds[1]
-    assert [p.kind for p in ours[0].parts] == [native.BLOCK_KINDS[k] for k in (kinds[:1] if one_type else kinds[:2])]
-    theirs = prepared(reference, spec, torch.cat(dense[:2], dim=1).flatten(0, 1), dense[2].flatten(0, 1))
+    assert [p.kind for p in ours[0].parts] == [
+        native.BLOCK_KINDS[k] for k in (kinds[:1] if one_type else kinds[:2])
+    ]
+    theirs = prepared(
+        reference, spec, torch.cat(dense[:2], dim=1).flatten(0, 1), dense[2].flatten(0, 1)
+    )
     for num_tokens in (1, 9, 40):
         x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(num_tokens))
         logits = torch.randn(num_tokens, 3)
@@ -146,25 +175,38 @@ def double(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", [None, "mxfp4"])
-@pytest.mark.parametrize("activation", [ClampedSwiglu(alpha=1.7, limit=0.8), OwnActivation(name="double", function=double)])
+@pytest.mark.parametrize(
+    "activation",
+    [ClampedSwiglu(alpha=1.7, limit=0.8), OwnActivation(name="double", function=double)],
+)
 @pytest.mark.parametrize("size", [64, 32 * 3 + 16])
 def test_activations_of_both_halves(ops, scheme, activation, size):
     if scheme is not None and size % 64:
         pytest.skip("rounded in groups")
-    spec = dataclasses.replace(mixture(), expert=DenseSpec(intermediate_size=size, activation=activation, bias=True))
+    spec = dataclasses.replace(
+        mixture(), expert=DenseSpec(intermediate_size=size, activation=activation, bias=True)
+    )
     x, logits, up, down = case(19, spec, inner=64)
     biases = torch.randn(len(up)), torch.randn(len(down))
     theirs, ours = (prepared(o, spec, up, down, scheme, biases) for o in (reference, ops))
     expected = (EightBits() if scheme else reference).moe(x, logits, Experts(*theirs, spec))
-    assert (ops.moe(x, logits, Experts(*ours, spec)) - expected).norm() / expected.norm() < (2e-3 if scheme else 1e-5)
+    assert (ops.moe(x, logits, Experts(*ours, spec)) - expected).norm() / expected.norm() < (
+        2e-3 if scheme else 1e-5
+    )
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("router", [*ROUTERS, dict(num_experts=16, num_experts_per_token=16)], ids=str)
+@pytest.mark.parametrize(
+    "router", [*ROUTERS, dict(num_experts=16, num_experts_per_token=16)], ids=str
+)
 def test_routers(router, normalize):
     """Experts of one number each, so that the result tells which were chosen, and with which weights."""
     ops = OPS[ISAS[-1]]
-    spec = MoESpec(expert=DenseSpec(intermediate_size=1, activation="relu", gated=False), normalize=normalize, **router)
+    spec = MoESpec(
+        expert=DenseSpec(intermediate_size=1, activation="relu", gated=False),
+        normalize=normalize,
+        **router,
+    )
     n = spec.num_experts
     logits = torch.randn(33, n, generator=torch.Generator().manual_seed(1)) * 3
     if spec.groups is None:
@@ -173,7 +215,9 @@ def test_routers(router, normalize):
     x, up, down = torch.zeros(33, n), torch.zeros(n, n), torch.zeros(n, n, 1)
     x[:, 0], up[:, 0] = 1.0, 1.0
     down[range(n), range(n)] = 1.0
-    found = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down.flatten(0, 1)), spec, correction))
+    found = ops.moe(
+        x, logits, Experts(*prepared(ops, spec, up, down.flatten(0, 1)), spec, correction)
+    )
     weights, chosen = route(logits, spec, correction)
     expected = torch.zeros(33, n).scatter_(1, chosen, weights)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -182,7 +226,9 @@ def test_routers(router, normalize):
 def test_numbers_that_are_none_choose_some_expert():
     ops = OPS[ISAS[-1]]
     for router in ROUTERS:
-        spec = MoESpec(expert=DenseSpec(intermediate_size=4, activation="silu"), normalize=True, **router)
+        spec = MoESpec(
+            expert=DenseSpec(intermediate_size=4, activation="silu"), normalize=True, **router
+        )
         x, logits, up, down = case(3, spec)
         logits[1] = float("nan")
         correction = torch.zeros(spec.num_experts) if spec.correction else None
@@ -207,7 +253,9 @@ def test_a_token_does_not_depend_on_the_others():
     ours = prepared(ops, spec, up, down, "int8")
     together = ops.moe(x, logits, Experts(*ours, spec))
     for t in (0, 1, 44, 89):
-        assert torch.equal(ops.moe(x[t : t + 1], logits[t : t + 1], Experts(*ours, spec))[0], together[t])
+        assert torch.equal(
+            ops.moe(x[t : t + 1], logits[t : t + 1], Experts(*ours, spec))[0], together[t]
+        )
 
 
 def test_fp8_experts_are_refused():
@@ -215,7 +263,10 @@ def test_fp8_experts_are_refused():
     with pytest.raises(ConfigError, match="fp8"):
         ops.quantize_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2)
     with pytest.raises(ConfigError, match="fp8"):
-        ops.pack_experts(reference.quantize_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2), num_experts=2)
+        ops.pack_experts(
+            reference.quantize_experts(torch.randn(64, 64), SCHEMES["fp8"], num_experts=2),
+            num_experts=2,
+        )
 
 
 # --- Whole models -----------------------------------------------------------------------------------------------------
@@ -242,18 +293,31 @@ def test_a_step_is_one_program(name, tmp_path):
     a, b = run(ours, TOKENS, (3, 1, 2)), run(exact, TOKENS, (3, 1, 2))
     assert (a - b).abs().max() / b.abs().max() < 1e-4
     assert counts[0].keys() == counts[1].keys()
-    assert all(torch.equal(counts[0][i], counts[1][i]) and counts[0][i].sum() > 0 for i in counts[0])
+    assert all(
+        torch.equal(counts[0][i], counts[1][i]) and counts[0][i].sum() > 0 for i in counts[0]
+    )
 
 
-@pytest.mark.parametrize(("scheme", "dtype"), [("int8", torch.float32), ("int4-g32", torch.bfloat16), ("mxfp4", torch.float32)])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("int8", torch.float32), ("int4-g32", torch.bfloat16), ("mxfp4", torch.float32)],
+)
 def test_rounded_at_load(scheme, dtype, tmp_path):
     """Against the loop of the decoder over the same numbers: only the inputs' 8 bits differ (and bfloat16's
     rounding between products)."""
     # All experts are chosen, since inputs of 8 bits may choose another one of two that are near.
-    tiny_models.write(tmp_path, "qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_experts_per_tok=8, num_experts=8)
+    tiny_models.write(
+        tmp_path,
+        "qwen3_moe",
+        hidden_size=128,
+        moe_intermediate_size=128,
+        num_experts_per_tok=8,
+        num_experts=8,
+    )
     ops = OPS[ISAS[-1]]
     ours, theirs = (
-        load_model(tmp_path, ops=o, device=CPU, dtype=dtype, scheme=SCHEMES[scheme]) for o in (ops, reference)
+        load_model(tmp_path, ops=o, device=CPU, dtype=dtype, scheme=SCHEMES[scheme])
+        for o in (ops, reference)
     )
     assert is_program(ours.decoder)
     names = {"int8": "int8", "int4-g32": "Q4_1", "mxfp4": "MXFP4"}

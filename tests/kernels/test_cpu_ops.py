@@ -2,7 +2,7 @@
 
 Tolerances. Float32: sums of at most a few thousand products in another order, and an exp of 2 ulp: 2e-5. Bfloat16 products
 round inputs to 8 bits (2⁻⁹ relative each), errors that average out over a sum: 2⁻⁷ of the largest result. 8-bit inputs are
-compared with the same rounding done by hand, so that only float32's order of summing differs. """
+compared with the same rounding done by hand, so that only float32's order of summing differs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels import host_ops, native
 from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.host_ops import SPARSE_FROM, SPARSE_FROM_ELSEWHERE, TOKENS, HostOps, four_bits
+from slipstream.kernels.host_ops import (
+    SPARSE_FROM,
+    SPARSE_FROM_ELSEWHERE,
+    TOKENS,
+    HostOps,
+    four_bits,
+)
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.programs import LinearArgmax, LinearProgram, add_linear
@@ -35,7 +41,16 @@ from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear, chunk_of
 from slipstream.model.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
-from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_norm, rms_norm, rows_of, sampling, step
+from tests.kernels.cases import (
+    Shape,
+    attention_options,
+    edge_shapes,
+    layer_norm,
+    rms_norm,
+    rows_of,
+    sampling,
+    step,
+)
 
 torch.set_num_threads(1)
 reference = ReferenceOps()
@@ -64,8 +79,13 @@ def attending(request) -> NativeOps:
 
 def test_groups_that_the_kernels_lack_are_refused(ops):
     odd = replace(SCHEMES["int4"], group_size=64)
-    for rounds in (lambda: ops.quantize_weight(torch.zeros(16, 128), None, odd), lambda: four_bits(odd)):
-        with pytest.raises(ConfigError, match="no int4 product with groups of 64; use 'int8' or 'int4'"):
+    for rounds in (
+        lambda: ops.quantize_weight(torch.zeros(16, 128), None, odd),
+        lambda: four_bits(odd),
+    ):
+        with pytest.raises(
+            ConfigError, match="no int4 product with groups of 64; use 'int8' or 'int4'"
+        ):
             rounds()
 
 
@@ -156,7 +176,9 @@ def test_sparse_products_are_the_dense_ones(ops, out, inner):
         ours, theirs = sparse.pack_weight(stored), dense.pack_weight(stored)
         assert [w.parts[0].kind for w in (ours, theirs)] == [native.S8, native.I8]
         assert theirs.parts[0].zeros == int((codes == 0).sum()) / codes.numel()
-        assert torch.equal(rows_of(ours.parts[0], torch.arange(out)), codes.float() * scales[:, None])
+        assert torch.equal(
+            rows_of(ours.parts[0], torch.arange(out)), codes.float() * scales[:, None]
+        )
         for rows in ROWS:
             x = torch.randn(rows, inner)
             assert torch.equal(sparse.linear(x, ours), dense.linear(x, theirs))
@@ -169,7 +191,9 @@ def test_a_sparse_weight_may_be_there_dense_as_well(ops, tmp_path, monkeypatch):
     both = NativeOps(2, ops.pool.isa, sparse_from=0.5, dense_copies=True)
     only = NativeOps(2, ops.pool.isa, sparse_from=0.5)
     weight = pruned(96, 320, 0.7).float()
-    ours, theirs = (o.quantize_weight(weight, torch.randn(96), SCHEMES["int8"]) for o in (both, only))
+    ours, theirs = (
+        o.quantize_weight(weight, torch.randn(96), SCHEMES["int8"]) for o in (both, only)
+    )
     (part,) = ours.parts
     assert part.dense is not None
     assert part.dense_from == 8
@@ -215,7 +239,9 @@ def test_from_when_on_the_dense_form_is_faster_is_measured(monkeypatch, cost, fi
 def test_gate_and_up_may_be_sparse(ops, half):
     torch.manual_seed(half)
     codes, bias = pruned(2 * half, 96, 0.7), torch.randn(2 * half)
-    stored = ScaledLinear(weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32)
+    stored = ScaledLinear(
+        weight=codes, scales=torch.rand(2 * half) / 50, bias=bias, out_dtype=torch.float32
+    )
     (part,) = NativeOps(2, ops.pool.isa, sparse_from=0.5).pack_weight(stored).parts
     for rows in (1, 5, 13, 60):
         x, y = torch.randn(rows, 96), torch.empty(rows, half)
@@ -223,14 +249,22 @@ def test_gate_and_up_may_be_sparse(ops, half):
         q = p.buffer(native.FORM_Q, 96)
         p.add("convert", p.bound(x), q, native.FORM_Q, 96, 1)
         shape, silu = (part.kind, part.rows, part.inner), native.activation_of("silu")
-        p.add("gated_linear", q, p.bound(y), native.FORM_F32, *silu, *shape, part.data, bias, None, 0)
+        p.add(
+            "gated_linear", q, p.bound(y), native.FORM_F32, *silu, *shape, part.data, bias, None, 0
+        )
         p.run(native.StepInputs(num_tokens=rows))
-        gate, up = (eight_bits(x) @ (codes.float() * stored.scales[:, None]).T + bias).chunk(2, dim=1)
+        gate, up = (eight_bits(x) @ (codes.float() * stored.scales[:, None]).T + bias).chunk(
+            2, dim=1
+        )
         assert_near(y, torch.nn.functional.silu(gate) * up)
 
 
 def test_the_faster_form_is_chosen_by_the_zeros(ops):
-    threshold = SPARSE_FROM if ops.pool.isa in ("avx512-vbmi2", "avx512-bf16", "amx") else SPARSE_FROM_ELSEWHERE
+    threshold = (
+        SPARSE_FROM
+        if ops.pool.isa in ("avx512-vbmi2", "avx512-bf16", "amx")
+        else SPARSE_FROM_ELSEWHERE
+    )
     for share, kind in ((threshold - 0.05, native.I8), (threshold + 0.05, native.S8)):
         weight = torch.ones(64, 320)
         weight[:, : int(320 * share)] = 0.0
@@ -247,11 +281,21 @@ def blocks(values: np.ndarray, kind: str) -> np.ndarray:
     return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
 
 
-HALVES = {"Q6_K": (208,), "Q5_0": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "MXFP4": ()}
+HALVES = {
+    "Q6_K": (208,),
+    "Q5_0": (0,),
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "MXFP4": (),
+}
 """Where in a block its float16 numbers stand; elsewhere at 0 and 2."""
 
 
-def any_blocks(rng: np.random.Generator, kind: str, out: int, inner: int, *, size: float = 0.1) -> np.ndarray:
+def any_blocks(
+    rng: np.random.Generator, kind: str, out: int, inner: int, *, size: float = 0.1
+) -> np.ndarray:
     """Every bit at random but the float16 scales, which are finite, of either sign, up to some `size`, and sometimes 0 or
     subnormal."""
     block_size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -271,9 +315,13 @@ def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, num_blocks):
     rng = np.random.default_rng(out)
     inner = 256 * min(num_blocks, 3) if kind.endswith("K") else 32 * num_blocks
     raw = any_blocks(rng, kind, out, inner)
-    exact = dequantize(raw.reshape(-1, raw.size // (out * inner // gguf_block(kind))), kind, np.float32).reshape(out, inner)
+    exact = dequantize(
+        raw.reshape(-1, raw.size // (out * inner // gguf_block(kind))), kind, np.float32
+    ).reshape(out, inner)
     exact = torch.from_numpy(exact)
-    assert torch.equal(exact, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])))
+    assert torch.equal(
+        exact, torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    )
     order = torch.from_numpy(rng.permutation(out)).int()
     pieces = (BlockRows(type=kind, blocks=raw, start=0, order=order.numpy()),)
     w = ops.pack_weight(BlockLinear(weight=torch.empty(out, inner, device="meta"), pieces=pieces))
@@ -289,7 +337,13 @@ def test_blocks_of_gguf_are_taken_as_they_are(ops, kind, out, num_blocks):
         assert_near(ops.linear(x, w), eight_bits(x) @ placed.T)
 
 
-SCALES_OF_PARTS = {"Q2_K": (0, 16), "Q3_K": (96, 108), "Q4_K": (4, 16), "Q5_K": (4, 16), "Q6_K": (192, 208)}
+SCALES_OF_PARTS = {
+    "Q2_K": (0, 16),
+    "Q3_K": (96, 108),
+    "Q4_K": (4, 16),
+    "Q5_K": (4, 16),
+    "Q6_K": (192, 208),
+}
 """Where in a block they stand."""
 
 
@@ -318,21 +372,27 @@ def test_sums_of_the_largest_numbers(ops, kind):
         assert_near(ops.linear(x, w), x @ exact.T)
 
 
-@pytest.mark.parametrize("form", ["int8", "sparse int8", "int4", "int4 with zero points", "int4 by 32, zero points"])
+@pytest.mark.parametrize(
+    "form", ["int8", "sparse int8", "int4", "int4 with zero points", "int4 by 32, zero points"]
+)
 def test_sums_of_the_largest_codes(ops, form):
     codes = torch.zeros(32, 512, dtype=torch.int32)
     if form.endswith("int8"):
         codes[0], codes[1], codes[2] = 127, -127, -128
         ones = torch.ones(32)
         stored = ScaledLinear(weight=codes.to(torch.int8), scales=ones, out_dtype=torch.float32)
-        w = NativeOps(2, ops.pool.isa, sparse_from=0.0 if form.startswith("sparse") else 2.0).pack_weight(stored)
+        w = NativeOps(
+            2, ops.pool.isa, sparse_from=0.0 if form.startswith("sparse") else 2.0
+        ).pack_weight(stored)
         exact = codes.float()
     else:
         codes[::2] = 15
         size = 32 if "by 32" in form else 128
         scales, chunk = torch.full((512 // size, 32), 0.5).bfloat16(), chunk_of(512, size)
         zeros = torch.full(scales.shape, 7).bfloat16() if "zero points" in form else None
-        stored4 = GroupedLinear(weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk)
+        stored4 = GroupedLinear(
+            weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk
+        )
         w, exact = ops.pack_weight(stored4), dequantize_linear(stored4)
     for rows in ROWS:
         x = torch.ones(rows, 512)
@@ -350,28 +410,48 @@ def test_rows_of_several_types_are_parts(ops):
     kinds = ("Q4_1", "Q8_0", "Q4_1")
     raw = [blocks(v, k) for v, k in zip(values, kinds, strict=True)]
     exact = np.concatenate(
-        [gguf.quants.dequantize(r, gguf.GGMLQuantizationType[k]) for r, k in zip(raw, kinds, strict=True)]
+        [
+            gguf.quants.dequantize(r, gguf.GGMLQuantizationType[k])
+            for r, k in zip(raw, kinds, strict=True)
+        ]
     )
-    pieces = tuple(BlockRows(type=k, blocks=r, start=s) for k, r, s in zip(kinds, raw, (0, 32, 48), strict=True))
+    pieces = tuple(
+        BlockRows(type=k, blocks=r, start=s)
+        for k, r, s in zip(kinds, raw, (0, 32, 48), strict=True)
+    )
     bias = torch.randn(96)
-    w = ops.pack_weight(BlockLinear(weight=torch.empty(96, 64, device="meta"), pieces=pieces, bias=bias))
+    w = ops.pack_weight(
+        BlockLinear(weight=torch.empty(96, 64, device="meta"), pieces=pieces, bias=bias)
+    )
     assert len(w.parts) == 3
     x = torch.randn(5, 64)
     assert_near(ops.linear(x, w), eight_bits(x) @ torch.from_numpy(exact).T + bias)
 
 
 @pytest.mark.parametrize(("out", "inner"), [(16, 128), (33, 256), (96, 640)])
-@pytest.mark.parametrize("form", ["int4", "int4 with zero points", "Q4_0", "int4 by 32", "int4 by 32, zero points"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4 with zero points", "Q4_0", "int4 by 32", "int4 by 32, zero points"]
+)
 def test_products_of_4_bits_by_groups(ops, form, out, inner):
     """Of groups of 32, scales that float16 holds are held so; others (too small here), and any zero points, in float32. A code
     times a scale of bfloat16 is exact in float32, and so is the difference from its zero point."""
     torch.manual_seed(out)
     size = 128 if form in ("int4", "int4 with zero points") else 32
-    codes, scales = torch.randint(0, 16, (out, inner), dtype=torch.int32), torch.randn(inner // size, out).bfloat16()
+    codes, scales = (
+        torch.randint(0, 16, (out, inner), dtype=torch.int32),
+        torch.randn(inner // size, out).bfloat16(),
+    )
     scales[0, 0], scales[0, 1] = 1e-9 if "by 32" in form else 0.0, 2.0**-18
     zeros = torch.randint(0, 16, scales.shape).bfloat16() if "zero points" in form else None
     chunk, bias = chunk_of(inner, size), torch.randn(out)
-    w = GroupedLinear(weight=pack4(codes, chunk), scales=scales, zeros=zeros, group_size=size, chunk=chunk, bias=bias)
+    w = GroupedLinear(
+        weight=pack4(codes, chunk),
+        scales=scales,
+        zeros=zeros,
+        group_size=size,
+        chunk=chunk,
+        bias=bias,
+    )
     ours, exact = ops.pack_weight(w), dequantize_linear(w)
     assert (ours.weight.dtype, ours.weight.shape) == (torch.bfloat16, exact.shape)
     assert ops.forms_of(ours) == [(form.partition(",")[0], ours.parts[0].data.size)]
@@ -403,7 +483,9 @@ def test_rounding_to_4_bits_at_load_searches_for_scales_and_minima(ops, scheme, 
     assert (rounded[:3, :128] == 0).all()
     assert (rounded[3, :128] == 0.25).all()
     size = SCHEMES[scheme].group_size
-    assert squared_error(rounded[4:], weight[4:]) < share * squared_error(to_nearest(weight[4:], size), weight[4:])
+    assert squared_error(rounded[4:], weight[4:]) < share * squared_error(
+        to_nearest(weight[4:], size), weight[4:]
+    )
     again = ops.quantize_weight(rounded, None, SCHEMES[scheme])  # numbers on a grid are kept
     assert squared_error(rows_of(again.parts[0], torch.arange(40)), rounded) < 1e-3
     x = torch.randn(7, 256)
@@ -414,7 +496,9 @@ def test_rounding_to_4_bits_at_load_searches_for_scales_and_minima(ops, scheme, 
 def test_weights_beyond_float16_are_rounded_to_what_it_has(ops, value):
     weight = torch.zeros(16, 64)
     weight[:, 5] = value
-    rounded = rows_of(ops.quantize_weight(weight, None, SCHEMES["int4-g32"]).parts[0], torch.arange(16))
+    rounded = rows_of(
+        ops.quantize_weight(weight, None, SCHEMES["int4-g32"]).parts[0], torch.arange(16)
+    )
     assert rounded.isfinite().all()
     assert (rounded[:, 32:] == 0).all()
 
@@ -426,7 +510,9 @@ def test_a_gpus_rounding_to_4_bits_searches_for_scales(scheme, share, dtype):
     weight[:3, :128] = 0.0
     found = dequantize_linear(round_linear(weight, None, SCHEMES[scheme]))
     assert (found[:3, :128] == 0).all()
-    assert squared_error(found, weight) < share * squared_error(to_nearest(weight, SCHEMES[scheme].group_size), weight)
+    assert squared_error(found, weight) < share * squared_error(
+        to_nearest(weight, SCHEMES[scheme].group_size), weight
+    )
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-head"])
@@ -442,7 +528,9 @@ def test_a_scheme_without_a_product_is_refused_by_name(scheme):
 @pytest.mark.parametrize("size", [1, 15, 48, 100])
 def test_norms_and_activations(ops, dtype, size):
     torch.manual_seed(1)
-    x, residual, g, b = (torch.randn(shape).to(dtype) for shape in ((5, size), (5, size), (size,), (size,)))
+    x, residual, g, b = (
+        torch.randn(shape).to(dtype) for shape in ((5, size), (5, size), (size,), (size,))
+    )
     for r in (None, residual):
         for offset in (0.0, 1.0):
             both = [o.norm(x, rms_norm(g, offset), residual=r) for o in (ops, reference)]
@@ -451,7 +539,10 @@ def test_norms_and_activations(ops, dtype, size):
         for bias in (b, None):
             both = [o.norm(x + 3, layer_norm(g, bias), residual=r) for o in (ops, reference)]
             assert_near(both[0][0], both[1][0])
-    x = torch.cat((x, torch.tensor([[-100.0], [-20.0], [0.0], [30.0], [100.0]]).to(dtype).expand(5, size)), dim=1)
+    x = torch.cat(
+        (x, torch.tensor([[-100.0], [-20.0], [0.0], [30.0], [100.0]]).to(dtype).expand(5, size)),
+        dim=1,
+    )
     for name in native.ACTIVATIONS:
         assert_near(ops.activation(x, name), reference.activation(x, name))
         assert_near(ops.activation(x, name, gated=True), reference.activation(x, name, gated=True))
@@ -508,7 +599,10 @@ def test_rope_and_cache(data):
     # Slot 0 is left out: which of the padded rows wrote there last is open.
     ours.k[0, :, 0] = theirs.k[0, :, 0] = ours.v[0, :, 0] = theirs.v[0, :, 0] = 0
     if ours.k.dtype == torch.int8:  # a hair's difference may fall on the other side of a half
-        assert all((a.int() - b.int()).abs().max() <= 1 for a, b in ((ours.k, theirs.k), (ours.v, theirs.v)))
+        assert all(
+            (a.int() - b.int()).abs().max() <= 1
+            for a, b in ((ours.k, theirs.k), (ours.v, theirs.v))
+        )
     else:
         assert_near(ours.k, theirs.k, largest=8.0)
         assert torch.equal(ours.v, theirs.v)
@@ -519,7 +613,9 @@ def test_rope_and_cache(data):
 def test_attention(data):
     ops = OPS[data.draw(st.sampled_from(ISAS))]
     shape = data.draw(edge_shapes())
-    shape = dataclasses.replace(shape, head_dim=data.draw(st.sampled_from([8, 16, 20, 32, 64, 80, 128, 160])))
+    shape = dataclasses.replace(
+        shape, head_dim=data.draw(st.sampled_from([8, 16, 20, 32, 64, 80, 128, 160]))
+    )
     case = step(shape, data.draw(st.sampled_from(DTYPES)))
     kv = cached(case, data.draw(st.sampled_from(["same", "int8"])))
     options = data.draw(attention_options(shape.num_heads))
@@ -531,7 +627,11 @@ def test_attention(data):
     got, expected = got[case.owned], expected[case.owned]
     if kv.k.dtype == torch.float32:
         assert_near(got, expected, largest=4.0)
-    elif kv.k.dtype == torch.int8 and ops.pool.isa not in MULTIPLY_BFLOAT16 and got.dtype == torch.float32:
+    elif (
+        kv.k.dtype == torch.int8
+        and ops.pool.isa not in MULTIPLY_BFLOAT16
+        and got.dtype == torch.float32
+    ):
         # Decodes round queries to 2⁻¹⁶ of their largest, which moves scores of 160 products at these scales by up to 2⁻¹⁰.
         rounded = int(case.owned[: case.meta.num_decodes].sum()) if shape.head_dim % 32 == 0 else 0
         torch.testing.assert_close(got[:rounded], expected[:rounded], rtol=2**-10, atol=2**-10)
@@ -544,14 +644,24 @@ def test_long_sequences_in_tiles_and_splits(attending):
     """Several tiles of queries and keys, one decode cut among threads, one group of heads as large as models have. Each option
     with each number of heads; either type with each option, and with each number of heads."""
     sequences = ((1, 700), (1, 63), (1, 64), (1, 0), (150, 30), (70, 0), (65, 127))
-    options = ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 64})
+    options = (
+        {},
+        {"window": 20},
+        {"window": 300},
+        {"softcap": 3.0},
+        {"softcap": 3.0, "window": 64},
+    )
     for i, (heads, kv_heads) in enumerate(((9, 3), (8, 1), (2, 2))):
         shape = Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=64)
         for dtype, atol in ((torch.float32, 2e-5), (torch.bfloat16, 2**-5)):
             case = step(shape, dtype)
             for more in options[(i + (dtype == torch.bfloat16)) % 2 :: 2]:
-                got = attending.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more))
-                expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more))
+                got = attending.attention(
+                    case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more)
+                )
+                expected = reference.attention(
+                    case.q, case.kv, case.meta, AttentionParams(scale=0.1, **more)
+                )
                 torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=atol)
 
 
@@ -576,7 +686,13 @@ def test_greedy_takes_the_lowest_of_equals(ops):
         logits[row, list(ties)] = 1
     logits[4] = -torch.arange(1030.0)
     assert ops.sample(logits, sampling(5, temperature=0.0)).tolist() == [0, 255, 700, 1023, 0]
-    assert ops.sample(logits.bfloat16(), sampling(5, temperature=0.0)).tolist() == [0, 255, 700, 1023, 0]
+    assert ops.sample(logits.bfloat16(), sampling(5, temperature=0.0)).tolist() == [
+        0,
+        255,
+        700,
+        1023,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(("out", "inner"), [(1, 3), (33, 64), (1030, 40), (4500, 32)])
@@ -584,7 +700,10 @@ def test_greedy_takes_the_lowest_of_equals(ops):
 def test_the_largest_of_a_product_without_the_product(ops, form, out, inner):
     """Exactly where the product itself is largest, whatever the number of tokens."""
     torch.manual_seed(out)
-    weight, bias = pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner), torch.randn(out)
+    weight, bias = (
+        pruned(out, inner, 0.9) if form == "sparse" else torch.randn(out, inner),
+        torch.randn(out),
+    )
     scheme = SCHEMES["int8"] if form in ("int8", "sparse") else None
     w = ops.quantize_weight(weight.bfloat16() if form == "bfloat16" else weight, bias, scheme)
     found, whole = LinearArgmax(ops.pool, w), LinearProgram(ops.pool, w)
@@ -653,7 +772,11 @@ def test_a_step_that_was_begun(threads):
     """It is done when it was waited for, by whomever: its owner, what else is asked of the engine, or whoever drops it."""
     ops, x = NativeOps(threads), torch.randn(30, 256)
     w = ops.quantize_weight(torch.randn(640, 256), None)
-    y, found, expected = torch.empty(30, 640), torch.empty(30, 1, dtype=torch.int64), ops.linear(x, w)
+    y, found, expected = (
+        torch.empty(30, 640),
+        torch.empty(30, 1, dtype=torch.int64),
+        ops.linear(x, w),
+    )
     first, then = native.Program(ops.pool), native.Program(ops.pool)
     inputs, rows = first.bound(x), first.bound(y)
     add_linear(first, inputs, rows, w)
@@ -682,12 +805,16 @@ def test_a_step_that_was_begun(threads):
         assert torch.equal(found[:, 0], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(("pool", "program", "running"))], ids="-".join)
+@pytest.mark.parametrize(
+    "order", [*itertools.permutations(("pool", "program", "running"))], ids="-".join
+)
 def test_a_collector_of_cycles_lets_go_in_any_order(order):
     """While a step is under way: it is waited for, and what it writes lives until then."""
     import gc
 
-    num_tokens = 8 if "asan" in os.environ.get("LD_PRELOAD", "") else 128  # instrumented code takes long enough for these
+    num_tokens = (
+        8 if "asan" in os.environ.get("LD_PRELOAD", "") else 128
+    )  # instrumented code takes long enough for these
     x, y = torch.randn(num_tokens, 1024), torch.empty(num_tokens, 2048)
     weight = torch.randn(2048, 1024)
     ops = NativeOps(2)

@@ -19,7 +19,9 @@ from tests.kernels.cases import Shape, rows_of, step
 from tests.kernels.test_cpu_ops import OPS, any_blocks, cached, eight_bits
 
 reference = ReferenceOps()
-PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * ("amx" in native.instruction_sets())
+PAIRS = [("portable-amx", "portable")] + [("amx", "avx512-bf16")] * (
+    "amx" in native.instruction_sets()
+)
 TOKENS = [4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 70]
 """Whole tiles, smaller ones, and such that overlap because they do not come out even."""
 WHOLE_KINDS = [kind for kind in native.KIND_NAMES if native.form_of(kind) == native.FORM_Q]
@@ -66,7 +68,9 @@ def weight_of(kind: int, out: int, inner: int) -> native.Packed:
         shape = (out, inner // (32 if kind == native.W4M32 else 128))
         minima = None if kind == native.W4 else rng.standard_normal(shape, dtype=np.float32)
         packed.put_codes4(
-            rng.integers(0, 16, (out, inner), dtype=np.uint8), rng.random(shape, dtype=np.float32), minima
+            rng.integers(0, 16, (out, inner), dtype=np.uint8),
+            rng.random(shape, dtype=np.float32),
+            minima,
         )
     else:
         blocks = any_blocks(rng, native.KIND_NAMES[kind], out, inner)
@@ -90,11 +94,24 @@ def product_of(
     shape = (w.kind, w.rows, w.inner, w.data, bias)
     if gated:
         y = torch.zeros(len(x), w.rows // 2)
-        p.add("gated_linear", q, p.bound(y), native.FORM_F32, *native.activation_of("silu"), *shape, None, 0)
+        p.add(
+            "gated_linear",
+            q,
+            p.bound(y),
+            native.FORM_F32,
+            *native.activation_of("silu"),
+            *shape,
+            None,
+            0,
+        )
     else:
         y = torch.ones(len(x), w.rows)
         p.add("linear", q, p.bound(y), 0, *shape, 1, None, 0)
-    seqs = {} if decodes is None else {"num_seqs": decodes + (decodes < len(x)), "num_decodes": decodes}
+    seqs = (
+        {}
+        if decodes is None
+        else {"num_seqs": decodes + (decodes < len(x)), "num_decodes": decodes}
+    )
     p.run(native.StepInputs(num_tokens=len(x), **seqs))
     return y
 
@@ -111,20 +128,29 @@ def test_prompts_are_multiplied_as_bfloat16(pair, kind):
         for decodes, tokens in ((0, 64), (0, 70), (9, 141), (0, 200), (40, 103), (80, 80)):
             x = torch.randn(tokens, inner) * torch.logspace(-2, 2, tokens)[:, None]
             rounded = eight_bits(x).double()
-            wanted, most = rounded @ exact.T + bias, (rounded.abs() @ exact.abs().T) * (off * 1.02) + 1e-5
+            wanted, most = (
+                rounded @ exact.T + bias,
+                (rounded.abs() @ exact.abs().T) * (off * 1.02) + 1e-5,
+            )
             many = tokens - decodes >= 64
             ours, theirs = (product_of(o, w, x, bias=bias, decodes=decodes) for o in pair)
             assert torch.equal(ours[:decodes], theirs[:decodes])
             assert torch.equal(ours, theirs) == (not many)
             most += 2e-6 * wanted.abs()
-            assert ((ours - 1 - wanted).abs() <= most + 1e-6 * rounded.abs().sum(1, keepdim=True)).all()
+            assert (
+                (ours - 1 - wanted).abs() <= most + 1e-6 * rounded.abs().sum(1, keepdim=True)
+            ).all()
             if out % 64 == 0:
                 found = product_of(ops, w, x, bias=bias, decodes=decodes, gated=True)
                 if not many:
                     assert torch.equal(found, product_of(pair[1], w, x, bias=bias, gated=True))
                 (gate, up), (gate_off, up_off) = wanted.chunk(2, dim=1), most.chunk(2, dim=1)
                 silu = torch.nn.functional.silu(gate)
-                limit = 1.1 * gate_off * (up.abs() + up_off) + silu.abs() * (up_off + 1e-5 * up.abs()) + 1e-5
+                limit = (
+                    1.1 * gate_off * (up.abs() + up_off)
+                    + silu.abs() * (up_off + 1e-5 * up.abs())
+                    + 1e-5
+                )
                 assert ((found - silu * up).abs() <= limit).all()
 
 
@@ -137,7 +163,10 @@ def test_a_sparse_weight_by_tiles_is_the_dense_one(pair, decodes):
         for tokens in (80, 150):
             x = torch.randn(tokens, inner)
             for gated in (False, True) if out % 64 == 0 else (False,):
-                ours, theirs = (product_of(pair[0], w, x, bias=bias, decodes=decodes, gated=gated) for w in (sparse, dense))
+                ours, theirs = (
+                    product_of(pair[0], w, x, bias=bias, decodes=decodes, gated=gated)
+                    for w in (sparse, dense)
+                )
                 assert torch.equal(ours, theirs)
 
 
@@ -157,7 +186,10 @@ def test_a_prompts_token_does_not_depend_on_where_it_stands(pair):
     x = torch.randn(200, 256)
     whole = product_of(pair[0], w, x, bias=bias, decodes=0)
     for begin, end in ((0, 64), (7, 120), (101, 200)):
-        assert torch.equal(product_of(pair[0], w, x[begin:end].contiguous(), bias=bias, decodes=0), whole[begin:end])
+        assert torch.equal(
+            product_of(pair[0], w, x[begin:end].contiguous(), bias=bias, decodes=0),
+            whole[begin:end],
+        )
 
 
 @pytest.mark.parametrize("form", [native.FORM_F32, native.FORM_BF16, native.FORM_Q])
@@ -206,8 +238,13 @@ def test_a_tokens_bfloat16_does_not_depend_on_the_others(pair, out, inner):
 def test_attention_of_long_prompts(pair, cache, dim):
     """Several tiles of tokens and keys, some not full. Queries and weights are rounded to bfloat16."""
     sequences = ((150, 30), (70, 0), (65, 127), (2, 0))
-    for (heads, kv_heads), more in zip(((9, 3), (8, 1), (2, 2)), ({}, {"window": 20}, {"softcap": 3.0}), strict=True):
-        case = step(Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim), torch.bfloat16)
+    for (heads, kv_heads), more in zip(
+        ((9, 3), (8, 1), (2, 2)), ({}, {"window": 20}, {"softcap": 3.0}), strict=True
+    ):
+        case = step(
+            Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim),
+            torch.bfloat16,
+        )
         kv, params = cached(case, cache), AttentionParams(scale=0.1, **more)
         found, wanted = (
             pair[0].attention(case.q, kv, case.meta, params),
@@ -218,7 +255,9 @@ def test_attention_of_long_prompts(pair, cache, dim):
 
 def test_a_tokens_attention_does_not_depend_on_its_chunk(pair):
     """A prompt of 150 after 30 tokens in one step, and in steps that begin and end within tiles."""
-    case = step(Shape(sequences=((150, 30),), num_heads=9, num_kv_heads=3, head_dim=64), torch.bfloat16)
+    case = step(
+        Shape(sequences=((150, 30),), num_heads=9, num_kv_heads=3, head_dim=64), torch.bfloat16
+    )
     whole = pair[0].attention(case.q, case.kv, case.meta, AttentionParams(scale=0.1))
     for begin, end in ((0, 7), (7, 71), (71, 150)):
         meta = AttentionMetadata(
@@ -231,7 +270,9 @@ def test_a_tokens_attention_does_not_depend_on_its_chunk(pair):
             max_query_len=end - begin,
             max_seq_len=30 + end,
         )
-        found = pair[0].attention(case.q[begin:end].contiguous(), case.kv, meta, AttentionParams(scale=0.1))
+        found = pair[0].attention(
+            case.q[begin:end].contiguous(), case.kv, meta, AttentionParams(scale=0.1)
+        )
         assert torch.equal(found, whole[begin:end])
 
 
@@ -245,7 +286,9 @@ def test_a_product_may_be_added_to_what_is_there(pair):
             for ops in pair:
                 part, p, q = begun(ops, weight, scheme, x)
                 y = torch.ones(tokens, out)
-                p.add("linear", q, p.bound(y), 0, part.kind, out, inner, part.data, None, 1, None, 0)
+                p.add(
+                    "linear", q, p.bound(y), 0, part.kind, out, inner, part.data, None, 1, None, 0
+                )
                 p.run(native.StepInputs(num_tokens=tokens))
                 results.append(y)
             torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
@@ -257,7 +300,9 @@ def test_a_set_whose_products_come_out_wrong_is_left_out(monkeypatch, caplog):
     usable, wrong = native.load().ss_isa_usable, native._names().index(name)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(native.load(), "ss_isa_usable", lambda isa: -1 if isa == wrong else usable(isa))
+            patched.setattr(
+                native.load(), "ss_isa_usable", lambda isa: -1 if isa == wrong else usable(isa)
+            )
             native._runs_here.cache_clear()
             assert name not in native.instruction_sets(emulated=True)
             assert native.instruction_sets()

@@ -40,8 +40,17 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
     """Both products are under way when a consumer takes the exponents. Few tokens' keys are split."""
     grid, sass = run_for_hopper(PROGRAM, kind, "128", str(num_tokens))
     assert grid == [132]
-    letters = {"HGMMA": "H", "DEPBAR.LE gsb0, 0x1": "1", "DEPBAR.LE gsb0, 0x0": "0", "MUFU.EX2": "E", "STL": "S", "LDL": "S"}
-    found = "".join(letter for line in sass.splitlines() for word, letter in letters.items() if word in line)
+    letters = {
+        "HGMMA": "H",
+        "DEPBAR.LE gsb0, 0x1": "1",
+        "DEPBAR.LE gsb0, 0x0": "0",
+        "MUFU.EX2": "E",
+        "STL": "S",
+        "LDL": "S",
+    }
+    found = "".join(
+        letter for line in sass.splitlines() for word, letter in letters.items() if word in line
+    )
     # Products with the tile ahead and the one behind, the wait for the first, exponents of 64 scores and 2 factors, the wait
     # for the other: in both consumers. ptxas of Triton 3.9 moves a few registers of the 8-bit kinds, that of 3.6 none.
     assert len(re.findall("H{16}1S{0,24}E{66}0", found)) == 2
@@ -61,7 +70,9 @@ def test_tensor_cores_run_while_exponents_are_taken(kind, num_tokens):
 def test_where_it_runs(monkeypatch, device, capability, version, there):
     """Its chip, and the versions of Triton whose Gluon it knows."""
     if device == "cuda":
-        monkeypatch.setattr(gluon_support, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability)))
+        monkeypatch.setattr(
+            gluon_support, "platform_of", lambda _: SimpleNamespace(arch=gpu_arch(capability))
+        )
     monkeypatch.setattr(gluon_support.triton, "__version__", version)
     assert gluon_support.runs_on_hopper.__wrapped__(torch.device(device)) is there
 

@@ -34,7 +34,11 @@ print(json.dumps([h._skinny_gemm_kernel.grid, binary.metadata.shared, binary.asm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "grid", "stages"),
-    [("fp8", (64, 12288, 512), [96, 1], 4), ("fp8", (16, 4096, 8448), [64, 2], 8), ("bfloat16", (17, 512, 512), [8, 1], 8)],
+    [
+        ("fp8", (64, 12288, 512), [96, 1], 4),
+        ("fp8", (16, 4096, 8448), [64, 2], 8),
+        ("bfloat16", (17, 512, 512), [8, 1], 8),
+    ],
 )
 def test_weights_are_asked_for_before_the_kernel_in_front_has_ended(kind, sizes, grid, stages):
     """The whole ring's, by TMA; the inputs behind the wait. A multiprocessor has room for one thread block."""
@@ -42,9 +46,14 @@ def test_weights_are_asked_for_before_the_kernel_in_front_has_ended(kind, sizes,
     assert found == grid
     assert 114_000 < shared <= 227 * 1024
     words = {"UTMALDG": "T", "ACQBULK": "W"}
-    order = "".join(letter for line in sass.splitlines() for word, letter in words.items() if word in line)
+    order = "".join(
+        letter for line in sass.splitlines() for word, letter in words.items() if word in line
+    )
     copies = 2 * stages + 2  # and those of the loop
-    assert order.count("T") in (copies, copies * 2)  # 256 bytes of a row, in halves where the compiler takes two
+    assert order.count("T") in (
+        copies,
+        copies * 2,
+    )  # 256 bytes of a row, in halves where the compiler takes two
     assert "T" * stages + "W" in order or "T" * (2 * stages) + "W" in order
 
 
@@ -54,9 +63,18 @@ def test_what_it_covers():
     assert [n for n in (0, 1, 64, 65) if hopper_linear.covers(x[:n], w)] == [1, 64]
     assert not hopper_linear.covers(x[:4], Linear(weight=w.weight[1:], bias=None))  # few rows
     assert not hopper_linear.covers(x[:4].float(), Linear(weight=w.weight.float(), bias=None))
-    assert not hopper_linear.covers(x[:4, :37].contiguous(), Linear(weight=w.weight[:, :37].contiguous(), bias=None))
-    assert not hopper_linear.covers(x[:4, :32], Linear(weight=w.weight[:, :32], bias=None))  # rows with gaps
+    assert not hopper_linear.covers(
+        x[:4, :37].contiguous(), Linear(weight=w.weight[:, :37].contiguous(), bias=None)
+    )
+    assert not hopper_linear.covers(
+        x[:4, :32], Linear(weight=w.weight[:, :32], bias=None)
+    )  # rows with gaps
     for dtype, most in ((torch.int8, 0), (torch.float8_e4m3fn, hopper_linear.MIDDLE_TOKENS)):
         eight = torch.zeros(6144, 16, dtype=dtype)
-        scaled = ScaledLinear(weight=eight, bias=None, scales=torch.ones(6144), out_dtype=torch.bfloat16)
-        assert max((n for n in (1, 32, 33) if hopper_linear.covers(eight[:n], scaled)), default=0) == most
+        scaled = ScaledLinear(
+            weight=eight, bias=None, scales=torch.ones(6144), out_dtype=torch.bfloat16
+        )
+        assert (
+            max((n for n in (1, 32, 33) if hopper_linear.covers(eight[:n], scaled)), default=0)
+            == most
+        )

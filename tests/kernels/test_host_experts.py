@@ -31,7 +31,15 @@ from tests.model.harness import CPU, Paged, load, run
 from tests.model.test_compressed import SIZES, compress
 
 TOKENS = list(range(5, 25))
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"]
+MIXTURES = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "glm4_moe",
+]
 
 
 def host_ops():
@@ -39,7 +47,10 @@ def host_ops():
 
 
 def on_host(path, num_layers=99, **how):
-    return load_model(path, **{**dict(ops=host_ops(), device=CPU, dtype=torch.float32, host_experts=num_layers), **how})
+    return load_model(
+        path,
+        **{**dict(ops=host_ops(), device=CPU, dtype=torch.float32, host_experts=num_layers), **how},
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -49,7 +60,9 @@ def test_the_numbers_are_the_plain_models(tmp_path, family, num_layers):
     plain, model = load(tmp_path, kernels="cpu"), on_host(tmp_path, num_layers)
     wanted = run(plain, TOKENS)
     for chunks in ([], [7, 1, 4]):
-        torch.testing.assert_close(run(model, TOKENS, chunks), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            run(model, TOKENS, chunks), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max())
+        )
     expected = min(num_layers, len(mixtures(model.spec)))
     assert len(model.decoder.ops._layers) == expected
     assert len(host_weights(model.spec, num_layers)) == 2 * expected
@@ -61,7 +74,9 @@ def test_longer_steps_than_the_shared_memory_holds_are_cut(tmp_path, monkeypatch
     tiny_models.write(tmp_path, "qwen3_moe")
     wanted = run(load(tmp_path, kernels="cpu"), TOKENS)
     monkeypatch.setattr("slipstream.kernels.host_experts.SLICE", 8)
-    torch.testing.assert_close(run(on_host(tmp_path), TOKENS), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()))
+    torch.testing.assert_close(
+        run(on_host(tmp_path), TOKENS), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max())
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -70,27 +85,38 @@ def test_steps_of_many_tokens_copy_the_experts_to_the_device(tmp_path, family):
     wanted, model = run(load(tmp_path, kernels="cpu"), TOKENS), on_host(tmp_path)
     model.decoder.ops.copy_from = 5
     for chunks in ([], [7, 1, 4]):
-        torch.testing.assert_close(run(model, TOKENS, chunks), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            run(model, TOKENS, chunks), wanted, rtol=0, atol=5e-5 * float(wanted.abs().max())
+        )
     assert model.decoder.ops.num_bytes > 0
 
 
-@pytest.mark.parametrize(("scheme", "sizes"), [("int8", 64), ("int4-g32", 128), ("int4", 128), ("mxfp4", 128)])
+@pytest.mark.parametrize(
+    ("scheme", "sizes"), [("int8", 64), ("int4-g32", 128), ("int4", 128), ("mxfp4", 128)]
+)
 def test_experts_rounded_at_load(tmp_path, scheme, sizes):
     """The device's ops here have no products but dense ones, so only the experts are rounded: as the plain model's are."""
     tiny_models.write(tmp_path, "qwen3_moe", hidden_size=sizes, moe_intermediate_size=sizes)
     only = dataclasses.replace(SCHEMES[scheme], experts_only=True)
     plain = load_model(tmp_path, ops=NativeOps(2), device=CPU, dtype=torch.float32, scheme=only)
     model = on_host(tmp_path, scheme=only)
-    wanted, near = run(plain, TOKENS), dict(rtol=0, atol=2e-2 * float(run(plain, TOKENS).abs().max()))
+    wanted, near = (
+        run(plain, TOKENS),
+        dict(rtol=0, atol=2e-2 * float(run(plain, TOKENS).abs().max())),
+    )
     torch.testing.assert_close(run(model, TOKENS), wanted, **near)
-    model.decoder.ops.copy_from = 0  # its inputs are not rounded then, and a token may choose another expert
+    model.decoder.ops.copy_from = (
+        0  # its inputs are not rounded then, and a token may choose another expert
+    )
     assert float((run(model, TOKENS) - wanted).norm()) < 0.2 * float(wanted.norm())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4-g32"])
 def test_experts_that_a_checkpoint_holds_rounded(tmp_path, kind):
     """The host holds the checkpoint's numbers; the device's ops here have no such products, and get them expanded."""
-    tiny_models.write(tmp_path, "qwen3_moe", **SIZES, num_experts=2)  # each token passes all experts
+    tiny_models.write(
+        tmp_path, "qwen3_moe", **SIZES, num_experts=2
+    )  # each token passes all experts
     compress(tmp_path, kind)
     plain, model = load(tmp_path, kernels="reference"), on_host(tmp_path)
     forms = {form.name for form in model.forms}
@@ -99,10 +125,15 @@ def test_experts_that_a_checkpoint_holds_rounded(tmp_path, kind):
     assert float((run(model, TOKENS) - wanted).norm()) < 0.1 * float(wanted.norm())
 
 
-@pytest.mark.parametrize("source", ["dense", "bfloat16", "int8", "int4", "int4-g32", "mxfp4", "groups", "small groups"])
+@pytest.mark.parametrize(
+    "source", ["dense", "bfloat16", "int8", "int4", "int4-g32", "mxfp4", "groups", "small groups"]
+)
 @pytest.mark.parametrize(("rows", "inner"), [(48, 256), (33, 128)])
 def test_what_a_device_unpacks_are_the_packed_numbers(source, rows, inner):
-    ops, weight = NativeOps(2), torch.randn(3 * rows, inner, generator=torch.Generator().manual_seed(0))
+    ops, weight = (
+        NativeOps(2),
+        torch.randn(3 * rows, inner, generator=torch.Generator().manual_seed(0)),
+    )
     if "groups" in source:
         scheme = SCHEMES["int4" if source == "groups" else "int4-g32"]
         packed = ops.pack_experts(round_linear(weight, None, scheme), num_experts=3)
@@ -124,7 +155,13 @@ def mixture(num_tokens):
     up, down = (torch.randn(8 * n, m, generator=random) / 8 for n, m in ((64, 64), (64, 32)))
     packed = (ops.host.quantize_experts(w, num_experts=8) for w in (up, down))
     x, logits = (torch.randn(num_tokens, n, generator=random) for n in (64, 8))
-    return ops, Experts(*packed, spec), Experts(Linear(weight=up), Linear(weight=down), spec), x, logits
+    return (
+        ops,
+        Experts(*packed, spec),
+        Experts(Linear(weight=up), Linear(weight=down), spec),
+        x,
+        logits,
+    )
 
 
 def test_padding_has_no_experts_and_does_not_count():
@@ -223,7 +260,9 @@ def test_no_more_experts_are_held_than_fit():
     assert ops.hold({0: packed, 1: dense}, 99 * expert, torch.float32) == 8
     assert ops.num_bytes == 8 * expert
     x, logits = torch.randn(5, 64), torch.randn(5, 8)
-    torch.testing.assert_close(ops.moe(x, logits, packed), CpuOps().moe(x, logits, dense), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ops.moe(x, logits, packed), CpuOps().moe(x, logits, dense), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_memory_that_the_system_does_not_pin(monkeypatch, caplog):
@@ -234,7 +273,9 @@ def test_memory_that_the_system_does_not_pin(monkeypatch, caplog):
         raise OutOfMemoryError("2.0 GiB can't be kept in place")
 
     monkeypatch.setattr(ops._platform, "pin", refused)
-    monkeypatch.setattr(HostExpertOps, "_timed", lambda self, work: 9.0 if self.copy_from is None else 1.0)
+    monkeypatch.setattr(
+        HostExpertOps, "_timed", lambda self, work: 9.0 if self.copy_from is None else 1.0
+    )
     ops.arena.pin()
     assert "kept in place" in caplog.text
     ops.choose([packed], torch.float32, 4 * SLICE)

@@ -38,7 +38,9 @@ def steps(draw):
     sizes = [draw(st.integers(1, 150)) for _ in range(num_parts)]
     rank, inner = draw(st.sampled_from([1, 3, 16, 20])), draw(st.sampled_from([1, 40, 64, 200]))
     num_tokens = draw(st.sampled_from([1, 2, 15, 16, 17, 33, 70]))
-    slots = draw(st.lists(st.integers(NO_ADAPTER, num_slots - 1), min_size=num_tokens, max_size=num_tokens))
+    slots = draw(
+        st.lists(st.integers(NO_ADAPTER, num_slots - 1), min_size=num_tokens, max_size=num_tokens)
+    )
     torch.manual_seed(draw(st.integers(0, 99)))
     starts = tuple(sum(sizes[:i]) for i in range(num_parts))
     total = num_parts * rank * inner + sum(sizes) * rank + 5
@@ -88,7 +90,9 @@ def test_rounded_rows(step, inputs):
         w = LoRAWeights(down, w.up, w.starts, w.live)
     rows, tokens = quantize_rows(x, inputs), tokens_of(slots, CPU)
     expected = ReferenceOps().lora(y.clone(), rows, w, tokens)
-    torch.testing.assert_close(TritonOps().lora(y.clone(), rows, w, tokens), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        TritonOps().lora(y.clone(), rows, w, tokens), expected, rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40, FEW_TOKENS + 30])
@@ -118,7 +122,9 @@ def test_splits(splits, monkeypatch):
     torch.testing.assert_close(got, naive(y, x, w, slots), rtol=1e-4, atol=2e-3)
 
 
-@pytest.mark.parametrize("tiles", [kernel.FewTiles(ranks=4, inputs=64), kernel.FewTiles(ranks=1, expand_numbers=32)])
+@pytest.mark.parametrize(
+    "tiles", [kernel.FewTiles(ranks=4, inputs=64), kernel.FewTiles(ranks=1, expand_numbers=32)]
+)
 def test_tiles_of_few_tokens(tiles, monkeypatch):
     """Ranks and inputs that no tile divides, and tiles with one token and with several."""
     monkeypatch.setattr(kernel, "FEW_TILES", tiles)

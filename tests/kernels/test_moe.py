@@ -28,16 +28,23 @@ REFERENCE = ReferenceOps()
 def case(num_tokens, spec, *, inner=32, seed=0, skew=0.0):
     """`skew` sends tokens to the first experts."""
     rng = torch.Generator().manual_seed(seed)
-    x, up = (torch.randn(n, inner, generator=rng) for n in (num_tokens, spec.num_experts * spec.expert.up_rows))
+    x, up = (
+        torch.randn(n, inner, generator=rng)
+        for n in (num_tokens, spec.num_experts * spec.expert.up_rows)
+    )
     down = torch.randn(spec.num_experts * inner, spec.expert.intermediate_size, generator=rng) / 4
-    logits = torch.randn(num_tokens, spec.num_experts, generator=rng) - skew * torch.arange(spec.num_experts)
+    logits = torch.randn(num_tokens, spec.num_experts, generator=rng) - skew * torch.arange(
+        spec.num_experts
+    )
     return x, logits, up / 4, down
 
 
 def prepared(ops, spec, up, down, scheme=None, biases=(None, None)):
     rounding = SCHEMES[scheme] if scheme else None
     given = zip((up, down), biases, strict=True)
-    return [ops.quantize_experts(w, rounding, bias, num_experts=spec.num_experts) for w, bias in given]
+    return [
+        ops.quantize_experts(w, rounding, bias, num_experts=spec.num_experts) for w, bias in given
+    ]
 
 
 def adopted(ops, spec, *weights):
@@ -46,7 +53,9 @@ def adopted(ops, spec, *weights):
 
 def mixture(num_experts=5, top=2, size=48, *, normalize=True, gated=True):
     expert = DenseSpec(intermediate_size=size, activation="silu" if gated else "relu", gated=gated)
-    return MoESpec(num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=normalize)
+    return MoESpec(
+        num_experts=num_experts, num_experts_per_token=top, expert=expert, normalize=normalize
+    )
 
 
 SPECS = [
@@ -80,13 +89,19 @@ def test_the_reference_is_the_sum_over_a_tokens_experts(spec):
 @pytest.mark.parametrize(
     ("num_tokens", "spec"),
     [
-        *((n, spec) for n in (0, 1, 2, 17) for spec in SPECS),  # none; not sorted; few pairs; tiles of 16
-        *((70, SPECS[i]) for i in (0, 3, 4)),  # tiles of 32 that are full, of 128, of 32 with one expert a token
+        *(
+            (n, spec) for n in (0, 1, 2, 17) for spec in SPECS
+        ),  # none; not sorted; few pairs; tiles of 16
+        *(
+            (70, SPECS[i]) for i in (0, 3, 4)
+        ),  # tiles of 32 that are full, of 128, of 32 with one expert a token
     ],
     ids=lambda x: x if isinstance(x, int) else f"{x.num_experts_per_token}of{x.num_experts}",
 )
 def test_equals_the_reference(ops, num_tokens, spec):
-    for skew in (0.0, 30.0) if num_tokens > 1 else (0.0,):  # spread; all tokens to the first experts
+    for skew in (
+        (0.0, 30.0) if num_tokens > 1 else (0.0,)
+    ):  # spread; all tokens to the first experts
         x, logits, up, down = case(num_tokens, spec, skew=skew)
         expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down), spec))
         ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec))
@@ -96,13 +111,17 @@ def test_equals_the_reference(ops, num_tokens, spec):
 @pytest.mark.parametrize("ops", [CpuOps(), TritonOps()], ids=lambda o: o.name)
 @pytest.mark.parametrize("scheme", [None, "mxfp4"])
 def test_biases_and_an_activation_of_both_halves(ops, scheme):
-    expert = DenseSpec(intermediate_size=64, activation=ClampedSwiglu(alpha=1.7, limit=0.8), bias=True)
+    expert = DenseSpec(
+        intermediate_size=64, activation=ClampedSwiglu(alpha=1.7, limit=0.8), bias=True
+    )
     spec = MoESpec(num_experts=5, num_experts_per_token=2, expert=expert, normalize=True)
     x, logits, up, down = case(19, spec, inner=64)
     biases = torch.randn(len(up)), torch.randn(len(down))
     theirs, ours = (prepared(o, spec, up, down, scheme, biases) for o in (REFERENCE, ops))
     expected = REFERENCE.moe(x, logits, Experts(*theirs, spec))
-    torch.testing.assert_close(ops.moe(x, logits, Experts(*ours, spec)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ops.moe(x, logits, Experts(*ours, spec)), expected, rtol=1e-4, atol=1e-4
+    )
     ups, downs = (dequantize(w) if scheme else w.weight for w in theirs)
     weights, chosen = route(logits[:1], spec)
     by_hand = torch.zeros(64)
@@ -115,23 +134,33 @@ def test_biases_and_an_activation_of_both_halves(ops, scheme):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
-@pytest.mark.parametrize(("size", "bias", "gated"), [(40, False, True), (96, True, True), (131, False, False)])
+@pytest.mark.parametrize(
+    ("size", "bias", "gated"), [(40, False, True), (96, True, True), (131, False, False)]
+)
 def test_an_expert_of_all_tokens(num_tokens, size, bias, gated):
     """With few tokens (5 are many here) in the kernels of the others."""
     expert = DenseSpec(intermediate_size=48, activation="silu", gated=gated, bias=bias)
-    spec, ops = MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
+    spec, ops = (
+        MoESpec(num_experts=17, num_experts_per_token=2, expert=expert, normalize=True),
+        TritonOps(),
+    )
     x, logits, up, down = case(num_tokens, spec)
     biases = (torch.randn(len(up)), torch.randn(len(down))) if bias else (None, None)
     pair = prepared(REFERENCE, spec, up, down, biases=biases)
     sizes = ((2 * size if gated else size, 32), (32, size))
     shared = tuple(
-        REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n) if bias else None) for n, k in sizes
+        REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n) if bias else None)
+        for n, k in sizes
     )
     expected = REFERENCE.moe_and_shared(x, logits, Experts(*pair, spec), shared)
-    torch.testing.assert_close(ops.moe_and_shared(x, logits, Experts(*pair, spec), shared), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ops.moe_and_shared(x, logits, Experts(*pair, spec), shared), expected, rtol=1e-4, atol=1e-4
+    )
     act = functools.partial(REFERENCE.activation, gated=gated)
     alone = REFERENCE.linear(act(REFERENCE.linear(x, shared[0]), "silu"), shared[1])
-    torch.testing.assert_close(expected - REFERENCE.moe(x, logits, Experts(*pair, spec)), alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        expected - REFERENCE.moe(x, logits, Experts(*pair, spec)), alone, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
@@ -140,8 +169,13 @@ def test_an_expert_of_all_tokens_unlike_the_others(num_tokens):
     spec, ops = mixture(num_experts=17, top=2), TritonOps()
     x, logits, up, down = case(num_tokens, spec)
     pair = prepared(REFERENCE, spec, up, down)
-    shared = tuple(REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n)) for n, k in ((80, 32), (32, 40)))
-    expected, ours = (o.moe_and_shared(x, logits, Experts(*pair, spec), shared) for o in (REFERENCE, ops))
+    shared = tuple(
+        REFERENCE.quantize_weight(torch.randn(n, k) / 4, torch.randn(n))
+        for n, k in ((80, 32), (32, 40))
+    )
+    expected, ours = (
+        o.moe_and_shared(x, logits, Experts(*pair, spec), shared) for o in (REFERENCE, ops)
+    )
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -156,7 +190,9 @@ def test_larger_tiles(block):
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "int8", "int4", "int4-g32"])
-@pytest.mark.parametrize("num_tokens", [1, 19, 97])  # not sorted; tiles of 32; of 128 (from 97 tokens on)
+@pytest.mark.parametrize(
+    "num_tokens", [1, 19, 97]
+)  # not sorted; tiles of 32; of 128 (from 97 tokens on)
 def test_rounded_experts(scheme, num_tokens):
     spec, ops = mixture(num_experts=4, size=128), TritonOps()
     x, logits, up, down = case(num_tokens, spec, inner=128)
@@ -165,25 +201,44 @@ def test_rounded_experts(scheme, num_tokens):
     expected = REFERENCE.moe(x, logits, Experts(up, down, spec))
     ours = ops.moe(x, logits, Experts(*adopted(ops, spec, up, down), spec))
     # Where an input of the second product falls between two codes of 8 bits, one step of it.
-    assert (ours - expected).norm() / expected.norm() < (1e-5 if scheme.startswith("int4") else 5e-3)
+    assert (ours - expected).norm() / expected.norm() < (
+        1e-5 if scheme.startswith("int4") else 5e-3
+    )
 
 
-@pytest.mark.parametrize(("size", "num_tokens"), [(40, 70), (200, 73), pytest.param(40, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "num_tokens"), [(40, 70), (200, 73), pytest.param(40, 400, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["gated", "plain", "both halves"])
 def test_rows_in_the_experts_order(monkeypatch, kind, size, num_tokens):
     """Many tokens, by the copy engine's kernel: sizes that its tiles do not divide, tokens of one expert, biases. Tiles of 64
     (70 tokens), of 128 without their empty half (73 tokens that spread) and full (73 to one expert), and (400) several."""
     clamped = kind == "both halves"
-    activation = ClampedSwiglu(alpha=1.7, limit=0.8) if clamped else "silu" if kind == "gated" else "relu"
-    expert = DenseSpec(intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped)
-    spec, ops = MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True), TritonOps()
+    activation = (
+        ClampedSwiglu(alpha=1.7, limit=0.8) if clamped else "silu" if kind == "gated" else "relu"
+    )
+    expert = DenseSpec(
+        intermediate_size=size, activation=activation, gated=kind != "plain", bias=clamped
+    )
+    spec, ops = (
+        MoESpec(num_experts=3, num_experts_per_token=2, expert=expert, normalize=True),
+        TritonOps(),
+    )
     taken = []
     both = grouped_gemm.grouped_mlp
-    monkeypatch.setattr(grouped_gemm, "grouped_mlp", lambda *a: taken.append(a[3].tile_m) or both(*a))
+    monkeypatch.setattr(
+        grouped_gemm, "grouped_mlp", lambda *a: taken.append(a[3].tile_m) or both(*a)
+    )
     for skew in (0.0, 30.0):
         x, logits, up, down = (t.half() for t in case(num_tokens, spec, inner=56, skew=skew))
-        biases = (torch.randn(len(up)).half(), torch.randn(len(down)).half()) if clamped else (None, None)
-        expected = REFERENCE.moe(x, logits, Experts(*prepared(REFERENCE, spec, up, down, biases=biases), spec))
+        biases = (
+            (torch.randn(len(up)).half(), torch.randn(len(down)).half())
+            if clamped
+            else (None, None)
+        )
+        expected = REFERENCE.moe(
+            x, logits, Experts(*prepared(REFERENCE, spec, up, down, biases=biases), spec)
+        )
         ours = ops.moe(x, logits, Experts(*prepared(ops, spec, up, down, biases=biases), spec))
         assert (ours - expected).float().norm() / expected.float().norm() < 2e-3
     assert taken == [64 if num_tokens == 70 else 128] * 2
@@ -197,7 +252,11 @@ def test_zero_points_of_a_checkpoint():
         held = REFERENCE.quantize_experts(w, SCHEMES["int4-g32"], num_experts=spec.num_experts)
         zeros = torch.randint(5, 11, held.scales.shape).float()
         assert isinstance(held, GroupedLinear)
-        made.append(GroupedLinear(weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk))
+        made.append(
+            GroupedLinear(
+                weight=held.weight, scales=held.scales, zeros=zeros, group_size=32, chunk=held.chunk
+            )
+        )
     ours, theirs = (o.moe(x, logits, Experts(*made, spec)) for o in (ops, REFERENCE))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -226,7 +285,12 @@ def test_groups(monkeypatch, share, many, load):
         "few": torch.tensor([[5, 0]], dtype=torch.int32),
     }[load]
     g = moe_permute.sort_pairs(chosen, 6)
-    flat, order, starts, ends = chosen.flatten().tolist(), g.order.tolist(), g.starts.tolist(), [0, *g.tile_ends.tolist()]
+    flat, order, starts, ends = (
+        chosen.flatten().tolist(),
+        g.order.tolist(),
+        g.starts.tolist(),
+        [0, *g.tile_ends.tolist()],
+    )
     assert sorted(order) == list(range(len(flat)))
     assert g.inverse is not None
     assert [order[place] for place in g.inverse.tolist()] == list(range(len(flat)))
@@ -243,14 +307,31 @@ def test_the_cpu_has_no_rounded_experts():
         CpuOps().quantize_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2)
     assert caught.value.field == "kernels"
     with pytest.raises(ConfigError):
-        CpuOps().pack_experts(REFERENCE.quantize_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2), num_experts=2)
+        CpuOps().pack_experts(
+            REFERENCE.quantize_experts(torch.randn(64, 64), SCHEMES["int8"], num_experts=2),
+            num_experts=2,
+        )
 
 
 V3 = dict(scores="sigmoid", correction=True, weight_scale=2.5)
 ROUTERS = [
-    dict(num_experts=6, num_experts_per_token=2, groups=GroupLimit(num_groups=3, num_chosen=2, by="best"), weight_scale=16.0),
-    dict(num_experts=20, num_experts_per_token=3, groups=GroupLimit(num_groups=4, num_chosen=1, by="best")),
-    dict(num_experts=12, num_experts_per_token=4, groups=GroupLimit(num_groups=4, num_chosen=2, by="best_two"), **V3),
+    dict(
+        num_experts=6,
+        num_experts_per_token=2,
+        groups=GroupLimit(num_groups=3, num_chosen=2, by="best"),
+        weight_scale=16.0,
+    ),
+    dict(
+        num_experts=20,
+        num_experts_per_token=3,
+        groups=GroupLimit(num_groups=4, num_chosen=1, by="best"),
+    ),
+    dict(
+        num_experts=12,
+        num_experts_per_token=4,
+        groups=GroupLimit(num_groups=4, num_chosen=2, by="best_two"),
+        **V3,
+    ),
     dict(num_experts=9, num_experts_per_token=3, **V3),
 ]
 
@@ -271,7 +352,9 @@ def test_routers_of_deepseek(monkeypatch, router, normalize):
         if (limit := spec.groups) is not None:
             each, count = spec.num_experts // limit.num_groups, 2 if limit.by == "best_two" else 1
             members = [range(g * each, (g + 1) * each) for g in range(limit.num_groups)]
-            members.sort(key=lambda group: -sum(sorted((merit[e] for e in group), reverse=True)[:count]))
+            members.sort(
+                key=lambda group: -sum(sorted((merit[e] for e in group), reverse=True)[:count])
+            )
             allowed = [e for group in members[: limit.num_chosen] for e in group]
         best = sorted(allowed, key=lambda e: -merit[e])[: spec.num_experts_per_token]
         total = float(p[best].sum()) if normalize else 1.0
@@ -316,6 +399,11 @@ def test_experts_on_two_ranks_add_up(ops, num_tokens, scheme):
             for w, b, r in zip(parts, biases, rows, strict=True)
         ]
         counts = torch.zeros(5, dtype=torch.int64)
-        total += ops.moe(x, logits, Experts(*held, own), ExpertLoad(counts, torch.arange(16, 16 + num_tokens), 16))
+        total += ops.moe(
+            x,
+            logits,
+            Experts(*held, own),
+            ExpertLoad(counts, torch.arange(16, 16 + num_tokens), 16),
+        )
         assert counts.tolist() == route(logits, spec)[1].flatten().bincount(minlength=5).tolist()
     torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)

@@ -33,7 +33,12 @@ from tests.model.test_family_configs import CONFIGS
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
 QUANTIZED = {
     "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 
 
@@ -53,10 +58,16 @@ def write_rounded(path, intermediate_size=64):
     values = torch.tensor((*E2M1, *(-x for x in E2M1)))
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         experts, inner, rows = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, rows, inner // 32, 16), generator=rng, dtype=torch.uint8)
-        scales = torch.randint(122, 126, (experts, rows, inner // 32), generator=rng, dtype=torch.uint8)
+        blocks = torch.randint(
+            0, 256, (experts, rows, inner // 32, 16), generator=rng, dtype=torch.uint8
+        )
+        scales = torch.randint(
+            122, 126, (experts, rows, inner // 32), generator=rng, dtype=torch.uint8
+        )
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        pairs = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1).flatten(-2)
+        pairs = torch.stack(
+            (values[(blocks & 15).long()], values[(blocks >> 4).long()]), dim=-1
+        ).flatten(-2)
         dense = (pairs * 2.0 ** (scales[..., None].float() - 127)).flatten(-2)
         with torch.no_grad():
             theirs.get_parameter(name).copy_(dense.mT)
@@ -82,11 +93,15 @@ def test_a_checkpoint_with_blocks(rounded, ops):
     if ops == "cpu":
         assert isinstance(up, NativeExperts)
         assert dict(model.decoder.ops.forms_of(up)) == {"MXFP4": up.out_features * 64 * 17 // 32}
-    elif ops == "triton":  # in the kernel's order, a byte a scale, and inputs up to a multiple of 128
+    elif (
+        ops == "triton"
+    ):  # in the kernel's order, a byte a scale, and inputs up to a multiple of 128
         assert isinstance(up, Mxfp4Linear)
         experts = [w for layer in model.decoder.layers for w in (layer.mlp.up, layer.mlp.down)]
         held = sum(w.weight.nbytes + w.exponents.nbytes + w.bias.nbytes for w in experts)
-        dense = sum(weights_bytes(model.spec, 4).values()) - sum(w.out_features * w.inner * 4 + w.bias.nbytes for w in experts)
+        dense = sum(weights_bytes(model.spec, 4).values()) - sum(
+            w.out_features * w.inner * 4 + w.bias.nbytes for w in experts
+        )
         assert held + dense == sum(weights_bytes(model.spec, 4, SCHEMES["mxfp4"]).values())
     elif ops == "reference":  # kept as it is
         assert isinstance(up, GroupedLinear)
@@ -108,7 +123,10 @@ def test_blocks_that_the_host_computes_beside_a_gpu(rounded):
 @pytest.mark.parametrize("problem", ["missing", "misshapen", "nan"])
 def test_what_does_not_fit_is_named(rounded, tmp_path, problem):
     path, _ = rounded
-    tensors, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.experts.down_proj_scales"
+    tensors, name = (
+        load_file(path / "model.safetensors"),
+        "model.layers.1.mlp.experts.down_proj_scales",
+    )
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     if problem == "missing":
         del tensors[name]
@@ -124,7 +142,10 @@ def test_what_does_not_fit_is_named(rounded, tmp_path, problem):
 def test_experts_that_are_left_out_are_refused(rounded, tmp_path):
     path, _ = rounded
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {**QUANTIZED, "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    config["quantization_config"] = {
+        **QUANTIZED,
+        "modules_to_not_convert": ["model.layers.0.mlp.experts"],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="modules_to_not_convert"):
         read_spec(tmp_path)
@@ -133,11 +154,17 @@ def test_experts_that_are_left_out_are_refused(rounded, tmp_path):
 def test_the_real_model():
     """20.9 billion parameters, of which the experts' take 4.25 bits, on a GPU 4.34, since 2,880 inputs become 2,944."""
     description = read_spec(CONFIGS / "gpt-oss-20b")
-    assert (description.spec.num_parameters, description.scheme, description.dtype) == (20_914_757_184, "mxfp4", "bfloat16")
+    assert (description.spec.num_parameters, description.scheme, description.dtype) == (
+        20_914_757_184,
+        "mxfp4",
+        "bfloat16",
+    )
     assert 13.5e9 < sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"]).values()) < 14.5e9
     rows = 24 * 32 * (5760 + 2880)  # with their biases they were 10,391,224,320 bytes on an H100
     assert SCHEMES["mxfp4"].weight_bytes(rows, 2880) + 2 * rows == 10_391_224_320
-    cpu = DeviceInfo(device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    cpu = DeviceInfo(
+        device="cpu", name="a CPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"
+    )
     config = resolve(EngineArgs(model="x", kv_cache_bytes=2**30), description, cpu)
     assert config.model.quantization == "mxfp4"
     on_cpu = sum(weights_bytes(description.spec, 2, SCHEMES["mxfp4"], on_cpu=True).values())
@@ -145,7 +172,10 @@ def test_the_real_model():
 
 
 def test_rounding_is_to_the_nearest_code():
-    weight = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 9)[:, None]
+    weight = (
+        torch.randn(9, 128, generator=torch.Generator().manual_seed(0))
+        * torch.logspace(-3, 2, 9)[:, None]
+    )
     weight[3] = 0
     w = round_linear(weight, None, SCHEMES["mxfp4"])
     scales = w.scales.T.repeat_interleave(32, dim=1)
@@ -159,8 +189,20 @@ def test_only_mixtures_are_rounded(tmp_path):
     tiny_models.write(tmp_path / "dense", "llama", hidden_size=64)
     tiny_models.write(tmp_path / "mixture", "mixtral", hidden_size=64)
     with pytest.raises(ConfigError, match="mixtures"):
-        load_model(tmp_path / "dense", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])
-    model = load_model(tmp_path / "mixture", ops=TritonOps(), device=CPU, dtype=torch.float32, scheme=SCHEMES["mxfp4"])
+        load_model(
+            tmp_path / "dense",
+            ops=TritonOps(),
+            device=CPU,
+            dtype=torch.float32,
+            scheme=SCHEMES["mxfp4"],
+        )
+    model = load_model(
+        tmp_path / "mixture",
+        ops=TritonOps(),
+        device=CPU,
+        dtype=torch.float32,
+        scheme=SCHEMES["mxfp4"],
+    )
     layer = model.decoder.layers[0]
     assert isinstance(layer.mlp.up, Mxfp4Linear)
     assert type(layer.attention.qkv) is Linear
@@ -177,10 +219,17 @@ def random_weight(rows, inner, bias=None):
 
 def unpacked(w):
     """The numbers, as the docstrings of `Mxfp4Linear` say where they are."""
-    bytes_ = torch.stack([w.exponents >> 8 * i & 255 for i in range(4)], dim=-1)  # [slabs, chunks, 8, 4]
+    bytes_ = torch.stack(
+        [w.exponents >> 8 * i & 255 for i in range(4)], dim=-1
+    )  # [slabs, chunks, 8, 4]
     numbers = torch.tensor((*E2M1, *(-x for x in E2M1)))
-    codes = [sum((w.weight.int() >> at & 1) << bit for at, bit in zip(p, (3, 2, 1, 0), strict=True)) for p in mxfp4._PLACES]
-    made = numbers[torch.stack(codes, dim=-2)] * (w.factor * 2.0 ** (bytes_.double() - 253))[..., None]
+    codes = [
+        sum((w.weight.int() >> at & 1) << bit for at, bit in zip(p, (3, 2, 1, 0), strict=True))
+        for p in mxfp4._PLACES
+    ]
+    made = (
+        numbers[torch.stack(codes, dim=-2)] * (w.factor * 2.0 ** (bytes_.double() - 253))[..., None]
+    )
     return made.transpose(1, 2).reshape(w.out_features, -1)[:, : w.inner].float()
 
 
@@ -198,16 +247,25 @@ def test_the_instructions_that_expand_codes():
     words = torch.arange(2**16)
     scales = 2.0 ** torch.tensor([126, 125, 30, 2])  # of the bytes 253, 252, 157 and 129
     as_bits = scales.bfloat16().view(torch.int16).int()
-    registers = {"$4": words | words << 16, **{f"${5 + i}": as_bits[i] | as_bits[i] << 16 for i in range(4)}}
+    registers = {
+        "$4": words | words << 16,
+        **{f"${5 + i}": as_bits[i] | as_bits[i] << 16 for i in range(4)},
+    }
 
     def value(name):
         return registers[name] if name in registers else torch.tensor(int(name, 0))
 
     def halves(x):  # of a register: its two bfloat16
-        return [(x >> shift & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16) for shift in (0, 16)]
+        return [
+            (x >> shift & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+            for shift in (0, 16)
+        ]
 
     def product(a, b):
-        low, high = ((x.float() * y.float()).bfloat16().view(torch.int16).long() & 0xFFFF for x, y in zip(a, b, strict=True))
+        low, high = (
+            (x.float() * y.float()).bfloat16().view(torch.int16).long() & 0xFFFF
+            for x, y in zip(a, b, strict=True)
+        )
         return low | high << 16
 
     def result(name, a, b):
@@ -223,12 +281,16 @@ def test_the_instructions_that_expand_codes():
             case "mul":
                 return product(halves(a), halves(b))
 
-    found = re.findall(r"^(\w+)\.[\w.]+ ([$\w]+), ([$\w]+), ([$\w]+);$", mxfp4.INSTRUCTIONS, re.MULTILINE)
+    found = re.findall(
+        r"^(\w+)\.[\w.]+ ([$\w]+), ([$\w]+), ([$\w]+);$", mxfp4.INSTRUCTIONS, re.MULTILINE
+    )
     for name, target, *sources in found:
         registers[target] = result(name, *map(value, sources))
     numbers = torch.tensor((*E2M1, *(-x for x in E2M1)))
     for i, places in enumerate(mxfp4._PLACES):
-        code = sum((words >> place & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True))
+        code = sum(
+            (words >> place & 1) << bit for place, bit in zip(places, (3, 2, 1, 0), strict=True)
+        )
         for half in halves(registers[f"${i}"]):
             assert torch.equal(half.float(), numbers[code] * (scales[i] * 2.0**-126))
     assert len(found) == 17
@@ -250,9 +312,15 @@ SHAPES = {  # inputs, and an expert's width: half a chunk; rows that fill no til
         (1, None),  # each pair by itself, the second product in two parts
         (2, None),
         (7, None),
-        (33, (Tile(32, 64, 4, 3, small=16), Tile(32, 32, 4, 3, splits=2, small=16))),  # short tiles, and parts of sorted pairs
+        (
+            33,
+            (Tile(32, 64, 4, 3, small=16), Tile(32, 32, 4, 3, splits=2, small=16)),
+        ),  # short tiles, and parts of sorted pairs
         (80, (Tile(64, 128, 8, 3), Tile(64, 64, 4, 3))),
-        (60, (Tile(16, 64, 4, 3, more=8), Tile(16, 32, 4, 3, splits=2, small=8, more=8))),  # more pairs, and two tiles
+        (
+            60,
+            (Tile(16, 64, 4, 3, more=8), Tile(16, 32, 4, 3, splits=2, small=8, more=8)),
+        ),  # more pairs, and two tiles
     ],
 )
 def test_products_of_packed_weights(monkeypatch, shape, num_tokens, tiles):
@@ -274,7 +342,9 @@ def test_products_of_packed_weights(monkeypatch, shape, num_tokens, tiles):
 
 def test_products_in_float16():
     torch.manual_seed(0)
-    spec = MoESpec(num_experts=5, num_experts_per_token=2, expert=SHAPES["half a chunk"][1], normalize=True)
+    spec = MoESpec(
+        num_experts=5, num_experts_per_token=2, expert=SHAPES["half a chunk"][1], normalize=True
+    )
     weights = [random_weight(5 * n, 64) for n in (128, 64)]
     x, logits = torch.randn(9, 64).half(), torch.randn(9, 5)
     expected = ReferenceOps().moe(x, logits, Experts(*weights, spec)).float()

@@ -31,11 +31,29 @@ from tests.kernels import on_cpu
 from tests.model.harness import CPU, Paged, fast
 from tests.model.parallel_ranks import as_threads
 
-WIDE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "head_dim": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
 
 LATENT = dict(
-    **dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, first_k_dense_replace=2, kv_lora_rank=256),
-    **dict(num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=32),
+    **dict(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        kv_lora_rank=256,
+    ),
+    **dict(
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+    ),
 )
 
 
@@ -68,15 +86,28 @@ def weight_of(scheme):
         ("qwen3", WIDE),
         ("mistral", WIDE),
         ("gptj", {"n_embd": 512, "n_inner": 1024, "n_head": 4, "rotary_dim": 16}),
-        ("opt", {"hidden_size": 512, "ffn_dim": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 8}),
-        ("deepseek_v2", {**LATENT, "hidden_size": 512, "intermediate_size": 1024, "v_head_dim": 128}),
+        (
+            "opt",
+            {
+                "hidden_size": 512,
+                "ffn_dim": 1024,
+                "word_embed_proj_dim": 512,
+                "num_attention_heads": 8,
+            },
+        ),
+        (
+            "deepseek_v2",
+            {**LATENT, "hidden_size": 512, "intermediate_size": 1024, "v_head_dim": 128},
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8", "int4", "int4-g32"])
 def test_taken(tmp_path, family, overrides, scheme):
     shape = shape_of(spec_of(tmp_path, family, **overrides))
-    product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    product = (
+        weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    )
     assert shape is not None
     assert one_token.refusal(shape, product, shape.head_dim) is None
 
@@ -88,7 +119,9 @@ MIXTURE = {**WIDE, "num_experts": 40, "num_experts_per_tok": 4, "moe_intermediat
 def test_mixtures_taken(tmp_path, scheme):
     """4-bit experts are not."""
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
-    product = weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    product = (
+        weight_of(scheme) if scheme else Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
+    )
     assert (one_token.refusal(shape, product, 64) is None) == (scheme != "int4")
     assert shape.intermediate_size == 0
 
@@ -97,11 +130,18 @@ def test_leading_dense_layers(tmp_path):
     spec = spec_of(tmp_path, "glm4_moe", **WIDE, moe_intermediate_size=128, n_group=1, topk_group=1)
     shape = shape_of(spec)
     assert one_token.widths(shape) == (1024, 128, 128)
-    assert one_token.refusal(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32) is None
+    assert (
+        one_token.refusal(shape, Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16)), 32)
+        is None
+    )
     biased = dataclasses.replace(spec.layers[0].mlp, bias=True)
-    assert "biases" in shape_of(spec, [dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]])
+    assert "biases" in shape_of(
+        spec, [dataclasses.replace(spec.layers[0], mlp=biased), *spec.layers[1:]]
+    )
     wider = dataclasses.replace(spec.layers[0].mlp, intermediate_size=512)
-    assert "differ" in shape_of(spec, [dataclasses.replace(spec.layers[0], mlp=wider), *spec.layers])
+    assert "differ" in shape_of(
+        spec, [dataclasses.replace(spec.layers[0], mlp=wider), *spec.layers]
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +157,9 @@ def test_leading_dense_layers(tmp_path):
 )
 def test_mixtures_it_does_not_take(tmp_path, changed, of_expert):
     shape = shape_of(spec_of(tmp_path, "qwen3_moe", **MIXTURE))
-    experts = dataclasses.replace(shape.experts, expert=dataclasses.replace(shape.experts.expert, **of_expert), **changed)
+    experts = dataclasses.replace(
+        shape.experts, expert=dataclasses.replace(shape.experts.expert, **of_expert), **changed
+    )
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.refusal(shape, product, 64) is None
     assert one_token.refusal(dataclasses.replace(shape, experts=experts), product, 64) is not None
@@ -145,7 +187,9 @@ def test_angles_of_two_kinds(tmp_path):
     """The kernel has one table of them for all layers."""
     spec = spec_of(tmp_path, "llama", **WIDE)
     first, second = spec.layers
-    turned = dataclasses.replace(first.attention, position=dataclasses.replace(first.attention.position, theta=5e5))
+    turned = dataclasses.replace(
+        first.attention, position=dataclasses.replace(first.attention.position, theta=5e5)
+    )
     assert "angles" in shape_of(spec, [dataclasses.replace(first, attention=turned), second])
 
 
@@ -156,22 +200,36 @@ def test_latents_it_does_not_know(tmp_path, changed):
     assert ("q_lora_rank" if "q_lora_rank" in changed else "biases of latents") in found
 
 
-@pytest.mark.parametrize("changed", [{"nope_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"nope_dim": 40}, {"rotary_dim": 80}, {"rank": 128}, {"rank": 768}], ids=str
+)
 def test_latents_it_does_not_take(tmp_path, changed):
     shape = shape_of(spec_of(tmp_path, "deepseek_v2", **LATENT))
     product = Linear(weight=torch.zeros(64, 512, dtype=torch.bfloat16))
     assert one_token.refusal(shape, product, 16) is None
     latent = dataclasses.replace(shape.latent, **changed)
-    assert one_token.refusal(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim) is not None
+    assert (
+        one_token.refusal(dataclasses.replace(shape, latent=latent), product, latent.rotary_dim)
+        is not None
+    )
 
 
 def test_norms_of_two_kinds(tmp_path):
     """The kernel has one norm for both places: where only one of them has a bias, it would read none, or nothing."""
-    spec = spec_of(tmp_path, "opt", hidden_size=512, ffn_dim=1024, word_embed_proj_dim=512, num_attention_heads=8)
+    spec = spec_of(
+        tmp_path,
+        "opt",
+        hidden_size=512,
+        ffn_dim=1024,
+        word_embed_proj_dim=512,
+        num_attention_heads=8,
+    )
     block = spec.layers[0].block
     for name in ("pre_attention", "pre_mlp"):
         other = dataclasses.replace(getattr(block, name), bias=False)
-        layer = dataclasses.replace(spec.layers[0], block=dataclasses.replace(block, **{name: other}))
+        layer = dataclasses.replace(
+            spec.layers[0], block=dataclasses.replace(block, **{name: other})
+        )
         assert "two kinds" in shape_of(spec, [layer, layer])
 
 
@@ -205,7 +263,12 @@ def test_weights_it_does_not_take(tmp_path):
     single = Linear(weight=torch.zeros(64, 512))
     assert isinstance(zeros, GroupedLinear)
     assert isinstance(weight_of("fp8"), ScaledLinear)
-    for product in (zeros, floats, single, round_linear(torch.randn(128, 512), None, SCHEMES["fp8-block"])):
+    for product in (
+        zeros,
+        floats,
+        single,
+        round_linear(torch.randn(128, 512), None, SCHEMES["fp8-block"]),
+    ):
         assert one_token.refusal(shape, product, 64) is not None
 
 
@@ -214,7 +277,9 @@ def test_the_ring_has_room(tmp_path):
     heads = {"num_heads": 128, "num_kv_heads": 16, "head_dim": 128, "hidden_size": 16384}
     for scheme in ("fp8", "int8", "int4"):
         counts = [
-            one_token.stages(dataclasses.replace(shape, intermediate_size=f, **heads), weight_of(scheme), 232448)
+            one_token.stages(
+                dataclasses.replace(shape, intermediate_size=f, **heads), weight_of(scheme), 232448
+            )
             for f in (14336, 53248, 106496)  # an 8B Llama's, the 405B one's, twice that
         ]
         assert counts[1] >= 3
@@ -245,7 +310,14 @@ def test_order_of_the_table():
     source = one_token.SOURCES[1].read_text()
     listed = re.search(r"enum \{ (NORM_W.*?), NUM_POINTERS \}", source, re.DOTALL).group(1)
     assert len([name for name in listed.split(",") if name.strip()]) == len(one_token.POINTERS)
-    own = {"norm": "NORM_W", "norm_bias": "NORM_B", "mlp_norm": "MLP_W", "mlp_norm_bias": "MLP_B", "k": "K_AT", "v": "V_AT"}
+    own = {
+        "norm": "NORM_W",
+        "norm_bias": "NORM_B",
+        "mlp_norm": "MLP_W",
+        "mlp_norm_bias": "MLP_B",
+        "k": "K_AT",
+        "v": "V_AT",
+    }
     endings = {"_scales": "_S", "_bias": "_B"}
 
     def called(name):
@@ -255,10 +327,19 @@ def test_order_of_the_table():
             if name.endswith(long):
                 return name.removesuffix(long).upper() + short
         plain = name.startswith(("q_", "k_", "v_")) or name.endswith("_factor")
-        plain = plain or name in ("correction", "expert_counts", "logits", "sinks", "window", "table")
+        plain = plain or name in (
+            "correction",
+            "expert_counts",
+            "logits",
+            "sinks",
+            "window",
+            "table",
+        )
         return name.upper() if plain else name.upper() + "_W"
 
-    assert [name.strip() for name in listed.split(",")] == [called(name) for name in one_token.POINTERS]
+    assert [name.strip() for name in listed.split(",")] == [
+        called(name) for name in one_token.POINTERS
+    ]
 
 
 # --- the kernel
@@ -318,21 +399,52 @@ class OnCpuOps(ReferenceOps):
         return pack_mxfp4(made) if scheme is not None and scheme.name == "mxfp4" else made
 
     def one_token(self, shape, layers, product, cos_sin, group=None, experts=None):
-        assert one_token.refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts) is None
+        assert (
+            one_token.refusal(
+                shape, product, None if cos_sin is None else cos_sin.shape[1], experts
+            )
+            is None
+        )
         shared = () if group is None else group.share(one_token.shared_size(shape, group.size))
-        how = dict(programs=self.programs, shared_bytes=232448, group=group, shared=shared, experts=experts)
+        how = dict(
+            programs=self.programs, shared_bytes=232448, group=group, shared=shared, experts=experts
+        )
         step = OnCpu(shape, layers, product, cos_sin, **how)
         step.folder, step.meeting, step.seed = self.folder, self.meeting, self.seed
         return step
 
 
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 MANY = {"num_experts": 40, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
-FEW = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=128, n_shared_experts=1, first_k_dense_replace=1)
-OF_BOTH_KINDS = dict(hidden_size=256, intermediate_size=320, moe_intermediate_size=128, head_dim=64, num_hidden_layers=3)
+FEW = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=128,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+OF_BOTH_KINDS = dict(
+    hidden_size=256,
+    intermediate_size=320,
+    moe_intermediate_size=128,
+    head_dim=64,
+    num_hidden_layers=3,
+)
 """Layers without experts and with."""
 OSS = dict(
-    **dict(hidden_size=192, intermediate_size=320, num_attention_heads=8, num_key_value_heads=2, head_dim=64),
+    **dict(
+        hidden_size=192,
+        intermediate_size=320,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    ),
     **dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=37, num_hidden_layers=2),
 )
 """Rows of MXFP4 of one and a half chunks, and of two and a half. The first layer has a window."""
@@ -345,7 +457,9 @@ def steps(model, cache):
     torch.manual_seed(1)
     paged = Paged(model, 1, 128, block_size=16)
     if cache is not None:
-        paged.kv = [eight_bits(layer, cache, model.decoder.ops.values_by_dim(cache)) for layer in paged.kv]
+        paged.kv = [
+            eight_bits(layer, cache, model.decoder.ops.values_by_dim(cache)) for layer in paged.kv
+        ]
     paged.computed[0] = CACHED
     return torch.cat([paged.step([(0, [token])])[0] for token in (9, 200)]).float()
 
@@ -362,12 +476,32 @@ def eight_bits(layer, dtype, turned):
     [
         ("qwen3", SMALL, None, torch.int8),
         ("qwen3", SMALL, "int4", None),
-        ("opt", {"hidden_size": 256, "ffn_dim": 576, "word_embed_proj_dim": 256, "num_attention_heads": 2}, "int8", None),
+        (
+            "opt",
+            {
+                "hidden_size": 256,
+                "ffn_dim": 576,
+                "word_embed_proj_dim": 256,
+                "num_attention_heads": 2,
+            },
+            "int8",
+            None,
+        ),
         ("qwen3", SMALL, "fp8", torch.float8_e4m3fn),
         ("qwen3_moe", {**SMALL, **MANY}, None, None),
         ("mixtral", {**SMALL, "intermediate_size": 192, "seed": 3}, "fp8", None),
-        ("qwen2_moe", {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320}, "int8", None),
-        ("glm4_moe", {**SMALL, **ONE_GROUP, "moe_intermediate_size": 96, "intermediate_size": 320}, None, None),
+        (
+            "qwen2_moe",
+            {**SMALL, "moe_intermediate_size": 192, "shared_expert_intermediate_size": 320},
+            "int8",
+            None,
+        ),
+        (
+            "glm4_moe",
+            {**SMALL, **ONE_GROUP, "moe_intermediate_size": 96, "intermediate_size": 320},
+            None,
+            None,
+        ),
         ("gpt_oss", OSS, None, torch.int8),
         ("gpt_oss", OSS, "mxfp4", None),
     ],
@@ -387,7 +521,9 @@ def test_steps_equal_the_reference(tmp_path, family, overrides, scheme, cache):
     )
     assert not isinstance(fast(ours.decoder).one_token, Reason)
     expected = steps(exact, cache)
-    ours_off, theirs_off = (((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs))
+    ours_off, theirs_off = (
+        ((steps(m, cache) - expected).norm() / expected.norm()).item() for m in (ours, theirs)
+    )
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3
 
@@ -404,7 +540,18 @@ def answered(model):
     [
         ("qwen3", SMALL, None, 2, 0),
         ("qwen3", {**SMALL, "num_hidden_layers": 3}, "fp8", 2, 7),
-        ("opt", {"hidden_size": 256, "ffn_dim": 1024, "word_embed_proj_dim": 256, "num_attention_heads": 4}, "int8", 2, 5),
+        (
+            "opt",
+            {
+                "hidden_size": 256,
+                "ffn_dim": 1024,
+                "word_embed_proj_dim": 256,
+                "num_attention_heads": 4,
+            },
+            "int8",
+            2,
+            5,
+        ),
         ("llama", {**SMALL, "head_dim": 32, "num_key_value_heads": 4}, None, 4, 3),
     ],
     ids=lambda x: str(x) if isinstance(x, str | int | None) else "",
@@ -421,14 +568,18 @@ def test_several_ranks(tmp_path, family, overrides, scheme, size, seed):
     def run(group):
         ops = OnCpuOps(tmp_path, group.meeting, seed, programs=6 // size)
         part = Partition(Shard(group.rank, size, tensor=True), group)
-        model = load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named, partition=part)
+        model = load_model(
+            tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named, partition=part
+        )
         assert not isinstance(fast(model.decoder).one_token, Reason)
         return answered(model)
 
     expected = answered(exact)
     ours = as_threads(size, run)
     assert all(torch.equal(ours[0], x) for x in ours[1:])
-    ours_off, theirs_off = (((x - expected).norm() / expected.norm()).item() for x in (ours[0], answered(theirs)))
+    ours_off, theirs_off = (
+        ((x - expected).norm() / expected.norm()).item() for x in (ours[0], answered(theirs))
+    )
     print(f"{ours_off:.4f}, the reference {theirs_off:.4f}")
     assert ours_off < 1.2 * theirs_off + 2e-3
 
@@ -440,18 +591,29 @@ def judged(path, scheme, cache, ops, lengths, known=None):
     ways = ((one_token_steps.Exact(), torch.float32), (ReferenceOps(), torch.bfloat16))
     known = {} if known is None else known
     if scheme not in known:
-        known[scheme] = [load_model(path, ops=own, device=CPU, dtype=dtype, scheme=named) for own, dtype in ways], {}
+        known[scheme] = (
+            [
+                load_model(path, ops=own, device=CPU, dtype=dtype, scheme=named)
+                for own, dtype in ways
+            ],
+            {},
+        )
     (exact, theirs), made = known[scheme]
     ours = load_model(path, ops=ops, device=CPU, dtype=torch.bfloat16, scheme=named)
     torch.manual_seed(0)
     kv = one_token_steps.caches(ours.spec, cache, CPU)
     groups = ours.spec.group_of_layer
-    tables = [torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1 for _ in range(1 + max(groups))]
+    tables = [
+        torch.randperm(one_token_steps.NUM_BLOCKS - 1, dtype=torch.int32)[None] + 1
+        for _ in range(1 + max(groups))
+    ]
     token = torch.tensor([77], dtype=torch.int32)
 
     def step(model, meta):
         own = one_token_steps.another(kv, torch.float32 if model is exact else None)
-        return fast(model.decoder).forward(token, own, meta), one_token_steps.kept(own, meta, groups)
+        return fast(model.decoder).forward(token, own, meta), one_token_steps.kept(
+            own, meta, groups
+        )
 
     found = one_token_steps.Judged(scheme)
     with torch.inference_mode():
@@ -467,7 +629,13 @@ def judged(path, scheme, cache, ops, lengths, known=None):
 @pytest.mark.parametrize(("scheme", "heads"), [("fp8", 1), ("int4-g32", 2)])
 def test_the_kernel_as_judged(tmp_path, scheme, heads):
     """A parallel block, and a cache of 8 bits; with one head it is as wide as GPT-J 6B's."""
-    sizes = {"n_embd": 256, "n_inner": 512, "n_layer": 2, "rotary_dim": 64, "initializer_range": 0.04}
+    sizes = {
+        "n_embd": 256,
+        "n_inner": 512,
+        "n_layer": 2,
+        "rotary_dim": 64,
+        "initializer_range": 0.04,
+    }
     one_token_steps.build(tmp_path, "gptj", n_head=heads, **sizes)
     judged(tmp_path, scheme, torch.float8_e4m3fn, OnCpuOps(tmp_path), (2, 90))
 
@@ -481,7 +649,8 @@ def test_experts_as_judged(tmp_path):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("scheme", "cache"), [("mxfp4", torch.bfloat16), pytest.param("fp8", torch.float8_e4m3fn, marks=pytest.mark.slow)]
+    ("scheme", "cache"),
+    [("mxfp4", torch.bfloat16), pytest.param("fp8", torch.float8_e4m3fn, marks=pytest.mark.slow)],
 )
 def test_windows_as_judged(tmp_path, scheme, cache):
     """Layers with windows, whose blocks another table has: shorter than one, by a key longer, and with splits of both."""
@@ -494,7 +663,8 @@ def test_the_choice_of_experts(tmp_path):
     """Of equals the first, counted as the reference counts them; padding is not."""
     tiny_models.write(tmp_path, "qwen3_moe", **SMALL, **MANY)
     theirs, ours = (
-        load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16) for ops in (ReferenceOps(), OnCpuOps(tmp_path))
+        load_model(tmp_path, ops=ops, device=CPU, dtype=torch.bfloat16)
+        for ops in (ReferenceOps(), OnCpuOps(tmp_path))
     )
     counts = [model.decoder.count_experts() for model in (theirs, ours)]
     for model in (theirs, ours):
@@ -516,16 +686,25 @@ def test_the_choice_of_experts(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("family", "sizes", "scheme"),
-    [("glm4_moe", OF_BOTH_KINDS, "fp8"), ("deepseek_v2", {**LATENT, **FEW}, "fp8"), ("gpt_oss", OSS, "mxfp4")],
+    [
+        ("glm4_moe", OF_BOTH_KINDS, "fp8"),
+        ("deepseek_v2", {**LATENT, **FEW}, "fp8"),
+        ("gpt_oss", OSS, "mxfp4"),
+    ],
 )
 def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, scheme):
     """Without one of the kernel's barriers or meetings a warp that sleeps would read too late, one that does not too soon."""
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", 64)
     one_token_steps.build(tmp_path, family, **sizes)
-    model = load_model(tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[scheme])
+    model = load_model(
+        tmp_path, ops=OnCpuOps(tmp_path), device=CPU, dtype=torch.bfloat16, scheme=SCHEMES[scheme]
+    )
     torch.manual_seed(0)
     kv = one_token_steps.caches(model.spec, torch.bfloat16, CPU)
-    meta, token = one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None]), torch.tensor([9])
+    meta, token = (
+        one_token_steps.last_of(200, torch.arange(1, 14, dtype=torch.int32)[None]),
+        torch.tensor([9]),
+    )
     found = []
     with torch.inference_mode():
         for seed in range(3):
@@ -536,7 +715,8 @@ def test_in_whatever_order_warps_go_on(tmp_path, monkeypatch, family, sizes, sch
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT), ("gpt_oss", OSS)]
+    ("family", "sizes"),
+    [("qwen3_moe", {**SMALL, **MANY}), ("deepseek_v2", LATENT), ("gpt_oss", OSS)],
 )
 def test_a_step_of_padding(tmp_path, family, sizes):
     """As a graph is captured with: of length 0. It ends, leaves the cache alone, and the next step is as without it."""
@@ -547,13 +727,16 @@ def test_a_step_of_padding(tmp_path, family, sizes):
     before = one_token_steps.another(kv)
     usual = one_token_steps.last_of(40, torch.arange(1, 9, dtype=torch.int32)[None])
     padding = dataclasses.replace(
-        one_token_steps.last_of(1, torch.zeros(1, 8, dtype=torch.int32)), seq_lens=torch.zeros(1, dtype=torch.int32)
+        one_token_steps.last_of(1, torch.zeros(1, 8, dtype=torch.int32)),
+        seq_lens=torch.zeros(1, dtype=torch.int32),
     )
     token = torch.tensor([9])
     with torch.inference_mode():
         expected = fast(model.decoder).forward(token, one_token_steps.another(kv), usual)
         fast(model.decoder).forward(token, kv, padding)
-        assert all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True))
+        assert all(
+            torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in zip(kv, before, strict=True)
+        )
         assert torch.equal(fast(model.decoder).forward(token, kv, usual), expected)
 
 
@@ -571,7 +754,9 @@ def test_latents_as_judged(tmp_path, monkeypatch, scheme, num_dense, apart):
     """Of layers with and without experts; also where a program attends for four heads, from 65 keys on, and there are as many
     parts as programs."""
     monkeypatch.setattr(one_token, "ONE_HEAD_KEYS", apart)
-    one_token_steps.build(tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense})
+    one_token_steps.build(
+        tmp_path, "deepseek_v2", **{**LATENT, **FEW, "first_k_dense_replace": num_dense}
+    )
     judged(tmp_path, scheme, torch.bfloat16, OnCpuOps(tmp_path), (1, 2, 16, 200, 900))
 
 
@@ -597,7 +782,11 @@ class Spoilt(ReferenceOps):
             table[0, 3] = table[0, 5]
             meta = dataclasses.replace(meta, block_table=table)
         found = super().attention(q, kv, meta, params)
-        return (found.float() * 1.05).to(found.dtype) if self.fault == "five percent too much" else found
+        return (
+            (found.float() * 1.05).to(found.dtype)
+            if self.fault == "five percent too much"
+            else found
+        )
 
     def rope_and_cache(self, qkv, kv, meta, heads):
         if self.fault == "rotated as the next token":
@@ -617,7 +806,9 @@ class Spoilt(ReferenceOps):
 )
 def test_faults_that_the_judgement_sees(gptj, scheme, fault):
     with pytest.raises(AssertionError):
-        judged(gptj[0], scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS, gptj[1])
+        judged(
+            gptj[0], scheme, torch.float8_e4m3fn, Spoilt(fault), one_token_steps.LENGTHS, gptj[1]
+        )
 
 
 class OtherRanks:
@@ -639,7 +830,11 @@ class OtherRanks:
 @pytest.mark.parametrize("refused", ["here", "there"])
 def test_no_rank_waits_for_one_that_refuses(monkeypatch, refused):
     reason = Reason("it does not fit here")
-    monkeypatch.setattr(one_token, "_refusal_here", lambda *given: reason if refused == "here" else None)
+    monkeypatch.setattr(
+        one_token, "_refusal_here", lambda *given: reason if refused == "here" else None
+    )
     group = OtherRanks(others=int(refused == "here"))
-    assert one_token.one_token(None, [], None, None, group) is (reason if refused == "here" else OTHER_RANK)
+    assert one_token.one_token(None, [], None, None, group) is (
+        reason if refused == "here" else OTHER_RANK
+    )
     assert group.told == [refused == "there"]

@@ -42,7 +42,11 @@ def plain_triton(x):
 def guide(tmp_path_factory):
     """The module that the guide shows."""
     text = (ROOT / "docs" / "adding-a-model.md").read_text("utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "OwnActivation" in block)
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if "OwnActivation" in block
+    )
     path = tmp_path_factory.mktemp("guide") / "own_functions.py"
     path.write_text(code)
     spec = importlib.util.spec_from_file_location("own_functions", path)
@@ -66,9 +70,16 @@ def test_the_guides_activation(guide, ops):
 def test_a_model_with_functions(monkeypatch, tmp_path, ops, family, gated):
     """As transformers computes the model whose own activation and norm they are."""
     function = (lambda gate, up: F.silu(gate) * up) if gated else F.relu
-    act = OwnActivation(name="mine", function=function, triton=gated_triton if gated else plain_triton)
-    rms = OwnNorm(name="mine", function=lambda x, w, b, eps: F.rms_norm(x, x.shape[-1:], w.float(), eps))
-    layer = OwnNorm(name="mine", function=lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w.float(), b.float(), eps))
+    act = OwnActivation(
+        name="mine", function=function, triton=gated_triton if gated else plain_triton
+    )
+    rms = OwnNorm(
+        name="mine", function=lambda x, w, b, eps: F.rms_norm(x, x.shape[-1:], w.float(), eps)
+    )
+    layer = OwnNorm(
+        name="mine",
+        function=lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w.float(), b.float(), eps),
+    )
 
     def with_functions(path):
         description = read(path)
@@ -86,7 +97,9 @@ def test_a_model_with_functions(monkeypatch, tmp_path, ops, family, gated):
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
     monkeypatch.setattr(loader, "read_spec", with_functions)
-    ours = run(loader.load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2))
+    ours = run(
+        loader.load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2)
+    )
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
 
 

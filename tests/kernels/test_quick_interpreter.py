@@ -66,7 +66,9 @@ def test_types_have_their_names_and_sizes():
 
 
 @triton.jit
-def _many_operations_kernel(X, Whole, Rough, Out, N: tl.constexpr, M: tl.constexpr, at: tl.constexpr):
+def _many_operations_kernel(
+    X, Whole, Rough, Out, N: tl.constexpr, M: tl.constexpr, at: tl.constexpr
+):
     """Blocks of other sizes, of other types, numbers and constants: each with each."""
     row, column = tl.arange(0, N)[None, :], tl.arange(0, M)[:, None]
     x = tl.load(X + column * N + row)
@@ -79,14 +81,25 @@ def _many_operations_kernel(X, Whole, Rough, Out, N: tl.constexpr, M: tl.constex
     y = y + (whole // 3) % 5 + (whole >> 1) - (row ^ column) + 2 * tl.maximum(x, rough)
     y = y + (x > 0.5) + tl.sum(tl.where(row == column, x, 1.5), 1)[:, None] + (at > 2)
     narrow, half, short = whole.to(tl.int8), x.to(tl.float16), rough.to(tl.float16)
-    y = y + narrow * 2 + narrow * (program + 100) + half / short + (half + short) + ((row > 2) - (row > 5))
+    y = (
+        y
+        + narrow * 2
+        + narrow * (program + 100)
+        + half / short
+        + (half + short)
+        + ((row > 2) - (row > 5))
+    )
     y = y + (x + row).shape[0] * 100 + x.numel
     tl.store(Out + program * N * M + column * N + row, y.to(tl.float16).to(tl.float32) + y)
 
 
 def many_operations(at):
     torch.manual_seed(0)
-    x, whole, rough = torch.randn(4, 8), torch.arange(-3, 5), torch.randn(4).to(torch.float8_e4m3fn).to(torch.bfloat16)
+    x, whole, rough = (
+        torch.randn(4, 8),
+        torch.arange(-3, 5),
+        torch.randn(4).to(torch.float8_e4m3fn).to(torch.bfloat16),
+    )
     out = torch.empty(2, 4, 8)
     _many_operations_kernel[(2,)](x, whole, rough, out, N=8, M=4, at=at)
     return out
@@ -102,7 +115,12 @@ sys.stdout.buffer.write(b"".join(own.many_operations(at).numpy().tobytes() for a
 
 def test_results_are_those_of_tritons_own_interpreter():
     """Bit for bit. Triton's runs in another process, in which nothing is replaced."""
-    ran = subprocess.run([sys.executable, "-c", SLOW], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=PIPE)
+    ran = subprocess.run(
+        [sys.executable, "-c", SLOW],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        stdout=PIPE,
+    )
     assert ran.returncode == 0
     assert b"".join(many_operations(at).numpy().tobytes() for at in (2, 5, 2)) == ran.stdout
 
@@ -131,9 +149,16 @@ def test_short_numbers_convert_as_one_by_one():
     """The table is the conversion of all codes."""
     codes = torch.arange(256, dtype=torch.uint8).numpy()
     convert = interpreter._convert_float.args[0]
-    for given, wanted in ((tl.float8e4nv, tl.float16), (tl.float8e4nv, tl.float32), (tl.bfloat16, tl.float32)):
+    for given, wanted in (
+        (tl.float8e4nv, tl.float16),
+        (tl.float8e4nv, tl.float32),
+        (tl.bfloat16, tl.float32),
+    ):
         some = codes[::-1].reshape(2, 128).astype(f"uint{given.primitive_bitwidth}") * 3
         for _ in range(2):
             ours = interpreter._convert_float(some, given, wanted, None)
             assert (ours == convert(some, given, wanted, None)).all()
-            assert (ours.shape, ours.dtype) == (some.shape, convert(some, given, wanted, None).dtype)
+            assert (ours.shape, ours.dtype) == (
+                some.shape,
+                convert(some, given, wanted, None).dtype,
+            )

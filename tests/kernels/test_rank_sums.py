@@ -106,13 +106,17 @@ def numbers(shape, dtype, seed):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (2, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, torch.bfloat16), (3, torch.float16), (2, torch.float32)], ids=str
+)
 def test_sums_one_after_another(folder, size, dtype, seed):
     """Of one row, of several for a thread block, of a part of a row, in places that others have used; the same bits on every
     rank, and all places are empty afterwards."""
     ranks = ranks_of(folder, 640, size, most_bytes=640 * 100)
     width = 640 // dtype.itemsize
-    for i, shape in enumerate([(1, width), (100, width), (7, width), (width // 4,), (1, width), (100, width), (1, width)]):
+    for i, shape in enumerate(
+        [(1, width), (100, width), (7, width), (width // 4,), (1, width), (100, width), (1, width)]
+    ):
         given = [numbers(shape, dtype, 10 * i + rank) for rank in range(size)]
         for r in ranks:
             r.seed = seed and seed + i
@@ -128,7 +132,10 @@ def test_sums_one_after_another(folder, size, dtype, seed):
 def test_a_rank_that_is_ahead(folder, seed):
     """No rank waits for the others to have read: it may be in the next sum by then. So many sums that warps sleep where it
     matters: with one place for a row each seed fails."""
-    ranks, given = ranks_of(folder, 640), [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)]
+    ranks, given = (
+        ranks_of(folder, 640),
+        [numbers((100, 5, 320), torch.bfloat16, rank) for rank in range(2)],
+    )
     found = [torch.zeros_like(x) for x in given]
     for r, x, total in zip(ranks, given, found, strict=True):
         r.kernels, r.seed = len(x), seed
@@ -155,7 +162,9 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype):
     ranks = ranks_of(folder, size * dtype.itemsize)
     bias = numbers((size,), dtype, 3) if kind == "layer" else None
     offset = 0.5 if kind == "rms" else 0.0
-    norm = NormParams(kind=kind, weight=numbers((size,), dtype, 4), eps=1e-5, bias=bias, offset=offset)
+    norm = NormParams(
+        kind=kind, weight=numbers((size,), dtype, 4), eps=1e-5, bias=bias, offset=offset
+    )
     ops = TritonOps()
     for i in range(3):
         given = [numbers((rows, size), dtype, 5 + i * 10 + rank) for rank in range(2)]
@@ -170,9 +179,13 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype):
         for normed, own in found:
             assert torch.equal(own, total)
             if inputs is None:
-                torch.testing.assert_close(normed, wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    normed, wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-5
+                )
                 continue
-            torch.testing.assert_close(normed.scales.flatten(), wanted.scales.flatten(), rtol=1e-2, atol=0)
+            torch.testing.assert_close(
+                normed.scales.flatten(), wanted.scales.flatten(), rtol=1e-2, atol=0
+            )
             by = wanted.scales.repeat_interleave(128, 1) if inputs == "fp8-block" else wanted.scales
             apart = (normed.values.float() - wanted.values.float()).abs() * by
             assert (apart <= by * (1.01 if inputs == "int8" else 32.0)).all()  # a step of the codes
@@ -181,7 +194,9 @@ def test_norms_of_sums(folder, inputs, kind, adds, dtype):
             assert torch.equal(*(normed.values.view(torch.uint8) for normed, _ in found))
 
 
-@pytest.mark.parametrize(("size", "width", "num_rows"), [(2, 60, 3), (2, 64, 70), (3, 65, 5), (4, 33, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "width", "num_rows"), [(2, 60, 3), (2, 64, 70), (3, 65, 5), (4, 33, 2)], ids=str
+)
 def test_best_of_ranks(folder, size, width, num_rows):
     """Each rank's best and its logit, as sums with zeros. The last ranks may have columns that do not count, or no others."""
     ranks, own = ranks_of(folder, 640, size), 32
@@ -192,13 +207,17 @@ def test_best_of_ranks(folder, size, width, num_rows):
     logits[:, width:] = 20.0
     wanted = logits[:, :width].float().argmax(-1)
     parts = [logits[:, rank * own : (rank + 1) * own] for rank in range(size)]
-    pairs = [sampling.best_of_rank(part, rank, size, width, block=16) for rank, part in enumerate(parts)]
+    pairs = [
+        sampling.best_of_rank(part, rank, size, width, block=16) for rank, part in enumerate(parts)
+    ]
     for summed in [r(pair) for r, pair in zip(ranks, pairs, strict=True)]:
         assert torch.equal(sampling.best_of_all(summed, size), wanted)
     ranks[-1].group.sums = ranks[-1]
     for r, pair in zip(ranks[:-1], pairs, strict=False):
         r(pair)
-    assert torch.equal(TritonOps().best_of_ranks(parts[-1], ranks[-1].group, width), wanted)  # its launch is the last
+    assert torch.equal(
+        TritonOps().best_of_ranks(parts[-1], ranks[-1].group, width), wanted
+    )  # its launch is the last
 
 
 def test_what_it_does_not_take(folder):

@@ -16,8 +16,22 @@ from torch.nn import functional as F
 from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, draw, filter_probs, uniform
-from tests.kernels.cases import Shape, attention_options, edge_shapes, layer_norm, rms_norm, sampling, step
+from slipstream.kernels.reference import (
+    ReferenceOps,
+    apply_bias_and_penalties,
+    draw,
+    filter_probs,
+    uniform,
+)
+from tests.kernels.cases import (
+    Shape,
+    attention_options,
+    edge_shapes,
+    layer_norm,
+    rms_norm,
+    sampling,
+    step,
+)
 
 torch.set_num_threads(1)
 ops = ReferenceOps()
@@ -41,7 +55,9 @@ def test_linear_embed_and_norms() -> None:
     residual, g = torch.randn(3, 8), torch.randn(8)
     h, total = ops.norm(x, rms_norm(g, 1.0), residual=residual)
     d = (x + residual).double()
-    torch.testing.assert_close(h, (d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (g.double() + 1)).float())
+    torch.testing.assert_close(
+        h, (d / (d.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (g.double() + 1)).float()
+    )
     assert torch.equal(total, x + residual)
     h, total = ops.norm(x, layer_norm(g))
     torch.testing.assert_close(h, F.layer_norm(x, (8,), g, None, 1e-5))
@@ -54,7 +70,9 @@ def test_activations() -> None:
     formulas = {
         "silu": lambda v: v / (1 + math.exp(-v)),
         "gelu": lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2))),
-        "gelu_tanh": lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
+        "gelu_tanh": lambda v: (
+            0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+        ),
         "relu": lambda v: max(v, 0.0),
         "relu2": lambda v: max(v, 0.0) ** 2,
     }
@@ -77,7 +95,9 @@ def test_rotation_agrees_with_transformers(rotary_dim: int) -> None:
     from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotate
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotate
 
-    case = step(Shape(sequences=((1, 5), (1, 16), (7, 30)), num_heads=4, num_kv_heads=2, head_dim=16))
+    case = step(
+        Shape(sequences=((1, 5), (1, 16), (7, 30)), num_heads=4, num_kv_heads=2, head_dim=16)
+    )
     torch.manual_seed(1)
     qkv = torch.randn(9, 8 * 16)
     table, angles = rotary(16, rotary_dim, case.meta.positions)
@@ -85,15 +105,27 @@ def test_rotation_agrees_with_transformers(rotary_dim: int) -> None:
     for interleaved in (False, True):
         kv = case.clone_kv()
         q = ops.rope_and_cache(
-            qkv, kv, case.meta, QKVLayout(num_heads=4, num_kv_heads=2, head_dim=16, cos_sin=table, interleaved=interleaved)
+            qkv,
+            kv,
+            case.meta,
+            QKVLayout(
+                num_heads=4, num_kv_heads=2, head_dim=16, cos_sin=table, interleaved=interleaved
+            ),
         )
         turned = [t[..., :rotary_dim] for t in (q_in, k_in)]
         if interleaved:
-            turned = [gptj_rotate(t[None], angles.sin()[None], angles.cos()[None])[0] for t in turned]
+            turned = [
+                gptj_rotate(t[None], angles.sin()[None], angles.cos()[None])[0] for t in turned
+            ]
         else:
             both = torch.cat((angles, angles), dim=-1)
-            turned = [llama_rotate(t, t, both.cos(), both.sin(), unsqueeze_dim=1)[0] for t in turned]
-        expected = [torch.cat((t, x[..., rotary_dim:]), dim=-1) for t, x in zip(turned, (q_in, k_in), strict=True)]
+            turned = [
+                llama_rotate(t, t, both.cos(), both.sin(), unsqueeze_dim=1)[0] for t in turned
+            ]
+        expected = [
+            torch.cat((t, x[..., rotary_dim:]), dim=-1)
+            for t, x in zip(turned, (q_in, k_in), strict=True)
+        ]
         torch.testing.assert_close(q, expected[0])
         check_written(case.kv, kv, case.meta.slot_mapping, expected[1], v_in)
 
@@ -117,7 +149,9 @@ def test_heads_are_normed_before_the_rotation() -> None:
     normed[:, :2] = F.rms_norm(normed[:, :2], (16,), q_norm + 1, 1e-6)
     normed[:, 2:3] = F.rms_norm(normed[:, 2:3], (16,), k_norm + 1, 1e-6)
     one, two = case.clone_kv(), case.clone_kv()
-    got = ops.rope_and_cache(qkv, one, case.meta, QKVLayout(**sizes, q_norm=q_norm, k_norm=k_norm, norm_offset=1.0))  # type: ignore[arg-type]
+    got = ops.rope_and_cache(
+        qkv, one, case.meta, QKVLayout(**sizes, q_norm=q_norm, k_norm=k_norm, norm_offset=1.0)
+    )  # type: ignore[arg-type]
     expected = ops.rope_and_cache(normed.flatten(1), two, case.meta, QKVLayout(**sizes))  # type: ignore[arg-type]
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(one.k, two.k)
@@ -147,7 +181,10 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distan
             p = length - end + token
             low = 0 if window is None else max(0, p - window + 1)
             high = p + 1 if causal else min(length, p + (window or length))
-            where = [(int(meta.block_table[i, at // size]), head // group, at % size) for at in range(low, high)]
+            where = [
+                (int(meta.block_table[i, at // size]), head // group, at % size)
+                for at in range(low, high)
+            ]
             keys = torch.stack([kv.k[w] for w in where]).double()
             values = torch.stack([kv.v[w] for w in where]).double()
             scores = keys @ case.q[token, head].double() * scale
@@ -157,8 +194,15 @@ def attention_by_loops(case, scale, window, softcap, alibi_slopes, sinks, distan
                 scores += float(alibi_slopes[head]) * (torch.arange(low, high) - p)
             if distance_bias is not None:
                 reach = distance_bias.shape[1] // 2
-                scores += torch.stack([distance_bias[head, reach + max(-reach, min(reach, at - p))] for at in range(low, high)])
-            sum_of_all = scores.exp().sum() + (0.0 if sinks is None else float(sinks[head].double().exp()))
+                scores += torch.stack(
+                    [
+                        distance_bias[head, reach + max(-reach, min(reach, at - p))]
+                        for at in range(low, high)
+                    ]
+                )
+            sum_of_all = scores.exp().sum() + (
+                0.0 if sinks is None else float(sinks[head].double().exp())
+            )
             out[token, head] = scores.exp() / sum_of_all @ values
     return out.float()
 
@@ -197,14 +241,19 @@ def test_uniform_is_splitmix64() -> None:
 
 def test_uniform_is_uniform_and_independent() -> None:
     grid = torch.arange(256)
-    u = uniform(grid.repeat_interleave(256), grid.repeat(256))  # consecutive seeds and counters, as in use
+    u = uniform(
+        grid.repeat_interleave(256), grid.repeat(256)
+    )  # consecutive seeds and counters, as in use
     assert u.dtype == torch.float32
     assert float(u.min()) > 0
     assert float(u.max()) < 1
     counts = torch.histc(u, bins=64, min=0, max=1)
     assert float(((counts - 1024).square() / 1024).sum()) < 110  # 63 degrees of freedom: p < 0.0003
     field = u.view(256, 256) - 0.5
-    for shifted in (field.roll(1, 0), field.roll(1, 1)):  # neighbours do not correlate: 5 standard errors
+    for shifted in (
+        field.roll(1, 0),
+        field.roll(1, 1),
+    ):  # neighbours do not correlate: 5 standard errors
         assert abs(float((field * shifted).mean())) < 5 / 12 / 256
 
 
@@ -223,10 +272,14 @@ def test_bias_and_penalties_against_loops(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 999)))
     logits = torch.randn(rows, 12)
     bias = [(0, 3, 1.5), (0, 4, -math.inf), (rows - 1, 5, 2.0)]
-    allowed = data.draw(st.dictionaries(st.integers(0, rows - 1), st.sets(st.integers(0, 11), min_size=1)))
+    allowed = data.draw(
+        st.dictionaries(st.integers(0, rows - 1), st.sets(st.integers(0, 11), min_size=1))
+    )
     expected = logits.tolist()
     for row, tokens in allowed.items():
-        expected[row] = [l if token in tokens else -math.inf for token, l in enumerate(expected[row])]
+        expected[row] = [
+            l if token in tokens else -math.inf for token, l in enumerate(expected[row])
+        ]
     for row, token, value in bias:
         expected[row][token] += value
     for row, tokens in enumerate(histories):
@@ -303,7 +356,9 @@ def test_distribution() -> None:
     logits, count = torch.tensor([1.0, -0.5, 0.3, 2.0, 0.0, 1.2, -3.0, 0.9]), 20_000
     params = sampling(count, seeds=list(range(count)), temperature=1.7, top_k=6, top_p=0.93)
     kept = kept_by_loops((logits / 1.7).tolist(), 6, 0.93, 0.0)
-    probs = torch.where(torch.tensor([t in kept for t in range(8)]), (logits / 1.7).softmax(-1), 0.0)
+    probs = torch.where(
+        torch.tensor([t in kept for t in range(8)]), (logits / 1.7).softmax(-1), 0.0
+    )
     expected = probs / probs.sum() * count
     found = torch.bincount(ops.sample(logits.expand(count, -1).clone(), params), minlength=8)
     assert set(found.nonzero()[:, 0].tolist()) == kept

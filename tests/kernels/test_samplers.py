@@ -15,19 +15,45 @@ from slipstream.worker.sampler_chain import apply_samplers
 from tests import naive_samplers
 
 VOCAB = 13
-logits_of = st.lists(st.floats(-6, 6).map(lambda x: round(x, 3)), min_size=VOCAB, max_size=VOCAB, unique=True)
-tokens_of = st.lists(st.integers(0, 3), min_size=1, max_size=24)  # of few kinds, so that runs repeat
+logits_of = st.lists(
+    st.floats(-6, 6).map(lambda x: round(x, 3)), min_size=VOCAB, max_size=VOCAB, unique=True
+)
+tokens_of = st.lists(
+    st.integers(0, 3), min_size=1, max_size=24
+)  # of few kinds, so that runs repeat
 PARAMS = [
     {"typical_p": 0.5},
     {"typical_p": 0.9, "temperature": 0.6},
     {"top_n_sigma": 0.7},
     {"dry_multiplier": 0.8},
-    {"dry_multiplier": 0.8, "dry_allowed_length": 1, "dry_base": 2.0, "dry_breaker_token_ids": (2,), "dry_penalty_last_n": 9},
+    {
+        "dry_multiplier": 0.8,
+        "dry_allowed_length": 1,
+        "dry_base": 2.0,
+        "dry_breaker_token_ids": (2,),
+        "dry_penalty_last_n": 9,
+    },
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 3},
-    {"samplers": ["temperature", "penalties", "xtc", "top_k"], "presence_penalty": 1.0, "top_k": 5, "temperature": 0.7},
-    {"samplers": ["min_p", "typ_p", "top_p"], "min_p": 0.1, "typical_p": 0.8, "top_p": 0.7, "temperature": 3.0},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3, "samplers": ["penalties"]},
+    {
+        "samplers": ["temperature", "penalties", "xtc", "top_k"],
+        "presence_penalty": 1.0,
+        "top_k": 5,
+        "temperature": 0.7,
+    },
+    {
+        "samplers": ["min_p", "typ_p", "top_p"],
+        "min_p": 0.1,
+        "typical_p": 0.8,
+        "top_p": 0.7,
+        "temperature": 3.0,
+    },
+    {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": -0.3,
+        "samplers": ["penalties"],
+    },
 ]
 
 
@@ -54,7 +80,9 @@ def test_xtc_leaves_the_least_likely_of_the_choices(logits, threshold):
     samplers.xtc(row, 0.4, threshold, 0.4)
     assert (row == np.array(logits, np.float32)).all()  # not below the probability: nothing happens
     samplers.xtc(row, 0.4, threshold, 0.39)
-    assert set(np.flatnonzero(row > -np.inf).tolist()) == set(naive_samplers.xtc(dict(enumerate(logits)), threshold))
+    assert set(np.flatnonzero(row > -np.inf).tolist()) == set(
+        naive_samplers.xtc(dict(enumerate(logits)), threshold)
+    )
 
 
 @settings(max_examples=40)
@@ -73,7 +101,10 @@ def test_no_repeat_ngram_as_transformers(tokens, size):
     from transformers import NoRepeatNGramLogitsProcessor
 
     row = np.zeros(VOCAB, np.float32)
-    expected = NoRepeatNGramLogitsProcessor(size)(torch.tensor([tokens]), torch.zeros(1, VOCAB))[0] > -torch.inf
+    expected = (
+        NoRepeatNGramLogitsProcessor(size)(torch.tensor([tokens]), torch.zeros(1, VOCAB))[0]
+        > -torch.inf
+    )
     samplers.no_repeat_ngram(row, np.array(tokens, np.int64), size)
     assert (row > -np.inf).tolist() == expected.tolist()
 
@@ -110,7 +141,13 @@ def test_dry_by_hand():
 def test_dry_of_long_repeated_text_is_finite(tokens):
     row = np.zeros(4, np.float32)
     samplers.dry(
-        row, np.array(tokens), multiplier=5.0, base=100.0, allowed_length=1, last_n=-1, breakers=np.array([], np.int64)
+        row,
+        np.array(tokens),
+        multiplier=5.0,
+        base=100.0,
+        allowed_length=1,
+        last_n=-1,
+        breakers=np.array([], np.int64),
     )
     assert np.isfinite(row).all()
 

@@ -13,12 +13,17 @@ from slipstream.kernels.reference import ReferenceOps, draw, uniform
 def one(weights, u):
     """What is drawn of weights by `u`."""
     with np.errstate(divide="ignore"):
-        return sampling.draw(np.log(np.asarray(weights, np.float32)), np.float32(1.0), 0, 1.0, 0.0, u)
+        return sampling.draw(
+            np.log(np.asarray(weights, np.float32)), np.float32(1.0), 0, 1.0, 0.0, u
+        )
 
 
 def test_a_draw_never_returns_a_dropped_token():
     weights = np.zeros(4096)
-    weights[300], weights[3000:3010] = 1.0, 1e-30  # beyond float64's reach: 300 is where every draw ends
+    weights[300], weights[3000:3010] = (
+        1.0,
+        1e-30,
+    )  # beyond float64's reach: 300 is where every draw ends
     assert [one(weights, u) for u in (1e-7, 0.5, 1 - 2**-24)] == [300, 300, 300]
     halves = np.zeros(512)
     halves[0] = halves[256] = 1.0  # u · total is reached by the first, exceeded by the second
@@ -30,13 +35,18 @@ def test_a_draw_never_returns_a_dropped_token():
     drawn = [one(row, float(x)) for row, x in zip(weights, u, strict=True)]
     assert all(row[token] > 0 for row, token in zip(weights, drawn, strict=True))
     expected = draw(torch.from_numpy(weights), torch.from_numpy(u)).tolist()
-    assert sum(a != b for a, b in zip(drawn, expected, strict=True)) <= 1  # the logarithm's rounding
+    assert (
+        sum(a != b for a, b in zip(drawn, expected, strict=True)) <= 1
+    )  # the logarithm's rounding
 
 
 def test_the_same_numbers_for_a_seed():
     seeds = torch.tensor([0, 1, 2**61 + 5, -7, 2**62 - 1, 3])
     counters = torch.tensor([0, 1, 2, 100_000, 2**31 - 1, 0], dtype=torch.int32)
-    assert torch.equal(torch.from_numpy(sampling.uniform(seeds.numpy(), counters.numpy())), uniform(seeds, counters))
+    assert torch.equal(
+        torch.from_numpy(sampling.uniform(seeds.numpy(), counters.numpy())),
+        uniform(seeds, counters),
+    )
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 97])
@@ -44,10 +54,14 @@ def test_log_probabilities(num_top):
     torch.manual_seed(num_top)
     logits, tokens = 4 * torch.randn(7, 97), torch.randint(97, (7,))
     found = sampling.best_logprobs(logits.numpy(), tokens.numpy(), num_top)
-    for ours, theirs in zip(found, ReferenceOps().best_logprobs(logits, tokens, num_top), strict=True):
+    for ours, theirs in zip(
+        found, ReferenceOps().best_logprobs(logits, tokens, num_top), strict=True
+    ):
         torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=2e-6)
 
 
 def test_of_equal_tokens_the_lower_stands_first():
-    _, rank, ids, _ = sampling.best_logprobs(np.array([[0.0, 2.0, 1.0, 2.0, 2.0]], np.float32), np.array([4]), 2)
+    _, rank, ids, _ = sampling.best_logprobs(
+        np.array([[0.0, 2.0, 1.0, 2.0, 2.0]], np.float32), np.array([4]), 2
+    )
     assert (rank.tolist(), ids.tolist()) == ([1], [[1, 3]])

@@ -23,13 +23,18 @@ def test_outliers_are_not_rounded(num_tokens, with_bias):
     whole = round_linear(weight, bias, SCHEMES["int8"])
     exact = x @ (whole.weight.float() * whole.scales[:, None]).T + (0.0 if bias is None else bias)
     split = SplitLinear.of(whole.weight.clone(), whole.scales, (3, 17), torch.float32)
-    split = SplitLinear(**{f: getattr(split, f) for f in ("weight", "scales", "out_dtype", "columns", "dense")}, bias=bias)
+    split = SplitLinear(
+        **{f: getattr(split, f) for f in ("weight", "scales", "out_dtype", "columns", "dense")},
+        bias=bias,
+    )
     assert split.inputs is None
     reference = ReferenceOps().linear(x, split)
     plain = ReferenceOps().linear(x, whole)
     assert (reference - exact).norm() < 0.1 * (plain - exact).norm()
     ops = TritonOps()
-    torch.testing.assert_close(ops.linear(x, ops.pack_weight(split)), reference, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        ops.linear(x, ops.pack_weight(split)), reference, rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])

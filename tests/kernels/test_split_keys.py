@@ -41,7 +41,10 @@ print(json.dumps({name: [x.asm["ptx"] for x in getattr(module, name).binaries] f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_seqs", "group"), [("bfloat16", 64, 7), ("float8_e4m3fn", 300, 4), ("bfloat16", 2, 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_seqs", "group"),
+    [("bfloat16", 64, 7), ("float8_e4m3fn", 300, 4), ("bfloat16", 2, 4)],
+)
 def test_kernels_of_decodes_compile(kind, num_seqs, group):
     """The interpreter is more lenient than the compiler. Of many decodes the last thread block of a sequence counts the others
     and merges; of few a kernel does."""
@@ -71,7 +74,13 @@ def test_parts_of_decodes(lens, extra, splits, window):
     step = AttentionMetadata.uniform(len(lens), 1, 1, block_size=16)
     meta = dataclasses.replace(step, seq_lens=torch.tensor(lens, dtype=torch.int32))
     (found,) = DecodeParts.find(
-        meta.seq_lens, num_seqs=len(lens), window=window, programs_each=3, block_n=16, num_extra=extra, splits=splits
+        meta.seq_lens,
+        num_seqs=len(lens),
+        window=window,
+        programs_each=3,
+        block_n=16,
+        num_extra=extra,
+        splits=splits,
     )
     records = found.parts.tolist()
     parts = [x for x in records if x[0] >= 0]
@@ -91,7 +100,9 @@ def test_parts_of_decodes(lens, extra, splits, window):
             assert [x[3] for x in own] == (list(range(splits)) if splits > 1 else [-1])
             continue
         assert length == 0 or all(begin < end for _, begin, end, *_ in own)
-        assert len(own) == MAX_PARTS or all(end - begin < 2 * fair + 16 for _, begin, end, *_ in own)
+        assert len(own) == MAX_PARTS or all(
+            end - begin < 2 * fair + 16 for _, begin, end, *_ in own
+        )
         if len(own) == 1:
             assert own[0][3] == -1
             continue
@@ -104,7 +115,13 @@ def test_parts_of_decodes(lens, extra, splits, window):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
-    [(4, 2, {}), (9, 3, {"window": 70}), (4, 1, {"sinks": True}), (7, 1, {"softcap": 20.0}), (1, 1, {})],
+    [
+        (4, 2, {}),
+        (9, 3, {"window": 70}),
+        (4, 1, {"sinks": True}),
+        (7, 1, {"softcap": 20.0}),
+        (1, 1, {}),
+    ],
     ids=["plain", "window", "sinks", "softcap", "one head"],
 )
 def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
@@ -112,7 +129,14 @@ def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
     monkeypatch.setattr(module, "PARTS_PER_SM", 200)
     monkeypatch.setattr(module, "LEAST_KEYS", 16)
     sequences = tuple((1, n - 1) for n in (500, 17, 300, 1, 64, 49))
-    shape = cases.Shape(sequences=sequences, num_heads=heads, num_kv_heads=kv_heads, head_dim=32, block_size=16, padded=2)
+    shape = cases.Shape(
+        sequences=sequences,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=32,
+        block_size=16,
+        padded=2,
+    )
     step = cases.step(shape)
     if "sinks" in options:
         options = {"sinks": torch.randn(heads) * 3}
@@ -133,13 +157,16 @@ def test_parts_of_many_decodes(num_seqs):
     sizes = dict(programs_each=3, block_n=16, num_extra=264, splits=0)
     parts = DecodeParts.find(lens, num_seqs=num_seqs, window=None, **sizes)[0].parts
     parts = parts[parts[:, 0] >= 0].long()
-    keys = torch.zeros(num_seqs, dtype=torch.int64).index_add_(0, parts[:, 0], parts[:, 2] - parts[:, 1])
+    keys = torch.zeros(num_seqs, dtype=torch.int64).index_add_(
+        0, parts[:, 0], parts[:, 2] - parts[:, 1]
+    )
     assert torch.equal(keys, lens.long())
     assert len(parts) > num_seqs
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "shape"), [(5, (4, 7, 64, 16)), (3, (1, 71, 32, 5)), (4, (8, 4, 128, 2)), (3, (2, 1, 16, 16))]
+    ("num_tokens", "shape"),
+    [(5, (4, 7, 64, 16)), (3, (1, 71, 32, 5)), (4, (8, 4, 128, 2)), (3, (2, 1, 16, 16))],
 )
 def test_merging_counted_parts(num_tokens, shape):
     """Heads of a token have a number of parts; none: what is there stays. Nothing beyond a number is read."""
@@ -164,7 +191,9 @@ def test_merging_counted_parts(num_tokens, shape):
 
 def test_parts_are_found_once_a_step():
     meta = AttentionMetadata.uniform(9, 1, 300, block_size=16)
-    find = functools.partial(DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8)
+    find = functools.partial(
+        DecodeParts.of, window=None, programs_each=2, block_n=16, num_processors=8
+    )
     assert find(meta) is find(meta)
     assert find(meta) is not find(dataclasses.replace(meta))
     assert len(find(meta).parts) == 9 + 64
@@ -175,11 +204,19 @@ def test_parts_are_found_once_a_step():
 def test_parts_of_several_steps_are_found_at_once(size, room):
     """They are what each step would find, and one step counts its parts apart from another. Few sequences have equal numbers of
     parts."""
-    lens = torch.randint(1, 3000, (3 * room,), dtype=torch.int32)  # of each step `size` sequences, then padding
-    every = dataclasses.replace(AttentionMetadata.uniform(3 * room, 1, 3000, block_size=16), seq_lens=lens)
-    find = functools.partial(DecodeParts.of, window=None, programs_each=3, block_n=16, num_processors=8)
+    lens = torch.randint(
+        1, 3000, (3 * room,), dtype=torch.int32
+    )  # of each step `size` sequences, then padding
+    every = dataclasses.replace(
+        AttentionMetadata.uniform(3 * room, 1, 3000, block_size=16), seq_lens=lens
+    )
+    find = functools.partial(
+        DecodeParts.of, window=None, programs_each=3, block_n=16, num_processors=8
+    )
     for i in range(3):
-        own = dataclasses.replace(every, seq_lens=lens[room * i : room * i + size], num_decodes=size)
+        own = dataclasses.replace(
+            every, seq_lens=lens[room * i : room * i + size], num_decodes=size
+        )
         ours, theirs = find(dataclasses.replace(own, of_steps=Steps(every, i, 3))), find(own)
         exist = theirs.parts[:, 0] >= 0
         assert torch.equal(ours.parts[:, 0] >= 0, exist)
@@ -189,7 +226,10 @@ def test_parts_of_several_steps_are_found_at_once(size, room):
         assert not ours.arrived.any()
     (found,) = every.derived.values()
     begins = [parts.arrived.data_ptr() for parts in found]
-    assert all(b - a >= found[0].arrived.nbytes and (b - a) % 16 == 0 for a, b in itertools.pairwise(begins))
+    assert all(
+        b - a >= found[0].arrived.nbytes and (b - a) % 16 == 0
+        for a, b in itertools.pairwise(begins)
+    )
 
 
 def test_splits_fill_the_chip_and_no_more():

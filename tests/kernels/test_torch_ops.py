@@ -59,12 +59,16 @@ def test_it_is_what_a_cpu_gets_by_name() -> None:
 @pytest.mark.parametrize(("out", "inner"), [(1, 3), (7, 5), (96, 64)])
 def test_linear(dtype: torch.dtype, rows: int, out: int, inner: int) -> None:
     torch.manual_seed(0)
-    weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((out, inner), (out,), (rows, 2 * inner)))
+    weight, bias, x = (
+        torch.randn(shape).to(dtype) for shape in ((out, inner), (out,), (rows, 2 * inner))
+    )
     x = x[:, :inner]  # not contiguous
     for b in (bias, None):
         w = CpuOps().quantize_weight(weight, b)
         assert (w.out_features, isinstance(w, PackedLinear)) == (out, cpu.can_pack(dtype))
-        assert_near(CpuOps().linear(x, w), reference.linear(x, reference.quantize_weight(weight, b)))
+        assert_near(
+            CpuOps().linear(x, w), reference.linear(x, reference.quantize_weight(weight, b))
+        )
         assert CpuOps().linear(x[:0], w).shape == (0, out)
 
 
@@ -74,7 +78,9 @@ def test_a_packed_weight_is_not_held_twice() -> None:
     assert isinstance(w, PackedLinear)
     assert w.weight.device.type == "meta"
     assert w.weight.shape == (8, 4)
-    assert isinstance(CpuOps().quantize_weight(torch.randn(8, 4).half(), None), PackedLinear) is False
+    assert (
+        isinstance(CpuOps().quantize_weight(torch.randn(8, 4).half(), None), PackedLinear) is False
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +99,9 @@ def test_norms_and_activations(dtype: torch.dtype) -> None:
     for name in ("silu", "gelu", "gelu_tanh", "relu", "relu2"):
         before = x.clone()
         assert_near(CpuOps().activation(x, name), reference.activation(x, name))  # type: ignore[arg-type]
-        assert_near(CpuOps().activation(x, name, gated=True), reference.activation(x, name, gated=True))  # type: ignore[arg-type]
+        assert_near(
+            CpuOps().activation(x, name, gated=True), reference.activation(x, name, gated=True)
+        )  # type: ignore[arg-type]
         assert torch.equal(x, before)
 
 
@@ -149,10 +157,24 @@ def test_attention(data: st.DataObject) -> None:
 def test_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would need too large a mask or gather is computed a few queries, or a few decodes, at a time."""
     monkeypatch.setattr(cpu, "MAX_TEMPORARY_BYTES", 4000)
-    case = step(Shape(sequences=((1, 30), (1, 3), (1, 60), (1, 99), (150, 30), (70, 0)), num_heads=4, num_kv_heads=2))
-    for options in ({}, {"window": 20}, {"window": 300}, {"softcap": 3.0}, {"softcap": 3.0, "window": 20}):
+    case = step(
+        Shape(
+            sequences=((1, 30), (1, 3), (1, 60), (1, 99), (150, 30), (70, 0)),
+            num_heads=4,
+            num_kv_heads=2,
+        )
+    )
+    for options in (
+        {},
+        {"window": 20},
+        {"window": 300},
+        {"softcap": 3.0},
+        {"softcap": 3.0, "window": 20},
+    ):
         got = CpuOps().attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, **options))  # type: ignore[arg-type]
-        expected = reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, **options))  # type: ignore[arg-type]
+        expected = reference.attention(
+            case.q, case.kv, case.meta, AttentionParams(scale=0.3, **options)
+        )  # type: ignore[arg-type]
         assert_near(got, expected)
 
 
@@ -160,15 +182,24 @@ def test_one_long_decode_among_short_ones_is_not_paid_by_all() -> None:
     lens = [1, 17, 40, 5000, 64, 65, *[30] * 60]
     case = step(Shape(sequences=tuple((1, n - 1) for n in lens), num_heads=1, num_kv_heads=1))
     groups = cpu.decode_groups(case.meta, lens, case.kv, None, torch.float32)
-    assert sorted(i for g in groups if g.rows is not None for i in g.rows.tolist()) == list(range(len(lens)))
+    assert sorted(i for g in groups if g.rows is not None for i in g.rows.tolist()) == list(
+        range(len(lens))
+    )
     gathered, needed = sum(len(g.blocks) for g in groups), sum(-(-n // 16) for n in lens)
     assert gathered < 2 * needed
     # A window is all that is gathered, at most a block more than it covers.
     (windowed,) = cpu.decode_groups(case.meta, lens, case.kv, 32, torch.float32)
     assert windowed.num_blocks <= 3
     for window in (None, 32):
-        got = CpuOps().attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window))
-        assert_near(got, reference.attention(case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window)))
+        got = CpuOps().attention(
+            case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window)
+        )
+        assert_near(
+            got,
+            reference.attention(
+                case.q, case.kv, case.meta, AttentionParams(scale=0.3, window=window)
+            ),
+        )
 
 
 def test_what_was_derived_does_not_outlive_its_step() -> None:
@@ -188,7 +219,9 @@ def test_what_was_derived_does_not_outlive_its_step() -> None:
 @given(case=sampling_cases())
 def test_sample(case: tuple[Tensor, SamplingTensors]) -> None:
     logits, params = case
-    assert torch.equal(CpuOps().sample(logits.clone(), params), reference.sample(logits.clone(), params))
+    assert torch.equal(
+        CpuOps().sample(logits.clone(), params), reference.sample(logits.clone(), params)
+    )
 
 
 @pytest.mark.parametrize("vocab", [49_152, 50_257, 50_261])  # many divisors, few, a prime
@@ -198,12 +231,16 @@ def test_sample_over_a_real_vocabulary(vocab: int) -> None:
     given = {"temperature": [1.0, 0.7, 1.0, 1.0, 1.5, 0.0], "seeds": list(range(6))}
     for filters in (
         {},
-        {"top_p": [0.99, 0.9, 0.5, 0.9, 1.0, 1.0]},  # the first rows need the full sort, the next ones less
+        {
+            "top_p": [0.99, 0.9, 0.5, 0.9, 1.0, 1.0]
+        },  # the first rows need the full sort, the next ones less
         {"top_k": [0, 50, 1, 2000, 49_000, 0], "top_p": 0.9},
         {"min_p": 0.05, "top_k": 40},
     ):
         params = sampling(6, **given, **filters)
-        assert torch.equal(CpuOps().sample(logits.clone(), params), reference.sample(logits.clone(), params))
+        assert torch.equal(
+            CpuOps().sample(logits.clone(), params), reference.sample(logits.clone(), params)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -217,16 +254,25 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
 def test_a_seeded_row_does_not_depend_on_the_others() -> None:
     torch.manual_seed(6)
     logits = torch.randn(9, 4096) * 2
-    params = sampling(9, seeds=list(range(9)), temperature=0.9, top_k=[0, 40, 0] * 3, top_p=[0.5, 0.99, 1.0] * 3)
+    params = sampling(
+        9, seeds=list(range(9)), temperature=0.9, top_k=[0, 40, 0] * 3, top_p=[0.5, 0.99, 1.0] * 3
+    )
     together = CpuOps().sample(logits.clone(), params)
     for row in range(9):
         names = ("temperature", "top_k", "top_p", "min_p", "seeds", "history_lens")
-        one = dataclasses.replace(params, **{name: getattr(params, name)[row : row + 1] for name in names})
+        one = dataclasses.replace(
+            params, **{name: getattr(params, name)[row : row + 1] for name in names}
+        )
         assert CpuOps().sample(logits[row : row + 1].clone(), one)[0] == together[row]
 
 
-@pytest.mark.parametrize(("built", "advice"), [(True, "leave kernels at 'auto'"), (False, "get the C.. ones: .*slipstream")])
-def test_what_torch_has_no_product_for(monkeypatch: pytest.MonkeyPatch, built: bool, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("built", "advice"),
+    [(True, "leave kernels at 'auto'"), (False, "get the C.. ones: .*slipstream")],
+)
+def test_what_torch_has_no_product_for(
+    monkeypatch: pytest.MonkeyPatch, built: bool, advice: str
+) -> None:
     monkeypatch.setattr(cpu, "has_cpu_kernels", lambda: built)
     with pytest.raises(ConfigError, match=f"no int8 product: use kernels='reference', or {advice}"):
         CpuOps().quantize_weight(torch.zeros(32, 32), None, SCHEMES["int8"])
@@ -238,7 +284,12 @@ def test_packed_attention_of_parts_of_any_length():
         q, k, v = torch.randn(3, sum(lengths), 3, 10).unbind(0)
         parts = PackedParts.of(lengths, torch.device("cpu"))
         found = CpuOps().packed_attention(q, k, v, parts, scale=0.3)
-        torch.testing.assert_close(found, ReferenceOps().packed_attention(q, k, v, parts, scale=0.3), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            found, ReferenceOps().packed_attention(q, k, v, parts, scale=0.3), atol=1e-5, rtol=1e-4
+        )
         each = zip(lengths, *(x.split(list(lengths)) for x in (q, k, v)), strict=True)
-        alone = [ReferenceOps().packed_attention(*own, PackedParts.of([n], q.device), scale=0.3) for n, *own in each]
+        alone = [
+            ReferenceOps().packed_attention(*own, PackedParts.of([n], q.device), scale=0.3)
+            for n, *own in each
+        ]
         torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-4)

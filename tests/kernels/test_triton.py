@@ -26,7 +26,15 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.triton import TritonOps, linear, mla, mla_prefill, pointwise, sampling, tuning
+from slipstream.kernels.triton import (
+    TritonOps,
+    linear,
+    mla,
+    mla_prefill,
+    pointwise,
+    sampling,
+    tuning,
+)
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
@@ -65,12 +73,21 @@ def scaled(kv, dtype):
     codes = []
     for cache, scale in zip((kv.k, kv.v), scales, strict=True):
         tokens = cache.transpose(1, 2)
-        codes.append(to_cache(tokens.flatten(0, 1), scale, dtype).view(tokens.shape).transpose(1, 2).contiguous())
+        codes.append(
+            to_cache(tokens.flatten(0, 1), scale, dtype)
+            .view(tokens.shape)
+            .transpose(1, 2)
+            .contiguous()
+        )
     return LayerKV(*codes, *scales)
 
 
 @QUICK
-@given(data=st.data(), extra=st.sampled_from([1, 3, 40]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+@given(
+    data=st.data(),
+    extra=st.sampled_from([1, 3, 40]),
+    dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]),
+)
 def test_attention(data, extra, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=3))
     options = data.draw(cases.attention_options(shape.num_heads))
@@ -82,7 +99,10 @@ def test_attention(data, extra, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
         patch.setattr("slipstream.kernels.triton.split_keys.LEAST_KEYS", 16)
-        patch.setattr("slipstream.kernels.triton.split_keys.FEW_SEQUENCES", data.draw(st.sampled_from([0, 1, 4])))
+        patch.setattr(
+            "slipstream.kernels.triton.split_keys.FEW_SEQUENCES",
+            data.draw(st.sampled_from([0, 1, 4])),
+        )
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
     theirs = REFERENCE.attention(step.q, kv, step.meta, AttentionParams(**options))
     assert ours.isfinite().all()
@@ -99,7 +119,9 @@ def with_shared_prefixes(data, step):
     begins, ends, shared = list(range(num)), list(range(1, num + 1)), [0] * num
     at = 0
     while at < num:
-        count = num - at - data.draw(st.integers(0, num - at - 1))  # what is drawn most often shares most
+        count = (
+            num - at - data.draw(st.integers(0, num - at - 1))
+        )  # what is drawn most often shares most
         common = max(0, min(lens[at : at + count]) - 1) // size
         blocks = common - data.draw(st.integers(0, common))
         for i in range(at, at + count):
@@ -112,7 +134,11 @@ def with_shared_prefixes(data, step):
 
 
 @settings(QUICK, max_examples=30)
-@given(data=st.data(), splits=st.sampled_from([1, 2, 8]), dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]))
+@given(
+    data=st.data(),
+    splits=st.sampled_from([1, 2, 8]),
+    dtype=st.sampled_from([None, torch.float8_e4m3fn, torch.int8]),
+)
 def test_attention_of_shared_prefixes(data, splits, dtype):
     shape = data.draw(cases.edge_shapes(max_sequences=9))
     options = data.draw(cases.attention_options(shape.num_heads))
@@ -123,7 +149,10 @@ def test_attention_of_shared_prefixes(data, splits, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-        patch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", data.draw(st.sampled_from([64, 128, 2048])))
+        patch.setattr(
+            "slipstream.kernels.triton.attention.DECODE_ACC_SIZE",
+            data.draw(st.sampled_from([64, 128, 2048])),
+        )
         ours = OURS.attention(step.q, kv, meta, AttentionParams(**options))
     theirs = REFERENCE.attention(step.q, kv, plain, AttentionParams(**options))
     assert ours.isfinite().all()
@@ -133,14 +162,18 @@ def test_attention_of_shared_prefixes(data, splits, dtype):
 
 @pytest.mark.parametrize("members", [2, 32])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("block_size", "tile"), [(16, (16, 1, 1)), (16, (32, 1, 1)), (4, (32, 1, 1)), (32, (16, 1, 1))])
+@pytest.mark.parametrize(
+    ("block_size", "tile"), [(16, (16, 1, 1)), (16, (32, 1, 1)), (4, (32, 1, 1)), (32, (16, 1, 1))]
+)
 def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, splits, members):
     """Tiles of one block, of several, and of a part of one; prefixes that end within a tile and at its end. `members`: of a
     group, that a thread block computes."""
     lens, groups = (97, 116, 129, 5, 72, 69), ((0, 3, 96), (3, 4, 0), (4, 6, 64))
     if block_size == 16:
         lens, groups = (49, 68, 81, 5, 72, 69), ((0, 3, 48), (3, 4, 0), (4, 6, 64))
-    step = cases.step(cases.Shape(sequences=tuple((1, n - 1) for n in lens), block_size=block_size, seed=3))
+    step = cases.step(
+        cases.Shape(sequences=tuple((1, n - 1) for n in lens), block_size=block_size, seed=3)
+    )
     table, per_seq = step.meta.block_table.clone(), []
     for begin, end, shared in groups:
         table[begin:end, : shared // block_size] = table[begin, : shared // block_size]
@@ -151,7 +184,10 @@ def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, sp
     monkeypatch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
     monkeypatch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", members * 2 * 16)
     params = AttentionParams(scale=0.25)
-    close(paged_attention(step.q, step.kv, meta, params, decode_tile=tile), REFERENCE.attention(step.q, step.kv, plain, params))
+    close(
+        paged_attention(step.q, step.kv, meta, params, decode_tile=tile),
+        REFERENCE.attention(step.q, step.kv, plain, params),
+    )
 
 
 @QUICK
@@ -160,26 +196,37 @@ def test_best_logprobs(data, dtype):
     num_rows, vocab = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 200))
     num_top = data.draw(st.integers(0, min(20, vocab)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    logits, tokens = (4 * torch.randn(num_rows, vocab + 3)).to(dtype)[:, :vocab], torch.randint(vocab, (num_rows,))
+    logits, tokens = (
+        (4 * torch.randn(num_rows, vocab + 3)).to(dtype)[:, :vocab],
+        torch.randint(vocab, (num_rows,)),
+    )
     if data.draw(st.booleans()):
         logits = logits.round()  # many are equal
     if num_rows and vocab > 1:
         logits[0, 1:] = float("-inf")
-    found = sampling.best_logprobs(logits, tokens, num_top, block=data.draw(st.sampled_from([16, 64, 8192])))
+    found = sampling.best_logprobs(
+        logits, tokens, num_top, block=data.draw(st.sampled_from([16, 64, 8192]))
+    )
     chosen, rank, _, values = REFERENCE.best_logprobs(logits, tokens, num_top)
     close(found[0], chosen)
     assert torch.equal(found[1], rank)
     close(found[3], values)
     # Of equal ones the lower stands first.
-    assert torch.equal(found[2], logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_top])
-    assert sampling.best_logprobs(torch.tensor([[-0.0, 0.0, -0.0]]), torch.tensor([0]), 3)[2].tolist() == [[0, 1, 2]]
+    assert torch.equal(
+        found[2], logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    )
+    assert sampling.best_logprobs(torch.tensor([[-0.0, 0.0, -0.0]]), torch.tensor([0]), 3)[
+        2
+    ].tolist() == [[0, 1, 2]]
 
 
 @QUICK
 @given(data=st.data(), splits=st.sampled_from([1, 2, 8]))
 def test_latent_attention(data, splits):
     """The cache's last numbers are values; what else lies there is never read as one. A step's rows are written first."""
-    shape = dataclasses.replace(data.draw(cases.edge_shapes(max_sequences=3)), num_kv_heads=1, head_dim=40)
+    shape = dataclasses.replace(
+        data.draw(cases.edge_shapes(max_sequences=3)), num_kv_heads=1, head_dim=40
+    )
     step, rotary = cases.step(shape), 8
     cos_sin = torch.randn(2000, rotary)
     rows = torch.randn(len(step.q), (shape.num_heads + 1) * 40)
@@ -187,7 +234,13 @@ def test_latent_attention(data, splits):
     for ops in (OURS, REFERENCE, CpuOps(), NativeOps()):
         k = step.kv.k.clone()
         kv = LayerKV(k, k[..., rotary:])
-        heads = QKVLayout(num_heads=shape.num_heads, num_kv_heads=1, head_dim=40, cos_sin=cos_sin, interleaved=True)
+        heads = QKVLayout(
+            num_heads=shape.num_heads,
+            num_kv_heads=1,
+            head_dim=40,
+            cos_sin=cos_sin,
+            interleaved=True,
+        )
         q = ops.rope_and_cache(rows, kv, step.meta, heads)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
@@ -207,15 +260,25 @@ def test_latent_attention(data, splits):
 
 
 @pytest.mark.parametrize(("interleaved", "splits"), [(True, 1), (False, 4)])
-@pytest.mark.parametrize("lens", [((1, 20), (1, 3)), ((1, 0),), ((1, 40),) * 9, ((6, 5), (9, 0)), ((1, 7), (3, 2))], ids=len)
+@pytest.mark.parametrize(
+    "lens",
+    [((1, 20), (1, 3)), ((1, 0),), ((1, 40),) * 9, ((6, 5), (9, 0)), ((1, 7), (3, 2))],
+    ids=len,
+)
 def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
     monkeypatch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
     heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
-    step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
+    step = cases.step(
+        cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
+    )
     num_tokens = len(step.q)
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
-    keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
+    keys, values, norm = (
+        torch.randn(heads, plain, rank),
+        torch.randn(heads, rank, width),
+        torch.randn(rank),
+    )
     found = []
     for ops in (OURS, REFERENCE):
         k = step.kv.k.clone()
@@ -243,7 +306,9 @@ def test_prompts_of_latents_as_long_as_a_grid_may_be(monkeypatch):
     monkeypatch.setattr(mla, "_mla_kernel", Kernel())
     step = cases.step(cases.Shape(sequences=((1, 2), (5, 0), (2, 0)), num_kv_heads=1, head_dim=24))
     q, kv = torch.empty(16384, 128, 2, dtype=torch.float16), LayerKV(step.kv.k, step.kv.k[..., 23:])
-    mla.mla_paged_attention(q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0)
+    mla.mla_paged_attention(
+        q, kv, dataclasses.replace(step.meta, max_query_len=16384, num_decodes=0), scale=1.0
+    )
     (grid,) = grids
     assert math.prod(grid) == 3 * 16384 * 128 // 32
     assert max(grid[1:]) < 65536
@@ -265,8 +330,16 @@ SIZES = (3, 20, 8, 72, 24), (4, 32, 32, 64, 16), (2, 16, 12, 40, 40)
 @pytest.mark.parametrize(
     ("lens", "sizes", "interleaved"),
     [
-        *(pytest.param(PROMPTS["ragged"], sizes, i, id=f"ragged-{sizes}-{i}") for sizes in SIZES for i in (1, 0)),
-        *(pytest.param(PROMPTS[name], SIZES[0], i % 2, id=name) for i, name in enumerate(PROMPTS) if name != "ragged"),
+        *(
+            pytest.param(PROMPTS["ragged"], sizes, i, id=f"ragged-{sizes}-{i}")
+            for sizes in SIZES
+            for i in (1, 0)
+        ),
+        *(
+            pytest.param(PROMPTS[name], SIZES[0], i % 2, id=name)
+            for i, name in enumerate(PROMPTS)
+            if name != "ragged"
+        ),
     ],
 )
 def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
@@ -274,10 +347,16 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
     each list of prompts has one of them, and one has all."""
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     heads, plain, rotary, rank, width = sizes
-    step = cases.step(cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank))
+    step = cases.step(
+        cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
+    )
     meta, num_tokens = dataclasses.replace(step.meta, from_start=True), len(step.q)
     q, row = torch.randn(num_tokens, heads, plain + rotary), torch.randn(num_tokens, rank + rotary)
-    keys, values, norm = torch.randn(heads, plain, rank), torch.randn(heads, rank, width), torch.randn(rank)
+    keys, values, norm = (
+        torch.randn(heads, plain, rank),
+        torch.randn(heads, rank, width),
+        torch.randn(rank),
+    )
     cos_sin = torch.ones(200, rotary).cumsum(0).sin()
     given = dict(keys=keys, values=values, norm=cases.rms_norm(norm), cos_sin=cos_sin)
     params = MLAParams(**given, interleaved=bool(interleaved), scale=0.05)
@@ -293,37 +372,53 @@ def test_prompts_of_latents(monkeypatch, lens, sizes, interleaved):
 def test_one_token_behind_a_prompt_of_the_same_step(monkeypatch):
     """Of two equal prompts of 33 tokens that come together the second computes its last one, over the first one's blocks."""
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
-    step = cases.step(cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24))
+    step = cases.step(
+        cases.Shape(sequences=((1, 32), (33, 0)), num_heads=2, num_kv_heads=1, head_dim=24)
+    )
     table = step.meta.block_table.clone()
     table[0, :2] = table[1, :2]
     meta = dataclasses.replace(step.meta, block_table=table, from_start=True)
     q, row = torch.randn(33, 2, 12), torch.randn(33, 24)
     q, row = torch.cat((q[-1:], q)), torch.cat((row[-1:], row))
-    weights = dict(keys=torch.randn(2, 4, 16), values=torch.randn(2, 16, 8), norm=cases.rms_norm(torch.randn(16)))
-    params = MLAParams(**weights, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3)
+    weights = dict(
+        keys=torch.randn(2, 4, 16),
+        values=torch.randn(2, 16, 8),
+        norm=cases.rms_norm(torch.randn(16)),
+    )
+    params = MLAParams(
+        **weights, cos_sin=torch.ones(40, 8).cumsum(0).sin(), interleaved=True, scale=0.3
+    )
     kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
     out = OURS.mla_attention(q, row, kv, meta, params)
     close(out[0], out[-1])
     eight_bits = dataclasses.replace(kv, k_scale=torch.ones(1))
     for from_start in (False, True):
         with pytest.raises(ConfigError, match="8-bit"):
-            OURS.mla_attention(q, row, eight_bits, dataclasses.replace(meta, from_start=from_start), params)
+            OURS.mla_attention(
+                q, row, eight_bits, dataclasses.replace(meta, from_start=from_start), params
+            )
 
 
 @triton.jit
-def _find_kernel(starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr):
+def _find_kernel(
+    starts_ptr, out_ptr, first_seq, last_seq, tiles, BLOCK_M: triton.language.constexpr
+):
     unit = triton.language.program_id(0)
     seq, tile = mla_prefill._find_tile(unit, starts_ptr, first_seq, last_seq, tiles, BLOCK_M)
     triton.language.store(out_ptr + 2 * unit, seq)
     triton.language.store(out_ptr + 2 * unit + 1, tile)
 
 
-@pytest.mark.parametrize("lens", [[1] * 3 + [5, 40, 16, 17, 1], [1, *([3] * 250), 50, *([20] * 20), 2], [33]], ids=len)
+@pytest.mark.parametrize(
+    "lens", [[1] * 3 + [5, 40, 16, 17, 1], [1, *([3] * 250), 50, *([20] * 20), 2], [33]], ids=len
+)
 def test_units_of_prompts(lens):
     """Each tile of 16 tokens once, in either order, and those of a sequence from its last to its first."""
     first = next(i for i, n in enumerate(lens) if n > 1)
     starts, tiles = torch.tensor([0, *lens]).cumsum(0).int(), -(-max(lens) // 16)
-    wanted = [(i, tile) for i in range(first, len(lens)) for tile in reversed(range(-(-lens[i] // 16)))]
+    wanted = [
+        (i, tile) for i in range(first, len(lens)) for tile in reversed(range(-(-lens[i] // 16)))
+    ]
     of_need = torch.full((len(wanted) + 3, 2), -1, dtype=torch.int32)
     _find_kernel[(len(of_need),)](starts, of_need, first, len(lens), 0, BLOCK_M=16)
     assert [tuple(unit) for unit in of_need[: len(wanted)].tolist()] == wanted
@@ -333,7 +428,9 @@ def test_units_of_prompts(lens):
     even = torch.empty(tiles * (len(lens) - first), 2, dtype=torch.int32)
     _find_kernel[(len(even),)](starts, even, first, len(lens), tiles, BLOCK_M=16)
     found = [tuple(unit) for unit in even.tolist()]
-    assert sorted(found) == sorted((i, tile) for i in range(first, len(lens)) for tile in range(tiles))
+    assert sorted(found) == sorted(
+        (i, tile) for i in range(first, len(lens)) for tile in range(tiles)
+    )
     assert [tile for _, tile in found] == sorted((tile for _, tile in found), reverse=True)
 
 
@@ -349,15 +446,24 @@ def test_which_steps_have_keys_of_their_own(monkeypatch):
     asked = []
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
     monkeypatch.setattr(mla_prefill, "mla_attention", lambda *_, **__: asked.append("own"))
-    monkeypatch.setattr("slipstream.kernels.triton.mla_paged_attention", lambda *_, **__: asked.append("absorbed"))
-    given = dict(keys=torch.ones(2, 4, 16), values=None, norm=cases.rms_norm(torch.ones(16)), cos_sin=torch.ones(50, 8))
+    monkeypatch.setattr(
+        "slipstream.kernels.triton.mla_paged_attention", lambda *_, **__: asked.append("absorbed")
+    )
+    given = dict(
+        keys=torch.ones(2, 4, 16),
+        values=None,
+        norm=cases.rms_norm(torch.ones(16)),
+        cos_sin=torch.ones(50, 8),
+    )
     params = MLAParams(**given, interleaved=True, scale=1.0)
     eight, seven, decodes = ((1, 5), (8, 0)), ((1, 5), (7, 0)), ((1, 5),) * 9
     for lens, from_start in ((eight, True), (seven, True), (eight, False), (decodes, True)):
         step = cases.step(cases.Shape(sequences=lens, num_heads=2, num_kv_heads=1, head_dim=24))
         q, row = torch.randn(len(step.q), 2, 12), torch.randn(len(step.q), 24)
         kv = LayerKV(step.kv.k, step.kv.k[..., 8:])
-        OURS.mla_attention(q, row, kv, dataclasses.replace(step.meta, from_start=from_start), params)
+        OURS.mla_attention(
+            q, row, kv, dataclasses.replace(step.meta, from_start=from_start), params
+        )
     assert asked == ["own", "absorbed", "absorbed", "absorbed"]
 
 
@@ -369,7 +475,11 @@ def test_rope_and_cache(data):
     h, k, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
     qkv = torch.randn(len(step.q), (h + 2 * k) * d)
     rotary = data.draw(st.sampled_from([0, 4, d]))
-    norms = {"q_norm": torch.randn(d), "k_norm": torch.randn(d), "norm_offset": 1.0} if data.draw(st.booleans()) else {}
+    norms = (
+        {"q_norm": torch.randn(d), "k_norm": torch.randn(d), "norm_offset": 1.0}
+        if data.draw(st.booleans())
+        else {}
+    )
     angles = torch.outer(torch.arange(2000.0), torch.rand(rotary // 2))
     options = dict(
         num_heads=h,
@@ -387,16 +497,23 @@ def test_rope_and_cache(data):
         caches[1].v.copy_(caches[0].v)
     if data.draw(st.booleans()):
         caches[0] = dataclasses.replace(caches[0], v=by_dim(caches[0].v))
-    with mock.patch.object(pointwise, "MANY_TOKENS", data.draw(st.sampled_from([1, 512]))):  # tiles of many tokens or of few
+    with mock.patch.object(
+        pointwise, "MANY_TOKENS", data.draw(st.sampled_from([1, 512]))
+    ):  # tiles of many tokens or of few
         ours = OURS.rope_and_cache(qkv, caches[0], step.meta, QKVLayout(**options))
     theirs = REFERENCE.rope_and_cache(qkv, caches[1], step.meta, QKVLayout(**options))
     close(ours, theirs)
     for mine, other in ((caches[0].k, caches[1].k), (caches[0].v, caches[1].v)):
-        mine, other = mine[1:].float(), other[1:].float()  # padding may write anything to the null block
+        mine, other = (
+            mine[1:].float(),
+            other[1:].float(),
+        )  # padding may write anything to the null block
         if dtype is None:
             close(mine, other)
         else:  # a code may fall on the other side of a tie
-            assert ((mine - other).abs() <= (1.0 if dtype == torch.int8 else other.abs() / 8 + 0.01)).all()
+            assert (
+                (mine - other).abs() <= (1.0 if dtype == torch.int8 else other.abs() / 8 + 0.01)
+            ).all()
             assert (mine != other).float().mean() < 0.01
 
 
@@ -455,11 +572,17 @@ def test_the_norm_of_a_pair_is_that_of_its_sum_bit_for_bit(dtype, inputs):
     for norm in (cases.rms_norm(weight), cases.layer_norm(weight, weight)):
         ours = OURS.norm_pair(OURS.joined(x, y), norm, residual=residual.clone(), inputs=inputs)
         theirs = OURS.norm(x + y, norm, residual=residual.clone(), inputs=inputs)
-        rows = [(r,) if inputs is None else (r.values.view(torch.int8), r.scales) for r in (ours[0], theirs[0])]
+        rows = [
+            (r,) if inputs is None else (r.values.view(torch.int8), r.scales)
+            for r in (ours[0], theirs[0])
+        ]
         assert all(torch.equal(a, b) for a, b in zip(rows[0], rows[1], strict=True))
         assert torch.equal(ours[1], theirs[1])
     for run in (OURS, REFERENCE):  # without a residual the sum is the second value
-        close(run.norm_pair(Pair(x.float(), y.float()), cases.rms_norm(weight.float()))[1], x.float() + y.float())
+        close(
+            run.norm_pair(Pair(x.float(), y.float()), cases.rms_norm(weight.float()))[1],
+            x.float() + y.float(),
+        )
 
 
 NORM_PROGRAM = """
@@ -479,8 +602,12 @@ print(json.dumps(pointwise._norm_kernel.binaries[0].asm["ptx"]))
 @pytest.mark.parametrize("inputs", ["fp8", "int8", "fp8-block"])
 def test_the_norm_of_a_pair_compiles(inputs):
     found = run_for_hopper(NORM_PROGRAM, inputs)
-    assert found.count("ld.global.v4") >= 5  # x, y, the residual, weight and bias: 16 bytes at a time
-    assert found.count("add.bf16x2") == 2 * 8  # both sums of a thread's 16 numbers, each rounded, to the nearest
+    assert (
+        found.count("ld.global.v4") >= 5
+    )  # x, y, the residual, weight and bias: 16 bytes at a time
+    assert (
+        found.count("add.bf16x2") == 2 * 8
+    )  # both sums of a thread's 16 numbers, each rounded, to the nearest
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
@@ -497,7 +624,9 @@ def test_a_clamped_swiglu(inputs):
     close(ours, theirs) if inputs is None else same_rows(ours, theirs)
 
 
-@pytest.mark.parametrize(("inputs", "size"), [("fp8", 80), ("int8", 80), ("fp8-block", 256), ("fp8-block", 768)])
+@pytest.mark.parametrize(
+    ("inputs", "size"), [("fp8", 80), ("int8", 80), ("fp8-block", 256), ("fp8-block", 768)]
+)
 def test_norms_and_activations_write_8_bit_rows(inputs, size):
     x, weight, bias = torch.randn(3, size) * 2, torch.randn(size), torch.randn(size)
     x[1] = 0
@@ -523,18 +652,29 @@ def test_several_rows_of_a_program_are_the_same_bit_for_bit(monkeypatch, num_row
     one = [run() for run in runs]
     asked = []
     monkeypatch.setattr(pointwise, "MANY_ROWS", 8)
-    monkeypatch.setattr(pointwise, "rows_per_program", lambda *given: asked.append(rows_per_program(*given)) or asked[-1])
+    monkeypatch.setattr(
+        pointwise,
+        "rows_per_program",
+        lambda *given: asked.append(rows_per_program(*given)) or asked[-1],
+    )
     for ours, theirs in zip([run() for run in runs], one, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert asked == [4 if num_rows > 7 else 1] * 4
-    assert rows_per_program(4096, 4096) == rows_per_program(4098, 64) == 1  # wide rows, and such as four don't divide
+    assert (
+        rows_per_program(4096, 4096) == rows_per_program(4098, 64) == 1
+    )  # wide rows, and such as four don't divide
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 @pytest.mark.parametrize(
     ("num_tokens", "outer", "inner", "tile"),
-    [(1, 70, 96, (64, 32, 2, 1)), (5, 64, 64, (64, 32, 1, 1)), (17, 33, 160, (16, 64, 3, 1)), (2, 64, 128, (32, 32, 2, 1)),
-     (100, 40, 64, (32, 32, 2, 1))],
+    [
+        (1, 70, 96, (64, 32, 2, 1)),
+        (5, 64, 64, (64, 32, 1, 1)),
+        (17, 33, 160, (16, 64, 3, 1)),
+        (2, 64, 128, (32, 32, 2, 1)),
+        (100, 40, 64, (32, 32, 2, 1)),
+    ],
 )
 def test_8_bit_products(name, num_tokens, outer, inner, tile):
     for bias in (None, torch.randn(outer)):
@@ -551,16 +691,25 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
 
 @pytest.mark.parametrize(
     ("num_tokens", "outer", "inner", "tile"),
-    [(1, 70, 384, (16, 64, 2, 4, 1)), (5, 192, 256, (16, 32, 1, 4, 1)), (17, 300, 128, (16, 128, 1, 4, 1)), (0, 64, 128, None)],
+    [
+        (1, 70, 384, (16, 64, 2, 4, 1)),
+        (5, 192, 256, (16, 32, 1, 4, 1)),
+        (17, 300, 128, (16, 128, 1, 4, 1)),
+        (0, 64, 128, None),
+    ],
 )
 def test_products_by_blocks(num_tokens, outer, inner, tile):
     """Blocks of very different sizes, so that a wrong scale shows; tiles that split, and several of tokens."""
     torch.manual_seed(0)  # sums near zero of numbers of a thousand are a matter of luck
     for bias in (None, torch.randn(outer)):
         sizes = torch.logspace(-2, 1, -(-outer // 128) * (inner // 128)).view(-1, inner // 128)
-        dense = torch.randn(outer, inner) * sizes.repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)
+        dense = torch.randn(outer, inner) * sizes.repeat_interleave(128, 0)[
+            :outer
+        ].repeat_interleave(128, 1)
         w = round_linear(dense, bias, SCHEMES["fp8-block"])
-        x = quantize_rows(torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block")
+        x = quantize_rows(
+            torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block"
+        )
         scratch, theirs = Scratch(torch.device("cpu")), REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
             close(fp8_tile_linear(x, w, scratch, tile=tile), theirs)
@@ -588,12 +737,16 @@ def test_the_librarys_product_by_blocks_gets_what_it_wants(monkeypatch, num_toke
 
 
 @pytest.mark.parametrize(
-    ("size", "inner"), [(32, 192), (32, 128), (128, 384), (128, 512), pytest.param(128, 768, marks=pytest.mark.slow)]
+    ("size", "inner"),
+    [(32, 192), (32, 128), (128, 384), (128, 512), pytest.param(128, 768, marks=pytest.mark.slow)],
 )
 def test_4_bit_products(size, inner):
     outer = 70
     scheme = SCHEMES["int4" if size == 128 else "int4-g32"]
-    for bias in (None, torch.randn(outer).half()):  # in bfloat16: tests/gpu, the interpreter's dot knows only float16
+    for bias in (
+        None,
+        torch.randn(outer).half(),
+    ):  # in bfloat16: tests/gpu, the interpreter's dot knows only float16
         w = round_linear(torch.randn(outer, inner).half(), bias, scheme)
         if bias is not None:
             w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape).half())
@@ -601,22 +754,31 @@ def test_4_bit_products(size, inner):
         x = torch.randn(3, inner).half()
         for splits in (1, 2, 3):
             ours = int4_linear(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
-            torch.testing.assert_close(ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5)
+            torch.testing.assert_close(
+                ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5
+            )
         kept = TritonOps(dense_copies=True).pack_weight(w)
         many = torch.randn(INT4_DENSE_TOKENS + 1, inner).half()
         assert torch.equal(kept.dense, dequantize_int4(w, torch.float16))
         torch.testing.assert_close(
-            TritonOps(dense_copies=True).linear(many, kept), REFERENCE.linear(many, w), rtol=1e-2, atol=1e-2 * inner**0.5
+            TritonOps(dense_copies=True).linear(many, kept),
+            REFERENCE.linear(many, w),
+            rtol=1e-2,
+            atol=1e-2 * inner**0.5,
         )
         # One token, of few rows: the interpreter takes each by itself. Several steps along K, groups within one and across.
         w = round_linear(torch.randn(20, inner).half(), None if bias is None else bias[:20], scheme)
         if bias is not None:
             w = dataclasses.replace(w, zeros=torch.randint(0, 16, w.scales.shape).half())
         ours = int4_gemv(x[:1], w, 16 if size == 32 else 32, rows=5 if bias is None else 10)
-        torch.testing.assert_close(ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5)
+        torch.testing.assert_close(
+            ours, REFERENCE.linear(x[:1], w), rtol=1e-2, atol=1e-2 * inner**0.5
+        )
 
 
-@pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only])
+@pytest.mark.parametrize(
+    "name", [name for name, scheme in SCHEMES.items() if not scheme.experts_only]
+)
 def test_rounding_keeps_to_its_error(name):
     """Half a step of the scheme's grid, for each number. The scales of 4-bit integers are searched: together a group's numbers
     err no more than with the step that holds the largest."""
@@ -634,7 +796,9 @@ def test_rounding_keeps_to_its_error(name):
         groups = weight.view(9, -1, w.group_size)
         steps = groups.abs().amax(2, keepdim=True) / 7 + 1e-12
         nearest = groups - steps * (groups / steps).round()
-        assert (error.view_as(groups).square().sum(2) <= nearest.square().sum(2) * 1.0001 + 1e-12).all()
+        assert (
+            error.view_as(groups).square().sum(2) <= nearest.square().sum(2) * 1.0001 + 1e-12
+        ).all()
     else:
         steps = w.scales.T.repeat_interleave(w.group_size, dim=1)
         assert (error <= steps * 0.5001).all()
@@ -649,7 +813,9 @@ def spied(patch, op):
     """The tiles that an op's function is called with, and then runs with."""
     name = FUNCTIONS.get(op, op)
     seen, real = [], getattr(linear, name)
-    patch.setattr(linear, name, lambda *a, tile=None, **k: seen.append(tile) or real(*a, tile=tile, **k))
+    patch.setattr(
+        linear, name, lambda *a, tile=None, **k: seen.append(tile) or real(*a, tile=tile, **k)
+    )
     return seen
 
 
@@ -671,17 +837,25 @@ def test_products_take_the_tables_tiles(monkeypatch, op, scheme, kind, tokens, s
     key = (op, kind, (outer, inner, *size))
     ops = TritonOps(TileTable(device="", entries={key: Measured(tile)}))
     weight = torch.randn(outer, inner)
-    w = ops.quantize_weight(weight.half() if op == "int4_groupwise" else weight, None, SCHEMES[scheme] if scheme else None)
+    w = ops.quantize_weight(
+        weight.half() if op == "int4_groupwise" else weight,
+        None,
+        SCHEMES[scheme] if scheme else None,
+    )
     x = torch.randn(tokens, inner).to(w.scales.dtype if op == "int4_groupwise" else weight.dtype)
     ours, theirs = ops.linear(x, w), REFERENCE.linear(x, w)
-    assert seen == [tile if op != "fp8_block" else (16, *tile)]  # whose first number follows from the tokens
+    assert seen == [
+        tile if op != "fp8_block" else (16, *tile)
+    ]  # whose first number follows from the tokens
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * inner**0.5)
     ops.with_tiles(NO_TILES).linear(x, w)
     assert seen[1:] == [None]
 
 
 def test_attention_takes_the_tables_tiles(monkeypatch):
-    step = cases.step(cases.Shape(sequences=((1, 20), (1, 3), (9, 5)), num_heads=4, num_kv_heads=2, head_dim=16))
+    step = cases.step(
+        cases.Shape(sequences=((1, 20), (1, 3), (9, 5)), num_heads=4, num_kv_heads=2, head_dim=16)
+    )
     seen = []
 
     def spy(*args, decode_tile, prefill_tile, **more):
@@ -694,35 +868,54 @@ def test_attention_takes_the_tables_tiles(monkeypatch):
         ("decode", "float32", (*shape, 4)): Measured((16, 2, 1)),
         ("prefill", "float32", (*shape, 32)): Measured((16, 16, 4, 1)),
     }
-    ours = TritonOps(TileTable(device="", entries=entries)).attention(step.q, step.kv, step.meta, AttentionParams(scale=0.25))
+    ours = TritonOps(TileTable(device="", entries=entries)).attention(
+        step.q, step.kv, step.meta, AttentionParams(scale=0.25)
+    )
     theirs = REFERENCE.attention(step.q, step.kv, step.meta, AttentionParams(scale=0.25))
     assert seen == [((16, 2, 1), (16, 16, 4, 1))]
     close(ours[step.owned], theirs[step.owned])
 
 
-@pytest.mark.parametrize("scheme", [None, *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "int4-g32"))])
+@pytest.mark.parametrize(
+    "scheme", [None, *(pytest.param(s, marks=pytest.mark.slow) for s in ("int8", "int4-g32"))]
+)
 def test_a_models_trials_run_and_agree(monkeypatch, scheme):
     """Every key that is tuned for a model is one that the engine looks up: with a tile of its own, each op is given it."""
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
-    monkeypatch.setattr(tuning, "PREFILL_TOKENS", 50)  # two prompts of 20: 204 of them took most of this test's time
+    monkeypatch.setattr(
+        tuning, "PREFILL_TOKENS", 50
+    )  # two prompts of 20: 204 of them took most of this test's time
     spec = dataclasses.replace(make_spec(kv_heads=(2,)), vocab_size=40)
     dtype = torch.float16 if scheme == "int4-g32" else torch.float32
     bench = tuning._Bench(NO_TILES, torch.device("cpu"), dtype)
     cache = "int8" if scheme == "int8" else None
     trials = bench.trials(spec, SCHEMES[scheme] if scheme else None, cache, 16, 20, 3)
     assert len({t.key for t in trials}) == len(trials)
-    ops = {None: {"gemv"}, "int8": {"gemv", "skinny_gemm", "gemm"}, "int4-g32": {"gemv", "int4_groupwise"}}[scheme]
+    ops = {
+        None: {"gemv"},
+        "int8": {"gemv", "skinny_gemm", "gemm"},
+        "int4-g32": {"gemv", "int4_groupwise"},
+    }[scheme]
     assert {t.key[0] for t in trials} == ops | {"decode", "prefill"}
-    layers = [dataclasses.replace(s, attention=dataclasses.replace(s.attention, causal=False)) for s in spec.layers]
-    whole = dataclasses.replace(spec, layers=tuple(layers))  # an encoder's attention has no tiles in the table
-    assert {t.key[0] for t in bench.trials(whole, SCHEMES[scheme] if scheme else None, None, 16, 20, 3)} == ops
+    layers = [
+        dataclasses.replace(s, attention=dataclasses.replace(s.attention, causal=False))
+        for s in spec.layers
+    ]
+    whole = dataclasses.replace(
+        spec, layers=tuple(layers)
+    )  # an encoder's attention has no tiles in the table
+    assert {
+        t.key[0] for t in bench.trials(whole, SCHEMES[scheme] if scheme else None, None, 16, 20, 3)
+    } == ops
     tiles = {
         "gemv": (2, 32, 4), "skinny_gemm": (16, 32, 1, 1), "gemm": (64, 64, 64, 4, 1), "int4_groupwise": (16, 1, 1),
         "decode": (16, 4, 1), "prefill": (16, 16, 4, 1),
     }  # fmt: skip
     asked = []
     find = TileTable.find
-    monkeypatch.setattr(TileTable, "find", lambda self, *key: asked.append((self, key)) or find(self, *key))
+    monkeypatch.setattr(
+        TileTable, "find", lambda self, *key: asked.append((self, key)) or find(self, *key)
+    )
     for op in tiles:
         for trial in [t for t in trials if t.key[0] == op][:2]:
             asked.clear()
@@ -734,7 +927,9 @@ def test_trials_of_products_by_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "L2_BYTES", 0.0)
     bench = tuning._Bench(NO_TILES, torch.device("cpu"), torch.float32)
     trials = bench._products((48, 256), SCHEMES["fp8-block"])
-    assert [t.key for t in trials] == [("fp8_block", "fp8-block", (48, 256, n)) for n in (16, 32, 64)]
+    assert [t.key for t in trials] == [
+        ("fp8_block", "fp8-block", (48, 256, n)) for n in (16, 32, 64)
+    ]
     assert tuning.results_agree(trials[0].prepare(trials[0].key), (16, 2, 4, 1))
 
 
@@ -742,13 +937,18 @@ def test_linear_embed_and_copies():
     x, weight, bias = torch.randn(1, 100), torch.randn(30, 100), torch.randn(30)
     for b in (None, bias):
         for ops in (OURS, TritonOps(deterministic=True)):
-            close(ops.linear(x, ops.quantize_weight(weight, b)), REFERENCE.linear(x, REFERENCE.quantize_weight(weight, b)))
+            close(
+                ops.linear(x, ops.quantize_weight(weight, b)),
+                REFERENCE.linear(x, REFERENCE.quantize_weight(weight, b)),
+            )
         close(gemv(x, weight, b, tile=(2, 32, 4)), torch.nn.functional.linear(x, weight, b))
     ids = torch.tensor([3, 0, 29], dtype=torch.int32)
     close(OURS.embed(ids, weight, 2.5), REFERENCE.embed(ids, weight, 2.5))
 
 
-@pytest.mark.parametrize("sizes", [((6, 2, 4, 8), (6, 1, 4, 8)), ((6, 2, 8, 128),), ((6, 2, 4, 8), (6, 1, 3, 1))])
+@pytest.mark.parametrize(
+    "sizes", [((6, 2, 4, 8), (6, 1, 4, 8)), ((6, 2, 8, 128),), ((6, 2, 4, 8), (6, 1, 3, 1))]
+)
 def test_copies_of_blocks(sizes):
     """In a cache, from there to a buffer, and back; the last sizes are no multiple of eight bytes."""
     caches = [torch.randn(size).to(torch.bfloat16) for size in sizes]
@@ -756,14 +956,22 @@ def test_copies_of_blocks(sizes):
     pairs = torch.tensor([[1, 3], [2, 5]])
     for ops in (OURS, REFERENCE):
         copies = [cache.clone() for cache in caches]
-        rows, buffer = BlockRows.of(copies), torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8)
+        rows, buffer = (
+            BlockRows.of(copies),
+            torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8),
+        )
         staged = rows.in_buffer(buffer)
         ops.copy_blocks(rows, rows, pairs[:, 0], pairs[:, 1])
         ops.copy_blocks(rows, staged, torch.tensor([3, 4]), torch.tensor([2, 0]))
         ops.copy_blocks(staged, rows, torch.tensor([2]), torch.tensor([0]))
         for cache, copy in zip(caches, copies, strict=True):
             assert torch.equal(copy, cache[[1, 1, 2, 1, 4, 2]])
-        wanted = torch.cat([(cache if cache.is_contiguous() else cache.mT)[1].flatten().view(torch.uint8) for cache in caches])
+        wanted = torch.cat(
+            [
+                (cache if cache.is_contiguous() else cache.mT)[1].flatten().view(torch.uint8)
+                for cache in caches
+            ]
+        )
         assert torch.equal(buffer[2], wanted)
         assert not buffer[1].any()
 
@@ -793,8 +1001,14 @@ def test_sampling(case):
 def test_the_likeliest_token(num_rows, vocab):
     """By one program a row, and by several; of equals the first, wherever they are dealt to; a token even of NaN."""
     torch.manual_seed(0)
-    for logits in (torch.randn(num_rows, vocab), torch.randint(0, 3, (num_rows, vocab)).float(), torch.zeros(num_rows, vocab)):
-        assert torch.equal(sampling.argmax(logits.bfloat16(), block=64), logits.bfloat16().argmax(-1))
+    for logits in (
+        torch.randn(num_rows, vocab),
+        torch.randint(0, 3, (num_rows, vocab)).float(),
+        torch.zeros(num_rows, vocab),
+    ):
+        assert torch.equal(
+            sampling.argmax(logits.bfloat16(), block=64), logits.bfloat16().argmax(-1)
+        )
     none = sampling.argmax(torch.full((num_rows, vocab), float("nan")), block=64)
     assert ((none >= 0) & (none < vocab)).all()
 
@@ -812,14 +1026,22 @@ def test_names_of_the_likeliest_token():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings(dtype, scale):
     table = torch.randn(50, 2500).to(dtype)
-    for ids in (torch.tensor([3, 49, 0, 3], dtype=torch.int32), torch.tensor([7]), torch.tensor([], dtype=torch.int64)):
+    for ids in (
+        torch.tensor([3, 49, 0, 3], dtype=torch.int32),
+        torch.tensor([7]),
+        torch.tensor([], dtype=torch.int64),
+    ):
         for t in (table, table[:, ::2]):
             ours, theirs = (o.embed(ids, t, scale) for o in (OURS, REFERENCE))
-            torch.testing.assert_close(ours, theirs, rtol=0.0 if scale == 1.0 else 2**-7, atol=0.0)  # the interpreter truncates
+            torch.testing.assert_close(
+                ours, theirs, rtol=0.0 if scale == 1.0 else 2**-7, atol=0.0
+            )  # the interpreter truncates
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 5])
-@pytest.mark.parametrize(("size", "first", "num_again"), [(1, 1, None), (3, 0, 2), (5, 1, None), (130, 1, None)])
+@pytest.mark.parametrize(
+    ("size", "first", "num_again"), [(1, 1, None), (3, 0, 2), (5, 1, None), (130, 1, None)]
+)
 def test_the_places_of_a_chain(num_drafts, size, first, num_again):
     """Sequences with none, some and all drafts right; some want fewer; padding; positions at the context's end."""
     rng = torch.Generator().manual_seed(size)
@@ -836,7 +1058,9 @@ def test_the_places_of_a_chain(num_drafts, size, first, num_again):
     inputs[1, :count] = numbers(num_drafts + 1, context, count)
     inputs[2, :count] = numbers(0, num_drafts + 1, count)
     inputs[3, :count] = (inputs[2, :count] + 1) * numbers(0, 2, count)
-    given = dict(num_drafts=num_drafts, size=size, num_again=num_again or num_drafts + 1, first=first)
+    given = dict(
+        num_drafts=num_drafts, size=size, num_again=num_again or num_drafts + 1, first=first
+    )
     ours, theirs = (o.chain_places(tokens, kept, inputs, **given) for o in (OURS, REFERENCE))
     for field in dataclasses.fields(theirs):
         mine, other = getattr(ours, field.name), getattr(theirs, field.name)
@@ -850,9 +1074,14 @@ def test_the_places_of_a_chain(num_drafts, size, first, num_again):
 def test_a_draw_from_nan_is_a_token():
     """Drafts of a head whose states overflow must not be read from beyond the embeddings."""
     rows, vocab = 2, 100
-    floats = {name: torch.full((rows,), x) for name, x in (("temperature", 0.5), ("top_p", 0.9), ("min_p", 0.0))}
+    floats = {
+        name: torch.full((rows,), x)
+        for name, x in (("temperature", 0.5), ("top_p", 0.9), ("min_p", 0.0))
+    }
     ints = {name: torch.full((rows,), 5, dtype=torch.int32) for name in ("top_k", "history_lens")}
-    params = SamplingTensors(**floats, **ints, seeds=torch.arange(rows), any_top_k=True, any_top_p=True)
+    params = SamplingTensors(
+        **floats, **ints, seeds=torch.arange(rows), any_top_k=True, any_top_p=True
+    )
     chosen = OURS.sample(torch.full((rows, vocab), torch.nan), params)
     assert ((chosen >= 0) & (chosen < vocab)).all()
 
@@ -865,11 +1094,17 @@ def test_rows_of_tokens(dtype):
     for count in (0, 1, 5, 300):
         rows, positions = (torch.randint(0, n, (count,), dtype=dtype) for n in (6, 64))
         given = tokens, table, rows, positions, 16
-        for ours, theirs in zip(OURS.gather_inputs(*given), REFERENCE.gather_inputs(*given), strict=True):
+        for ours, theirs in zip(
+            OURS.gather_inputs(*given), REFERENCE.gather_inputs(*given), strict=True
+        ):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
-    one = torch.tensor([3, 99, 99], dtype=dtype)[:1].expand(300)  # a number for all: nothing behind it is to be read
-    for ours, theirs in zip(*(o.gather_inputs(tokens, table, one, one, 16) for o in (OURS, REFERENCE)), strict=True):
+    one = torch.tensor([3, 99, 99], dtype=dtype)[:1].expand(
+        300
+    )  # a number for all: nothing behind it is to be read
+    for ours, theirs in zip(
+        *(o.gather_inputs(tokens, table, one, one, 16) for o in (OURS, REFERENCE)), strict=True
+    ):
         assert torch.equal(ours, theirs)
     ours, theirs, new = tokens.clone(), tokens.clone(), torch.tensor([7, 99, 99])[:1].expand(6)
     for o, written in ((OURS, ours), (REFERENCE, theirs)):

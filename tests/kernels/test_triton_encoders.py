@@ -44,7 +44,9 @@ def test_windows_distances_and_turns(tmp_path, family):
     """Of an encoder: to both sides."""
     tiny_models.build_encoder(tmp_path, family, num_hidden_layers=2)
     texts = [*TEXTS, [(11 * i) % 250 + 5 for i in range(70)]]
-    for ours, theirs in zip(states(with_triton(tmp_path), texts), states(load(tmp_path), texts), strict=True):
+    for ours, theirs in zip(
+        states(with_triton(tmp_path), texts), states(load(tmp_path), texts), strict=True
+    ):
         assert error(ours, theirs) <= 1e-4
 
 
@@ -59,7 +61,9 @@ def t5_logits(model):
     )
     torch.manual_seed(0)
     kv = [caches(model, num_blocks) for _ in range(3)]
-    model.decoder.encode(torch.tensor([t for text in TEXTS for t in text], dtype=torch.int32), kv, read)
+    model.decoder.encode(
+        torch.tensor([t for text in TEXTS for t in text], dtype=torch.int32), kv, read
+    )
     tokens = torch.tensor([t for a in answers for t in a], dtype=torch.int32)
     return model.decoder.logits(model.decoder.forward(tokens, kv, step.with_groups(cross)))
 
@@ -77,8 +81,14 @@ OURS, REFERENCE = TritonOps(), ReferenceOps()
 def step_of(lengths, num_tokens):
     """A step of whole texts, and behind them tokens of none."""
     lens, block_size = array("i", lengths).tobytes(), 16
-    inputs = torch.from_numpy(text_inputs(TextsPlan(1, bytes(4 * sum(lengths)), lens), num_tokens, len(lengths), block_size))
-    return lay_out(inputs, num_tokens, len(lengths), block_size=block_size, longest=max(lengths), pairs=False)[1]
+    inputs = torch.from_numpy(
+        text_inputs(
+            TextsPlan(1, bytes(4 * sum(lengths)), lens), num_tokens, len(lengths), block_size
+        )
+    )
+    return lay_out(
+        inputs, num_tokens, len(lengths), block_size=block_size, longest=max(lengths), pairs=False
+    )[1]
 
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
@@ -96,7 +106,11 @@ def test_whole_attention(data, lengths, shape, turned, more):
     torch.manual_seed(num_tokens)
     table = None if turned is None else torch.randn(max(lengths), 16)
     heads = QKVLayout(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, cos_sin=table, interleaved=bool(turned)
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        cos_sin=table,
+        interleaved=bool(turned),
     )
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
     meta = step_of(lengths, num_tokens)
@@ -113,9 +127,13 @@ def test_a_text_that_went_wrong_harms_no_other():
     meta, heads = step_of([9, 20, 5], 34), QKVLayout(num_heads=2, num_kv_heads=2, head_dim=16)
     qkv = torch.randn(34, 96)
     kv = LayerKV(torch.zeros(1, 2, 16, 16), torch.zeros(1, 2, 16, 16))
-    fine = OURS.bidirectional_attention(qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False))
+    fine = OURS.bidirectional_attention(
+        qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False)
+    )
     qkv[9:29] = torch.tensor([float("inf"), float("nan"), float("-inf"), 1.0]).repeat(24)
-    wrong = OURS.bidirectional_attention(qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False))
+    wrong = OURS.bidirectional_attention(
+        qkv, kv, meta, heads, AttentionParams(scale=0.25, causal=False)
+    )
     for which in (slice(0, 9), slice(29, 34)):
         torch.testing.assert_close(wrong[which], fine[which])
 
@@ -133,7 +151,9 @@ def test_means_of_texts(ops, size):
     half = ops.mean_of_texts(hidden.bfloat16(), starts)
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, ops.mean_of_texts(hidden.bfloat16().float(), starts))
-    assert torch.equal(ops.mean_of_texts(hidden[1:41], starts[:2].new_tensor([0, 40]))[0], found[1])  # whatever is beside it
+    assert torch.equal(
+        ops.mean_of_texts(hidden[1:41], starts[:2].new_tensor([0, 40]))[0], found[1]
+    )  # whatever is beside it
 
 
 @pytest.mark.parametrize("lengths", [(1, 7, 7, 64, 3, 1), (30, 33), (20, 20)])
@@ -145,7 +165,9 @@ def test_parts_of_pictures(lengths, monkeypatch):
     q, k, v = rows.unflatten(1, (3, 2, 20)).unbind(1)  # as they lie behind the product
     parts = PackedParts.of(lengths, torch.device("cpu"))
     theirs = REFERENCE.packed_attention(q, k, v, parts, scale=0.3)
-    torch.testing.assert_close(OURS.packed_attention(q, k, v, parts, scale=0.3), theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        OURS.packed_attention(q, k, v, parts, scale=0.3), theirs, atol=1e-5, rtol=1e-4
+    )
     assert len(taken) == (len(set(lengths)) > 1)
     assert not bidirectional.covers(PackedParts.of([1000, 900], q.device))
 
@@ -154,8 +176,16 @@ def test_a_tower_that_sees(tmp_path):
     """Qwen 2.5 VL's: rotations, padded units, and windows of several lengths."""
     build_vision(tmp_path, "qwen2_5_vl")
     rng = torch.Generator().manual_seed(1)
-    pictures = [torch.randint(0, 256, (8 * h, 8 * w, 3), dtype=torch.uint8, generator=rng) for h, w in ((3, 5), (4, 4))]
-    ours, theirs = (load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32).tower for ops in (OURS, REFERENCE))
-    assert bidirectional.covers(ours._layout(tuple(ours.spec.grid(*p.shape[:2]) for p in pictures)).windows)
+    pictures = [
+        torch.randint(0, 256, (8 * h, 8 * w, 3), dtype=torch.uint8, generator=rng)
+        for h, w in ((3, 5), (4, 4))
+    ]
+    ours, theirs = (
+        load_model(tmp_path, ops=ops, device=CPU, dtype=torch.float32).tower
+        for ops in (OURS, REFERENCE)
+    )
+    assert bidirectional.covers(
+        ours._layout(tuple(ours.spec.grid(*p.shape[:2]) for p in pictures)).windows
+    )
     for found, wanted in zip(ours(pictures), theirs(pictures), strict=True):
         torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-3)

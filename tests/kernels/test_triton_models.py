@@ -40,7 +40,9 @@ def test_logits_equal_transformers(tmp_path, family, overrides):
     theirs = tiny_models.build(tmp_path, family, **overrides)
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0]
-    ours = run(load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2))
+    ours = run(
+        load_model(tmp_path, ops=TritonOps(), device=CPU, dtype=torch.float32), TOKENS, (5, 1, 2)
+    )
     assert (ours - expected).abs().max() / expected.abs().max() < 1e-4
 
 
@@ -51,7 +53,9 @@ def test_one_norm_of_all_states(scheme, error):
     states = {i: torch.randn(5, size) * 10.0**i for i in range(6)}
     weight, fc = 1 + 0.1 * torch.randn(3 * size), torch.randn(size, 3 * size) * 0.3
     norm = NormParams(kind="rms", weight=weight, eps=1e-5)
-    tap = JoinedTap(layers, norm, ops.quantize_weight(fc, None, None if scheme is None else SCHEMES[scheme]))
+    tap = JoinedTap(
+        layers, norm, ops.quantize_weight(fc, None, None if scheme is None else SCHEMES[scheme])
+    )
     taken = None
     for layer, state in states.items():
         taken = tap.add(ops, taken, layer, state, None)

@@ -23,7 +23,9 @@ BLOCK_SIZE = 4
 """Of whole texts."""
 
 
-def load(path: Path, *, kernels: str = "reference", dtype: torch.dtype = torch.float32) -> LoadedModel:
+def load(
+    path: Path, *, kernels: str = "reference", dtype: torch.dtype = torch.float32
+) -> LoadedModel:
     return load_model(path, ops=select_ops(CPU, kernels), device=CPU, dtype=dtype)
 
 
@@ -41,7 +43,9 @@ class Fast:
         self.base = decoder if isinstance(self.program, Reason) else self.program
         self.logits, self.encode = self.base.logits, self.base.encode
 
-    def forward(self, token_ids: torch.Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> torch.Tensor:
         one = len(token_ids) == 1 and not isinstance(self.one_token, Reason)
         return (self.one_token if one else self.base).forward(token_ids, kv, meta)
 
@@ -57,7 +61,9 @@ def fast(decoder: Decoder) -> Fast:
 class Paged:
     """A cache of scattered blocks for some sequences, fed a step at a time."""
 
-    def __init__(self, model: LoadedModel, num_seqs: int, max_len: int, block_size: int = 4) -> None:
+    def __init__(
+        self, model: LoadedModel, num_seqs: int, max_len: int, block_size: int = 4
+    ) -> None:
         self.model, self.block_size = model, block_size
         per_seq = -(-max_len // block_size)
         ids = list(range(1, num_seqs * per_seq + 1))
@@ -65,7 +71,14 @@ class Paged:
         self.tables = torch.tensor(ids, dtype=torch.int32).view(num_seqs, per_seq)
         dtype = model.decoder.dtype
         self.kv = [
-            LayerKV(*cache_tensors(layer.attention, len(ids) + 1, block_size, lambda shape: torch.randn(shape).to(dtype)))
+            LayerKV(
+                *cache_tensors(
+                    layer.attention,
+                    len(ids) + 1,
+                    block_size,
+                    lambda shape: torch.randn(shape).to(dtype),
+                )
+            )
             for layer in (model.spec.layers[i] for i in model.spec.local_layers)
         ]
         self.computed = [0] * num_seqs
@@ -77,9 +90,14 @@ class Paged:
         ordered = [parts[i] for i in order]
         lengths = [len(tokens) for _, tokens in ordered]
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-        positions = torch.cat([torch.arange(self.computed[s], self.computed[s] + len(t)) for s, t in ordered])
+        positions = torch.cat(
+            [torch.arange(self.computed[s], self.computed[s] + len(t)) for s, t in ordered]
+        )
         rows = torch.cat([torch.full((len(t),), s) for s, t in ordered])
-        slots = self.tables[rows, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        slots = (
+            self.tables[rows, positions // self.block_size].long() * self.block_size
+            + positions % self.block_size
+        )
         seq_lens = torch.tensor([self.computed[s] + len(t) for s, t in ordered], dtype=torch.int32)
         meta = AttentionMetadata(
             query_start_loc=starts,
@@ -103,7 +121,9 @@ class Paged:
         return result
 
 
-def run(model: LoadedModel, tokens: Sequence[int], chunks: Sequence[int] = (), block_size: int = 4) -> torch.Tensor:
+def run(
+    model: LoadedModel, tokens: Sequence[int], chunks: Sequence[int] = (), block_size: int = 4
+) -> torch.Tensor:
     """Logits [n, V] of one sequence, computed in chunks of the given sizes (the last is repeated)."""
     cache, found, begin = Paged(model, 1, len(tokens), block_size), [], 0
     sizes = list(chunks) or [len(tokens)]
@@ -137,11 +157,14 @@ def whole(texts: list[list[int]], first_block: int = 1) -> tuple[AttentionMetada
     text = torch.repeat_interleave(torch.arange(len(texts)), torch.tensor(lens))
     positions = torch.cat([torch.arange(n) for n in lens])
     meta = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32),
+        query_start_loc=torch.tensor(
+            [0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32
+        ),
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_table=table,
         positions=positions,
-        slot_mapping=table[text, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+        slot_mapping=table[text, positions // BLOCK_SIZE].long() * BLOCK_SIZE
+        + positions % BLOCK_SIZE,
         num_decodes=0,
         max_query_len=max(lens),
         max_seq_len=max(lens),
@@ -156,7 +179,9 @@ def caches(model: LoadedModel, num_blocks: int) -> LayerKV:
 
 
 @torch.inference_mode()
-def states(model: LoadedModel, texts: list[list[int]], num_first: list[int] | None = None) -> tuple[torch.Tensor, ...]:
+def states(
+    model: LoadedModel, texts: list[list[int]], num_first: list[int] | None = None
+) -> tuple[torch.Tensor, ...]:
     """Each text's states, computed in one step."""
     meta, num_blocks = whole(texts)
     if num_first is not None:
@@ -168,13 +193,18 @@ def states(model: LoadedModel, texts: list[list[int]], num_first: list[int] | No
 
 
 @torch.inference_mode()
-def written(model: LoadedModel, texts: list[list[int]], answers: list[list[int]]) -> tuple[torch.Tensor, ...]:
+def written(
+    model: LoadedModel, texts: list[list[int]], answers: list[list[int]]
+) -> tuple[torch.Tensor, ...]:
     """An encoder-decoder's logits for the tokens of each answer, all in one step; answers of one token stand first."""
     read, next_block = whole(texts)
     step, num_blocks = whole(answers, next_block)
     num_decodes = sum(len(a) == 1 for a in answers)
     cross = dataclasses.replace(
-        read, query_start_loc=step.query_start_loc, max_query_len=step.max_query_len, num_decodes=num_decodes
+        read,
+        query_start_loc=step.query_start_loc,
+        max_query_len=step.max_query_len,
+        num_decodes=num_decodes,
     )
     step = dataclasses.replace(step, num_decodes=num_decodes).with_groups(cross)
     kv = [caches(model, num_blocks) for _ in model.spec.layers]

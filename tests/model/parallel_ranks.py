@@ -52,7 +52,10 @@ class ThreadPipe:
 
 class Meeting:
     def __init__(self, size: int) -> None:
-        self.barrier, self.given = threading.Barrier(size, timeout=PATIENCE_S), [torch.empty(0)] * size
+        self.barrier, self.given = (
+            threading.Barrier(size, timeout=PATIENCE_S),
+            [torch.empty(0)] * size,
+        )
         self.sent = {(a, b): queue.Queue[Tensor]() for a in range(size) for b in range(size)}
 
 
@@ -132,7 +135,9 @@ def as_threads(size: int, run: Callable[[ThreadGroup], T]) -> list[T]:
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(of_rank, rank) for rank in range(size)]
         failed = [f.exception() for f in futures]
-        real = [e for e in failed if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+        real = [
+            e for e in failed if e is not None and not isinstance(e, threading.BrokenBarrierError)
+        ]
         if real:
             raise real[0]
         return [f.result() for f in futures]
@@ -158,14 +163,21 @@ def on_ranks(
         shard = Shard(group.rank, size, tensor=tensor, experts=experts, units=units)
         partition = Partition(shard, group, sequence=sequence)  # type: ignore[arg-type]
         ops = select_ops(CPU, kernels)
-        model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
+        model = load_model(
+            path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how
+        )  # type: ignore[arg-type]
         return work(model)
 
     return as_threads(size, run)
 
 
 def on_stages(
-    path: Path, work: Callable[[LoadedModel], T], layers: Sequence[int], *, kernels: str = "reference", **how: object
+    path: Path,
+    work: Callable[[LoadedModel], T],
+    layers: Sequence[int],
+    *,
+    kernels: str = "reference",
+    **how: object,
 ) -> T:
     """What `work` gives on the last of a pipeline's stages, each of which has so many layers."""
     ends, queues = [0, *accumulate(layers)], [queue.Queue[Tensor]() for _ in layers]
@@ -174,12 +186,18 @@ def on_stages(
         shard = Shard(0, 1, tensor=False, layers=(ends[stage], ends[stage + 1]))
         partition = Partition(shard, ThreadGroup(0, 1, Meeting(1)), ThreadPipe(stage, queues))  # type: ignore[arg-type]
         ops = select_ops(CPU, kernels)
-        model = load_model(path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how)  # type: ignore[arg-type]
+        model = load_model(
+            path, ops=ops, device=CPU, dtype=torch.float32, partition=partition, **how
+        )  # type: ignore[arg-type]
         return work(model)
 
     with ThreadPoolExecutor(len(layers)) as pool:
         futures = [pool.submit(run, stage) for stage in range(len(layers))]
-        failed = [e for f in futures if (e := f.exception()) is not None and not isinstance(e, queue.Empty)]
+        failed = [
+            e
+            for f in futures
+            if (e := f.exception()) is not None and not isinstance(e, queue.Empty)
+        ]
         if failed:
             raise failed[0]
         return futures[-1].result()

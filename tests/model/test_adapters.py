@@ -54,7 +54,10 @@ def test_family(family, tmp_path):
     model = load(tmp_path / "base")
     assert difference(run(model, TOKENS), without) < 1e-5
     model = load(tmp_path / "base")
-    assert difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected) < 1e-5
+    assert (
+        difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected)
+        < 1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,9 @@ def test_the_host_keeps_no_gaps(llama, layout, tmp_path):
     """Two modules take their own numbers, and what follows each other in a slot is one copy."""
     hf = tiny_models.build(tmp_path / "base")
     adapters.write(hf, tmp_path / "lora", modules=["q_proj", "v_proj"])
-    read, whole = (layout.read(folder, torch.float32) for folder in (tmp_path / "lora", llama[0] / "lora"))
+    read, whole = (
+        layout.read(folder, torch.float32) for folder in (tmp_path / "lora", llama[0] / "lora")
+    )
     assert len(read.numbers) == sum(s.stop - s.start for s in read.spans) < len(whole.numbers) / 2
     assert all(a.stop < b.start for a, b in zip(read.spans, read.spans[1:], strict=False))
     slot = torch.full((layout.slot_size,), float("nan"))
@@ -113,7 +118,10 @@ def test_rslora(llama, tmp_path):
     model = load(tmp_path / "base")
     with torch.inference_mode():
         expected = peft(torch.tensor([TOKENS])).logits[0]
-    assert difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected) < 1e-5
+    assert (
+        difference(run(adapted(model, layout_of(model), tmp_path / "lora"), TOKENS), expected)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,15 +168,29 @@ def test_tensors_that_are_refused(layout, broken, llama):
 
         return change
 
-    spoil(lambda t: t.update({KEY.format("A"): torch.zeros(4, 31)}), KEY.format("A"), "[4, 31]", "another base model")
+    spoil(
+        lambda t: t.update({KEY.format("A"): torch.zeros(4, 31)}),
+        KEY.format("A"),
+        "[4, 31]",
+        "another base model",
+    )
     spoil(lambda t: t.update({KEY.format("B"): torch.zeros(32, 5)}), KEY.format("B"))
     spoil(lambda t: t[KEY.format("B")].fill_(float("nan")), "not finite")
     spoil(lambda t: t[KEY.format("A")][0, 0].fill_(float("inf")), "not finite")
     spoil(lambda t: t.pop(KEY.format("A")), "lacks its lora_A")
-    spoil(rename(KEY.format("A"), KEY.format("A").replace("layers.0", "layers.7")), "layers.7", "another base model")
+    spoil(
+        rename(KEY.format("A"), KEY.format("A").replace("layers.0", "layers.7")),
+        "layers.7",
+        "another base model",
+    )
     spoil(rename(KEY.format("A"), "base_model.model.lm_head.lora_A.weight"), "output head")
-    spoil(rename(KEY.format("A"), "base_model.model.model.embed_tokens.lora_A.weight"), "embeddings")
-    spoil(rename(KEY.format("A"), KEY.format("A").replace("lora_A.weight", "lora_magnitude_vector")), "lora_magnitude_vector")
+    spoil(
+        rename(KEY.format("A"), "base_model.model.model.embed_tokens.lora_A.weight"), "embeddings"
+    )
+    spoil(
+        rename(KEY.format("A"), KEY.format("A").replace("lora_A.weight", "lora_magnitude_vector")),
+        "lora_magnitude_vector",
+    )
     spoil(lambda t: t.clear(), "no tensors")
 
 

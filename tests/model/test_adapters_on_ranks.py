@@ -28,7 +28,12 @@ def with_adapter(folder):
 
     def work(model):
         shard = model.decoder.partition.shard
-        return run(adapted(model, AdapterLayout(model.description, model.decoder, RANK, shard), folder / "lora"), TOKENS)
+        return run(
+            adapted(
+                model, AdapterLayout(model.description, model.decoder, RANK, shard), folder / "lora"
+            ),
+            TOKENS,
+        )
 
     return work
 
@@ -95,7 +100,9 @@ def test_a_rank_refuses_what_another_has(tmp_path):
     model = load(tmp_path / "base")
     model.decoder.take_layers(model.decoder.layers[:1])
     model.decoder.spec = dataclasses.replace(model.spec, stage=(0, 1))
-    layout = AdapterLayout(model.description, model.decoder, RANK, Shard(0, 1, tensor=False, layers=(0, 1)))
+    layout = AdapterLayout(
+        model.description, model.decoder, RANK, Shard(0, 1, tensor=False, layers=(0, 1))
+    )
     assert {name.split(".")[1] for name in layout.places} == {"0"}
     with pytest.raises(AdapterError, match=r"layers\.1\.mlp\.down_proj.*shape \[3, 3\]"):
         layout.read(tmp_path / "lora", torch.float32)
@@ -104,12 +111,20 @@ def test_a_rank_refuses_what_another_has(tmp_path):
 def test_all_ranks_know_the_same_parts(tmp_path):
     """Also a rank whose heads are all zeros: graphs are captured anew when a part is new, and
     ranks that don't capture at the same time wait for each other for ever."""
-    hf = tiny_models.build(tmp_path / "base", "llama", hidden_size=72, num_attention_heads=9, num_key_value_heads=3)
-    adapters.write(hf, tmp_path / "lora", modules=["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"])
+    hf = tiny_models.build(
+        tmp_path / "base", "llama", hidden_size=72, num_attention_heads=9, num_key_value_heads=3
+    )
+    adapters.write(
+        hf, tmp_path / "lora", modules=["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"]
+    )
 
     def parts(model):
-        layout = AdapterLayout(model.description, model.decoder, RANK, model.decoder.partition.shard)
-        return "layers.1.attention.qkv.weight" in layout.places, layout.read(tmp_path / "lora", torch.float32).parts
+        layout = AdapterLayout(
+            model.description, model.decoder, RANK, model.decoder.partition.shard
+        )
+        return "layers.1.attention.qkv.weight" in layout.places, layout.read(
+            tmp_path / "lora", torch.float32
+        ).parts
 
     wanted = frozenset({("attention.qkv", 0), ("attention.qkv", 2)})
     assert on_ranks(tmp_path / "base", parts, size=4) == [(True, wanted)] * 3 + [(False, wanted)]
@@ -120,4 +135,6 @@ def test_an_adapter_without_anything_for_a_stage(tmp_path):
     adapters.write(hf, tmp_path / "lora", modules=["layers.1.mlp.down_proj"])
     model = load(tmp_path / "base")
     wanted = run(adapted(model, layout_of(model, RANK), tmp_path / "lora"), TOKENS)
-    close(on_stages(tmp_path / "base", with_adapter(tmp_path), (1, model.spec.num_layers - 1)), wanted)
+    close(
+        on_stages(tmp_path / "base", with_adapter(tmp_path), (1, model.spec.num_layers - 1)), wanted
+    )

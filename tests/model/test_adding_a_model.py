@@ -40,7 +40,9 @@ def check(monkeypatch, capsys):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_the_guide(tmp_path, monkeypatch, check, beside):
-    monkeypatch.setitem(tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside})
+    monkeypatch.setitem(
+        tiny_models.FAMILIES, "stablelm", {**STABLELM, "use_parallel_residual": beside}
+    )
     tiny_models.write(tmp_path / "model", "stablelm")
     package = tmp_path / "package"
     (package / "slipstream_stablelm-1.dist-info").mkdir(parents=True)
@@ -77,12 +79,19 @@ def entry(monkeypatch):
 
 
 def test_several_at_once_and_what_is_refused(entry):
-    new = [Family(model_type=t, architectures=("A",), read=lambda c: None, names=lambda s: {}) for t in ("one", "two")]
+    new = [
+        Family(model_type=t, architectures=("A",), read=lambda c: None, names=lambda s: {})
+        for t in ("one", "two")
+    ]
     entry(new)
     assert families.find_family("two", ["A"]) is new[1]
     assert families.find_family("llama", None) is families.FAMILIES["llama"]
     llama = families.FAMILIES["llama"]
-    for given, message in (([new[0], new[0]], "second time"), ([llama], "second time"), (["no"], "no Family")):
+    for given, message in (
+        ([new[0], new[0]], "second time"),
+        ([llama], "second time"),
+        (["no"], "no Family"),
+    ):
         entry(*given)
         with pytest.raises(UnsupportedModelError, match=message):
             families.find_family("llama", None)

@@ -25,7 +25,13 @@ from tests.model.harness import run
 
 CPU = torch.device("cpu")
 TOKENS = list(range(3, 40))
-DENSE = dict(hidden_size=128, intermediate_size=384, head_dim=32, num_attention_heads=8, num_key_value_heads=4)
+DENSE = dict(
+    hidden_size=128,
+    intermediate_size=384,
+    head_dim=32,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
 LATENT = dict(
     hidden_size=256,
     intermediate_size=384,
@@ -35,7 +41,9 @@ LATENT = dict(
     qk_nope_head_dim=48,
     qk_rope_head_dim=16,  # 144 rows of latents and rotated keys: the last block is cut off, as V3's 576 are
     v_head_dim=64,
-    **dict(num_experts_per_tok=8, n_group=1, topk_group=1),  # all: rounding may choose another, which says nothing of products
+    **dict(
+        num_experts_per_tok=8, n_group=1, topk_group=1
+    ),  # all: rounding may choose another, which says nothing of products
 )
 MODELS = {
     "deepseek_v3": LATENT,
@@ -44,10 +52,21 @@ MODELS = {
 }
 QWEN_KEEPS = ["lm_head", "model.layers.0.input_layernorm", "model.layers.1.mlp.gate", "model.norm"]
 CONFIGS = {
-    "deepseek_v3": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "qwen3": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "deepseek_v3": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "qwen3": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
     "qwen3_moe": {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
         "modules_to_not_convert": QWEN_KEEPS,
     },
     "compressed": {
@@ -59,12 +78,21 @@ CONFIGS = {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": {
-                    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None,
-                    "strategy": "block", "block_structure": [128, 128],
+                    "num_bits": 8,
+                    "type": "float",
+                    "symmetric": True,
+                    "dynamic": False,
+                    "group_size": None,
+                    "strategy": "block",
+                    "block_structure": [128, 128],
                 },
                 "input_activations": {
-                    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": True,
-                    "strategy": "group", "group_size": 128,
+                    "num_bits": 8,
+                    "type": "float",
+                    "symmetric": True,
+                    "dynamic": True,
+                    "strategy": "group",
+                    "group_size": 128,
                 },
             }
         },
@@ -74,7 +102,9 @@ CONFIGS = {
 
 def write(folder, family, config="", *, keep=(), **changes):
     """A tiny checkpoint in blocks, and the transformers model of the same numbers, unrounded."""
-    theirs = tiny_models.build(folder, family, initializer_range=0.06, tie_word_embeddings=False, **MODELS[family])
+    theirs = tiny_models.build(
+        folder, family, initializer_range=0.06, tie_word_embeddings=False, **MODELS[family]
+    )
     file = folder / "model.safetensors"
     dense, held = load_file(file), load_file(file)
     part = "weight_scale" if config == "compressed" else "weight_scale_inv"
@@ -89,7 +119,10 @@ def write(folder, family, config="", *, keep=(), **changes):
     theirs.load_state_dict(stacked(theirs, dense))
     save_file(held, file, metadata={"format": "pt"})
     path = folder / "config.json"
-    written = {**json.loads(path.read_text()), "quantization_config": {**CONFIGS[config or family], **changes}}
+    written = {
+        **json.loads(path.read_text()),
+        "quantization_config": {**CONFIGS[config or family], **changes},
+    }
     path.write_text(json.dumps(written))
     with torch.no_grad():
         return theirs(torch.tensor([TOKENS])).logits[0]
@@ -113,7 +146,9 @@ def stacked(theirs, tensors):
         stem, part = name.rsplit(".", 1)
         several = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
         count = sum(n.startswith(f"{stem}.") and n.endswith("down_proj.weight") for n in tensors)
-        experts = [torch.cat([tensors[f"{stem}.{e}.{p}.weight"] for p in several]) for e in range(count)]
+        experts = [
+            torch.cat([tensors[f"{stem}.{e}.{p}.weight"] for p in several]) for e in range(count)
+        ]
         found[name] = torch.stack(experts)
     return found
 
@@ -126,7 +161,9 @@ def error(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-@pytest.mark.parametrize(("family", "config"), [*((f, "") for f in MODELS), ("qwen3", "compressed")])
+@pytest.mark.parametrize(
+    ("family", "config"), [*((f, "") for f in MODELS), ("qwen3", "compressed")]
+)
 def test_numbers_are_the_checkpoints(tmp_path, family, config):
     """A CPU expands them: transformers' logits to 1e-4. Held as they are, inputs are rounded as well: near it."""
     theirs = write(tmp_path, family, config)
@@ -139,7 +176,9 @@ def test_numbers_are_the_checkpoints(tmp_path, family, config):
     for layer in held.decoder.layers:
         a = layer.attention
         products = [a.out, a.q, a.q_latent, a.latent] if family == "deepseek_v3" else [a.out, a.qkv]
-        assert all(isinstance(w, TileScaledLinear) for w in (*products, layer.mlp.up, layer.mlp.down))
+        assert all(
+            isinstance(w, TileScaledLinear) for w in (*products, layer.mlp.up, layer.mlp.down)
+        )
 
 
 @pytest.mark.parametrize("family", list(MODELS))
@@ -150,20 +189,30 @@ def test_bytes_are_what_is_planned(tmp_path, family):
     turning = [a.params.cos_sin if family == "deepseek_v3" else a.heads.cos_sin for a in attentions]
     tables = {id(t): t.nbytes for t in turning}
     loaded = model.weights_bytes - sum(tables.values())
-    assert loaded == sum(weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], SCHEMES["fp8-block"]).values())
+    assert loaded == sum(
+        weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], SCHEMES["fp8-block"]).values()
+    )
     formats = model.description.native_formats(frozenset(["fp8-block"]))
-    assert loaded == sum(native_weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], formats).values())
+    assert loaded == sum(
+        native_weights_bytes(model.spec, DTYPE_BYTES["bfloat16"], formats).values()
+    )
     dummy = load(tmp_path, dtype=torch.bfloat16, max_model_len=1, load_format="dummy")
     assert (dummy.forms, dummy.weights_bytes) == (model.forms, model.weights_bytes)
 
 
 def test_the_codes_are_those_of_rounding_at_load(tmp_path):
     """Products of several parts too: a part begins with a block."""
-    dense = tiny_models.build(tmp_path / "dense", "qwen3", initializer_range=0.06, tie_word_embeddings=False, **DENSE)
+    dense = tiny_models.build(
+        tmp_path / "dense", "qwen3", initializer_range=0.06, tie_word_embeddings=False, **DENSE
+    )
     write(tmp_path, "qwen3")
     ours, rounded = load(tmp_path), load(tmp_path / "dense", scheme=SCHEMES["fp8-block"])
     for a, b in zip(ours.decoder.layers, rounded.decoder.layers, strict=True):
-        for x, y in ((a.attention.qkv, b.attention.qkv), (a.mlp.up, b.mlp.up), (a.mlp.down, b.mlp.down)):
+        for x, y in (
+            (a.attention.qkv, b.attention.qkv),
+            (a.mlp.up, b.mlp.up),
+            (a.mlp.down, b.mlp.down),
+        ):
             assert torch.equal(x.weight.view(torch.uint8), y.weight.view(torch.uint8))
             assert torch.equal(x.scales, y.scales)
     weight = dense.state_dict()["model.layers.0.mlp.down_proj.weight"]
@@ -171,21 +220,33 @@ def test_the_codes_are_those_of_rounding_at_load(tmp_path):
     assert torch.equal(dequantize(ours.decoder.layers[0].mlp.down), dequantize(alone))
 
 
-@pytest.mark.parametrize("left_out", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj"])
+@pytest.mark.parametrize(
+    "left_out", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj"]
+)
 def test_modules_that_are_left_out_keep_their_type(tmp_path, left_out):
     """A part of a product that is not in blocks has the others expanded."""
-    theirs = write(tmp_path, "qwen3", keep=(left_out,), modules_to_not_convert=["lm_head", left_out])
+    theirs = write(
+        tmp_path, "qwen3", keep=(left_out,), modules_to_not_convert=["lm_head", left_out]
+    )
     assert read_spec(tmp_path).scheme is None
     assert error(run(load(tmp_path, "torch"), TOKENS), theirs) < 1e-4
     held = load(tmp_path)
     assert 1e-4 < error(run(held, TOKENS), theirs) < 0.1
-    product = held.decoder.layers[1].mlp.down if "down" in left_out else held.decoder.layers[0].attention.qkv
+    product = (
+        held.decoder.layers[1].mlp.down
+        if "down" in left_out
+        else held.decoder.layers[0].attention.qkv
+    )
     assert type(product) is Linear
 
 
 def test_parts_that_share_a_block_are_expanded(tmp_path, monkeypatch):
     """Keys of 48 rows begin within a block of queries' when both are one product."""
-    monkeypatch.setitem(MODELS, "qwen3", {**DENSE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 1})
+    monkeypatch.setitem(
+        MODELS,
+        "qwen3",
+        {**DENSE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 1},
+    )
     theirs = write(tmp_path, "qwen3")
     held = load(tmp_path)
     assert type(held.decoder.layers[0].attention.qkv) is Linear
@@ -251,16 +312,24 @@ def test_where_it_runs(tmp_path):
     description = read_spec(tmp_path)
     args = EngineArgs(model=str(tmp_path), max_model_len=64)
     memory = dict(memory_bytes=2**37, free_bytes=2**37)
-    gpu = DeviceInfo(device="cuda:0", name="H200", best_dtype="bfloat16", compute_capability=(9, 0), **memory)
+    gpu = DeviceInfo(
+        device="cuda:0", name="H200", best_dtype="bfloat16", compute_capability=(9, 0), **memory
+    )
     assert resolve(args, description, gpu).model.quantization == "fp8-block"
     with pytest.raises(ConfigError, match=r"8\.9"):
         resolve(args, description, dataclasses.replace(gpu, compute_capability=(8, 0)))
-    config, ledger = estimate(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), description)
+    config, ledger = estimate(
+        EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), description
+    )
     assert config.model.quantization is None
     assert ledger.weights_bytes == sum(weights_bytes(description.spec, 2).values())
     tiny_models.write(tmp_path / "dense", "qwen3", **DENSE)
     with pytest.raises(ConfigError, match="needs a GPU"):
-        resolve(EngineArgs(model="x", quantization="fp8-block"), read_spec(tmp_path / "dense"), config.device.info)
+        resolve(
+            EngineArgs(model="x", quantization="fp8-block"),
+            read_spec(tmp_path / "dense"),
+            config.device.info,
+        )
 
 
 def test_experts_must_be_whole_blocks(tmp_path):

@@ -20,7 +20,12 @@ SCHEME = {
     "block_structure": None, "actorder": None, "observer": "minmax", "observer_kwargs": {},
 }  # fmt: skip
 INT = {**SCHEME, "type": "int"}
-ALONE = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen", "ignore": ["lm_head"]}
+ALONE = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "frozen",
+    "ignore": ["lm_head"],
+}
 NUM_LAYERS, HEADS = 2, 2
 
 
@@ -32,7 +37,9 @@ def build(folder, family="llama", **config):
 
 def configure(folder, **config):
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {**ALONE, **config}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {**ALONE, **config}})
+    )
 
 
 def put(folder, tensors):
@@ -43,7 +50,11 @@ def put(folder, tensors):
 def scales(k="k_scale", v="v_scale", shape=(1,), size=0.01, dtype=torch.bfloat16):
     stems = [f"model.layers.{i}.self_attn" for i in range(NUM_LAYERS)]
     values = [size * (i + 1) * torch.ones(shape, dtype=dtype) for i in range(2 * NUM_LAYERS)]
-    return {f"{stem}.{part}": values[2 * i + j] for i, stem in enumerate(stems) for j, part in enumerate((k, v))}
+    return {
+        f"{stem}.{part}": values[2 * i + j]
+        for i, stem in enumerate(stems)
+        for j, part in enumerate((k, v))
+    }
 
 
 def loaded(folder):
@@ -51,12 +62,20 @@ def loaded(folder):
     return [(k.tolist(), v.tolist()) for k, v in model.cache_scales.layers()]
 
 
-@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
+@pytest.mark.parametrize(
+    "names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
+)
 @pytest.mark.parametrize("shape", [(), (1,), (HEADS, 1, 1)])
 def test_names_and_shapes(tmp_path, names, shape):
-    build(tmp_path, kv_cache_scheme={**SCHEME, "strategy": "attn_head" if len(shape) == 3 else "tensor"})
+    build(
+        tmp_path,
+        kv_cache_scheme={**SCHEME, "strategy": "attn_head" if len(shape) == 3 else "tensor"},
+    )
     put(tmp_path, scales(*names, shape=shape, dtype=torch.float32))
-    zeros = {n.replace("scale", "zero_point"): torch.zeros_like(t) for n, t in scales(*names, shape=shape).items()}
+    zeros = {
+        n.replace("scale", "zero_point"): torch.zeros_like(t)
+        for n, t in scales(*names, shape=shape).items()
+    }
     put(tmp_path, {**zeros, "model.layers.1.self_attn.q_scale": torch.ones(4, 1, 1)})
     found = [x for layer in loaded(tmp_path) for x in layer]
     assert found == [pytest.approx([0.01 * (i + 1)] * HEADS) for i in range(2 * NUM_LAYERS)]
@@ -81,7 +100,13 @@ def test_each_head_has_its_own(tmp_path):
 def test_the_checkpoint_decides_what_auto_is(tmp_path, scheme, kind):
     """Scales of the checkpoint: fine ones are near the float cache, coarse ones are not, and none is calibrated."""
     build(tmp_path, kv_cache_scheme=scheme)
-    settings = dict(kernels="reference", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    settings = dict(
+        kernels="reference",
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+    )
     found = {}
     for size in (0.02, 9.0):
         put(tmp_path, scales(size=size))
@@ -92,7 +117,9 @@ def test_the_checkpoint_decides_what_auto_is(tmp_path, scheme, kind):
             assert all(layer.k_scale is not None for layer in llm.core.executor.runner.kv)
         found[size] = log_probabilities(tmp_path)
     exact = log_probabilities(tmp_path, kv_cache_dtype="float32")
-    error = {size: max(abs(a - b) for a, b in zip(found[size], exact, strict=True)) for size in found}
+    error = {
+        size: max(abs(a - b) for a, b in zip(found[size], exact, strict=True)) for size in found
+    }
     assert 0 < error[0.02] < error[9.0]
     assert log_probabilities(tmp_path, kv_cache_dtype=kind) == found[9.0]
 
@@ -123,7 +150,13 @@ def test_with_rounded_weights_and_with_a_group_of_attentions(tmp_path):
 
 def test_dummy_weights_are_calibrated(tmp_path):
     build(tmp_path, kv_cache_scheme=SCHEME)
-    settings = dict(kernels="reference", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    settings = dict(
+        kernels="reference",
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+    )
     with LLM(str(tmp_path), load_format="dummy", **settings) as llm:
         assert llm.core.config.cache.dtype == "fp8"
         assert "calibrate" in llm.core.executor.phases
@@ -135,9 +168,18 @@ def test_dummy_weights_are_calibrated(tmp_path):
         ({"model.layers.1.self_attn.v_scale": None}, "v_scale"),
         ({"model.layers.1.self_attn.v_scale": torch.ones(3)}, "model.layers.1.self_attn.v_scale"),
         ({"model.layers.0.self_attn.k_scale": torch.zeros(1)}, "model.layers.0.self_attn.k_scale"),
-        ({"model.layers.0.self_attn.k_scale": torch.tensor([float("nan")])}, "model.layers.0.self_attn.k_scale"),
-        ({"model.layers.0.self_attn.k_proj.output_scale": torch.ones(1)}, "model.layers.0.self_attn.k_"),
-        ({"model.layers.0.self_attn.k_zero_point": torch.ones(1)}, "model.layers.0.self_attn.k_zero_point"),
+        (
+            {"model.layers.0.self_attn.k_scale": torch.tensor([float("nan")])},
+            "model.layers.0.self_attn.k_scale",
+        ),
+        (
+            {"model.layers.0.self_attn.k_proj.output_scale": torch.ones(1)},
+            "model.layers.0.self_attn.k_",
+        ),
+        (
+            {"model.layers.0.self_attn.k_zero_point": torch.ones(1)},
+            "model.layers.0.self_attn.k_zero_point",
+        ),
         ({"model.layers.7.self_attn.k_scale": torch.ones(1)}, "model.layers.7.self_attn.k_scale"),
     ],
     ids=str,
@@ -166,7 +208,14 @@ def test_scales_that_are_missing_are_not_missed_without_such_a_cache(tmp_path):
         ({"kv_cache_scheme": {**SCHEME, "surprise": 1}}, "kv_cache_scheme.surprise"),
         ({"kv_cache_scheme": 8}, "kv_cache_scheme"),
         ({"kv_cache_scheme": SCHEME, "quantization_status": "calibration"}, "quantization_status"),
-        ({"config_groups": {"a": {"targets": ["Linear"], "weights": None, "input_activations": TOKENS}}}, "targets"),
+        (
+            {
+                "config_groups": {
+                    "a": {"targets": ["Linear"], "weights": None, "input_activations": TOKENS}
+                }
+            },
+            "targets",
+        ),
         ({}, "config_groups"),
     ],
     ids=str,

@@ -26,10 +26,20 @@ from tests.model.harness import run
 
 SIZES = dict(hidden_size=64, intermediate_size=192, head_dim=16)
 GROUP = {"targets": ["Linear"], "output_activations": None}
-EIGHT = {"symmetric": True, "dynamic": False, "num_bits": 8, "strategy": "channel", "group_size": None, "actorder": None}
+EIGHT = {
+    "symmetric": True,
+    "dynamic": False,
+    "num_bits": 8,
+    "strategy": "channel",
+    "group_size": None,
+    "actorder": None,
+}
 TOKENS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 KINDS = {
-    "fp8": {"weights": {**EIGHT, "type": "float"}, "input_activations": {**TOKENS, "type": "float"}},
+    "fp8": {
+        "weights": {**EIGHT, "type": "float"},
+        "input_activations": {**TOKENS, "type": "float"},
+    },
     "int8": {"weights": {**EIGHT, "type": "int"}, "input_activations": {**TOKENS, "type": "int"}},
     "int4-g32": {
         "weights": {**EIGHT, "type": "int", "num_bits": 4, "strategy": "group", "group_size": 32},
@@ -64,7 +74,9 @@ def compress(folder, kind, **config):
     written = json.loads(path.read_text())
     written["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": {"fp8": "float-quantized", "int8": "int-quantized", "int4-g32": "pack-quantized"}[kind],
+        "format": {"fp8": "float-quantized", "int8": "int-quantized", "int4-g32": "pack-quantized"}[
+            kind
+        ],
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**GROUP, **KINDS[kind]}},
         "ignore": ["lm_head"],
@@ -83,10 +95,18 @@ def compress_config(folder, **changes):
 
 
 def log_probabilities(folder, **settings):
-    defaults = dict(kernels="reference", dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
+    defaults = dict(
+        kernels="reference",
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+    )
     with LLM(str(folder), **{**defaults, **settings}) as llm:
         prompt = {"prompt_token_ids": list(range(3, 40))}
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+        (output,) = llm.generate(
+            prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        )
     return [p.chosen.logprob for p in output.prompt_logprobs[1:]]
 
 
@@ -94,22 +114,41 @@ def check_cpu_holds(folder, form, scheme=None):
     """The C++ kernels hold the checkpoint's numbers exactly, in `form`; only inputs are rounded as well."""
     if native.library_path() is None:
         pytest.skip("the C++ kernels are not built")
-    settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_model_len=64, scheme=scheme)
-    ours, exact = (load_model(folder, ops=ops, **settings) for ops in (NativeOps(1), ReferenceOps()))
+    settings = dict(
+        device=torch.device("cpu"), dtype=torch.float32, max_model_len=64, scheme=scheme
+    )
+    ours, exact = (
+        load_model(folder, ops=ops, **settings) for ops in (NativeOps(1), ReferenceOps())
+    )
     assert {f.name: f.num_products for f in ours.forms} == {form: 8, "float32": 1}
     for a, b in zip(ours.decoder.layers, exact.decoder.layers, strict=True):
-        pairs = ((a.attention.qkv, b.attention.qkv), (a.attention.out, b.attention.out), (a.mlp.up, b.mlp.up))
+        pairs = (
+            (a.attention.qkv, b.attention.qkv),
+            (a.attention.out, b.attention.out),
+            (a.mlp.up, b.mlp.up),
+        )
         for x, y in (*pairs, (a.mlp.down, b.mlp.down)):
             held, given = rows_of(x.parts[0], torch.arange(x.out_features)), dequantize(y)
             # By 32, 8 scales are taken off of a code's, which float32 rounds where the scale has all of its bits.
-            torch.testing.assert_close(held, given, rtol=0, atol=1e-6 * float(given.abs().max()) if form == "int4 by 32" else 0)
+            torch.testing.assert_close(
+                held,
+                given,
+                rtol=0,
+                atol=1e-6 * float(given.abs().max()) if form == "int4 by 32" else 0,
+            )
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     first, second = run(ours, tokens), run(exact, tokens)
     assert 0 < (first - second).abs().mean() / second.abs().mean() < 0.1
 
 
 def test_routers_are_left_out(tmp_path):
-    tiny_models.write(tmp_path, "qwen2_moe", hidden_size=64, intermediate_size=192, shared_expert_intermediate_size=64)
+    tiny_models.write(
+        tmp_path,
+        "qwen2_moe",
+        hidden_size=64,
+        intermediate_size=192,
+        shared_expert_intermediate_size=64,
+    )
     expected = log_probabilities(tmp_path, quantization="int8")
     routers = ["re:.*mlp.gate$", "model.layers.0.mlp.shared_expert_gate"]
     compress(tmp_path, "int8", ignore=["lm_head", *routers])
@@ -137,12 +176,23 @@ def compress_gptq(folder, **config):
         w = round_linear(weight, None, SCHEMES["int4-g32"])
         tensors[f"{stem}.qweight"] = pack32(unpack4(w.weight, w.chunk)).T.contiguous()
         tensors[f"{stem}.scales"] = w.scales
-        tensors[f"{stem}.qzeros"] = torch.full((len(w.scales), len(weight) // 8), 0x77777777, dtype=torch.int32)
+        tensors[f"{stem}.qzeros"] = torch.full(
+            (len(w.scales), len(weight) // 8), 0x77777777, dtype=torch.int32
+        )
         tensors[f"{stem}.g_idx"] = (torch.arange(weight.shape[1]) // 32).int()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
-    given = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False, "damp_percent": 0.01}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {**given, **config}}))
+    given = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "desc_act": False,
+        "damp_percent": 0.01,
+    }
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "quantization_config": {**given, **config}})
+    )
 
 
 def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
@@ -152,10 +202,17 @@ def test_gptq_is_the_same_as_rounding_at_load(tmp_path):
     assert log_probabilities(tmp_path) == expected
     file, stem = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_proj"
     tensors = load_file(file)
-    save_file({n: t.half() if n.endswith(".scales") else t for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    save_file(
+        {n: t.half() if n.endswith(".scales") else t for n, t in tensors.items()},
+        file,
+        metadata={"format": "pt"},
+    )
     check_cpu_holds(tmp_path, "Q4_0")  # as GPTQ's tools write scales
     # The second version of the format writes zero points as they are: what one takes, the other must not.
-    second = {n: torch.full_like(t, 0x88888888 - 2**32) if n.endswith(".qzeros") else t for n, t in tensors.items()}
+    second = {
+        n: torch.full_like(t, 0x88888888 - 2**32) if n.endswith(".qzeros") else t
+        for n, t in tensors.items()
+    }
     save_file(second, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="qzeros"):
         log_probabilities(tmp_path)
@@ -188,7 +245,10 @@ def compress_awq(folder, size):
     dense, tensors = load_file(file), load_file(file)
 
     def pack(codes):  # [rows, out]
-        words = sum(codes[:, column::8].to(torch.int64) << 4 * i for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+        words = sum(
+            codes[:, column::8].to(torch.int64) << 4 * i
+            for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7))
+        )
         return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -199,11 +259,21 @@ def compress_awq(folder, size):
         scales = (torch.rand(inner // size, outer, generator=rng) / 32).half().float()
         spread = (t.repeat_interleave(size, dim=0) for t in (zeros, scales))
         dense[name] = ((codes - next(spread)) * next(spread)).T.contiguous()
-        tensors.update({f"{stem}.qweight": pack(codes), f"{stem}.qzeros": pack(zeros), f"{stem}.scales": scales})
+        tensors.update(
+            {
+                f"{stem}.qweight": pack(codes),
+                f"{stem}.qzeros": pack(zeros),
+                f"{stem}.scales": scales,
+            }
+        )
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": size,
+        "zero_point": True,
+        "version": "gemm",
     }
     (folder / "config.json").write_text(json.dumps(config))
     return dense
@@ -236,7 +306,9 @@ def test_awq_computes_what_its_definition_says(tmp_path, size):
     assert caught.value.field == "quantization_config.version"
 
 
-@pytest.mark.parametrize(("name", "value"), [("bits", 8), ("sym", False), ("desc_act", True), ("group_size", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bits", 8), ("sym", False), ("desc_act", True), ("group_size", -1)]
+)
 def test_other_kinds_of_gptq_are_refused_by_name(tmp_path, name, value):
     tiny_models.write(tmp_path, "llama", **SIZES)
     compress_gptq(tmp_path, **{name: value})
@@ -290,10 +362,30 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
         ({"format": "marlin-24"}, "format"),
         ({"ignore": ["re:("]}, "ignore"),
         ({"config_groups": {}}, "config_groups"),
-        ({"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["LlamaMLP"]}}}, "g.targets"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}}}, "block_structure"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "actorder": "group"}}}}, "weights.actorder"),
-        ({"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 9}}}}, "num_bits"),
+        (
+            {"config_groups": {"g": {**GROUP, **KINDS["int8"], "targets": ["LlamaMLP"]}}},
+            "g.targets",
+        ),
+        (
+            {
+                "config_groups": {
+                    "g": {**GROUP, "weights": {**EIGHT, "type": "int", "strategy": "block"}}
+                }
+            },
+            "block_structure",
+        ),
+        (
+            {
+                "config_groups": {
+                    "g": {**GROUP, "weights": {**EIGHT, "type": "int", "actorder": "group"}}
+                }
+            },
+            "weights.actorder",
+        ),
+        (
+            {"config_groups": {"g": {**GROUP, "weights": {**EIGHT, "type": "int", "num_bits": 9}}}},
+            "num_bits",
+        ),
     ],
     ids=str,
 )
@@ -309,9 +401,14 @@ def test_other_schemes_are_refused_by_name(tmp_path, change, field):
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4-g32"])
 def test_bytes_on_a_cpu_are_what_is_planned(tmp_path, kind):
     tiny_models.write(tmp_path, "llama", hidden_size=128, intermediate_size=256, head_dim=32)
-    settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=SCHEMES[kind])
+    settings = dict(
+        device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=SCHEMES[kind]
+    )
     model = load_model(tmp_path, ops=NativeOps(1), **settings)
-    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
+    tables = {
+        id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes
+        for layer in model.decoder.layers
+    }
     planned = weights_bytes(model.spec, 2, SCHEMES[kind], on_cpu=True)
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 
@@ -322,17 +419,32 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
     """What a checkpoint holds by weights, and `info` says: some products rounded, one as it was, or all expanded."""
     if ops is NativeOps and native.library_path() is None:
         pytest.skip("the C++ kernels are not built")
-    tiny_models.write(tmp_path, "llama", hidden_size=64, intermediate_size=192, head_dim=16, tie_word_embeddings=False)
+    tiny_models.write(
+        tmp_path,
+        "llama",
+        hidden_size=64,
+        intermediate_size=192,
+        head_dim=16,
+        tie_word_embeddings=False,
+    )
     left_out, name = "model.layers.1.mlp.down_proj", tmp_path / "model.safetensors"
     weight = load_file(name)[f"{left_out}.weight"].clone()
     compress(tmp_path, kind, ignore=["lm_head", left_out])
     tensors = {n: t.clone() for n, t in load_file(name).items() if not n.startswith(left_out)}
     save_file({**tensors, f"{left_out}.weight": weight}, name, metadata={"format": "pt"})
     made = ops() if ops is ReferenceOps else ops(1)
-    model = load_model(tmp_path, ops=made, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1)
-    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
+    model = load_model(
+        tmp_path, ops=made, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1
+    )
+    tables = {
+        id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes
+        for layer in model.decoder.layers
+    }
     args = EngineArgs(
-        model=str(tmp_path), dtype="bfloat16", device="cpu", kernels="reference" if ops is ReferenceOps else "cpu"
+        model=str(tmp_path),
+        dtype="bfloat16",
+        device="cpu",
+        kernels="reference" if ops is ReferenceOps else "cpu",
     )
     config, ledger = estimate(args, model.description)
     assert config.model.quantization is None
@@ -345,14 +457,26 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
     """What a loaded model holds is what `plan.memory` says, position tables apart."""
-    sizes = dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8) if kind == "fp8-block" else SIZES
+    sizes = (
+        dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8)
+        if kind == "fp8-block"
+        else SIZES
+    )
     tiny_models.write(tmp_path, "llama", **sizes, tie_word_embeddings=tied)
     ops = ReferenceOps()
     scheme = SCHEMES[kind] if kind else None
     model = load_model(
-        tmp_path, ops=ops, device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=1, scheme=scheme
+        tmp_path,
+        ops=ops,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        max_model_len=1,
+        scheme=scheme,
     )
-    tables = {id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes for layer in model.decoder.layers}
+    tables = {
+        id(layer.attention.heads.cos_sin): layer.attention.heads.cos_sin.nbytes
+        for layer in model.decoder.layers
+    }
     planned = weights_bytes(model.spec, 2, scheme)
     assert model.weights_bytes - sum(tables.values()) == sum(planned.values())
 
@@ -365,12 +489,17 @@ def test_settings_that_do_not_go_with_it(tmp_path):
     assert caught.value.field == "quantization"
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [("fp8", "auto"), ("fp8", "torch"), ("int4-g32", "torch"), ("int4-g32", "auto")])
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [("fp8", "auto"), ("fp8", "torch"), ("int4-g32", "torch"), ("int4-g32", "auto")],
+)
 def test_what_a_cpu_has_no_product_for_is_expanded(tmp_path, kind, kernels):
     """4-bit weights are the same numbers there, which torch's ops have no product with; of fp8 the inputs stay as they are."""
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SIZES)
     compress(tmp_path, kind)
-    exact, expanded = (torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels))
+    exact, expanded = (
+        torch.tensor(log_probabilities(tmp_path, kernels=k)) for k in ("reference", kernels)
+    )
     atol = 1e-4 if (kind, kernels) == ("int4-g32", "torch") else 0.3
     torch.testing.assert_close(exact, expanded, atol=atol, rtol=0)
 
@@ -381,10 +510,15 @@ def test_dummy_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
     tiny_models.write(tmp_path, "llama", **SIZES)
     compress(tmp_path, kind)
     settings = dict(device=torch.device("cpu"), dtype=torch.bfloat16, max_model_len=64)
-    real, dummy = (load_model(tmp_path, ops=ReferenceOps(), load_format=f, **settings) for f in ("auto", "dummy"))
+    real, dummy = (
+        load_model(tmp_path, ops=ReferenceOps(), load_format=f, **settings)
+        for f in ("auto", "dummy")
+    )
     assert dummy.forms == real.forms
     assert dummy.weights_bytes == real.weights_bytes
-    assert {f.name for f in load_model(tmp_path, ops=CpuOps(), load_format="dummy", **settings).forms} == {"bfloat16"}
+    assert {
+        f.name for f in load_model(tmp_path, ops=CpuOps(), load_format="dummy", **settings).forms
+    } == {"bfloat16"}
     compress_config(tmp_path, ignore=["lm_head", "model.layers.0.mlp.down_proj"])
     with pytest.raises(CheckpointError, match="several") as caught:
         load_model(tmp_path, ops=ReferenceOps(), load_format="dummy", **settings)
@@ -395,5 +529,8 @@ def test_int8_codes_on_the_kernels_of_a_cpu(tmp_path):
     """The same codes, and inputs rounded in finer groups than the reference's whole tokens."""
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SIZES)
     compress(tmp_path, "int8")
-    ours, theirs = (torch.tensor(log_probabilities(tmp_path, kernels=kernels)) for kernels in ("cpu", "reference"))
+    ours, theirs = (
+        torch.tensor(log_probabilities(tmp_path, kernels=kernels))
+        for kernels in ("cpu", "reference")
+    )
     assert 0 < (ours - theirs).abs().max() < 0.05

@@ -16,8 +16,23 @@ from tests import tiny_models
 from tests.model.harness import load, run
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50, 9, 100, 101, 102, 7, 8, 9]
-LEFT = {"vocab_size", "model_type", "architectures", "num_hidden_layers", "dtype", "id2label", "label2id", "problem_type"}
-LEFT |= {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder"}
+LEFT = {
+    "vocab_size",
+    "model_type",
+    "architectures",
+    "num_hidden_layers",
+    "dtype",
+    "id2label",
+    "label2id",
+    "problem_type",
+}
+LEFT |= {
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+}
 LEFT |= {"bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "transformers_version"}
 NOT_HEEDED_THERE = {("mpt", "alibi_bias_max"), ("mpt", "expansion_ratio")}
 """transformers reads these and takes 8 and 4. The authors' code and llama.cpp heed them, and so do we."""
@@ -44,14 +59,27 @@ def others(key, value):
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_each_field_is_heeded_or_refused(tmp_path, family):
     settings = {k: v for k, v in tiny_models.FAMILIES[family].items() if v is not None}
-    given = json.loads(AutoConfig.for_model(settings.pop("model_type"), **settings).to_json_string(use_diff=False))
-    changes = [{key: other} for key, value in given.items() if key not in LEFT for other in others(key, value)]
+    given = json.loads(
+        AutoConfig.for_model(settings.pop("model_type"), **settings).to_json_string(use_diff=False)
+    )
+    changes = [
+        {key: other}
+        for key, value in given.items()
+        if key not in LEFT
+        for other in others(key, value)
+    ]
     inner = {k: v for k, v in given.get("attn_config", {}).items() if k not in LEFT}
-    changes += [{"attn_config": {**inner, k: other}} for k, v in inner.items() for other in others(k, v)]
+    changes += [
+        {"attn_config": {**inner, k: other}} for k, v in inner.items() for other in others(k, v)
+    ]
     num_same, refused = 0, set()
     for i, change in enumerate(changes):
         ((key, value),) = change.items()
-        key = next((k for k in inner if value[k] != inner[k]), key) if isinstance(value, dict) else key
+        key = (
+            next((k for k in inner if value[k] != inner[k]), key)
+            if isinstance(value, dict)
+            else key
+        )
         path = tmp_path / str(i)
         try:
             theirs = tiny_models.build(path, family, **change)

@@ -25,8 +25,12 @@ LAYERS = {"gpt2": "n_layer", "gptj": "n_layer"}
 def build(path, family, num_layers, *, wide=False):
     sizes = {}
     if wide:
-        sizes = {"n_embd": 128} if family in LAYERS else dict(hidden_size=128, intermediate_size=256)
-    tiny_models.write(path, family, **{LAYERS.get(family, "num_hidden_layers"): num_layers}, **sizes)
+        sizes = (
+            {"n_embd": 128} if family in LAYERS else dict(hidden_size=128, intermediate_size=256)
+        )
+    tiny_models.write(
+        path, family, **{LAYERS.get(family, "num_hidden_layers"): num_layers}, **sizes
+    )
 
 
 def pair(path, share=0.85, **more):
@@ -65,7 +69,9 @@ def test_a_checkpoint_that_is_rounded(tmp_path, kind):
     check(*pair(tmp_path))
 
 
-@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
+@pytest.mark.parametrize(
+    "names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")]
+)
 def test_a_checkpoint_that_has_scales_for_the_cache(tmp_path, monkeypatch, names):
     monkeypatch.setattr(test_cache_scales, "NUM_LAYERS", 5)
     build(tmp_path, "llama", 5)
@@ -74,7 +80,9 @@ def test_a_checkpoint_that_has_scales_for_the_cache(tmp_path, monkeypatch, names
     whole, model = pair(tmp_path)
     check(whole, model)
     pairs = zip(whole.cache_scales.layers(), model.cache_scales.layers(), strict=True)
-    assert all(np.array_equal(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        np.array_equal(a, b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_a_bound_that_holds_all_changes_nothing(tmp_path):
@@ -104,12 +112,16 @@ def test_copies_without_computing_leave_the_places_as_a_step_expects_them(tmp_pa
     check(whole, model)
 
 
-@pytest.mark.parametrize(("family", "share", "alike"), [("llama", 0.85, True), ("deepseek_v3", 0.5, False)])
+@pytest.mark.parametrize(
+    ("family", "share", "alike"), [("llama", 0.85, True), ("deepseek_v3", 0.5, False)]
+)
 def test_steps_whose_numbers_no_one_reads(tmp_path, family, share, alike):
     """They copy nothing, unless a layer could not stand for another."""
     build(tmp_path, family, 6)
     whole, model = pair(tmp_path, share)
-    if not alike:  # the least that it runs with: the first layer, which has no experts, is copied too
+    if (
+        not alike
+    ):  # the least that it runs with: the first layer, which has no experts, is copied too
         model = pair(tmp_path, (model.weights_bytes - 1) / whole.weights_bytes)[1]
         assert model.decoder.stream._order[0] == 0
     stream = model.decoder.stream
@@ -163,7 +175,9 @@ def test_a_layer_waits_for_its_copy_and_a_copy_for_the_layer_before(tmp_path, mo
             if layer - 1 in order:  # its place gets the next that has it
                 assert new[:2] == ["copy", ("arrived", before + 1)]
             assert len(new) == (layer in order) + 2 * (layer - 1 in order)
-    assert len([x for x in platform.log if x == "copy"]) == 2 + 3 * len(order)  # two before the first step
+    assert len([x for x in platform.log if x == "copy"]) == 2 + 3 * len(
+        order
+    )  # two before the first step
 
 
 def test_a_copy_is_cut_in_pieces(tmp_path, monkeypatch):
@@ -172,7 +186,9 @@ def test_a_copy_is_cut_in_pieces(tmp_path, monkeypatch):
     whole, model = pair(tmp_path)
     stream = model.decoder.stream
     assert all(len(piece) <= 4096 for pieces in stream._host.values() for piece in pieces)
-    assert {sum(map(len, pieces)) for pieces in stream._host.values()} == {layer_bytes(whole.decoder.layers[1])}
+    assert {sum(map(len, pieces)) for pieces in stream._host.values()} == {
+        layer_bytes(whole.decoder.layers[1])
+    }
     check(whole, model)
 
 
@@ -180,8 +196,18 @@ def test_weights_keep_their_order_in_memory(tmp_path):
     """Rows that lie behind one another, columns that do, and parts of a larger tensor."""
     build(tmp_path, "llama", 3)
     whole = load_model(tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32)
-    forms = iter([lambda x: x.T.contiguous().T, lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]], lambda x: x] * 9)
-    layers = [with_tensors(layer, lambda x: next(forms)(x) if x.dim() == 2 else x) for layer in whole.decoder.layers]
+    forms = iter(
+        [
+            lambda x: x.T.contiguous().T,
+            lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]],
+            lambda x: x,
+        ]
+        * 9
+    )
+    layers = [
+        with_tensors(layer, lambda x: next(forms)(x) if x.dim() == 2 else x)
+        for layer in whole.decoder.layers
+    ]
     stream = DeviceStream(CpuPlatform(CPU))
     stream.expect({i: layer_bytes(layer) for i, layer in enumerate(layers)})
     kept = [stream.keep(i, layer) for i, layer in enumerate(layers)]

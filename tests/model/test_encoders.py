@@ -45,44 +45,137 @@ def test_states_equal_transformers(family, tmp_path):
     spec = read_spec(tmp_path).spec
     assert spec.is_encoder
     read = [p.numel() for name, p in theirs.named_parameters() if not name.startswith("pooler")]
-    assert spec.num_parameters == sum(read) == sum(torch.Size(s).numel() for s in parameters(spec).values())
-    assert spec.kv_bytes_per_token(4) == 2 * spec.layers[0].attention.kv_size * 4  # one layer's, for the time of a step
+    assert (
+        spec.num_parameters
+        == sum(read)
+        == sum(torch.Size(s).numel() for s in parameters(spec).values())
+    )
+    assert (
+        spec.kv_bytes_per_token(4) == 2 * spec.layers[0].attention.kv_size * 4
+    )  # one layer's, for the time of a step
 
 
-@pytest.mark.parametrize("family", [family for family in tiny_models.ENCODERS if family != "eurobert"])
+@pytest.mark.parametrize(
+    "family", [family for family in tiny_models.ENCODERS if family != "eurobert"]
+)
 def test_scores_of_pairs_equal_transformers(family, tmp_path):
     theirs = tiny_models.build_encoder(tmp_path, family, num_labels=3)
     num_first = [2, 1, 30, 15, 1] if family == "bert" else [len(t) for t in TEXTS]
     for kernels in ("reference", "cpu"):
         model = load(tmp_path, kernels=kernels)
         assert model.decoder.classifier is not None
-        scores = model.decoder.classifier(model.decoder.ops, *texts_of(states(model, TEXTS, num_first)))
+        scores = model.decoder.classifier(
+            model.decoder.ops, *texts_of(states(model, TEXTS, num_first))
+        )
         for text, n, ours in zip(TEXTS, num_first, scores, strict=True):
-            types = {} if family != "bert" else {"token_type_ids": (torch.arange(len(text)) >= n).long()[None]}
+            types = (
+                {}
+                if family != "bert"
+                else {"token_type_ids": (torch.arange(len(text)) >= n).long()[None]}
+            )
             with torch.no_grad():
                 assert error(ours, theirs(torch.tensor([text]), **types).logits[0]) <= 1e-4
 
 
 AUTHORS = {
     "nomic_bert": {
-        **dict(model_type="nomic_bert", architectures=["NomicBertModel"], vocab_size=tiny_models.VOCAB, n_embd=32, n_head=4),
-        **dict(n_layer=2, n_inner=64, n_positions=200, activation_function="swiglu", layer_norm_epsilon=1e-12, prenorm=False),
-        **dict(rotary_emb_base=1000, rotary_emb_fraction=1.0, rotary_emb_interleaved=False, rotary_emb_scale_base=None),
-        **dict(qkv_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, causal=False, parallel_block=False),
-        **dict(use_rms_norm=False, type_vocab_size=2, scale_attn_weights=True, use_flash_attn=True, max_trained_positions=64),
+        **dict(
+            model_type="nomic_bert",
+            architectures=["NomicBertModel"],
+            vocab_size=tiny_models.VOCAB,
+            n_embd=32,
+            n_head=4,
+        ),
+        **dict(
+            n_layer=2,
+            n_inner=64,
+            n_positions=200,
+            activation_function="swiglu",
+            layer_norm_epsilon=1e-12,
+            prenorm=False,
+        ),
+        **dict(
+            rotary_emb_base=1000,
+            rotary_emb_fraction=1.0,
+            rotary_emb_interleaved=False,
+            rotary_emb_scale_base=None,
+        ),
+        **dict(
+            qkv_proj_bias=False,
+            mlp_fc1_bias=False,
+            mlp_fc2_bias=False,
+            causal=False,
+            parallel_block=False,
+        ),
+        **dict(
+            use_rms_norm=False,
+            type_vocab_size=2,
+            scale_attn_weights=True,
+            use_flash_attn=True,
+            max_trained_positions=64,
+        ),
     },
     "gte": {
-        **dict(model_type="new", architectures=["NewModel"], vocab_size=tiny_models.VOCAB, hidden_size=32, hidden_act="gelu"),
-        **dict(num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, max_position_embeddings=200, pack_qkv=True),
-        **dict(rope_theta=160000, layer_norm_eps=1e-12, layer_norm_type="layer_norm", position_embedding_type="rope"),
-        **dict(type_vocab_size=2, logn_attention_scale=False, logn_attention_clip1=False, unpad_inputs=False),
+        **dict(
+            model_type="new",
+            architectures=["NewModel"],
+            vocab_size=tiny_models.VOCAB,
+            hidden_size=32,
+            hidden_act="gelu",
+        ),
+        **dict(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=64,
+            max_position_embeddings=200,
+            pack_qkv=True,
+        ),
+        **dict(
+            rope_theta=160000,
+            layer_norm_eps=1e-12,
+            layer_norm_type="layer_norm",
+            position_embedding_type="rope",
+        ),
+        **dict(
+            type_vocab_size=2,
+            logn_attention_scale=False,
+            logn_attention_clip1=False,
+            unpad_inputs=False,
+        ),
     },
     "modernbert": {
-        **dict(model_type="modernbert", architectures=["ModernBertForMaskedLM"], vocab_size=tiny_models.VOCAB, hidden_size=32),
-        **dict(num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, hidden_activation="gelu", norm_eps=1e-5),
-        **dict(layer_norm_eps=1e-5, norm_bias=True, local_attention=12, global_attn_every_n_layers=3, decoder_bias=True),
-        **dict(global_rope_theta=160000.0, local_rope_theta=10000.0, position_embedding_type="absolute", mlp_bias=False),
-        **dict(max_position_embeddings=200, classifier_pooling="mean", classifier_activation="gelu", sparse_prediction=False),
+        **dict(
+            model_type="modernbert",
+            architectures=["ModernBertForMaskedLM"],
+            vocab_size=tiny_models.VOCAB,
+            hidden_size=32,
+        ),
+        **dict(
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=64,
+            hidden_activation="gelu",
+            norm_eps=1e-5,
+        ),
+        **dict(
+            layer_norm_eps=1e-5,
+            norm_bias=True,
+            local_attention=12,
+            global_attn_every_n_layers=3,
+            decoder_bias=True,
+        ),
+        **dict(
+            global_rope_theta=160000.0,
+            local_rope_theta=10000.0,
+            position_embedding_type="absolute",
+            mlp_bias=False,
+        ),
+        **dict(
+            max_position_embeddings=200,
+            classifier_pooling="mean",
+            classifier_activation="gelu",
+            sparse_prediction=False,
+        ),
     },
 }
 
@@ -127,7 +220,9 @@ def test_t5_logits_equal_transformers(family, shared, tmp_path):
         found = written(model, texts, answers)
         for text, answer, ours in zip(texts, answers, found, strict=True):
             with torch.no_grad():
-                expected = theirs(input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])).logits[0]
+                expected = theirs(
+                    input_ids=torch.tensor([text]), decoder_input_ids=torch.tensor([answer])
+                ).logits[0]
             assert error(ours, expected) <= 1e-4
     spec = model.spec
     assert spec.num_parameters == sum(p.numel() for p in theirs.parameters())
@@ -141,7 +236,9 @@ def test_pool_and_normalize():
     hidden = torch.randn(9, 4)
     starts = torch.tensor([0, 1, 6, 9], dtype=torch.int32)
     parts = hidden.split([1, 5, 3])
-    assert torch.allclose(pool(OPS, hidden, starts, "mean"), torch.stack([p.mean(0) for p in parts]), atol=1e-6)
+    assert torch.allclose(
+        pool(OPS, hidden, starts, "mean"), torch.stack([p.mean(0) for p in parts]), atol=1e-6
+    )
     assert torch.equal(pool(OPS, hidden, starts, "cls"), torch.stack([p[0] for p in parts]))
     assert torch.equal(pool(OPS, hidden, starts, "last"), torch.stack([p[-1] for p in parts]))
     assert torch.allclose(normalized(hidden).norm(dim=1), torch.ones(9))
@@ -150,14 +247,24 @@ def test_pool_and_normalize():
 def test_pooling_is_read_from_the_files(tmp_path):
     tiny_models.build_encoder(tmp_path)
     plain = read_spec(tmp_path).pooling
-    assert (plain.kind, plain.normalize, plain.max_length, plain.dimensions) == ("mean", True, None, None)
+    assert (plain.kind, plain.normalize, plain.max_length, plain.dimensions) == (
+        "mean",
+        True,
+        None,
+        None,
+    )
     tiny_models.write_sentence_transformers(tmp_path, mode="cls_token", normalize=False)
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": "query: ", "none": ""}, "default_prompt_name": "query"})
     )
     edit(tmp_path / "config.json", matryoshka_dimensions=[8, 16])
     found = read_spec(tmp_path).pooling
-    assert (found.kind, found.normalize, found.max_length, found.prompt) == ("cls", False, 64, "query: ")
+    assert (found.kind, found.normalize, found.max_length, found.prompt) == (
+        "cls",
+        False,
+        64,
+        "query: ",
+    )
     assert found.dimensions == (8, 16)
 
 
@@ -174,7 +281,11 @@ def edit(path, **changes):
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
-        ("config.json", {"sbert_ce_default_activation_function": "torch.nn.Softmax"}, "activation_fn"),
+        (
+            "config.json",
+            {"sbert_ce_default_activation_function": "torch.nn.Softmax"},
+            "activation_fn",
+        ),
         ("config.json", {"architectures": ["BertForTokenClassification"]}, "architectures"),
     ],
     ids=str,
@@ -190,6 +301,8 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, file, changes, field):
 
 def test_a_step_that_is_not_known_is_refused(tmp_path):
     tiny_models.build_encoder(tmp_path)
-    (tmp_path / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}])
+    )
     with pytest.raises(UnsupportedModelError, match="Dense"):
         read_spec(tmp_path)

@@ -50,7 +50,10 @@ CASES = {
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "rope_theta": None, "head_dim": 16}),
     "llama-linear": (
         "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "rope_theta": None},
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+            "rope_theta": None,
+        },
     ),
     "llama-yarn": (
         "llama",
@@ -64,7 +67,10 @@ CASES = {
             "rope_theta": None,
         },
     ),
-    "llama-tied-biased": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-tied-biased": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "mistral-open": ("mistral", {"sliding_window": None}),
     "qwen2-full": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
@@ -74,17 +80,35 @@ CASES = {
     "bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
     "ministral-mixed": ("ministral", {"layer_types": ["full_attention", "sliding_attention"]}),
     "qwen2-moe-mixed": ("qwen2_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
-    "qwen3-moe-sparse": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2, "num_experts_per_tok": 6}),
+    "qwen3-moe-sparse": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "decoder_sparse_step": 2, "num_experts_per_tok": 6},
+    ),
     "mixtral-of-one": ("mixtral", {"num_experts_per_tok": 1, "sliding_window": 7}),
     "neox-in-turn": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "opt-350m": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "bloom-6-heads": ("bloom", {"hidden_size": 48, "n_head": 6}),
-    "mpt-clip": ("mpt", {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.2}}),
+    "mpt-clip": (
+        "mpt",
+        {"d_model": 48, "n_heads": 6, "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.2}},
+    ),
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon2-11b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
-    "falcon-rw": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True}),
-    "starcoder2-open": ("starcoder2", {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False}),
-    "phi3-long": ("phi3", {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
+    "falcon2-11b": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        "falcon",
+        {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "starcoder2-open": (
+        "starcoder2",
+        {"sliding_window": None, "use_bias": False, "tie_word_embeddings": False},
+    ),
+    "phi3-long": (
+        "phi3",
+        {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4},
+    ),
     "phi4-mini": (
         "phi3",
         {
@@ -95,7 +119,10 @@ CASES = {
         },
     ),
     "mistral-nemo": ("mistral", {"head_dim": 16, "sliding_window": None}),
-    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "gemma3-linear": (
         "gemma3_text",
         {
@@ -138,7 +165,13 @@ CASES = {
     ),
     "deepseek-v3-yarn": (
         "deepseek_v3",
-        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN, "rope_interleave": False},
+        {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": DEEPSEEK_YARN,
+            "rope_interleave": False,
+        },
     ),
     "gpt-oss-mha": (
         "gpt_oss",
@@ -149,8 +182,14 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
-    "glm4-moe-air": ("glm4_moe", {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}),
-    "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "glm4-moe-air": (
+        "glm4_moe",
+        {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "granite-tied": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
 }
 _rng = random.Random(1)
 TOKENS = [_rng.randrange(4, tiny_models.VOCAB) for _ in range(53)]
@@ -175,7 +214,14 @@ def test_logits_equal_transformers(case, kernels):
     """Of a text in chunks. Token by token only its beginning, which is longer than every window and than five blocks."""
     path, _, logits = case
     model = load(path, kernels=kernels)
-    for chunks, block_size in [((), 4), ((), 16), ((3, 1, 4, 5, 7, 16), 4), ((15, 17, 16), 16), ((1,), 4), ((20, 1, 1, 31), 8)]:
+    for chunks, block_size in [
+        ((), 4),
+        ((), 16),
+        ((3, 1, 4, 5, 7, 16), 4),
+        ((15, 17, 16), 16),
+        ((1,), 4),
+        ((20, 1, 1, 31), 8),
+    ]:
         num = 22 if chunks == (1,) else len(TOKENS)
         found = error(run(model, TOKENS[:num], chunks, block_size), logits[:num])
         assert found <= 1e-4, (chunks, block_size)
@@ -185,7 +231,9 @@ def test_greedy_tokens_equal_transformers(case):
     path, theirs, _ = case
     prompt = torch.tensor([TOKENS[:9]])
     with torch.no_grad():
-        expected = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
+        expected = theirs.generate(
+            prompt, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, 9:]
     assert greedy(load(path, kernels="cpu"), TOKENS[:9], 20) == expected.tolist()
 
 
@@ -194,7 +242,10 @@ def test_a_mixed_batch_equals_each_alone(case, kernels):
     path, _, logits = case
     model = load(path, kernels=kernels)
     cache = Paged(model, 4, len(TOKENS))
-    parts = [[(0, TOKENS[:5]), (1, TOKENS[:1])], [(1, TOKENS[1:2]), (0, TOKENS[5:30]), (2, TOKENS[:40])]]
+    parts = [
+        [(0, TOKENS[:5]), (1, TOKENS[:1])],
+        [(1, TOKENS[1:2]), (0, TOKENS[5:30]), (2, TOKENS[:40])],
+    ]
     parts += [[(2, TOKENS[40:41]), (0, TOKENS[30:31]), (3, TOKENS[:17]), (1, TOKENS[2:3])]]
     done = [0] * 4
     for step in parts:
@@ -218,9 +269,15 @@ def test_the_spec_counts_what_is_there(case):
     assert count == spec.num_parameters
     a = spec.layers[0].attention
     if isinstance(a, LatentAttentionSpec):
-        assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == spec.num_layers * (a.kv_rank + a.rotary_dim) * 4
+        assert (
+            spec.kv_bytes_per_token(DTYPE_BYTES["float32"])
+            == spec.num_layers * (a.kv_rank + a.rotary_dim) * 4
+        )
     else:
-        assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
+        assert (
+            spec.kv_bytes_per_token(DTYPE_BYTES["float32"])
+            == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
+        )
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------
@@ -247,7 +304,10 @@ def edit(path, **changes):
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"some_new_switch": True}, "some_new_switch"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "twist": 2}}, "rope_parameters"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "twist": 2}},
+            "rope_parameters",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"hidden_size": "32"}, "hidden_size"),
@@ -302,7 +362,9 @@ def test_a_sharded_checkpoint_is_the_same(tmp_path):
     whole = tiny_models.build(tmp_path / "whole")
     whole.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
-    assert torch.equal(run(load(tmp_path / "sharded"), TOKENS), run(load(tmp_path / "whole"), TOKENS))
+    assert torch.equal(
+        run(load(tmp_path / "sharded"), TOKENS), run(load(tmp_path / "whole"), TOKENS)
+    )
 
 
 def test_dummy_weights_need_only_a_config(tiny):
@@ -312,7 +374,14 @@ def test_dummy_weights_need_only_a_config(tiny):
     (tiny / "model.safetensors").unlink()
     cpu = torch.device("cpu")
     models = [
-        load_model(tiny, ops=select_ops(cpu, "torch"), device=cpu, dtype=torch.bfloat16, load_format="dummy", seed=s)
+        load_model(
+            tiny,
+            ops=select_ops(cpu, "torch"),
+            device=cpu,
+            dtype=torch.bfloat16,
+            load_format="dummy",
+            seed=s,
+        )
         for s in (1, 1, 2)
     ]
     a, b, c = (run(m, TOKENS) for m in models)
@@ -326,5 +395,8 @@ def test_the_tokens_tell_attention_apart(tmp_path):
     assert len(set(TOKENS)) > 40
     theirs = tiny_models.build(tmp_path)
     with torch.no_grad():
-        a, b = (theirs(torch.tensor([t])).logits[0, -1] for t in (TOKENS, [TOKENS[1], TOKENS[0], *TOKENS[2:]]))
+        a, b = (
+            theirs(torch.tensor([t])).logits[0, -1]
+            for t in (TOKENS, [TOKENS[1], TOKENS[0], *TOKENS[2:]])
+        )
     assert error(a, b) > 1e-3

@@ -70,7 +70,9 @@ def test_configs_of_real_models_are_read(name):
 
 def spec_of(folder, model_type, architecture, **config):
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture], **config}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": model_type, "architectures": [architecture], **config})
+    )
     return read_spec(folder).spec
 
 
@@ -85,15 +87,22 @@ NEOX = {
 
 
 def test_keys_of_before_say_the_same(tmp_path):
-    old = spec_of(tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rotary_pct=0.5, rotary_emb_base=5e4)
+    old = spec_of(
+        tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rotary_pct=0.5, rotary_emb_base=5e4
+    )
     turned = {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
-    assert spec_of(tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rope_parameters=turned) == old
+    assert (
+        spec_of(tmp_path, "gpt_neox", "GPTNeoXForCausalLM", **NEOX, rope_parameters=turned) == old
+    )
     assert old.layers[0].attention.position == RopeSpec(theta=5e4, rotary_dim=8)
 
     common = {"vocab_size": 99, "hidden_size": 64, "new_decoder_architecture": True}
     new = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_kv_heads": 2}
     falcon = spec_of(tmp_path, "falcon", "FalconForCausalLM", **common, **new)
-    assert spec_of(tmp_path, "RefinedWeb", "RWForCausalLM", **common, n_layer=2, n_head=8, n_head_kv=2) == falcon
+    assert (
+        spec_of(tmp_path, "RefinedWeb", "RWForCausalLM", **common, n_layer=2, n_head=8, n_head_kv=2)
+        == falcon
+    )
     assert falcon.layers[0].attention.num_kv_heads == 2
 
 
@@ -113,15 +122,32 @@ def test_what_holds_where_a_config_is_silent(tmp_path):
         ("glm", "GlmForCausalLM", 64),  # its heads have 128 dimensions, whatever the width
         ("cohere", "CohereForCausalLM", 16),
     ):
-        position = spec_of(tmp_path, model_type, architecture, **common).layers[0].attention.position
+        position = (
+            spec_of(tmp_path, model_type, architecture, **common).layers[0].attention.position
+        )
         assert position.rotary_dim == rotary_dim
         assert position.style == ("interleaved" if model_type in ("glm", "cohere") else "half")
-    kinds = spec_of(tmp_path, "cohere2", "Cohere2ForCausalLM", **{**NEOX, "num_hidden_layers": 5}).layers
-    assert [layer.attention.position is None for layer in kinds] == [False, False, False, True, False]
+    kinds = spec_of(
+        tmp_path, "cohere2", "Cohere2ForCausalLM", **{**NEOX, "num_hidden_layers": 5}
+    ).layers
+    assert [layer.attention.position is None for layer in kinds] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert [layer.attention.window for layer in kinds] == [4096, 4096, 4096, None, 4096]
 
 
-SHAPES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+SHAPES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+}
 SHAPES |= {"ffn_hidden_size", "q_lora_rank", "n_shared_experts", "max_position_embeddings"}
 """A wrong guess at these is an error at load, since tensors do not fit; or bounds a text's length."""
 
@@ -147,7 +173,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
     for key in config.keys() - SHAPES - {"model_type", "architectures"}:
         default = getattr(type(given), key, None)
         left_out = {k: v for k, v in config.items() if k != key}
-        if default is not None and isinstance(default, (bool, int, float, str)) and (spec := read(left_out)) is not None:
+        if (
+            default is not None
+            and isinstance(default, (bool, int, float, str))
+            and (spec := read(left_out)) is not None
+        ):
             expected = read({**left_out, key: default})
             assert expected is None or spec == expected, key
             num_compared += 1
@@ -162,10 +192,24 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path, family):
 def test_a_config_that_says_only_what_differs(tmp_path):
     """Gemma 3's multimodal ones leave out what their class has. 4,300,079,472 parameters are published with the picture's
     part, 419,816,304 of them."""
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+    }
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
-    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-    config |= {"boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144}
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+    }
+    config |= {
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+    }
     config |= {"initializer_range": 0.02, "mm_tokens_per_image": 256}
     seen = {"hidden_size": 1152, "image_size": 896, "patch_size": 14, "intermediate_size": 4304}
     config["vision_config"] = {**seen, "num_attention_heads": 16, "num_hidden_layers": 27}
@@ -173,13 +217,29 @@ def test_a_config_that_says_only_what_differs(tmp_path):
     description = read_spec(tmp_path)
     spec = description.spec
     assert spec.num_parameters == 4_300_079_472
-    assert (spec.vocab_size, spec.layers[0].attention.num_heads, spec.layers[0].attention.head_dim) == (262208, 8, 256)
-    assert [layer.attention.window for layer in spec.layers] == [None if i % 6 == 5 else 1024 for i in range(34)]
+    assert (
+        spec.vocab_size,
+        spec.layers[0].attention.num_heads,
+        spec.layers[0].attention.head_dim,
+    ) == (262208, 8, 256)
+    assert [layer.attention.window for layer in spec.layers] == [
+        None if i % 6 == 5 else 1024 for i in range(34)
+    ]
 
 
 HUB = {  # keys as hubs have them, which change nothing at these values
-    "llama": {"do_sample": False, "max_length": 20, "pruned_heads": {}, "is_encoder_decoder": False, "top_k": 50},
-    "starcoder2": {"scale_attn_weights": True, "attention_softmax_in_fp32": True, "scale_attention_softmax_in_fp32": True},
+    "llama": {
+        "do_sample": False,
+        "max_length": 20,
+        "pruned_heads": {},
+        "is_encoder_decoder": False,
+        "top_k": 50,
+    },
+    "starcoder2": {
+        "scale_attn_weights": True,
+        "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True,
+    },
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "cohere2": {"use_parallel_embedding": True, "use_embedding_sharing": True, "layer_switch": 4},
     "smollm3": {"max_window_layers": 28, "use_sliding_window": False, "pretraining_tp": 2},
@@ -196,7 +256,9 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
 
 def test_blocks_are_told_apart(tmp_path):
     falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
-    rw = spec_of(tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False).layers[0]
+    rw = spec_of(
+        tmp_path, "falcon", "FalconForCausalLM", **falcon, parallel_attn=False, multi_query=False
+    ).layers[0]
     assert isinstance(rw.block, SequentialBlock)
     assert rw.attention.position == AlibiSpec(factor=0.25)
     assert rw.attention.num_kv_heads == 4
@@ -208,17 +270,27 @@ def test_blocks_are_told_apart(tmp_path):
     assert isinstance(opt.layers[0].block, PostNormBlock)
     assert (opt.embed_size, opt.final_norm) == (512, None)
     command = read_spec(CONFIGS / "command-r").spec
-    assert command.max_position == 131072  # what the authors serve, not what transformers' table ends at
+    assert (
+        command.max_position == 131072
+    )  # what the authors serve, not what transformers' table ends at
     gemma = [layer.attention.window for layer in read_spec(CONFIGS / "gemma-2-9b").spec.layers]
     assert gemma == [4096, None] * 21
 
 
 REFUSED = [
-    ("gpt_neox", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_parameters"),
+    (
+        "gpt_neox",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters",
+    ),
     ("gpt_neox", {"hidden_act": "mish"}, "hidden_act"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
     ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+    (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm",
+    ),
     ("bloom", {"n_head": 5}, "hidden_size"),
     ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
     ("mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln"),
@@ -236,8 +308,16 @@ REFUSED = [
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod"),
     ("llama", {"repetition_penalty": 1.2}, "repetition_penalty"),
     ("llama", {"is_decoder": True}, "is_decoder"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "rope_parameters"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_parameters"),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}},
+        "rope_parameters",
+    ),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "rope_parameters",
+    ),
     ("gemma", {"hidden_act": "silu"}, "hidden_act"),
     ("gemma2", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -303,21 +383,44 @@ def test_chatglm_is_glm_under_its_authors_names(tmp_path):
     named["transformer.rotary_pos_emb.inv_freq"] = torch.ones(2)
     save_file(named, file, metadata={"format": "pt"})
     config = json.loads((CONFIGS / "glm-4-9b-chat" / "config.json").read_text())
-    sizes = {"hidden_size": 32, "ffn_hidden_size": 64, "kv_channels": 8, "num_layers": 2, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "padded_vocab_size": 288, "vocab_size": 288, "seq_length": 256, "rope_ratio": 1}
+    sizes = {
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "kv_channels": 8,
+        "num_layers": 2,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "padded_vocab_size": 288,
+        "vocab_size": 288,
+        "seq_length": 256,
+        "rope_ratio": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
     assert close(run(load(tmp_path), TOKENS, (7, 1, 30)), logits_of(theirs))
-    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes, "multi_query_attention": False}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **sizes, "multi_query_attention": False})
+    )
     with pytest.raises(UnsupportedModelError) as caught:
         read_spec(tmp_path)
     assert caught.value.field == "multi_query_attention"
 
 
 def test_names_without_the_usual_prefix(tmp_path):
-    for family, prefix in (("bloom", "transformer."), ("opt", "model."), ("falcon", "transformer."), ("mpt", "transformer.")):
+    for family, prefix in (
+        ("bloom", "transformer."),
+        ("opt", "model."),
+        ("falcon", "transformer."),
+        ("mpt", "transformer."),
+    ):
         theirs = tiny_models.build(tmp_path, family)
         file = tmp_path / "model.safetensors"
-        save_file({n.removeprefix(prefix): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+        save_file(
+            {n.removeprefix(prefix): t for n, t in load_file(file).items()},
+            file,
+            metadata={"format": "pt"},
+        )
         assert close(run(load(tmp_path), TOKENS), logits_of(theirs))
 
 
@@ -332,12 +435,22 @@ def test_frequencies_that_old_files_hold_are_not_read(tmp_path, family):
 def test_longrope_follows_the_longest_context_that_is_served(tmp_path):
     longrope = {"rope_type": "longrope", "rope_theta": 1e4}
     longrope |= {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.0, 2.0, 5.0, 30.0]}
-    overrides = {"rope_theta": None, "rope_parameters": longrope, "original_max_position_embeddings": 100}
-    theirs = logits_of(tiny_models.build(tmp_path, "phi3", **overrides))  # 53 tokens: the short factors
+    overrides = {
+        "rope_theta": None,
+        "rope_parameters": longrope,
+        "original_max_position_embeddings": 100,
+    }
+    theirs = logits_of(
+        tiny_models.build(tmp_path, "phi3", **overrides)
+    )  # 53 tokens: the short factors
 
     def ours(longest):
         return load_model(
-            tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, max_model_len=longest
+            tmp_path,
+            ops=select_ops(CPU, "reference"),
+            device=CPU,
+            dtype=torch.float32,
+            max_model_len=longest,
         )
 
     scaling = read_spec(tmp_path).spec.layers[0].attention.position.scaling
@@ -355,7 +468,14 @@ def test_rounded_weights_in_another_order_of_rows_are_refused(tmp_path):
     for name in ("dense", "query_key_value"):  # in order; head by head
         file, stem = tmp_path / "model.safetensors", f"gpt_neox.layers.0.attention.{name}"
         tensors = load_file(file)
-        save_file({f"{stem}.qweight": torch.zeros(8, tensors[f"{stem}.weight"].shape[0], dtype=torch.int32)}, file)
+        save_file(
+            {
+                f"{stem}.qweight": torch.zeros(
+                    8, tensors[f"{stem}.weight"].shape[0], dtype=torch.int32
+                )
+            },
+            file,
+        )
         with pytest.raises(CheckpointError, match="lacks" if name == "dense" else "order of rows"):
             load(tmp_path)
         save_file(tensors, file)
@@ -377,7 +497,9 @@ def test_the_latent_cache_is_small(tmp_path):
     assert block_bytes(spec, 16, 2) == 16 * 61 * 576 * 2
     a = spec.layers[0].attention
     assert abs(a.scale / 192**-0.5 - (0.1 * math.log(40) + 1) ** 2) < 1e-9
-    assert sum(weights_bytes(spec, 2).values()) == 2 * spec.num_parameters + 2 * 58 * 256  # corrections in float32
+    assert (
+        sum(weights_bytes(spec, 2).values()) == 2 * spec.num_parameters + 2 * 58 * 256
+    )  # corrections in float32
 
 
 @pytest.mark.parametrize(
@@ -390,7 +512,13 @@ def test_the_latent_cache_is_small(tmp_path):
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
         ({"num_key_value_heads": 8}, "num_key_value_heads"),
         (
-            {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}},
+            {
+                "quantization_config": {
+                    "quant_method": "fp8",
+                    "fmt": "e4m3",
+                    "weight_block_size": [64, 64],
+                }
+            },
             "quantization_config.weight_block_size",
         ),
     ],
@@ -406,7 +534,12 @@ def test_what_deepseek_could_be_and_is_not_here_is_refused(tmp_path, changes, fi
 def test_latents_are_not_cached_in_8_bits(kind):
     description = read_spec(CONFIGS / "deepseek-v2-lite")
     gpu = DeviceInfo(
-        device="cuda:0", name="a GPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16", compute_capability=(9, 0)
+        device="cuda:0",
+        name="a GPU",
+        memory_bytes=2**37,
+        free_bytes=2**37,
+        best_dtype="bfloat16",
+        compute_capability=(9, 0),
     )
     with pytest.raises(ConfigError, match="latent") as caught:
         resolve(EngineArgs(model="x", kv_cache_dtype=kind), description, gpu)
@@ -438,7 +571,9 @@ def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrid
     theirs = tiny_models.build(tmp_path, family, **overrides)
     prompts = [TOKENS[:20], [*TOKENS[:17], 9, 9, 4], TOKENS[30:33]]
     settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64)
-    with LLM(str(tmp_path), max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **settings) as llm:
+    with LLM(
+        str(tmp_path), max_num_batched_tokens=16, block_size=4, max_num_seqs=4, **settings
+    ) as llm:
         given = [{"prompt_token_ids": p} for p in prompts]
         answers = llm.generate(given, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
         spec, counted = llm.core.description.spec, llm.stats().expert_load
@@ -446,10 +581,16 @@ def test_greedy_answers_of_the_engine_are_transformers(tmp_path, family, overrid
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             ids = theirs.generate(
-                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+                torch.tensor([prompt]),
+                max_new_tokens=12,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
         assert answer.outputs[0].token_ids == ids[0, len(prompt) :].tolist()
     mixtures = {i: x.mlp for i, x in enumerate(spec.layers) if isinstance(x.mlp, MoESpec)}
-    assert {i: len(counts) for i, counts in counted} == {i: m.num_experts for i, m in mixtures.items()}
+    assert {i: len(counts) for i, counts in counted} == {
+        i: m.num_experts for i, m in mixtures.items()
+    }
     for i, counts in counted:
         assert sum(counts) == computed * mixtures[i].num_experts_per_token

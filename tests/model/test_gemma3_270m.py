@@ -16,7 +16,9 @@ from slipstream.hub import list_cached
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.model,
-    pytest.mark.skipif("gemma3-270m" not in list_cached(), reason="needs the model: slipstream pull gemma3-270m"),
+    pytest.mark.skipif(
+        "gemma3-270m" not in list_cached(), reason="needs the model: slipstream pull gemma3-270m"
+    ),
 ]
 PROMPTS = [
     "The capital of France is",
@@ -32,8 +34,12 @@ PROMPTS = [
 def test_16_greedy_tokens_of_6_prompts():
     path = list_cached()["gemma3-270m"]
     # The C++ kernels would use the file's blocks as they are, with inputs of 8 bits: another text where two tokens are near.
-    with LLM(str(path), dtype="float32", kernels="torch", max_model_len=1024, max_num_seqs=len(PROMPTS)) as llm:
-        answers = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1))
+    with LLM(
+        str(path), dtype="float32", kernels="torch", max_model_len=1024, max_num_seqs=len(PROMPTS)
+    ) as llm:
+        answers = llm.generate(
+            PROMPTS, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1)
+        )
     assert max(len(answer.prompt_token_ids) for answer in answers) > 600
     theirs = load_gguf(path, "float32")
     for answer in answers:
@@ -43,5 +49,8 @@ def test_16_greedy_tokens_of_6_prompts():
         assert logits.argmax(-1).tolist() == answer.outputs[0].token_ids
         expected = logits.log_softmax(-1).max(-1).values
         (output,) = answer.outputs
-        ours = [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        ours = [
+            step[token].logprob
+            for step, token in zip(output.logprobs, output.token_ids, strict=True)
+        ]
         assert torch.allclose(torch.tensor(ours), expected, atol=2e-3)

@@ -27,7 +27,9 @@ def random_blocks(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     quant = TYPES[QUANTS[kind]]
     if kind in ("F32", "F16", "BF16"):
         values = torch.from_numpy(rng.standard_normal((num_blocks, 1)).astype(np.float32))
-        values = values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+        values = values.to(
+            {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        )
         return values.view(torch.uint8).numpy()
     blocks = rng.integers(0, 256, (num_blocks, quant.block_bytes), dtype=np.uint8)
     if kind == "MXFP4":
@@ -36,7 +38,9 @@ def random_blocks(kind: str, num_blocks: int, seed: int = 0) -> np.ndarray:
     both = {name: [0, 2] for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}
     scales = {**both, "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108]}.get(kind, [0])
     for at in scales:
-        blocks[:, at : at + 2] = (rng.standard_normal((num_blocks, 1)) / 8).astype(np.float16).view(np.uint8)
+        blocks[:, at : at + 2] = (
+            (rng.standard_normal((num_blocks, 1)) / 8).astype(np.float16).view(np.uint8)
+        )
     return blocks
 
 
@@ -75,7 +79,9 @@ def write(path: Path) -> Path:
     for number, quant in TYPES.items():
         if quant.block_size > 1:
             blocks = random_blocks(quant.name, 4).reshape(2, -1)
-            writer.add_tensor(f"t.{quant.name}", blocks, raw_dtype=gguf.GGMLQuantizationType(number))
+            writer.add_tensor(
+                f"t.{quant.name}", blocks, raw_dtype=gguf.GGMLQuantizationType(number)
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,7 +125,10 @@ def test_tensors(written: Path) -> None:
         expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type).reshape(ours.shape)
         np.testing.assert_array_equal(dequantize_tensor(file, theirs.name, np.float32), expected)
         assert file.raw(theirs.name).tobytes() == theirs.data.tobytes()
-        assert file.raw(theirs.name).shape == (ours.numel // ours.quant.block_size, ours.quant.block_bytes)
+        assert file.raw(theirs.name).shape == (
+            ours.numel // ours.quant.block_size,
+            ours.quant.block_bytes,
+        )
 
 
 def test_a_dequantised_tensor_is_a_copy(written: Path) -> None:
@@ -177,12 +186,19 @@ def test_what_is_wrong_is_named(written: Path, tmp_path: Path) -> None:
     fails(good[:at] + struct.pack("<Q", 2**60) + good[at + 8 :], "length of some.text is")
     fails(good[: at + 8] + struct.pack("<Q", 2**60) + good[at + 16 :], "ends within some.text")
     at = good.index(b"plain") + 5
-    fails(good[:at] + struct.pack("<I", 2**31) + good[at + 4 :], "'plain' has 2147483648 dimensions")
+    fails(
+        good[:at] + struct.pack("<I", 2**31) + good[at + 4 :], "'plain' has 2147483648 dimensions"
+    )
     fails(good[: at + 4] + struct.pack("<Q", 2**62) + good[at + 12 :], "'plain' ends at byte")
     fails(good[: at + 4] + struct.pack("<Q", 0) + good[at + 12 :], "'plain' has shape")
     fails(good[: at + 20] + struct.pack("<I", 23) + good[at + 24 :], "'plain' has the type IQ4_XS")
-    fails(good[: at + 20] + struct.pack("<I", 999) + good[at + 24 :], "'plain' has the type number 999")
-    fails(good[: at + 20] + struct.pack("<I", 8) + good[at + 24 :], "rows of Q8_0 are multiples of 32")
+    fails(
+        good[: at + 20] + struct.pack("<I", 999) + good[at + 24 :],
+        "'plain' has the type number 999",
+    )
+    fails(
+        good[: at + 20] + struct.pack("<I", 8) + good[at + 24 :], "rows of Q8_0 are multiples of 32"
+    )
     fails(good[: at + 24] + struct.pack("<Q", 2**50) + good[at + 32 :], "'plain' ends at byte")
     fails(good[: at + 24] + struct.pack("<Q", 4) + good[at + 32 :], "'plain' starts at 4")
 
@@ -196,7 +212,13 @@ def test_alignment(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert dequantize_tensor(GGUFFile(tmp_path / "x.gguf"), "b", np.float32).tolist() == [0, 1, 2, 3, 4]
+    assert dequantize_tensor(GGUFFile(tmp_path / "x.gguf"), "b", np.float32).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     good = (tmp_path / "x.gguf").read_bytes()
     at = good.index(b"general.alignment") + len("general.alignment") + 4
     for alignment in (0, 4, 12):
@@ -207,11 +229,15 @@ def test_alignment(tmp_path: Path) -> None:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_damage_is_noticed_or_harmless(data: st.DataObject, written: Path, tmp_path: Path) -> None:
+def test_any_damage_is_noticed_or_harmless(
+    data: st.DataObject, written: Path, tmp_path: Path
+) -> None:
     """Bytes changed anywhere, the end cut off: every tensor can still be read, or a CheckpointError says why not."""
     content = bytearray(written.read_bytes())
     header = content.index(b"t.Q6_K") + 40
-    changes = st.lists(st.tuples(st.integers(0, header), st.integers(0, 255)), min_size=1, max_size=4)
+    changes = st.lists(
+        st.tuples(st.integers(0, header), st.integers(0, 255)), min_size=1, max_size=4
+    )
     for at, value in data.draw(changes):
         content[at] = value
     cut = data.draw(st.just(0) | st.integers(1, len(content)))

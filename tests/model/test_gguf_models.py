@@ -77,7 +77,12 @@ GEMMA3 = {
 }
 RMS = {"attention.layer_norm_rms_epsilon": 1e-6}
 LAYER = {"attention.layer_norm_epsilon": 1e-5}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 YARN_KEYS = {
     "rope.freq_base": 1e4,
     "rope.scaling.type": "yarn",
@@ -135,20 +140,31 @@ LLAMA3 = {
 def llama3_factors():
     """What the converter works out of LLAMA3 for heads of 8."""
     plain = 1e4 ** -(torch.arange(0, 8, 2).double() / 8)
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
-    cos, sin = rope_table(RopeSpec(theta=1e4, rotary_dim=8, scaling=scaling), 2)[1].double().chunk(2)
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32
+    )
+    cos, sin = (
+        rope_table(RopeSpec(theta=1e4, rotary_dim=8, scaling=scaling), 2)[1].double().chunk(2)
+    )
     return (plain / torch.atan2(sin, cos)).tolist()
 
 
 FACTORS = {
-    "phi3-long": {f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")},
+    "phi3-long": {
+        f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")
+    },
     "llama-3.1": {"rope_freqs.weight": llama3_factors()},
 }
 CASES = {  # llama.cpp's name, the family here, its changes, what its converter writes besides the common keys
     "llama": ("llama", "llama", {}, {**RMS, "vocab_size": 288, "rope.dimension_count": 8}),
     "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}, RMS),
     "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False}, RMS),
-    "qwen3": ("qwen3", "qwen3", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
+    "qwen3": (
+        "qwen3",
+        "qwen3",
+        {},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
+    ),
     "qwen2moe": (
         "qwen2moe",
         "qwen2_moe",
@@ -167,11 +183,20 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"head_dim": 8},
         {**RMS, "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64},
     ),
-    "gemma": ("gemma", "gemma", {}, {**RMS, "attention.key_length": 16, "attention.value_length": 16}),
+    "gemma": (
+        "gemma",
+        "gemma",
+        {},
+        {**RMS, "attention.key_length": 16, "attention.value_length": 16},
+    ),
     "gemma2": (
         "gemma2",
         "gemma2",
-        {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+        {
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+        },
         {
             **RMS,
             "attention.key_length": 16,
@@ -195,9 +220,24 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         },
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
-    "starcoder": ("starcoder", "gpt_bigcode", {"activation_function": "gelu"}, {**LAYER, "attention.head_count_kv": 1}),
-    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}, {**LAYER, "rope.freq_base": 10000.0}),
-    "gptneox": ("gptneox", "gpt_neox", {}, {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True}),
+    "starcoder": (
+        "starcoder",
+        "gpt_bigcode",
+        {"activation_function": "gelu"},
+        {**LAYER, "attention.head_count_kv": 1},
+    ),
+    "starcoder2": (
+        "starcoder2",
+        "starcoder2",
+        {"sliding_window": None},
+        {**LAYER, "rope.freq_base": 10000.0},
+    ),
+    "gptneox": (
+        "gptneox",
+        "gpt_neox",
+        {},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True},
+    ),
     "gptneox-in-turn": (
         "gptneox",
         "gpt_neox",
@@ -211,21 +251,41 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"attn_config": {"clip_qkv": 0.7}},
         {**LAYER, "attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
     ),
-    "falcon-7b": ("falcon", "falcon", {}, {**LAYER, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"}),
+    "falcon-7b": (
+        "falcon",
+        "falcon",
+        {},
+        {**LAYER, "attention.head_count_kv": 1, "tensor_data_layout": "jploski"},
+    ),
     "falcon-40b": (
         "falcon",
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2},
         {**LAYER, "attention.head_count_kv": 2, "tensor_data_layout": "jploski"},
     ),
-    "phi2": ("phi2", "phi", {}, {**LAYER, "attention.head_count_kv": 4, "rope.dimension_count": 4, "rope.freq_base": 1e4}),
+    "phi2": (
+        "phi2",
+        "phi",
+        {},
+        {**LAYER, "attention.head_count_kv": 4, "rope.dimension_count": 4, "rope.freq_base": 1e4},
+    ),
     "phi3": (
         "phi3",
         "phi3",
         {"sliding_window": 7, "rms_norm_eps": 1e-6},
-        {**RMS, "rope.dimension_count": 8, "attention.sliding_window": 7, "rope.scaling.original_context_length": 256},
+        {
+            **RMS,
+            "rope.dimension_count": 8,
+            "attention.sliding_window": 7,
+            "rope.scaling.original_context_length": 256,
+        },
     ),
-    "llama-3.1": ("llama", "llama", {"rope_theta": None, "rope_parameters": LLAMA3}, {**RMS, "rope.dimension_count": 8}),
+    "llama-3.1": (
+        "llama",
+        "llama",
+        {"rope_theta": None, "rope_parameters": LLAMA3},
+        {**RMS, "rope.dimension_count": 8},
+    ),
     "mixtral": (
         "llama",
         "mixtral",
@@ -235,7 +295,12 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
     "phi3-long": (
         "phi3",
         "phi3",
-        {"rope_theta": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 4, "rms_norm_eps": 1e-6},
+        {
+            "rope_theta": None,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 4,
+            "rms_norm_eps": 1e-6,
+        },
         {
             **RMS,
             "rope.dimension_count": 8,
@@ -263,7 +328,12 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         "deepseek2",
         "deepseek_v2",
         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
-        {**DEEPSEEK, **YARN_KEYS, "rope.scaling.yarn_log_multiplier": 0.07, "expert_gating_func": 1},
+        {
+            **DEEPSEEK,
+            **YARN_KEYS,
+            "rope.scaling.yarn_log_multiplier": 0.07,
+            "expert_gating_func": 1,
+        },
     ),
     "deepseek2-v3": (
         "deepseek2",
@@ -284,7 +354,12 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         "olmo2",
         "olmo3",
         {"rms_norm_eps": 1e-6, "rope_parameters": OLMO3},
-        {**RMS, **YARN_KEYS, "attention.sliding_window": 6, "attention.sliding_window_pattern": [True, True, True, False]},
+        {
+            **RMS,
+            **YARN_KEYS,
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, True, True, False],
+        },
     ),
     "smollm3": (
         "smollm3",
@@ -292,18 +367,36 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         {"rope_theta": 5e4},
         {**RMS, "rope.dimension_count": 8, "rope.freq_base": 5e4, "vocab_size": 288},
     ),
-    "glm4moe": ("glm4moe", "glm4_moe", {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6}, GLM4_MOE),
+    "glm4moe": (
+        "glm4moe",
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
+        GLM4_MOE,
+    ),
     "glm4moe-air": (
         "glm4moe",
         "glm4_moe",
-        {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6, "use_qk_norm": False, "attention_bias": False},
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 1e-6,
+            "use_qk_norm": False,
+            "attention_bias": False,
+        },
         {**GLM4_MOE, "block_count": 3, "nextn_predict_layers": 1},
     ),
     "granite": (
         "granite",
         "granite",
         {},
-        {**RMS, "attention.scale": 0.2, "residual_scale": 0.4, "embedding_scale": 3.0, "logit_scale": 4.0, "vocab_size": 288},
+        {
+            **RMS,
+            "attention.scale": 0.2,
+            "residual_scale": 0.4,
+            "embedding_scale": 3.0,
+            "logit_scale": 4.0,
+            "vocab_size": 288,
+        },
     ),
     "command-r": (
         "command-r",
@@ -315,19 +408,35 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
         "cohere2",
         "cohere2",
         {},
-        {**LAYER, "logit_scale": 0.0625, "attention.sliding_window": 6, "rope.dimension_count": 8, "rope.scaling.type": "none"},
+        {
+            **LAYER,
+            "logit_scale": 0.0625,
+            "attention.sliding_window": 6,
+            "rope.dimension_count": 8,
+            "rope.scaling.type": "none",
+        },
     ),
     "chatglm": (
         "chatglm",
         "glm",
         {"rms_norm_eps": 1e-6},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_count": 8,
+        },
     ),
     "glm4": (
         "glm4",
         "glm4",
         {"rms_norm_eps": 1e-6},
-        {**RMS, "attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.dimension_count": 8,
+        },
     ),
 }
 
@@ -341,17 +450,24 @@ def apart(architecture, name, value, a):
     last = name.rsplit(".", 1)[-1]
     if architecture == "deepseek2" and "kv_b_proj" in name:
         keys, values = np.split(value.reshape(a.num_heads, -1, a.kv_rank), [a.nope_dim], axis=1)
-        return {f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2), f"blk.{layer}.attn_v_b.weight": values}
+        return {
+            f"blk.{layer}.attn_k_b.weight": keys.swapaxes(1, 2),
+            f"blk.{layer}.attn_v_b.weight": values,
+        }
     if architecture == "gpt-oss" and last in GPT_OSS:
         parts = {kind: value[..., start::2] for kind, start in (("gate", 0), ("up", 1))}
         turn = last == "gate_up_proj"
         return {
-            f"blk.{layer}." + GPT_OSS[last].format(k): np.ascontiguousarray(v.swapaxes(1, 2)) if turn else v
+            f"blk.{layer}." + GPT_OSS[last].format(k): np.ascontiguousarray(v.swapaxes(1, 2))
+            if turn
+            else v
             for k, v in parts.items()
         }
     if architecture == "gpt-oss" and last.startswith("down_proj"):
         kind = "bias" if last.endswith("bias") else "weight"
-        return {f"blk.{layer}.ffn_down_exps.{kind}": value.swapaxes(1, 2) if kind == "weight" else value}
+        return {
+            f"blk.{layer}.ffn_down_exps.{kind}": value.swapaxes(1, 2) if kind == "weight" else value
+        }
     if architecture == "gpt-oss" and last == "sinks":
         return {f"blk.{layer}.attn_sinks.weight": value}
     return None
@@ -360,17 +476,24 @@ def apart(architecture, name, value, a):
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
-    if architecture in ("llama", "granite", "smollm3") and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
+    if architecture in ("llama", "granite", "smollm3") and re.search(
+        r"\.[qk]_proj\.", name
+    ):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return value + 1
     if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return value.T
-    if architecture in ("gptneox", "bloom", "falcon") and fused:  # all of q, then all of k, then all of v
+    if (
+        architecture in ("gptneox", "bloom", "falcon") and fused
+    ):  # all of q, then all of k, then all of v
         group = a.num_heads // a.num_kv_heads
         parts = value.reshape(a.num_kv_heads, group + 2, a.head_dim, -1)
-        flat = [p.reshape(-1, parts.shape[-1]) for p in (parts[:, :group], parts[:, group], parts[:, group + 1])]
+        flat = [
+            p.reshape(-1, parts.shape[-1])
+            for p in (parts[:, :group], parts[:, group], parts[:, group + 1])
+        ]
         return np.concatenate(flat).reshape(value.shape)
     return value
 
@@ -381,7 +504,10 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     architecture, family, overrides, more = CASES[case]
     theirs = tiny_models.build(tmp_path / "hf", family, **overrides)
     spec = read_spec(tmp_path / "hf").spec
-    a, number = spec.layers[0].attention, {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    a, number = (
+        spec.layers[0].attention,
+        {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture],
+    )
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
         if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):  # one tensor for all experts
@@ -390,12 +516,21 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         if (made := apart(architecture, name, value.numpy(), a)) is not None:
             tensors |= {written: (part, "F32") for written, part in made.items()}
             continue
-        value, name = value.squeeze(), name.replace("e_score_correction_bias", "e_score_correction.bias")
-        found = [table.get_name(n, (".weight", ".bias")) for n in (name, name.removeprefix("transformer."))]
+        value, name = (
+            value.squeeze(),
+            name.replace("e_score_correction_bias", "e_score_correction.bias"),
+        )
+        found = [
+            table.get_name(n, (".weight", ".bias"))
+            for n in (name, name.removeprefix("transformer."))
+        ]
         written = next(n for n in found if n is not None)
         tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
     for name, parts in stacks.items():
-        tensors[table.get_name(name, (".weight",))] = (np.stack([parts[e] for e in range(len(parts))]), "F32")
+        tensors[table.get_name(name, (".weight",))] = (
+            np.stack([parts[e] for e in range(len(parts))]),
+            "F32",
+        )
     for name, factors in FACTORS.get(case, {}).items():
         tensors[name] = (np.array(factors), "F32")
     metadata = {
@@ -407,7 +542,12 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     }
     if a.num_kv_heads not in (1, a.num_heads) and "attention.head_count_kv" not in more:
         metadata["attention.head_count_kv"] = a.num_kv_heads
-    write(tmp_path / "model.gguf", tensors, architecture, **{f"{architecture}.{k}": v for k, v in {**metadata, **more}.items()})
+    write(
+        tmp_path / "model.gguf",
+        tensors,
+        architecture,
+        **{f"{architecture}.{k}": v for k, v in {**metadata, **more}.items()},
+    )
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
@@ -429,21 +569,39 @@ def converted(folder, number, num_layers, changed=lambda name, value: {name: val
 ENCODERS = {  # the family here, llama.cpp's architecture, what its converter writes besides the common keys
     "bert": ("bert", gguf.MODEL_ARCH.BERT, {"pooling_type": 2}),
     "xlm-roberta": ("roberta", gguf.MODEL_ARCH.BERT, {"pooling_type": 1}),
-    "nomic-bert": ("nomic_bert", gguf.MODEL_ARCH.NOMIC_BERT, {"pooling_type": 1, "rope.freq_base": 1000.0}),
+    "nomic-bert": (
+        "nomic_bert",
+        gguf.MODEL_ARCH.NOMIC_BERT,
+        {"pooling_type": 1, "rope.freq_base": 1000.0},
+    ),
     "modern-bert": (
         *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
-        {"pooling_type": 2, "rope.freq_base": 160000.0, "attention.sliding_window": 12, "attention.sliding_window_pattern": 3},
+        {
+            "pooling_type": 2,
+            "rope.freq_base": 160000.0,
+            "attention.sliding_window": 12,
+            "attention.sliding_window_pattern": 3,
+        },
     ),
     "modern-bert, layer by layer": (
         *("modernbert", gguf.MODEL_ARCH.MODERN_BERT),
         {
-            "pooling_type": 1, "rope.freq_base": 160000.0, "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none",
-            "attention.sliding_window": 12, "attention.sliding_window_pattern": [False, True, True, False],
+            "pooling_type": 1,
+            "rope.freq_base": 160000.0,
+            "rope.freq_base_swa": 10000.0,
+            "rope.scaling.type": "none",
+            "attention.sliding_window": 12,
+            "attention.sliding_window_pattern": [False, True, True, False],
         },
     ),
     "eurobert": (
         *("eurobert", gguf.MODEL_ARCH.EUROBERT),
-        {"pooling_type": 1, "rope.freq_base": 10000.0, "attention.head_count_kv": 2, "rope.scaling.type": "none"},
+        {
+            "pooling_type": 1,
+            "rope.freq_base": 10000.0,
+            "attention.head_count_kv": 2,
+            "rope.scaling.type": "none",
+        },
     ),
 }
 
@@ -459,7 +617,9 @@ NOMICS_OWN = {  # transformers' names of Nomic's tensors, and the authors', whic
 @pytest.mark.parametrize("case", ENCODERS)
 def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
     family, number, more = ENCODERS[case]
-    tiny_models.build_encoder(tmp_path / "hf", family, **({"norm_bias": False} if family == "modernbert" else {}))
+    tiny_models.build_encoder(
+        tmp_path / "hf", family, **({"norm_bias": False} if family == "modernbert" else {})
+    )
     spec = read_spec(tmp_path / "hf").spec
     offset = 0 if spec.learned_positions is None else spec.learned_positions.offset
 
@@ -469,10 +629,14 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
             return {}
         if name == "embeddings.position_embeddings.weight":
             return {name: value[offset:]}
-        if family == "nomic_bert" and (q := re.fullmatch(r"(encoder\.)?layers\.(\d+)\.self_attn\.q_proj\.weight", name)):
+        if family == "nomic_bert" and (
+            q := re.fullmatch(r"(encoder\.)?layers\.(\d+)\.self_attn\.q_proj\.weight", name)
+        ):
             held = load_file(tmp_path / "hf" / "model.safetensors")
             key = next(k for k in held if k.endswith(name))
-            whole = np.concatenate([held[key.replace("q_proj", f"{x}_proj")].numpy() for x in "qkv"])
+            whole = np.concatenate(
+                [held[key.replace("q_proj", f"{x}_proj")].numpy() for x in "qkv"]
+            )
             return {f"encoder.layers.{q[2]}.attn.Wqkv.weight": whole}
         if family == "nomic_bert" and re.search(r"self_attn\.[kv]_proj", name):
             return {}
@@ -503,7 +667,9 @@ def test_an_encoder_as_llama_cpp_writes_it(case, tmp_path):
     write(tmp_path / "model.gguf", tensors, name, **{f"{name}.{k}": v for k, v in metadata.items()})
     texts = [{"prompt_token_ids": [5, 9, 200, 31, 7]}, {"prompt_token_ids": [44]}]
     (tmp_path / "hf" / "1_Pooling").mkdir()
-    tiny_models.write_sentence_transformers(tmp_path / "hf", mode={1: "mean_tokens", 2: "cls_token"}[more["pooling_type"]])
+    tiny_models.write_sentence_transformers(
+        tmp_path / "hf", mode={1: "mean_tokens", 2: "cls_token"}[more["pooling_type"]]
+    )
     found = []
     for path in (tmp_path / "hf", tmp_path / "model.gguf"):
         with LLM(str(path), skip_tokenizer_init=True, dtype="float32", device="cpu") as llm:
@@ -535,7 +701,12 @@ def test_t5_as_llama_cpp_writes_it(family, tmp_path):
         "attention.relative_buckets_count": a.position.num_buckets,
         "decoder_start_token_id": spec.encoder.start_token_id,
     }
-    tensors = converted(tmp_path / "hf", gguf.MODEL_ARCH.T5, max(len(spec.layers), len(spec.encoder.layers)), changed)
+    tensors = converted(
+        tmp_path / "hf",
+        gguf.MODEL_ARCH.T5,
+        max(len(spec.layers), len(spec.encoder.layers)),
+        changed,
+    )
     write(tmp_path / "model.gguf", tensors, "t5", **{f"t5.{k}": v for k, v in metadata.items()})
     texts = [{"prompt_token_ids": [5, 9, 200, 31, 7]}, {"prompt_token_ids": [44]}]
     greedy, answers = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
@@ -606,7 +777,10 @@ def test_a_decoder_of_embeddings_says_how_it_pools(tmp_path):
     """As Qwen3-Embedding's files do."""
     described(tmp_path / "last.gguf", pooling_type=3)
     described(tmp_path / "mean.gguf", pooling_type=1)
-    assert [read_spec(tmp_path / f"{kind}.gguf").pooling.kind for kind in ("last", "mean")] == ["last", "mean"]
+    assert [read_spec(tmp_path / f"{kind}.gguf").pooling.kind for kind in ("last", "mean")] == [
+        "last",
+        "mean",
+    ]
     with pytest.raises(UnsupportedModelError, match="pooling_type = 4"):
         described(tmp_path / "rank.gguf", pooling_type=4)
 
@@ -618,11 +792,15 @@ def test_an_unknown_architecture_is_named(tmp_path):
         read_spec(path)
 
 
-@pytest.mark.parametrize("kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q5_1", "Q5_0"), ("Q8_0", "F16")], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0"), ("Q5_1", "Q5_0"), ("Q8_0", "F16")], ids="+".join
+)
 def test_blocks_are_used_as_they_are(tmp_path, kinds):
     """Products in a file's own precision against the same numbers blown up to float32: only the inputs' 8 bits differ. Of a
     product that another type fills in part, nothing is taken."""
-    tiny_models.write(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True)
+    tiny_models.write(
+        tmp_path / "hf", "llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=True
+    )
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -630,7 +808,13 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
         shape = (rows if place.rows is None else place.rows, *inner)
         kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
         tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
-    metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count_kv": 2}
+    metadata = {
+        **LEAST,
+        "block_count": 2,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count_kv": 2,
+    }
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
     assert resident_kib(tmp_path / "model.gguf") == 0  # the packed weights are there instead
@@ -650,10 +834,14 @@ def test_blocks_are_used_as_they_are(tmp_path, kinds):
     assert torch.equal(alone, run(ours, tokens[:5], (2, 3)))
 
 
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q2_K", "Q4_K"), ("Q3_K", "Q5_K")], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q6_K"), ("Q2_K", "Q4_K"), ("Q3_K", "Q5_K")], ids="+".join
+)
 def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     """As llama.cpp's Q4_K_M, Q5_K_M, Q2_K and Q3_K_M mix them. What they take is what `info` says beforehand."""
-    sizes = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
+    )
     tiny_models.write(tmp_path / "hf", "llama", tie_word_embeddings=True, **sizes)
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
@@ -661,8 +849,17 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
         rows, *inner = shapes[place.target]
         shape = (rows if place.rows is None else place.rows, *inner)
         kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
-        tensors[name] = (any_blocks(rng, kind, *shape, size=1e-4) if inner else np.ones(shape), kind)
-    metadata = {**LEAST, "block_count": 2, "embedding_length": 256, "feed_forward_length": 512, "attention.head_count_kv": 2}
+        tensors[name] = (
+            any_blocks(rng, kind, *shape, size=1e-4) if inner else np.ones(shape),
+            kind,
+        )
+    metadata = {
+        **LEAST,
+        "block_count": 2,
+        "embedding_length": 256,
+        "feed_forward_length": 512,
+        "attention.head_count_kv": 2,
+    }
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
     first, last = (native.BLOCK_KINDS[kind] for kind in kinds)
@@ -671,17 +868,27 @@ def test_superblocks_are_used_as_they_are(tmp_path, kinds):
     norms = sum(v.size for v, kind in tensors.values() if kind == "F32") * 4
     table = ours.decoder.layers[0].attention.heads.cos_sin
     planned = ours.description.bytes_on_cpu(4)
-    assert ours.weights_bytes - table.numel() * 4 == planned == sum(f.num_bytes for f in ours.forms) + norms
+    assert (
+        ours.weights_bytes - table.numel() * 4
+        == planned
+        == sum(f.num_bytes for f in ours.forms) + norms
+    )
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     a, b = run(ours, tokens), run(exact, tokens)
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
 
 
-@pytest.mark.parametrize("kinds", [("Q2_K", "Q3_K"), ("Q4_K", "Q6_K"), ("MXFP4", "Q8_0")], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [("Q2_K", "Q3_K"), ("Q4_K", "Q6_K"), ("MXFP4", "Q8_0")], ids="+".join
+)
 def test_experts_are_used_as_they_are(tmp_path, kinds):
     """Each token passes all experts, since inputs of 8 bits may choose another one of two that are near."""
-    sizes = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
-    tiny_models.write(tmp_path / "hf", "mixtral", num_local_experts=3, num_experts_per_tok=3, **sizes)
+    sizes = dict(
+        hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2
+    )
+    tiny_models.write(
+        tmp_path / "hf", "mixtral", num_local_experts=3, num_experts_per_tok=3, **sizes
+    )
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -690,26 +897,48 @@ def test_experts_are_used_as_they_are(tmp_path, kinds):
         rows, *inner = shapes[place.target]
         rows = place.rows or rows // (place.copies or 1)
         shape = (rows, *inner) if place.copies is None else (place.copies, rows, *inner)
-        kind = "F32" if not inner or "gate_inp" in name else kinds[1] if "down" in name or "token" in name else kinds[0]
-        values = any_blocks(rng, kind, math.prod(shape[:-1]), shape[-1], size=1e-4) if kind != "F32" else None
+        kind = (
+            "F32"
+            if not inner or "gate_inp" in name
+            else kinds[1]
+            if "down" in name or "token" in name
+            else kinds[0]
+        )
+        values = (
+            any_blocks(rng, kind, math.prod(shape[:-1]), shape[-1], size=1e-4)
+            if kind != "F32"
+            else None
+        )
         if kind == "MXFP4":
             values.reshape(-1, 17)[:, 0] = rng.integers(118, 121, values.size // 17)
         made = rng.standard_normal(shape) if inner else np.ones(shape)
         tensors[name] = (made if values is None else values.reshape(*shape[:-1], -1), kind)
-    metadata = {**LEAST, "block_count": 2, "embedding_length": 256, "feed_forward_length": 256, "attention.head_count_kv": 2}
+    metadata = {
+        **LEAST,
+        "block_count": 2,
+        "embedding_length": 256,
+        "feed_forward_length": 256,
+        "attention.head_count_kv": 2,
+    }
     metadata |= {"expert_count": 3, "expert_used_count": 3}
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     ours, exact = load(tmp_path / "model.gguf", kernels="cpu"), load(tmp_path / "model.gguf")
     assert is_program(ours.decoder)
     mlp = ours.decoder.layers[1].mlp
-    assert [p.kind for p in mlp.up.parts + mlp.down.parts] == [native.BLOCK_KINDS[kind] for kind in kinds]
+    assert [p.kind for p in mlp.up.parts + mlp.down.parts] == [
+        native.BLOCK_KINDS[kind] for kind in kinds
+    ]
     tokens = [5, 9, 200, 31, 7, 44, 45, 46, 47, 48, 49, 50]
     a, b = run(ours, tokens), run(exact, tokens)
     assert 0 < (a - b).abs().max() / b.abs().max() < 0.05
     ops = HostExpertOps(CpuOps(), NativeOps(2), platform_of(CPU))  # the others are torch's
-    hosted = load_model(tmp_path / "model.gguf", ops=ops, device=CPU, dtype=torch.float32, host_experts=2)
+    hosted = load_model(
+        tmp_path / "model.gguf", ops=ops, device=CPU, dtype=torch.float32, host_experts=2
+    )
     own = hosted.decoder.layers[1].mlp
-    assert [p.kind for p in own.up.parts + own.down.parts] == [native.BLOCK_KINDS[kind] for kind in kinds]
+    assert [p.kind for p in own.up.parts + own.down.parts] == [
+        native.BLOCK_KINDS[kind] for kind in kinds
+    ]
     assert isinstance(hosted.decoder.layers[1].attention.qkv, PackedLinear)
     assert (run(hosted, tokens) - b).abs().max() / b.abs().max() < 0.05
 
@@ -717,7 +946,9 @@ def test_experts_are_used_as_they_are(tmp_path, kinds):
 def test_a_token_does_not_depend_on_what_else_is_in_the_batch(tmp_path):
     tiny_models.write(tmp_path, "llama", initializer_range=0.1)
     model = load(tmp_path, kernels="cpu", dtype=torch.bfloat16)
-    prompts = [[(7 * i + j) % 280 for j in range(n)] for i, n in enumerate((1, 9, 150, 20, 3, 2, 1, 70))]
+    prompts = [
+        [(7 * i + j) % 280 for j in range(n)] for i, n in enumerate((1, 9, 150, 20, 3, 2, 1, 70))
+    ]
     batch = Paged(model, len(prompts), 200)
     together = batch.step(list(enumerate(prompts)))
     after = batch.step([(i, [11]) for i in range(len(prompts))])
@@ -735,7 +966,9 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
         opened.append(path)
         reading(self, path)
 
-    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())["byte_level"]
+    tokens = json.loads((ROOT / "tests" / "data" / "small_vocabularies.json").read_text())[
+        "byte_level"
+    ]
     sizes = dict(hidden_size=32, intermediate_size=64, vocab_size=len(tokens["tokens"]))
     tiny_models.write(tmp_path / "hf", "llama", **sizes)
     spec = read_spec(tmp_path / "hf").spec
@@ -745,7 +978,10 @@ def test_an_engine_reads_the_header_once(tmp_path, monkeypatch):
         for name, place in find_gguf_family("llama").gguf.names(spec).items()
         if (s := shapes.get(place.target)) is not None
     }
-    metadata = {f"llama.{k}": v for k, v in {**LEAST, "block_count": 2, "attention.head_count_kv": 2}.items()}
+    metadata = {
+        f"llama.{k}": v
+        for k, v in {**LEAST, "block_count": 2, "attention.head_count_kv": 2}.items()
+    }
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
     write(tmp_path / "model.gguf", tensors, **metadata)
     monkeypatch.setattr(GGUFFile, "__init__", read)

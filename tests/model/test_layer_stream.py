@@ -26,7 +26,13 @@ MIB = 2**20
 
 def streamed(path, share, *, scheme=None):
     """The model with such a share of what it takes, beside embeddings and head."""
-    how = dict(ops=select_ops(CPU, "cpu"), device=CPU, dtype=torch.float32, scheme=scheme, weights_folder=path / "kept")
+    how = dict(
+        ops=select_ops(CPU, "cpu"),
+        device=CPU,
+        dtype=torch.float32,
+        scheme=scheme,
+        weights_folder=path / "kept",
+    )
     whole = load_model(path, **{**how, "weights_folder": None})
     return whole, load_model(path, weights_bytes=int(share * whole.weights_bytes), **how)
 
@@ -34,19 +40,25 @@ def streamed(path, share, *, scheme=None):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt2", "gptj"])
 @pytest.mark.parametrize("num_layers", [5, 6])
 def test_the_numbers_are_the_same(tmp_path, family, num_layers):
-    sizes = {"n_layer": num_layers} if family in ("gpt2", "gptj") else {"num_hidden_layers": num_layers}
+    sizes = (
+        {"n_layer": num_layers} if family in ("gpt2", "gptj") else {"num_hidden_layers": num_layers}
+    )
     tiny_models.write(tmp_path, family, **sizes)
     wanted = run(load(tmp_path, kernels="cpu"), TOKENS)
     whole, model = streamed(tmp_path, 0.8)
     assert model.decoder.stream is not None
     assert model.weights_bytes <= 0.8 * whole.weights_bytes
     for _ in range(2):  # layers are read anew in each step
-        torch.testing.assert_close(run(model, TOKENS, [7, 1, 4]), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            run(model, TOKENS, [7, 1, 4]), wanted, rtol=0, atol=2e-5 * float(wanted.abs().max())
+        )
     assert not list((tmp_path / "kept").iterdir())  # the file has no name
 
 
 def test_weights_that_are_rounded_at_load(tmp_path):
-    tiny_models.write(tmp_path, "llama", num_hidden_layers=5, hidden_size=128, intermediate_size=256)
+    tiny_models.write(
+        tmp_path, "llama", num_hidden_layers=5, hidden_size=128, intermediate_size=256
+    )
     whole, model = streamed(tmp_path, 0.9, scheme=SCHEMES["int8"])
     torch.testing.assert_close(run(model, TOKENS), run(whole, TOKENS), rtol=0, atol=1e-4)
 
@@ -64,20 +76,32 @@ def test_an_engine_answers_as_with_all_weights(tmp_path):
     found = []
     with LLM(str(tmp_path), **how) as llm:
         total = llm.core.ledger.weights_bytes
-        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)])
+        found.append(
+            [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]
+        )
     for load_format in ("auto", "dummy"):
-        with LLM(str(tmp_path), weights_bytes=int(0.8 * total), load_format=load_format, **how) as llm:
+        with LLM(
+            str(tmp_path), weights_bytes=int(0.8 * total), load_format=load_format, **how
+        ) as llm:
             stream = llm.core.executor.runner.model.decoder.stream
             assert stream is not None
             assert llm.core.ledger.weights_bytes < total
-            answers = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)]
+            answers = [
+                o.outputs[0].token_ids for o in llm.generate(prompts, greedy, progress=False)
+            ]
             assert stream.read_bytes > 0
             assert load_format == "dummy" or answers == found[0]
 
 
 def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
     """The peak of a process that loads 270 MiB with a bound of 80 MiB is far below what it loads."""
-    sizes = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12, head_dim=64)
+    sizes = dict(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+    )
     tiny_models.write(tmp_path, "llama", num_hidden_layers=10, **sizes)
     program = (  # two forks of a process that has imported all, and has no threads yet
         "import os, sys, torch\nfrom slipstream import LLM, SamplingParams\nfrom slipstream.platform import platform_of\n"
@@ -96,15 +120,23 @@ def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
     )
     bound = 80 * MIB
     command = [sys.executable, "-c", program, str(tmp_path), "0", str(bound)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
-    (all_peak, all_weights), (own_peak, own_weights) = (map(int, line.split()) for line in text.splitlines())
+    text = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    ).stdout
+    (all_peak, all_weights), (own_peak, own_weights) = (
+        map(int, line.split()) for line in text.splitlines()
+    )
     assert all_weights > 240 * MIB
     assert own_weights <= bound
     assert all_peak > all_weights
     assert own_peak < all_weights - 40 * MIB
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(0, 100), st.integers(1, 3000))
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=40),
+    st.integers(0, 100),
+    st.integers(1, 3000),
+)
 def test_the_plan_keeps_to_the_bound(sizes, other, budget):
     try:
         plan = plan_offload(sizes, other, budget)
@@ -114,7 +146,11 @@ def test_the_plan_keeps_to_the_bound(sizes, other, budget):
     if plan is None:
         assert other + sum(sizes) <= budget
         return
-    kept = other + sum(size for i, size in enumerate(sizes) if i not in plan.streamed) + plan.slot_bytes
+    kept = (
+        other
+        + sum(size for i, size in enumerate(sizes) if i not in plan.streamed)
+        + plan.slot_bytes
+    )
     assert kept == plan.resident_bytes <= budget
     assert plan.read_bytes == sum(sizes[i] for i in plan.streamed)
 

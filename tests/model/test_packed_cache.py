@@ -31,7 +31,9 @@ CPU = torch.device("cpu")
 
 def load(path, folder, scheme="int8", ops=None, dtype=torch.float32):
     chosen = SCHEMES[scheme] if scheme else None
-    model = load_model(path, ops=ops or NativeOps(), device=CPU, dtype=dtype, scheme=chosen, weights_folder=folder)
+    model = load_model(
+        path, ops=ops or NativeOps(), device=CPU, dtype=dtype, scheme=chosen, weights_folder=folder
+    )
     if model.writer is not None:
         model.writer.join()
     return model
@@ -106,7 +108,11 @@ def test_what_differs_is_made_anew(tmp_path, rounded):
     load(path, folder)
     (first,) = folder.iterdir()
     changed = load_file(path / "model.safetensors")
-    save_file({n: t * 2 for n, t in changed.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: t * 2 for n, t in changed.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     os.utime(path / "model.safetensors", ns=(1, 1))
     rounded.num = 0
     load(path, folder)
@@ -233,12 +239,22 @@ def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
 
 def test_an_engine_keeps_and_reads(tmp_path, rounded, caplog):
     tiny_models.write_with_tokenizer(tmp_path / "m", **SIZES)
-    asked = dict(device="cpu", quantization="int8-head", kernels="cpu", max_model_len=64, download_dir=str(tmp_path / "cache"))
+    asked = dict(
+        device="cpu",
+        quantization="int8-head",
+        kernels="cpu",
+        max_model_len=64,
+        download_dir=str(tmp_path / "cache"),
+    )
     texts = []
     for cache, expected in (("off", 0), ("auto", 1), ("auto", 1)):
         rounded.num = 0
         with LLM(str(tmp_path / "m"), weights_cache=cache, **asked) as llm:
-            texts.append(llm.generate("hello", SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].token_ids)
+            texts.append(
+                llm.generate("hello", SamplingParams(max_tokens=8, temperature=0))[0]
+                .outputs[0]
+                .token_ids
+            )
             if (writer := llm.core.executor.runner.model.writer) is not None:
                 writer.join()
         assert len([*(tmp_path / "cache").glob("weights/*")]) == expected
@@ -255,7 +271,9 @@ def test_a_gguf_file_rounded_keeps_its_head_as_stored(tmp_path):
     table = first.decoder.layers[0].attention.heads.cos_sin
     assert first.weights_bytes - table.nbytes == first.description.bytes_on_cpu(2, SCHEMES["int8"])
     head = load(path, None, "int8-head", dtype=torch.bfloat16)
-    assert head.weights_bytes - table.nbytes == head.description.bytes_on_cpu(2, SCHEMES["int8-head"])
+    assert head.weights_bytes - table.nbytes == head.description.bytes_on_cpu(
+        2, SCHEMES["int8-head"]
+    )
     assert second.forms == first.forms
     assert torch.equal(logits(first), logits(second))
     (file,) = (tmp_path / "kept").iterdir()

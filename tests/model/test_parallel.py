@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from slipstream.model import layers
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import AttentionSpec, MoESpec, parameters
-from slipstream.spec.parallel import Shard, SplitUnits, check_split, cuts, heads_of, split_shapes, uneven_parts
+from slipstream.spec.parallel import (
+    Shard,
+    SplitUnits,
+    check_split,
+    cuts,
+    heads_of,
+    split_shapes,
+    uneven_parts,
+)
 from tests import tiny_models
 from tests.model.harness import load, run, states, written
 from tests.model.parallel_ranks import on_ranks
@@ -24,7 +32,15 @@ SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe"]
+MIXTURES = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "glm4_moe",
+]
 
 
 def build(path, family, **more):
@@ -60,7 +76,9 @@ def test_every_decoder_shares_tokens_out(tmp_path, family, monkeypatch):
         close(found, wanted)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gptj", "mixtral", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma2", "gptj", "mixtral", "deepseek_v3", "glm4_moe"]
+)
 @pytest.mark.parametrize("kernels", ["reference", "torch"])
 def test_sums_beside_products(tmp_path, family, kernels):
     """Piece by piece of a step's tokens, of layers that can; those of Gemma 2 and GPT-J can't."""
@@ -76,7 +94,9 @@ def test_sums_beside_products(tmp_path, family, kernels):
     for found, log in on_ranks(tmp_path, work, kernels=kernels, piece=3):
         close(found, wanted)
         assert bool(log) == plain
-        in_layer = [(place, index) for place in (0, 1) for index in range(3)]  # of the first step, of 7 tokens
+        in_layer = [
+            (place, index) for place in (0, 1) for index in range(3)
+        ]  # of the first step, of 7 tokens
         assert not plain or [(place, index) for place, index, _ in log[:6]] == in_layer
 
 
@@ -85,7 +105,9 @@ def test_sums_beside_products(tmp_path, family, kernels):
 def test_every_mixture_deals_its_experts_out(tmp_path, family, tensor):
     build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
-    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), tensor=tensor, experts=True):
+    for found in on_ranks(
+        tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), tensor=tensor, experts=True
+    ):
         close(found, wanted)
 
 
@@ -110,32 +132,66 @@ def test_every_encoder_decoder_is_split_in_two(tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "kernels", "experts"),
     [
-        *[("llama", "torch", False), ("llama", "cpu", False), ("olmo2", "cpu", False), ("mixtral", "cpu", False)],
-        *[("mixtral", "torch", True), ("qwen2_moe", "cpu", True), ("deepseek_v3", "cpu", True), ("gpt_oss", "cpu", True)],
+        *[
+            ("llama", "torch", False),
+            ("llama", "cpu", False),
+            ("olmo2", "cpu", False),
+            ("mixtral", "cpu", False),
+        ],
+        *[
+            ("mixtral", "torch", True),
+            ("qwen2_moe", "cpu", True),
+            ("deepseek_v3", "cpu", True),
+            ("gpt_oss", "cpu", True),
+        ],
     ],
 )
 def test_the_kernels_of_a_cpu(tmp_path, family, kernels, experts):
     build(tmp_path, family)
     wanted = run(load(tmp_path), TOKENS)
-    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1]), kernels=kernels, experts=experts):
+    for found in on_ranks(
+        tmp_path, lambda model: run(model, TOKENS, [7, 1]), kernels=kernels, experts=experts
+    ):
         close(found, wanted)
 
 
 def test_four_ranks_hold_each_of_two_kv_heads_twice(tmp_path):
-    build(tmp_path, "olmo2")  # its norms go over all heads: a head that is there twice must not count twice
+    build(
+        tmp_path, "olmo2"
+    )  # its norms go over all heads: a head that is there twice must not count twice
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), size=4):
         close(found, wanted)
 
 
 UNEVEN = {  # of the model, of ranks: (num_heads, num_kv_heads) of a rank
-    "llama": (dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, intermediate_size=90), 2, (6, 2)),
-    "olmo2": (dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3), 2, (6, 2)),  # norms over all heads
+    "llama": (
+        dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, intermediate_size=90),
+        2,
+        (6, 2),
+    ),
+    "olmo2": (
+        dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3),
+        2,
+        (6, 2),
+    ),  # norms over all heads
     "falcon": (dict(hidden_size=56, num_attention_heads=7), 2, (4, 1)),  # one kv head
     "falcon-alibi": (dict(hidden_size=40, num_attention_heads=5), 3, (2, 1)),
-    "gpt_oss": (dict(num_attention_heads=6, num_key_value_heads=3, intermediate_size=40), 2, (4, 2)),  # sinks
-    "deepseek_v3": (dict(num_attention_heads=3, num_key_value_heads=3, intermediate_size=40), 2, (2, 1)),
-    "qwen2": (dict(hidden_size=40, num_attention_heads=5, num_key_value_heads=5), 4, (2, 2)),  # the last has none
+    "gpt_oss": (
+        dict(num_attention_heads=6, num_key_value_heads=3, intermediate_size=40),
+        2,
+        (4, 2),
+    ),  # sinks
+    "deepseek_v3": (
+        dict(num_attention_heads=3, num_key_value_heads=3, intermediate_size=40),
+        2,
+        (2, 1),
+    ),
+    "qwen2": (
+        dict(hidden_size=40, num_attention_heads=5, num_key_value_heads=5),
+        4,
+        (2, 2),
+    ),  # the last has none
 }
 
 
@@ -155,7 +211,9 @@ def test_what_does_not_divide_ends_in_zeros(tmp_path, family):
 def test_experts_that_do_not_divide_are_dealt_out(tmp_path):
     build(tmp_path, "qwen3_moe")
     wanted = run(load(tmp_path), TOKENS)
-    for found in on_ranks(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=3, tensor=False, experts=True):
+    for found in on_ranks(
+        tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), size=3, tensor=False, experts=True
+    ):
         close(found, wanted)
 
 
@@ -169,7 +227,9 @@ def test_encoder_decoders_whose_heads_do_not_divide(tmp_path):
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(2, 9), st.sampled_from([1, 32, 128]))
 def test_every_head_is_somewhere_with_its_kv_head(kv, whole, size, unit):
-    attention = AttentionSpec(num_heads=kv * whole, num_kv_heads=kv, head_dim=16, scale=1.0, position=None)
+    attention = AttentionSpec(
+        num_heads=kv * whole, num_kv_heads=kv, head_dim=16, scale=1.0, position=None
+    )
     seen = []
     for rank in range(size):
         own = heads_of(attention, Shard(rank, size, units=SplitUnits(unit, 1)))
@@ -192,7 +252,13 @@ def test_random_weights_are_the_same_ones(tmp_path):
     from slipstream.model.loader import load_model
     from tests.model.harness import CPU
 
-    whole = load_model(tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, load_format="dummy")
+    whole = load_model(
+        tmp_path,
+        ops=select_ops(CPU, "reference"),
+        device=CPU,
+        dtype=torch.float32,
+        load_format="dummy",
+    )
     wanted = run(whole, TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), load_format="dummy"):
         close(found, wanted)
@@ -204,7 +270,9 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
     build(tmp_path, family)
     spec = read_spec(tmp_path).spec
     whole = parameters(spec)
-    kinds = [(True, False)] + [(True, True), (False, True)] * any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+    kinds = [(True, False)] + [(True, True), (False, True)] * any(
+        isinstance(x.mlp, MoESpec) for x in spec.layers
+    )
     for tensor, experts in kinds:
         shards = [Shard(rank, 2, tensor=tensor, experts=experts) for rank in range(2)]
         for name, (rows, *columns) in whole.items():
@@ -218,7 +286,9 @@ def test_the_parts_make_up_the_whole(tmp_path, family):
                 size = rows // cut.copies
                 own = seen.unflatten(0, (cut.copies, size))[cut.first : cut.first + cut.count]
                 for a, b in cut.within(0, size):
-                    for first, last in cut.columns or ((0, own.shape[-1]),) if own.dim() == 3 else ((0, 1),):
+                    for first, last in (
+                        cut.columns or ((0, own.shape[-1]),) if own.dim() == 3 else ((0, 1),)
+                    ):
                         part = own[:, a:b, first:last] if own.dim() == 3 else own[:, a:b]
                         part += 1
                 held = cut.count * cut.local_rows(size)

@@ -23,8 +23,20 @@ from tests.model.test_compressed import compress, compress_gptq
 from tests.model.test_gguf_models import LEAST, write
 
 TOKENS = [5, 9, 200, 31, 7, 44, 45, 46]
-SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-TILES = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+TILES = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=64,
+)
 
 
 def numbers(w):
@@ -36,9 +48,15 @@ def products(model):
     found = {}
     for i, layer in enumerate(model.decoder.layers):
         stem = f"layers.{i}."
-        found |= {f"{stem}attention.qkv.weight": layer.attention.qkv, f"{stem}attention.out.weight": layer.attention.out}
+        found |= {
+            f"{stem}attention.qkv.weight": layer.attention.qkv,
+            f"{stem}attention.out.weight": layer.attention.out,
+        }
         name = "experts" if hasattr(layer.mlp, "experts") else "mlp"
-        found |= {f"{stem}{name}.up.weight": layer.mlp.up, f"{stem}{name}.down.weight": layer.mlp.down}
+        found |= {
+            f"{stem}{name}.up.weight": layer.mlp.up,
+            f"{stem}{name}.down.weight": layer.mlp.down,
+        }
     return found
 
 
@@ -46,18 +64,24 @@ def check_parts(path, kind=None, **how):
     """Every rank's numbers are those of its part of the whole's."""
     whole, spec = products(load(path)), read_spec(path).spec
     for rank, own in enumerate(on_ranks(path, products, **how)):
-        shard = Shard(rank, 2, how.get("tensor", True), how.get("experts", False), how.get("units", ONE_UNIT))
+        shard = Shard(
+            rank, 2, how.get("tensor", True), how.get("experts", False), how.get("units", ONE_UNIT)
+        )
         cut, shapes = cuts(spec, shard), split_shapes(spec, shard)
         for name, w in own.items():
             expected = numbers(whole[name])
-            assert kind is None or type(w) is type(whole[name]) is kind or not isinstance(w, ROUNDED), name
+            assert (
+                kind is None or type(w) is type(whole[name]) is kind or not isinstance(w, ROUNDED)
+            ), name
             if name in cut:
                 expected = cut_whole(expected, cut[name], shapes[name])
             assert torch.equal(numbers(w), expected), name
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4-g32"])
-@pytest.mark.parametrize(("family", "experts"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "experts"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)]
+)
 def test_compressed_tensors(tmp_path, kind, family, experts):
     more = dict(moe_intermediate_size=128) if family == "qwen3_moe" else {}
     tiny_models.write(tmp_path, family, **SIZES, **more)
@@ -71,7 +95,13 @@ def test_gptq(tmp_path):
     check_parts(tmp_path)
 
 
-UNEVEN = dict(hidden_size=192, intermediate_size=192, num_attention_heads=3, num_key_value_heads=3, head_dim=64)
+UNEVEN = dict(
+    hidden_size=192,
+    intermediate_size=192,
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    head_dim=64,
+)
 
 
 @pytest.mark.parametrize("kind", ["int4-g32", "int8", "gptq"])
@@ -83,7 +113,9 @@ def test_groups_that_do_not_divide_end_in_zeros(tmp_path, kind):
     check_parts(tmp_path, units=units)
     wanted = run(load(tmp_path), TOKENS)
     for found in on_ranks(tmp_path, lambda model: run(model, TOKENS), units=units):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=(2e-5 if kind != "int8" else 0.05) * wanted.abs().max())
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=(2e-5 if kind != "int8" else 0.05) * wanted.abs().max()
+        )
 
 
 def test_mxfp4_whose_width_does_not_divide(tmp_path):
@@ -124,7 +156,9 @@ def test_a_part_of_too_few_inputs_is_refused(tmp_path):
 def test_gguf(tmp_path, kernels, width):
     """On the CPU's kernels blocks stay as they are, and inputs are rounded by the same 32."""
     kinds = "Q4_0", "Q8_0"
-    tiny_models.write(tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True)
+    tiny_models.write(
+        tmp_path / "hf", "llama", hidden_size=64, intermediate_size=width, tie_word_embeddings=True
+    )
     spec, rng, tensors = read_spec(tmp_path / "hf").spec, np.random.default_rng(0), {}
     shapes = parameters(spec)
     for name, place in find_gguf_family("llama").gguf.names(spec).items():
@@ -132,9 +166,22 @@ def test_gguf(tmp_path, kernels, width):
         shape = (rows if place.rows is None else place.rows, *inner)
         kind = "F32" if not inner else kinds[1] if "attn_v" in name or "token" in name else kinds[0]
         tensors[name] = (rng.standard_normal(shape) * 0.1 if inner else np.ones(shape), kind)
-    metadata = {**LEAST, "block_count": 2, "embedding_length": 64, "feed_forward_length": width, "attention.head_count_kv": 2}
+    metadata = {
+        **LEAST,
+        "block_count": 2,
+        "embedding_length": 64,
+        "feed_forward_length": width,
+        "attention.head_count_kv": 2,
+    }
     write(tmp_path / "model.gguf", tensors, **{f"llama.{k}": v for k, v in metadata.items()})
     wanted = run(load(tmp_path / "model.gguf", kernels=kernels), TOKENS)
     units = SplitUnits(32, 32)
-    for found in on_ranks(tmp_path / "model.gguf", lambda model: run(model, TOKENS), kernels=kernels, units=units):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=(2e-5 if kernels == "reference" else 5e-3) * wanted.abs().max())
+    for found in on_ranks(
+        tmp_path / "model.gguf", lambda model: run(model, TOKENS), kernels=kernels, units=units
+    ):
+        torch.testing.assert_close(
+            found,
+            wanted,
+            rtol=0,
+            atol=(2e-5 if kernels == "reference" else 5e-3) * wanted.abs().max(),
+        )

@@ -29,7 +29,10 @@ def test_every_decoder_in_two_stages(tmp_path, family):
     build(tmp_path, family)
     num_layers = read_spec(tmp_path).spec.num_layers
     wanted = run(load(tmp_path), TOKENS)
-    close(on_stages(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), (num_layers - 1, 1)), wanted)
+    close(
+        on_stages(tmp_path, lambda model: run(model, TOKENS, [7, 1, 4]), (num_layers - 1, 1)),
+        wanted,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt-350m"])
@@ -42,7 +45,10 @@ def test_middle_stages(tmp_path, family):
 def test_the_stages_make_up_the_whole(tmp_path):
     build(tmp_path, "gemma2")  # its head is the embeddings' table, which two stages have
     spec = read_spec(tmp_path).spec
-    first, last = (split_shapes(spec, Shard(0, 1, tensor=False, layers=own)) for own in ((0, 1), (1, spec.num_layers)))
+    first, last = (
+        split_shapes(spec, Shard(0, 1, tensor=False, layers=own))
+        for own in ((0, 1), (1, spec.num_layers))
+    )
     assert first | last == parameters(spec)
     assert set(first) & set(last) == {"embed.weight"}
 
@@ -50,7 +56,9 @@ def test_the_stages_make_up_the_whole(tmp_path):
 def test_random_weights_are_the_same_ones(tmp_path):
     build(tmp_path, "llama")
     how = dict(load_format="dummy", seed=3)
-    whole = load_model(tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, **how)
+    whole = load_model(
+        tmp_path, ops=select_ops(CPU, "reference"), device=CPU, dtype=torch.float32, **how
+    )
     close(on_stages(tmp_path, lambda model: run(model, TOKENS), (1, 1), **how), run(whole, TOKENS))
 
 

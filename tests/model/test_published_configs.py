@@ -28,6 +28,8 @@ WRITERS = {
         "forced_bos_token_id": 1, "_attn_implementation": "flash_attention_2", "_commit_hash": "0123abc",
     },
 }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_is_read(tmp_path, name):
     """As its authors write it, and as it looks when others have saved it: the model is the same."""
@@ -36,7 +38,9 @@ def test_a_published_config_is_read(tmp_path, name):
     plain = read_spec(tmp_path).spec
     assert plain.num_layers == next(config[key] for key in LAYERS if key in config)
     for writer in WRITERS.values():
-        file.write_text(json.dumps({**writer, **config} | {k: v for k, v in writer.items() if "token" not in k}))
+        file.write_text(
+            json.dumps({**writer, **config} | {k: v for k, v in writer.items() if "token" not in k})
+        )
         assert read_spec(tmp_path).spec == plain
 
 
@@ -45,10 +49,14 @@ def test_there_are_two_hundred_different_ones():
     assert len({config["model_type"] for config in CONFIGS.values()}) >= 30
 
 
-@pytest.mark.parametrize("model_type", sorted({config["model_type"] for config in CONFIGS.values()}))
+@pytest.mark.parametrize(
+    "model_type", sorted({config["model_type"] for config in CONFIGS.values()})
+)
 def test_what_could_change_an_answer_still_raises(tmp_path, model_type):
     config = next(config for config in CONFIGS.values() if config["model_type"] == model_type)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_temperature_floor": 2.0}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "attention_temperature_floor": 2.0})
+    )
     with pytest.raises(UnsupportedModelError, match="attention_temperature_floor"):
         read_spec(tmp_path)
 

@@ -14,7 +14,13 @@ from slipstream.cli.main import main
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.hub import list_cached, resolve_model
-from slipstream.model.save import copy_surroundings, new_folder, stored_tensors, write_config, write_tensors
+from slipstream.model.save import (
+    copy_surroundings,
+    new_folder,
+    stored_tensors,
+    write_config,
+    write_tensors,
+)
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import huggingface_config, read_spec
 from tests import tiny_models
@@ -27,7 +33,9 @@ def save(source, out, **options):
     description = read_spec(source)
     values = load_parameters(description, dtype=torch.float32, device=CPU)
     with new_folder(out) as folder:
-        write_tensors(folder, stored_tensors(description.family, description.spec, values), **options)
+        write_tensors(
+            folder, stored_tensors(description.family, description.spec, values), **options
+        )
         write_config(folder, huggingface_config(description))
         copy_surroundings(folder, description)
 
@@ -37,7 +45,9 @@ def test_what_is_read_is_written_again(name, tmp_path):
     family, overrides = CASES[name]
     theirs = tiny_models.build(tmp_path / "model", family, **overrides)
     save(tmp_path / "model", tmp_path / "again")
-    before, after = (load_file(tmp_path / which / "model.safetensors") for which in ("model", "again"))
+    before, after = (
+        load_file(tmp_path / which / "model.safetensors") for which in ("model", "again")
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     with torch.no_grad():
@@ -71,7 +81,22 @@ def test_what_makes_vectors_goes_along(tmp_path):
 def test_what_is_no_decoder_is_refused_before_any_work(kind, build, recipe, tmp_path, capsys):
     build(tmp_path / "model")
     out = tmp_path / "out"
-    assert main(["compress", str(tmp_path / "model"), "--recipe", recipe, "--out", str(out), "--device", "cpu", "--json"]) != 0
+    assert (
+        main(
+            [
+                "compress",
+                str(tmp_path / "model"),
+                "--recipe",
+                recipe,
+                "--out",
+                str(out),
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+        != 0
+    )
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["field"] == "model_type"
     assert f"is {kind};" in error["message"]
@@ -116,7 +141,9 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
 
 
 @pytest.mark.model
-@pytest.mark.skipif("smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2")
+@pytest.mark.skipif(
+    "smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2"
+)
 def test_a_gguf_files_config_and_tokenizer_load_in_transformers(tmp_path):
     path = resolve_model("smollm2")
     description = read_spec(path)

@@ -24,8 +24,20 @@ from tests.model.harness import CPU, run, states, written
 
 TOKENS = list(range(5, 25))
 STD = 0.06  # small enough that scores stay apart from one-hot, where rounding would tip them
-WIDE = {"init_std": STD, "initializer_range": STD, "hidden_size": 128, "intermediate_size": 128, "n_embd": 128, "d_model": 128}
-WIDE |= {"ffn_dim": 128, "head_dim": 32, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+WIDE = {
+    "init_std": STD,
+    "initializer_range": STD,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "n_embd": 128,
+    "d_model": 128,
+}
+WIDE |= {
+    "ffn_dim": 128,
+    "head_dim": 32,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
 SPECIAL = {
@@ -64,7 +76,9 @@ def folder(request, tmp_path_factory):
 
 
 def load(path, ops, scheme, dtype):
-    return load_model(path, ops=ops, device=CPU, dtype=dtype, scheme=SCHEMES[scheme] if scheme else None)
+    return load_model(
+        path, ops=ops, device=CPU, dtype=dtype, scheme=SCHEMES[scheme] if scheme else None
+    )
 
 
 def outputs(model):
@@ -72,7 +86,11 @@ def outputs(model):
     spec = model.spec
     if spec.encoder is not None:
         return torch.cat(written(model, [TOKENS], [[0, *TOKENS[:9]]])).float()
-    return torch.cat(states(model, [TOKENS])).float() if spec.is_encoder else run(model, TOKENS).float()
+    return (
+        torch.cat(states(model, [TOKENS])).float()
+        if spec.is_encoder
+        else run(model, TOKENS).float()
+    )
 
 
 def near(ours, dense, scheme):
@@ -106,18 +124,35 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
         return
     rounded = load(folder, ReferenceOps(), scheme, torch.bfloat16)
     assert near(outputs(rounded), dense, scheme)
-    layers = [*rounded.decoder.layers, *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ())]
+    layers = [
+        *rounded.decoder.layers,
+        *(rounded.decoder.encoder.layers if rounded.decoder.encoder else ()),
+    ]
     kept: list[torch.Tensor | None] = []
     for a in (x.attention for x in layers):
         latent = isinstance(a, LatentAttention)
-        kept += [a.params.cos_sin] if latent else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
+        kept += (
+            [a.params.cos_sin]
+            if latent
+            else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
+        )
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
-    made = sum(math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name)  # into such tables
+    made = sum(
+        math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name
+    )  # into such tables
     planned = sum(weights_bytes(spec, 2, SCHEMES[scheme]).values())
     # Of MXFP4 what a GPU holds: `reference` has scales of two bytes, and fills nothing up.
-    held = load(folder, TritonOps(), scheme, torch.bfloat16) if SCHEMES[scheme].experts_only else rounded
+    held = (
+        load(folder, TritonOps(), scheme, torch.bfloat16)
+        if SCHEMES[scheme].experts_only
+        else rounded
+    )
     assert planned + tables_bytes - 2 * made == held.weights_bytes
-    corrections = sum(m.num_experts for m in (x.mlp for x in spec.layers) if isinstance(m, MoESpec) and m.correction)
+    corrections = sum(
+        m.num_experts
+        for m in (x.mlp for x in spec.layers)
+        if isinstance(m, MoESpec) and m.correction
+    )
     assert sum(weights_bytes(spec, 2).values()) == spec.num_parameters * 2 + corrections * 2
 
 

@@ -40,7 +40,9 @@ def their_loss(theirs, sequences):
     return sum(parts) / sum(len(s) - 1 for s in sequences)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "deepseek" not in name])  # latent attention is refused
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "deepseek" not in name]
+)  # latent attention is refused
 def test_gradients_equal_transformers(name, tmp_path):
     """1e-4 of the largest gradient of each parameter leaves room for another order of float32 sums."""
     family, overrides = CASES[name]
@@ -53,7 +55,9 @@ def test_gradients_equal_transformers(name, tmp_path):
     # Their gradients, as a checkpoint of the same names, come through the loader by our names.
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     theirs.save_pretrained(tmp_path)
     wanted = load_parameters(read_spec(tmp_path), dtype=torch.float32, device=CPU)
     found = dict(ours.named_parameters())
@@ -84,7 +88,9 @@ def test_a_sequence_does_not_see_its_neighbours(tmp_path):
     with torch.no_grad():
         together = model(SequenceBatch.of(SEQUENCES, CPU)).split([len(s) for s in SEQUENCES])
         for tokens, logits in zip(SEQUENCES, together, strict=True):
-            torch.testing.assert_close(model(SequenceBatch.of([tokens], CPU)), logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                model(SequenceBatch.of([tokens], CPU)), logits, rtol=1e-5, atol=1e-5
+            )
 
 
 def test_bfloat16_and_autocast(tmp_path):
@@ -95,7 +101,9 @@ def test_bfloat16_and_autocast(tmp_path):
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, SEQUENCES)
     loss.backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
     assert loss.item() == pytest.approx(exact, rel=0.05)
     assert loss_of(model.bfloat16(), SEQUENCES).item() == pytest.approx(exact, rel=0.05)
 

@@ -20,7 +20,9 @@ from slipstream.hub import list_cached
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.model,
-    pytest.mark.skipif("smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2"),
+    pytest.mark.skipif(
+        "smollm2" not in list_cached(), reason="needs the default model: slipstream pull smollm2"
+    ),
 ]
 QUESTIONS = """What is the capital of France?
 Write a short poem about the sea.
@@ -48,14 +50,18 @@ What is the largest planet in the solar system?""".splitlines()
 def test_64_greedy_tokens_of_20_prompts():
     path = list_cached()["smollm2"]
     # The C++ kernels would use the file's blocks as they are, with inputs of 8 bits: another text where two tokens are near.
-    with LLM(str(path), dtype="float32", kernels="torch", max_model_len=512, max_num_seqs=20) as llm:
+    with LLM(
+        str(path), dtype="float32", kernels="torch", max_model_len=512, max_num_seqs=20
+    ) as llm:
         chats = [[{"role": "user", "content": q}] for q in QUESTIONS]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     theirs = load_gguf(path, "float32")
     for answer in answers:
         prompt = torch.tensor([answer.prompt_token_ids])
         with torch.inference_mode():
-            expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+            expected = theirs.generate(
+                prompt, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
         assert answer.outputs[0].token_ids == expected[0, prompt.shape[1] :].tolist()
 
 
@@ -67,4 +73,6 @@ def test_speculation_changes_no_greedy_answer(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((tmp_path / "record.json").read_text("utf-8"))["results"]
-    assert {name: r["equal"] for name, r in results.items()} == dict.fromkeys(["plain", "ngram", "suffix", "draft"], 300)
+    assert {name: r["equal"] for name, r in results.items()} == dict.fromkeys(
+        ["plain", "ngram", "suffix", "draft"], 300
+    )

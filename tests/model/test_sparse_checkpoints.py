@@ -29,7 +29,11 @@ def prune(folder, pattern="2:4"):
     tensors, generator = load_file(file), torch.Generator().manual_seed(0)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
         order = torch.rand(tensors[name].shape, generator=generator)
-        keep = order > 0.9 if pattern != "2:4" else order.unflatten(1, (-1, 4)).argsort(-1).flatten(1) < 2
+        keep = (
+            order > 0.9
+            if pattern != "2:4"
+            else order.unflatten(1, (-1, 4)).argsort(-1).flatten(1) < 2
+        )
         tensors[name] = (tensors[name] * keep).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -43,11 +47,17 @@ def leave_zeros_out(folder, form, stem=lambda name: name.removesuffix(".weight")
         mask = weight != 0
         if form == "sparse-24-bitmask":  # two of each four, zeros or not
             top = weight.float().unflatten(1, (-1, 4)).abs().topk(2, dim=-1).indices
-            mask = torch.zeros(*top.shape[:2], 4, dtype=torch.bool).scatter_(2, top, True).flatten(1)
+            mask = (
+                torch.zeros(*top.shape[:2], 4, dtype=torch.bool).scatter_(2, top, True).flatten(1)
+            )
         values = weight[mask]
         counts = mask.sum(1)
-        tensors[f"{stem(name)}.compressed"] = values.view(len(weight), -1) if form == "sparse-24-bitmask" else values
-        tensors[f"{stem(name)}.bitmask"] = torch.from_numpy(np.packbits(mask.numpy(), axis=-1, bitorder="little"))
+        tensors[f"{stem(name)}.compressed"] = (
+            values.view(len(weight), -1) if form == "sparse-24-bitmask" else values
+        )
+        tensors[f"{stem(name)}.bitmask"] = torch.from_numpy(
+            np.packbits(mask.numpy(), axis=-1, bitorder="little")
+        )
         tensors[f"{stem(name)}.shape"] = torch.tensor(weight.shape)
         if form == "sparse-bitmask":
             tensors[f"{stem(name)}.row_offsets"] = counts.cumsum(0) - counts
@@ -76,7 +86,10 @@ def test_without_zeros_is_the_same(tmp_path, form, rounded):
     expected = log_probabilities(tmp_path)
     leave_zeros_out(tmp_path, form, **({} if rounded else {"format": "dense"}))
     description = read_spec(tmp_path)
-    assert (description.scheme, description.quantization.sparse) == ("int8" if rounded else None, True)
+    assert (description.scheme, description.quantization.sparse) == (
+        "int8" if rounded else None,
+        True,
+    )
     assert log_probabilities(tmp_path) == expected
 
 
@@ -96,7 +109,9 @@ def test_float8_without_zeros():
         "a.bitmask": torch.from_numpy(np.packbits(mask.numpy(), axis=-1, bitorder="little")),
         "a.shape": torch.tensor([[6], [20]]),
     }
-    ((name, shape, read),) = made_dense((n, tuple(t.shape), lambda t=t: to_array(t)) for n, t in parts.items())
+    ((name, shape, read),) = made_dense(
+        (n, tuple(t.shape), lambda t=t: to_array(t)) for n, t in parts.items()
+    )
     assert (name, shape) == ("a.weight", (6, 20))
     assert torch.equal(to_tensor(read()).float(), weight.float())
 
@@ -128,19 +143,29 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
     """With quantization='int8' the products become sparse, the ledger says so and counts what
     they take."""
     tiny_models.write(tmp_path, "llama", **{**SIZES, "hidden_size": 128, "intermediate_size": 256})
-    settings = dict(kernels="cpu", dtype=dtype, quantization="int8", max_num_seqs=8)  # with more they are held dense, too
-    with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
+    settings = dict(
+        kernels="cpu", dtype=dtype, quantization="int8", max_num_seqs=8
+    )  # with more they are held dense, too
+    with LLM(
+        str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings
+    ) as llm:
         dense = {form.name: form for form in llm.ledger.forms}
     assert (set(dense), dense["int8"].num_products) == ({"int8", dtype}, 8)
     prune(tmp_path, "90 %")
-    with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings) as llm:
+    with LLM(
+        str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64, **settings
+    ) as llm:
         sparse = {form.name: form for form in llm.ledger.forms}
-        assert f"8 sparse int8 ({sparse['sparse int8'].num_bytes:,} B)" in "\n".join(llm.ledger.describe())
+        assert f"8 sparse int8 ({sparse['sparse int8'].num_bytes:,} B)" in "\n".join(
+            llm.ledger.describe()
+        )
         total = llm.ledger.weights_bytes
     assert (set(sparse), sparse["sparse int8"].num_products) == ({"sparse int8", dtype}, 8)
     weights = load_file(tmp_path / "model.safetensors")
     count = sum(w.numel() for n, w in weights.items() if n.endswith("_proj.weight"))
-    assert 0.225 < sparse["sparse int8"].num_bytes / count < 0.3  # 0.1 + 1/8, scales, and where panels begin
+    assert (
+        0.225 < sparse["sparse int8"].num_bytes / count < 0.3
+    )  # 0.1 + 1/8, scales, and where panels begin
     model = load_with(tmp_path, getattr(torch, dtype), sparse_from=2.0)
     assert total == model.weights_bytes - dense["int8"].num_bytes + sparse["sparse int8"].num_bytes
 
@@ -148,7 +173,9 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
 def load_with(folder, dtype, **options):
     from slipstream.kernels.cpu import NativeOps
 
-    settings = dict(device=torch.device("cpu"), dtype=dtype, max_model_len=64, scheme=SCHEMES["int8"])
+    settings = dict(
+        device=torch.device("cpu"), dtype=dtype, max_model_len=64, scheme=SCHEMES["int8"]
+    )
     return load_model(folder, ops=NativeOps(1, **options), **settings)
 
 
@@ -157,5 +184,8 @@ def test_both_forms_give_the_same_logits(tmp_path):
     tiny_models.write(tmp_path, "qwen2", **SIZES)
     prune(tmp_path, "90 %")
     ours, theirs = (load_with(tmp_path, torch.float32, sparse_from=share) for share in (0.5, 2.0))
-    assert [{f.name for f in m.forms} for m in (ours, theirs)] == [{"sparse int8", "float32"}, {"int8", "float32"}]
+    assert [{f.name for f in m.forms} for m in (ours, theirs)] == [
+        {"sparse int8", "float32"},
+        {"int8", "float32"},
+    ]
     assert torch.equal(run(ours, range(3, 40)), run(theirs, range(3, 40)))

@@ -41,7 +41,14 @@ def described(x):
 
 def signature(found):
     return [
-        (op.name, op.inputs, op.outputs, op.layer, {name: described(x) for name, x in op.arguments.items()}) for op in found.ops
+        (
+            op.name,
+            op.inputs,
+            op.outputs,
+            op.layer,
+            {name: described(x) for name, x in op.arguments.items()},
+        )
+        for op in found.ops
     ]
 
 
@@ -82,11 +89,15 @@ def changed(spec, **more):
             if name in {f.name for f in dataclasses.fields(AttentionSpec)}:
                 fields["attention"] = dataclasses.replace(fields["attention"], **{name: value})
             elif name == "activation" and isinstance(layer.mlp, MoESpec):
-                fields["mlp"] = dataclasses.replace(layer.mlp, expert=dataclasses.replace(layer.mlp.expert, activation=value))
+                fields["mlp"] = dataclasses.replace(
+                    layer.mlp, expert=dataclasses.replace(layer.mlp.expert, activation=value)
+                )
             elif name == "activation":
                 fields["mlp"] = dataclasses.replace(layer.mlp, activation=value)
             elif name == "kind":
-                norms = {n: dataclasses.replace(norm, kind=value) for n, norm in layer.norms.items()}
+                norms = {
+                    n: dataclasses.replace(norm, kind=value) for n, norm in layer.norms.items()
+                }
                 fields["block"] = dataclasses.replace(layer.block, **norms)
             elif name in layer.block.norms:
                 fields["block"] = dataclasses.replace(fields["block"], **{name: value})
@@ -123,9 +134,16 @@ def test_ends_that_the_program_lacks_are_said(specs):
     llama, norm = specs["llama"], specs["llama"].final_norm
     narrow = changed(llama, head_dim=8)
     assert "heads of 8" in covered(narrow, kernels="triton")["one-token"]
-    assert "embed_size" in covered(dataclasses.replace(llama, embed_size=16), kernels="cpu")["program"]
-    assert "final norm" in covered(dataclasses.replace(llama, final_norm=None), kernels="cpu")["program"]
-    only_after = changed(llama, pre_attention=None, pre_mlp=None, post_attention=norm, post_mlp=norm)
+    assert (
+        "embed_size" in covered(dataclasses.replace(llama, embed_size=16), kernels="cpu")["program"]
+    )
+    assert (
+        "final norm"
+        in covered(dataclasses.replace(llama, final_norm=None), kernels="cpu")["program"]
+    )
+    only_after = changed(
+        llama, pre_attention=None, pre_mlp=None, post_attention=norm, post_mlp=norm
+    )
     assert "no sum" in covered(only_after, kernels="cpu")["program"]
 
 
@@ -141,7 +159,10 @@ def test_a_sum_is_written_where_nothing_is_read_again():
 
     def lowered(*, again):
         ops = RecordingOps()
-        table, norm = NamedWeight("table", (9, 8)), NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6)
+        table, norm = (
+            NamedWeight("table", (9, 8)),
+            NormParams(kind="rms", weight=NamedWeight("norm", (8,)), eps=1e-6),
+        )
         h = ops.embed(TOKENS, table)
         branch = ops.linear(h, NamedLinear(NamedWeight("w", (8, 8))))
         normed, total = ops.norm(branch, norm, residual=h)
@@ -161,13 +182,42 @@ SECOND_LAYERS = {
     "gptj": ["norm", *ATTENTION, "linear", "activation", "linear"],
     "cohere": ["norm", *ATTENTION, "gated_linear", "linear"],
     "mixtral": ["norm", *ATTENTION, "norm", *MOE, "combine"],
-    "qwen2_moe": ["norm", *ATTENTION, "norm", *MOE, "linear", "activation", "linear", "linear", "combine"],
+    "qwen2_moe": [
+        "norm",
+        *ATTENTION,
+        "norm",
+        *MOE,
+        "linear",
+        "activation",
+        "linear",
+        "linear",
+        "combine",
+    ],
     "deepseek_v2": [
-        *("norm", "linear", "linear", "latent_queries", "head_linear", "attention", "head_linear", "linear"),
+        *(
+            "norm",
+            "linear",
+            "linear",
+            "latent_queries",
+            "head_linear",
+            "attention",
+            "head_linear",
+            "linear",
+        ),
         *("norm", *MOE, "gated_linear", "linear", "combine"),
     ],
     "bert": [*ATTENTION, "norm", "linear", "activation", "linear", "norm"],
-    "flan-t5": ["norm", *ATTENTION, "norm", "linear", "attention", "linear", "norm", "gated_linear", "linear"],
+    "flan-t5": [
+        "norm",
+        *ATTENTION,
+        "norm",
+        "linear",
+        "attention",
+        "linear",
+        "norm",
+        "gated_linear",
+        "linear",
+    ],
 }
 
 
@@ -190,5 +240,9 @@ def test_the_recorder_has_the_ops_parameters():
     for name, method in inspect.getmembers(RecordingOps, inspect.isfunction):
         if name.startswith("_") or name in ("value", "record"):
             continue
-        ours, theirs = (list(inspect.signature(m).parameters.values()) for m in (method, getattr(OpSet, name)))
-        assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs], name
+        ours, theirs = (
+            list(inspect.signature(m).parameters.values()) for m in (method, getattr(OpSet, name))
+        )
+        assert [(p.name, p.kind, p.default) for p in ours] == [
+            (p.name, p.kind, p.default) for p in theirs
+        ], name

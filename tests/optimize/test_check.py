@@ -13,7 +13,13 @@ from slipstream.errors import ConfigError
 from slipstream.optimize.check import RECORD_NAME, check_folder
 
 RECORD = {
-    "traffic": {"source": "8/4", "lengths": [[8, 4], [8, 4]], "arrivals": "burst", "seed": 0, "num_left_out": 0},
+    "traffic": {
+        "source": "8/4",
+        "lengths": [[8, 4], [8, 4]],
+        "arrivals": "burst",
+        "seed": 0,
+        "num_left_out": 0,
+    },
     "objectives": {"ttft_s": 0.5, "tpot_s": 0.05},
     "chosen": {"figures": {"kl": 0.01, "kl_stderr": 0.001, "perplexity_ratio": 1.01}},
     "folder": {"output_throughput": 100.0, "ttft_s_p99": 0.2, "tpot_s_p99": 0.04},
@@ -23,7 +29,9 @@ RECORD = {
 
 @pytest.fixture
 def folder(tmp_path):
-    made = EngineFolder(path=tmp_path, machine=this_machine(), settings={}, chosen={}, versions={}, measured={})
+    made = EngineFolder(
+        path=tmp_path, machine=this_machine(), settings={}, chosen={}, versions={}, measured={}
+    )
     write_engine_folder(made)
     (tmp_path / RECORD_NAME).write_text(json.dumps(RECORD))
     return tmp_path
@@ -55,7 +63,13 @@ def test_a_canary_that_finds_other_answers_breaks_the_promise(folder):
 
 
 def test_quality_that_is_measured_again_has_to_keep_the_limits(folder):
-    limits = {"kl": 0.02, "perplexity": None, "tasks": [["q.jsonl", 0.01]], "text": {"source": "t"}, "task_limit": 9}
+    limits = {
+        "kl": 0.02,
+        "perplexity": None,
+        "tasks": [["q.jsonl", 0.01]],
+        "text": {"source": "t"},
+        "task_limit": 9,
+    }
     chosen = {**RECORD["chosen"], "compression": "int8"}
     (folder / RECORD_NAME).write_text(json.dumps({**RECORD, "chosen": chosen, "limits": limits}))
     jobs = []
@@ -63,8 +77,19 @@ def test_quality_that_is_measured_again_has_to_keep_the_limits(folder):
     def quality(kl, loss):
         def measure(job):
             jobs.append(job)
-            task = {"metric": "acc", "original": 0.5, "value": 0.5 - loss, "loss": loss, "stderr": 0.0}
-            return {"kl": kl, "kl_stderr": 0.001, "perplexity_ratio": 1.0, "tasks": {"q.jsonl": task}}
+            task = {
+                "metric": "acc",
+                "original": 0.5,
+                "value": 0.5 - loss,
+                "loss": loss,
+                "stderr": 0.0,
+            }
+            return {
+                "kl": kl,
+                "kl_stderr": 0.001,
+                "perplexity_ratio": 1.0,
+                "tasks": {"q.jsonl": task},
+            }
 
         return measure
 
@@ -72,16 +97,24 @@ def test_quality_that_is_measured_again_has_to_keep_the_limits(folder):
     assert kept.holds
     assert kept.quality_here["kl"] == 0.015
     assert (jobs[0]["original"]["model"], jobs[0]["args"]["model"]) == ("model", str(folder))
-    assert (jobs[0]["args"]["speculative_model"], jobs[0]["tasks"], jobs[0]["limit"]) == ("draft", ["q.jsonl"], 9)
+    assert (jobs[0]["args"]["speculative_model"], jobs[0]["tasks"], jobs[0]["limit"]) == (
+        "draft",
+        ["q.jsonl"],
+        9,
+    )
     lost = check_folder(folder, speed=speed(), quality=quality(0.019, 0.02), original="model")
     assert not lost.holds
     assert [fault.split()[0] for fault in lost.faults] == ["KL", "q.jsonl:"]
-    assert check_folder(folder, speed=speed(), quality=quality(9.0, 9.0)).quality_here is None  # not asked for
+    assert (
+        check_folder(folder, speed=speed(), quality=quality(9.0, 9.0)).quality_here is None
+    )  # not asked for
 
 
 def test_another_machine_is_told(folder):
     other = dataclasses.replace(this_machine(), num_cores=999)
-    write_engine_folder(EngineFolder(path=folder, machine=other, settings={}, chosen={}, versions={}, measured={}))
+    write_engine_folder(
+        EngineFolder(path=folder, machine=other, settings={}, chosen={}, versions={}, measured={})
+    )
     (difference,) = check_folder(folder, speed=speed()).differences
     assert difference.startswith("cores: 999")
 

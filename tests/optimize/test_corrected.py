@@ -12,7 +12,10 @@ from slipstream.optimize import corrected
 from slipstream.optimize.candidates import NOTHING, Prediction, Space, TrialResult
 from slipstream.optimize.corrected import Corrected
 
-SPACE = Space(compressions=("none", "int8", "int4"), axes={"max_num_seqs": (1, 2, 4, 8), "kv_cache_dtype": ("auto", "int8")})
+SPACE = Space(
+    compressions=("none", "int8", "int4"),
+    axes={"max_num_seqs": (1, 2, 4, 8), "kv_cache_dtype": ("auto", "int8")},
+)
 EVERY = SPACE.candidates()
 
 
@@ -23,7 +26,9 @@ def prior(candidate):
 def measured(candidates, factor):
     """`factor` by the place in the order of measuring: how many times as slow as predicted."""
     return [
-        TrialResult(candidate=c, throughput=100.0 / factor(i, c), tpot_s=0.01 * factor(i, c), kl=0.0)
+        TrialResult(
+            candidate=c, throughput=100.0 / factor(i, c), tpot_s=0.01 * factor(i, c), kl=0.0
+        )
         for i, c in enumerate(candidates)
     ]
 
@@ -45,7 +50,11 @@ def test_candidates_that_share_a_choice_learn_and_a_nearer_number_more():
     found = Corrected(prior, measured(some, lambda i, c: 2.0))
 
     def of(compression, seqs):
-        same = [c for c in EVERY if c.compression == compression and dict(c.settings)["max_num_seqs"] == seqs]
+        same = [
+            c
+            for c in EVERY
+            if c.compression == compression and dict(c.settings)["max_num_seqs"] == seqs
+        ]
         mean, deviation = logs(found, same[:1])
         return mean[0], deviation[0]
 
@@ -97,4 +106,6 @@ def test_candidates_that_can_not_be_planned_say_nothing_of_others():
 
 def test_values_of_several_kinds_are_told_apart():
     assert corrected._table([None, "ngram"], ["ngram"]).tolist() == [[0.0], [1.0]]
-    assert corrected._table([128], [128, 256, 2048])[0].tolist() == pytest.approx([1.0, math.exp(-0.5), math.exp(-8)])
+    assert corrected._table([128], [128, 256, 2048])[0].tolist() == pytest.approx(
+        [1.0, math.exp(-0.5), math.exp(-8)]
+    )

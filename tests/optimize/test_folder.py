@@ -26,7 +26,12 @@ from slipstream.plan.hardware import available_cores
 from tests import forked_ranks, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-SETTINGS = {"quantization": "int8", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_bytes": 8 * 2**20}
+SETTINGS = {
+    "quantization": "int8",
+    "max_model_len": 128,
+    "max_num_seqs": 3,
+    "kv_cache_bytes": 8 * 2**20,
+}
 
 
 @pytest.fixture
@@ -37,7 +42,9 @@ def packing(monkeypatch):
 
 @pytest.fixture
 def built(tiny_model, tmp_path, packing):
-    build_folder(EngineArgs(str(tiny_model), device="cpu", num_threads=1, **SETTINGS), tmp_path / "engine")
+    build_folder(
+        EngineArgs(str(tiny_model), device="cpu", num_threads=1, **SETTINGS), tmp_path / "engine"
+    )
     return tmp_path / "engine"
 
 
@@ -54,7 +61,11 @@ def test_a_folder_needs_nothing_else_and_is_not_packed_twice(built, tiny_model, 
     with LLM(str(moved), device="cpu", num_threads=1) as llm:
         assert llm.generate("Hello there", GREEDY)[0].outputs[0].token_ids == expected
         found = llm.config
-    assert (found.model.quantization, found.model.max_model_len, found.scheduling.max_num_seqs) == ("int8", 128, 3)
+    assert (found.model.quantization, found.model.max_model_len, found.scheduling.max_num_seqs) == (
+        "int8",
+        128,
+        3,
+    )
     assert found.cache == config.cache
     assert packed.stat().st_mtime_ns == before.st_mtime_ns
     assert list((moved / "packed").iterdir()) == [packed]
@@ -110,14 +121,23 @@ def test_the_users_settings_go_first(built):
 def test_another_machine_runs_it_and_is_told(built, monkeypatch, caplog):
     here = this_machine()
     kept = json.loads((built / "slipstream-engine.json").read_text())
-    assert kept["chosen"].keys() == {"dtype", "block_size", "max_num_batched_tokens", "max_num_mixed_tokens"}
+    assert kept["chosen"].keys() == {
+        "dtype",
+        "block_size",
+        "max_num_batched_tokens",
+        "max_num_mixed_tokens",
+    }
     (built / "tiles.json").write_text("{}")
     monkeypatch.setattr(
-        of_engine, "this_machine", lambda: dataclasses.replace(here, num_cores=96, gpus=("NVIDIA H200",))
+        of_engine,
+        "this_machine",
+        lambda: dataclasses.replace(here, num_cores=96, gpus=("NVIDIA H200",)),
     )
     with caplog.at_level(logging.WARNING):
         args = settled(EngineArgs(str(built)))
-    assert args == EngineArgs(str(built), **SETTINGS)  # nothing that was chosen for the other, and no tiles of it
+    assert args == EngineArgs(
+        str(built), **SETTINGS
+    )  # nothing that was chosen for the other, and no tiles of it
     (first, *_, last) = [r.message for r in caplog.records if r.name == "slipstream.engine.folder"]
     assert "GPU: none, here NVIDIA H200" in first
     assert "tiles are of none and are not used" in last
@@ -207,7 +227,9 @@ def of_two(wide_model, tmp_path_factory):
 def test_a_folder_of_two_ranks_starts_them_and_answers_as_one_device(of_two, wide_model):
     with LLM(str(wide_model), device="cpu", num_threads=1, **SETTINGS) as llm:
         expected = llm.generate("Hello there", GREEDY)[0].outputs[0].token_ids
-    assert yaml.safe_load((of_two / "serve.yaml").read_text())["engine"]["tensor_parallel_size"] == 2
+    assert (
+        yaml.safe_load((of_two / "serve.yaml").read_text())["engine"]["tensor_parallel_size"] == 2
+    )
     with LLM(str(of_two), device="cpu") as llm:
         assert llm.config.parallel.num_ranks == 2
         assert len(llm.core.executor.ledgers) == 2
@@ -215,9 +237,14 @@ def test_a_folder_of_two_ranks_starts_them_and_answers_as_one_device(of_two, wid
         assert llm.config.model.quantization == "int8"
 
 
-def test_fewer_devices_are_told_where_the_form_stands_and_one_is_enough_to_measure_quality(of_two, monkeypatch):
+def test_fewer_devices_are_told_where_the_form_stands_and_one_is_enough_to_measure_quality(
+    of_two, monkeypatch
+):
     monkeypatch.setattr("slipstream.worker.process_executor.available_cores", lambda: 1)
-    with pytest.raises(ConfigError, match=r"2 ranks need a core each, and there are 1; lower it in .*two/serve.yaml") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"2 ranks need a core each, and there are 1; lower it in .*two/serve.yaml",
+    ) as caught:
         LLM(str(of_two), device="cpu")
     assert caught.value.field == "tensor_parallel_size"
     with pytest.raises(ConfigError, match=r"4 ranks .* lower it$"):  # it is the user's
@@ -233,7 +260,9 @@ def test_no_pickle_and_no_program_is_copied(tiny_model, tmp_path):
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text("{}")
     build_folder(EngineArgs(str(source), device="cpu", num_threads=1), tmp_path / "out")
-    names = {str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()}
+    names = {
+        str(f.relative_to(tmp_path / "out")) for f in (tmp_path / "out").rglob("*") if f.is_file()
+    }
     assert "1_Pooling/config.json" in names
     assert not names & {"pytorch_model.bin", "modeling.py", ".hidden.json"}
 
@@ -256,16 +285,31 @@ def test_the_command(tiny_model, tmp_path, capsys, packing):
     assert found["machine"] == json.loads(json.dumps(dataclasses.asdict(this_machine())))
     again = tmp_path / "again"  # of a folder that is one already
     assert (
-        main(["build", str(out), f"--out={again}", "--device=cpu", "--num-threads=1", "--max-num-seqs=2", "--json"])
+        main(
+            [
+                "build",
+                str(out),
+                f"--out={again}",
+                "--device=cpu",
+                "--num-threads=1",
+                "--max-num-seqs=2",
+                "--json",
+            ]
+        )
         == 0
     )
-    assert json.loads(capsys.readouterr().out)["settings"] == {"quantization": "int8", "max_num_seqs": 2}
+    assert json.loads(capsys.readouterr().out)["settings"] == {
+        "quantization": "int8",
+        "max_num_seqs": 2,
+    }
 
 
 def test_differences_are_in_words():
     here = Machine(cpu="A", cpu_features=("AVX2",), num_cores=2, memory_gib=8)
     assert here.differences(here) == []
-    assert here.differences(dataclasses.replace(here, cpu_features=())) == ["instructions: AVX2, here none"]
+    assert here.differences(dataclasses.replace(here, cpu_features=())) == [
+        "instructions: AVX2, here none"
+    ]
 
 
 def test_no_engine_lives_on_when_it_has_ended(tiny_model, tmp_path, monkeypatch):
@@ -278,5 +322,7 @@ def test_no_engine_lives_on_when_it_has_ended(tiny_model, tmp_path, monkeypatch)
         ended.append(executor() is None)
 
     monkeypatch.setattr(LLM, "shutdown", watched)
-    build_folder(EngineArgs(str(tiny_model), device="cpu", num_threads=1, **SETTINGS), tmp_path / "engine")
+    build_folder(
+        EngineArgs(str(tiny_model), device="cpu", num_threads=1, **SETTINGS), tmp_path / "engine"
+    )
     assert ended[:2] == [True, True]

@@ -13,20 +13,26 @@ from hypothesis import strategies as st
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
 SIZES = st.integers(1, 3).flatmap(
-    lambda d: st.lists(st.tuples(*[st.integers(0, 6)] * d), min_size=0, max_size=12).map(lambda points: (d, points))
+    lambda d: st.lists(st.tuples(*[st.integers(0, 6)] * d), min_size=0, max_size=12).map(
+        lambda points: (d, points)
+    )
 )
 
 
 def dominates(a, b):
     """`a` is nowhere worse than `b`, and somewhere better."""
-    return all(x <= y for x, y in zip(a, b, strict=True)) and any(x < y for x, y in zip(a, b, strict=True))
+    return all(x <= y for x, y in zip(a, b, strict=True)) and any(
+        x < y for x, y in zip(a, b, strict=True)
+    )
 
 
 @given(SIZES)
 def test_front_is_what_nobody_dominates(given_points):
     _, points = given_points
     found = front(points)
-    assert {points[i] for i in found} == {p for p in points if not any(dominates(q, p) for q in points)}
+    assert {points[i] for i in found} == {
+        p for p in points if not any(dominates(q, p) for q in points)
+    }
     assert len({points[i] for i in found}) == len(found)
     assert all(points.index(points[i]) == i for i in found)
 
@@ -37,7 +43,8 @@ def test_hypervolume_is_the_number_of_dominated_cells(given_points):
     d, points = given_points
     reference = (6,) * d
     cells = sum(
-        any(all(x <= c for x, c in zip(p, cell, strict=True)) for p in points) for cell in product(range(6), repeat=d)
+        any(all(x <= c for x, c in zip(p, cell, strict=True)) for p in points)
+        for cell in product(range(6), repeat=d)
     )
     assert hypervolume(points, reference) == cells
 
@@ -46,7 +53,9 @@ def test_hypervolume_of_random_points_agrees_with_sampling():
     rng = random.Random(0)
     points = [tuple(rng.random() for _ in range(3)) for _ in range(30)]
     samples = [tuple(rng.random() for _ in range(3)) for _ in range(40_000)]
-    hit = sum(any(all(x <= c for x, c in zip(p, s, strict=True)) for p in points) for s in samples) / len(samples)
+    hit = sum(
+        any(all(x <= c for x, c in zip(p, s, strict=True)) for p in points) for s in samples
+    ) / len(samples)
     assert hypervolume(points, (1, 1, 1)) == pytest.approx(hit, abs=0.01)
 
 
@@ -64,8 +73,14 @@ def test_points_of_different_lengths_are_refused():
 def test_expected_gains_agree_with_sampling():
     rng = np.random.default_rng(0)
     reference = (1.0, 1.0, 1.0)
-    points = [tuple(p) for p in rng.random((6, 3))] + [(0.2, 0.2, 1.5)]  # the last is beyond the reference
-    mean, deviation, third = rng.random((4, 2)), np.array([[0.3, 0.1], [0.05, 0.2], [1e-12, 1e-12], [0.2, 0.2]]), rng.random(4)
+    points = [tuple(p) for p in rng.random((6, 3))] + [
+        (0.2, 0.2, 1.5)
+    ]  # the last is beyond the reference
+    mean, deviation, third = (
+        rng.random((4, 2)),
+        np.array([[0.3, 0.1], [0.05, 0.2], [1e-12, 1e-12], [0.2, 0.2]]),
+        rng.random(4),
+    )
     third[3] = 1.2
     found = expected_gain(points, reference, mean, deviation, third)
     before = hypervolume(points, reference)

@@ -28,7 +28,10 @@ KL = {"none": 0.0, "int8": 0.003, "gptq": 0.03, "int4": 0.06}
 
 
 def prior(candidate):
-    size, bits = dict(candidate.settings)["max_num_seqs"], {"none": 16, "int8": 8}.get(candidate.compression, 4.5)
+    size, bits = (
+        dict(candidate.settings)["max_num_seqs"],
+        {"none": 16, "int8": 8}.get(candidate.compression, 4.5),
+    )
     step_s = 0.004 * bits / 16 + 0.0008 * size
     return Prediction(throughput=size / step_s, tpot_s=step_s, kl=KL[candidate.compression] * 1.5)
 
@@ -38,7 +41,11 @@ class World:
 
     def __init__(self, seed):
         rng = random.Random(seed)
-        self.effects = {(name, value): rng.gauss(0, 0.15) for name, values in SPACE.axes.items() for value in values}
+        self.effects = {
+            (name, value): rng.gauss(0, 0.15)
+            for name, values in SPACE.axes.items()
+            for value in values
+        }
         self.effects |= {name: rng.gauss(0, 0.25) for name in SPACE.compressions}
         self.seed, self.asked = seed, []
 
@@ -46,21 +53,26 @@ class World:
         self.asked.append(candidate)
         own = random.Random(f"{self.seed} {candidate.name}")
         effect = (
-            self.effects[candidate.compression] + sum(self.effects[c] for c in candidate.settings) + own.gauss(0, 0.08)
+            self.effects[candidate.compression]
+            + sum(self.effects[c] for c in candidate.settings)
+            + own.gauss(0, 0.08)
         )
         expected = prior(candidate)
         return TrialResult(
             candidate=candidate,
             throughput=expected.throughput * math.exp(-effect),
             tpot_s=expected.tpot_s * math.exp(effect + own.gauss(0, 0.05)),
-            kl=KL[candidate.compression] + 0.001 * (("kv_cache_dtype", "int8") in candidate.settings),
+            kl=KL[candidate.compression]
+            + 0.001 * (("kv_cache_dtype", "int8") in candidate.settings),
         )
 
 
 def volume(results, every):
     points = [r.point for r in every]
     reference = (max(p[0] for p in points) + 0.1, max(p[1] for p in points) + 0.1, 0.11)
-    return hypervolume([r.point for r in results if r.point], reference) / hypervolume(points, reference)
+    return hypervolume([r.point for r in results if r.point], reference) / hypervolume(
+        points, reference
+    )
 
 
 def test_fifteen_percent_of_the_measurements_find_nearly_the_whole_front():
@@ -90,7 +102,10 @@ def test_no_candidate_is_measured_twice_and_the_search_ends_by_itself():
 
 
 def test_a_small_space_is_measured_whole():
-    space = Space(compressions=("none", "int8"), axes={name: values[:1] for name, values in SPACE.axes.items()})
+    space = Space(
+        compressions=("none", "int8"),
+        axes={name: values[:1] for name, values in SPACE.axes.items()},
+    )
     search = Search(space, prior, World(0))
     assert {r.candidate for r in search.run(budget_s=1e9)} == set(space.candidates())
     assert "every candidate was measured" in search.why_ended
@@ -138,7 +153,10 @@ def test_the_time_is_kept():
     search = Search(SPACE, prior, measure)
     results = search.run(budget_s=45, clock=lambda: now[0])
     assert len(results) == 4  # a fifth would end at 50 s
-    assert search.why_ended == "the budget of 45 s is over but for 5 s, too few for a candidate that might move the front"
+    assert (
+        search.why_ended
+        == "the budget of 45 s is over but for 5 s, too few for a candidate that might move the front"
+    )
 
 
 def test_what_is_left_of_the_time_goes_to_candidates_whose_quality_is_known():
@@ -165,7 +183,9 @@ def test_predictions_learn_from_measurements():
     truth = [World(7)(c).throughput for c in unseen]
 
     def error(predict):
-        return sum(abs(math.log(predict(c).throughput / t)) for c, t in zip(unseen, truth, strict=True)) / len(unseen)
+        return sum(
+            abs(math.log(predict(c).throughput / t)) for c, t in zip(unseen, truth, strict=True)
+        ) / len(unseen)
 
     assert error(search.predict) < 0.6 * error(prior)
 
@@ -178,19 +198,31 @@ def test_without_optuna_the_remedy_is_named(monkeypatch):
 
 def test_figures_that_were_guessed_learn_from_the_same_compression_and_from_other_caches():
     def result(compression, cache, kl, fits=True):
-        candidate = next(c for c in SPACE.candidates() if c.quality_key == (compression, ("kv_cache_dtype", cache)))
+        candidate = next(
+            c
+            for c in SPACE.candidates()
+            if c.quality_key == (compression, ("kv_cache_dtype", cache))
+        )
         return TrialResult(candidate=candidate, throughput=1.0, tpot_s=1.0, kl=kl, fits=fits)
 
     def kl_of(known, compression, cache):
         search = Search(SPACE, prior, World(0), known=known)
         return search.predict(result(compression, cache, 0.0).candidate).kl
 
-    known = [result("none", "auto", 0.0), result("none", "int8", 0.004), result("gptq", "auto", 0.02)]
+    known = [
+        result("none", "auto", 0.0),
+        result("none", "int8", 0.004),
+        result("gptq", "auto", 0.02),
+    ]
     assert kl_of(known, "int4", "auto") == pytest.approx(0.09)  # the prior's
     assert kl_of(known, "gptq", "auto") == 0.02
-    assert kl_of(known, "gptq", "int8") == pytest.approx(0.024)  # with what the cache cost the other
+    assert kl_of(known, "gptq", "int8") == pytest.approx(
+        0.024
+    )  # with what the cache cost the other
     search = Search(SPACE, prior, World(0), known=[result("gptq", "auto", 0.3, fits=False)])
-    assert not any(c.compression == "gptq" for c in search.waiting())  # a rounded cache makes nothing better
+    assert not any(
+        c.compression == "gptq" for c in search.waiting()
+    )  # a rounded cache makes nothing better
 
 
 def test_the_better_form_is_found_though_the_prior_says_that_all_are_alike():
@@ -215,7 +247,9 @@ def test_the_better_form_is_found_though_the_prior_says_that_all_are_alike():
     ways = [dict(r.candidate.settings)["parallel"] for r in results]
     assert ways.count("tp2") > ways.count("tp1pp2")
     unseen = [c for c in search.waiting() if ("parallel", "tp2") in c.settings]
-    assert all(search.predict(c).throughput > 1.4 * prior(c).throughput for c in unseen)  # one measurement tells of all
+    assert all(
+        search.predict(c).throughput > 1.4 * prior(c).throughput for c in unseen
+    )  # one measurement tells of all
 
 
 def test_what_no_engine_starts_with_is_left_out():

@@ -19,17 +19,31 @@ CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 def host(free):
-    return DeviceInfo(device="cpu", name="a CPU", memory_bytes=64 * GIB, free_bytes=free, best_dtype="bfloat16", num_threads=8)
+    return DeviceInfo(
+        device="cpu",
+        name="a CPU",
+        memory_bytes=64 * GIB,
+        free_bytes=free,
+        best_dtype="bfloat16",
+        num_threads=8,
+    )
 
 
 def gpu(memory):
     sizes = dict(memory_bytes=memory, free_bytes=memory)
-    return DeviceInfo(device="cuda:0", name="a GPU", best_dtype="bfloat16", compute_capability=(9, 0), **sizes)
+    return DeviceInfo(
+        device="cuda:0", name="a GPU", best_dtype="bfloat16", compute_capability=(9, 0), **sizes
+    )
 
 
 def refused(info, **settings):
     description = read_spec(CONFIGS / "llama-3-8b")
-    args = EngineArgs(model="llama-3-8b", load_format="dummy", device="cuda" if info.is_cuda else "cpu", **settings)
+    args = EngineArgs(
+        model="llama-3-8b",
+        load_format="dummy",
+        device="cuda" if info.is_cuda else "cpu",
+        **settings,
+    )
     config = resolve(args, description, info)
     try:
         check_weights_fit(config, description)
@@ -90,13 +104,19 @@ def offloaded(memory, monkeypatch, **settings):
 
 
 def test_a_gpu_says_how_much_of_the_weights_it_can_have():
-    assert f"weights_bytes={int(0.45 * 10 * GIB)} (layers are copied to the GPU in each step" in refused(gpu(10 * GIB))
+    assert (
+        f"weights_bytes={int(0.45 * 10 * GIB)} (layers are copied to the GPU in each step"
+        in refused(gpu(10 * GIB))
+    )
     assert "weights_bytes" not in refused(gpu(4 * GIB), tensor_parallel_size=2)
 
 
 def test_layers_that_the_host_can_not_hold(monkeypatch):
     said = offloaded(8 * GIB, monkeypatch)
-    assert "weights_bytes=6442450944 leaves 10.2 GiB of weights for the host, and 7.6 GiB of the host's memory" in said
+    assert (
+        "weights_bytes=6442450944 leaves 10.2 GiB of weights for the host, and 7.6 GiB of the host's memory"
+        in said
+    )
     assert "quantization='fp8'" in said
     bound = int(said.split("weights_bytes=")[2].split(",")[0])
     assert not offloaded(8 * GIB, monkeypatch, weights_bytes=bound)

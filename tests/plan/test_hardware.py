@@ -28,7 +28,9 @@ def nvidia_driver(error, contexts):
         return 0
 
     retain = lambda context, ordinal: contexts.append(ordinal.value)
-    return SimpleNamespace(cuInit=lambda flags: error, cuDeviceGetCount=count, cuDevicePrimaryCtxRetain=retain)
+    return SimpleNamespace(
+        cuInit=lambda flags: error, cuDeviceGetCount=count, cuDevicePrimaryCtxRetain=retain
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,18 @@ def test_cores_follow_the_affinity():
         "from slipstream.plan.hardware import available_cores; print(available_cores())"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    assert subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout == b"1\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, check=True
+        ).stdout
+        == b"1\n"
+    )
 
 
 def test_cpu_features_are_whole_flags(monkeypatch):
-    monkeypatch.setattr(hardware, "_cpuinfo", lambda key: "fpu avx512f avx512_vnni xavx2" if key == "flags" else "")
+    monkeypatch.setattr(
+        hardware, "_cpuinfo", lambda key: "fpu avx512f avx512_vnni xavx2" if key == "flags" else ""
+    )
     assert hardware.cpu_features() == ("AVX-512", "AVX-512 VNNI")
 
 
@@ -78,21 +87,31 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_gpus(nvidia_smi):
-    nvidia_smi("NVIDIA H200, 143771, 143000, 580.65.06\nOdd, Name, 1024, 512, 1.2\nBroken, [N/A], [N/A], 1.2")
+    nvidia_smi(
+        "NVIDIA H200, 143771, 143000, 580.65.06\nOdd, Name, 1024, 512, 1.2\nBroken, [N/A], [N/A], 1.2"
+    )
     first, second = hardware.gpus()
-    assert (first.name, first.memory_bytes, first.driver) == ("NVIDIA H200", 143771 * 2**20, "580.65.06")
+    assert (first.name, first.memory_bytes, first.driver) == (
+        "NVIDIA H200",
+        143771 * 2**20,
+        "580.65.06",
+    )
     assert (second.name, second.free_bytes) == ("Odd, Name", 512 * 2**20)
 
 
 def test_a_driver_that_fails_means_no_gpus(nvidia_smi):
-    nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", code=9)
+    nvidia_smi(
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", code=9
+    )
     assert hardware.gpus() == ()
 
 
 def test_seconds_since_process_start_grows_from_near_zero():
     program = "from slipstream.plan.hardware import seconds_since_process_start as s; print(s())"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    answer = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, check=True
+    ).stdout
     assert 0 <= float(answer) < 60
     assert hardware.seconds_since_process_start() > 0
 

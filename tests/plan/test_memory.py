@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.plan.memory import MAX_HOST_CACHE_BYTES, MemoryLedger, block_bytes, host_cache_budget, plan_kv
+from slipstream.plan.memory import (
+    MAX_HOST_CACHE_BYTES,
+    MemoryLedger,
+    block_bytes,
+    host_cache_budget,
+    plan_kv,
+)
 from slipstream.spec.model import CacheGroup
 from tests.plan.specs import LLAMA_8B, make_spec
 
@@ -44,7 +50,11 @@ def test_layers_may_differ():
     assert block_bytes(spec, 3, 4) == (1 + 4) * 2 * 16 * 4 * 3
 
 
-@given(budget=st.integers(-(10**6), 10**9), block_size=st.integers(1, 64), element=st.sampled_from([1, 2, 4]))
+@given(
+    budget=st.integers(-(10**6), 10**9),
+    block_size=st.integers(1, 64),
+    element=st.sampled_from([1, 2, 4]),
+)
 def test_plan_kv_fills_the_budget_and_no_more(budget, block_size, element):
     spec = make_spec(kv_heads=(2, 2))
     one = block_bytes(spec, block_size, element)
@@ -55,7 +65,11 @@ def test_plan_kv_fills_the_budget_and_no_more(budget, block_size, element):
 
 @pytest.mark.parametrize(
     ("free", "wanted", "budget"),
-    [(100 * GIB, 50 * GIB, MAX_HOST_CACHE_BYTES), (GIB, 50 * GIB, int(0.4 * GIB)), (100 * GIB, 1000, 1000)],
+    [
+        (100 * GIB, 50 * GIB, MAX_HOST_CACHE_BYTES),
+        (GIB, 50 * GIB, int(0.4 * GIB)),
+        (100 * GIB, 1000, 1000),
+    ],
 )
 def test_host_cache_budget(free, wanted, budget):
     assert host_cache_budget(free_bytes=free, wanted_bytes=wanted) == budget
@@ -74,7 +88,9 @@ def test_beside_an_encoder_prompt_and_answer_have_blocks_each():
     assert twice.num_kv_tokens == (35 * 1024 - 1) * 16
     assert twice.num_full_sequences == 34  # of 35,839 usable blocks each takes 2 · 512
     assert "34 sequences of 8,192, prompt and answer each" in "\n".join(twice.describe())
-    assert ledger(num_blocks=11, max_model_len=24).num_full_sequences == 5  # a block is nobody else's
+    assert (
+        ledger(num_blocks=11, max_model_len=24).num_full_sequences == 5
+    )  # a block is nobody else's
 
 
 def test_ranks_with_requests_of_their_own_have_a_cache_each():

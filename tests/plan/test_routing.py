@@ -20,7 +20,9 @@ def conversations(count=240, kinds=12, seed=0):
     found = []
     for i in range(count):
         kind = rng.randrange(kinds)
-        found.append(TrafficRequest(0.4 * i, 2 * PREFIX_TOKENS + 20, 4, (2 * kind + 1, 2 * kind + 2)))
+        found.append(
+            TrafficRequest(0.4 * i, 2 * PREFIX_TOKENS + 20, 4, (2 * kind + 1, 2 * kind + 2))
+        )
     return Traffic(name="t", requests=tuple(found))
 
 
@@ -29,7 +31,8 @@ def test_routers_that_know_prefixes_find_more_of_them_and_answer_sooner(name):
     size = engine().cache.block_size
     # The cache of one replica holds four of the twelve prefixes.
     made = dataclasses.replace(
-        engine(max_model_len=1100, num_blocks=2 + 4 * 1100 // size, max_num_batched_tokens=2048), cost=Linear()
+        engine(max_model_len=1100, num_blocks=2 + 4 * 1100 // size, max_num_batched_tokens=2048),
+        cost=Linear(),
     )
     plain = simulate(made, conversations(), num_replicas=3, router="round-robin")
     aware = simulate(made, conversations(), num_replicas=3, router=name)

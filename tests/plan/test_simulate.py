@@ -55,7 +55,9 @@ def test_one_request_by_hand():
 def test_a_request_that_comes_in_a_step_waits_for_its_end():
     found = simulate(engine(), traffic((0.0, 10, 4), (0.005, 4, 1)))
     first, second = found.records
-    assert second.ttft_s == pytest.approx(0.020 - 0.005 + 0.010 + 0.001 * 5)  # the next step holds a decode and its prompt
+    assert second.ttft_s == pytest.approx(
+        0.020 - 0.005 + 0.010 + 0.001 * 5
+    )  # the next step holds a decode and its prompt
     assert first.worst_gap_s is None
     assert found.summary.worst_gap_s.p99 == pytest.approx(0.015, rel=0.02)
 
@@ -73,12 +75,18 @@ def test_a_step_that_overlaps_with_its_host_on_the_same_cores_takes_longer():
     """A step with a prompt does not overlap, and a GPU's has cores of its own."""
     host = HostCost(ahead_s=0.003)
     for run_ahead, tpot_s in ((8, 0.014), (0, 0.011), (None, 0.011)):
-        (record,) = simulate(engine(Linear(host), run_ahead=run_ahead), traffic((0.0, 10, 9))).records
-        assert (record.ttft_s, record.tpot_s) == (pytest.approx(0.020), pytest.approx(tpot_s)), run_ahead
+        (record,) = simulate(
+            engine(Linear(host), run_ahead=run_ahead), traffic((0.0, 10, 9))
+        ).records
+        assert (record.ttft_s, record.tpot_s) == (pytest.approx(0.020), pytest.approx(tpot_s)), (
+            run_ahead
+        )
 
 
 def test_a_longer_step_of_a_graph_is_paid_for():
-    padded = dataclasses.replace(engine(), padded=lambda decodes, prompt, prompts: (decodes, -(-prompt // 16) * 16))
+    padded = dataclasses.replace(
+        engine(), padded=lambda decodes, prompt, prompts: (decodes, -(-prompt // 16) * 16)
+    )
     (record,) = simulate(padded, traffic((0.0, 10, 1))).records
     assert record.ttft_s == pytest.approx(0.026)
 
@@ -92,25 +100,38 @@ def test_a_step_that_no_graph_holds_takes_as_long_as_its_launch():
         padded = lambda decodes, prompt, prompts: None if prompt > most else (decodes, prompt)
         return given if most is None else dataclasses.replace(given, padded=padded)
 
-    for most, ttft_s, tpot_s in ((64, 0.020, 0.011), (9, 0.025, 0.011), (10, 0.020, 0.011), (None, 0.050, 0.175 / 8)):
+    for most, ttft_s, tpot_s in (
+        (64, 0.020, 0.011),
+        (9, 0.025, 0.011),
+        (10, 0.020, 0.011),
+        (None, 0.050, 0.175 / 8),
+    ):
         (record,) = simulate(captured(most), traffic((0.0, 10, 9))).records
-        assert (record.ttft_s, record.tpot_s) == (pytest.approx(ttft_s), pytest.approx(tpot_s)), most
+        assert (record.ttft_s, record.tpot_s) == (pytest.approx(ttft_s), pytest.approx(tpot_s)), (
+            most
+        )
     (record,) = simulate(captured(9), traffic((0.0, 16, 1))).records
     assert record.ttft_s == pytest.approx(0.026)
 
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=30),
+    st.lists(
+        st.tuples(st.floats(0, 2), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=30
+    ),
     st.sampled_from((None, 0, 2)),
     st.integers(18, 60),
     st.sampled_from((None, 1, 5)),
     st.integers(1, 3),
 )
-def test_no_token_is_lost_and_both_schedulers_tell_the_same(requests, run_ahead, num_blocks, users, replicas):
+def test_no_token_is_lost_and_both_schedulers_tell_the_same(
+    requests, run_ahead, num_blocks, users, replicas
+):
     load = traffic(*sorted(requests), users=users)
     made = engine(run_ahead=run_ahead, num_blocks=num_blocks)
-    found, exact = (simulate(made, load, num_replicas=replicas, exact=exact) for exact in (False, True))
+    found, exact = (
+        simulate(made, load, num_replicas=replicas, exact=exact) for exact in (False, True)
+    )
     assert found.records == exact.records
     for name in ("ttft_s", "tpot_s", "itl_s", "worst_gap_s", "e2e_s"):
         assert getattr(found.summary, name) == getattr(exact.summary, name)
@@ -133,11 +154,18 @@ def test_gaps_are_those_of_the_requests():
 
 def test_more_load_is_never_faster_and_more_replicas_never_slower():
     lengths = of_lengths("x", [(20, 20), (8, 30), (40, 4)])
-    waits = [simulate(engine(), lengths.at_rate(rate, 200)).summary.e2e_s.mean for rate in (2, 8, 32)]
+    waits = [
+        simulate(engine(), lengths.at_rate(rate, 200)).summary.e2e_s.mean for rate in (2, 8, 32)
+    ]
     assert waits == sorted(waits)
-    shared = [simulate(engine(), lengths.at_rate(32, 200), num_replicas=n).summary.e2e_s.mean for n in (1, 2, 4)]
+    shared = [
+        simulate(engine(), lengths.at_rate(32, 200), num_replicas=n).summary.e2e_s.mean
+        for n in (1, 2, 4)
+    ]
     assert shared == sorted(shared, reverse=True)
-    least = simulate(engine(), lengths.at_rate(32, 200), num_replicas=2, router="least-loaded").summary.e2e_s.mean
+    least = simulate(
+        engine(), lengths.at_rate(32, 200), num_replicas=2, router="least-loaded"
+    ).summary.e2e_s.mean
     assert least <= shared[1] * 1.02
 
 
@@ -210,7 +238,9 @@ def test_steps_are_a_real_engines(tmp_path, monkeypatch):
     original = Replica._launch
 
     def seen(self, plan):
-        simulated.append([(s.num_computed_tokens, s.num_tokens, s.num_sampled) for s in plan.scheduled])
+        simulated.append(
+            [(s.num_computed_tokens, s.num_tokens, s.num_sampled) for s in plan.scheduled]
+        )
         original(self, plan)
 
     monkeypatch.setattr(Replica, "_launch", seen)
@@ -227,7 +257,8 @@ def test_users_of_a_closed_loop_are_taken_one_after_the_other():
     """Else all prompts would be in the first step, and all answers would go on alike."""
     requests = [(0.0, 10, 4)] * 8
     (alone, *others), at_once = (
-        simulate(engine(max_num_batched_tokens=160), traffic(*requests, users=users)).records for users in (8, None)
+        simulate(engine(max_num_batched_tokens=160), traffic(*requests, users=users)).records
+        for users in (8, None)
     )
     assert alone.ttft_s == pytest.approx(0.020)
     assert all(record.first_token > alone.first_token for record in others)

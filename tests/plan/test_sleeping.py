@@ -27,7 +27,13 @@ def request(number, prompt, answer, arrival=0.0, priority=0, shared=0):
 
 def steps_of(kind, arrivals, *, depth, num_blocks, block_size, caching, groups, **limits):
     """What each step held: {(request, computed, tokens)}, and the tokens that decodes look at; then the ends, by step."""
-    given = config(max_model_len=62, num_blocks=num_blocks, enable_prefix_caching=caching, groups=groups, **limits)
+    given = config(
+        max_model_len=62,
+        num_blocks=num_blocks,
+        enable_prefix_caching=caching,
+        groups=groups,
+        **limits,
+    )
     given["cache"] = dataclasses.replace(given["cache"], block_size=block_size)
     scheduler = kind(**given, clock=lambda: 0.0)
     waiting, in_flight, steps, ends = list(arrivals), [], [], []
@@ -53,7 +59,11 @@ def steps_of(kind, arrivals, *, depth, num_blocks, block_size, caching, groups, 
             done = in_flight.pop(0)
             count = sum(s.num_sampled for s in done.scheduled)
             outputs = scheduler.update(done, StepResult(done.step_id, [ANY_TOKEN] * count))
-            ends += [(done.step_id, o.request_id, o.num_cached_tokens) for o in outputs if o.finish_reason is not None]
+            ends += [
+                (done.step_id, o.request_id, o.num_cached_tokens)
+                for o in outputs
+                if o.finish_reason is not None
+            ]
         elif plan is None and not waiting:
             break
         scheduler.pool.check()
@@ -69,7 +79,14 @@ def loads(draw):
     for i in range(count):
         arrival += draw(st.integers(0, 6))
         prompt, answer = draw(st.integers(1, 30)), draw(st.integers(1, 30))
-        found.append((arrival, request(i, prompt, answer, arrival, draw(st.integers(0, 1)), draw(st.integers(0, 20)))))
+        found.append(
+            (
+                arrival,
+                request(
+                    i, prompt, answer, arrival, draw(st.integers(0, 1)), draw(st.integers(0, 20))
+                ),
+            )
+        )
     return found
 
 
@@ -85,7 +102,9 @@ def loads(draw):
     st.integers(0, 20),
     st.sampled_from((None, 2, 5)),
 )
-def test_steps_are_the_schedulers(arrivals, depth, block_size, more_blocks, caching, groups, seqs, more_tokens, chunk):
+def test_steps_are_the_schedulers(
+    arrivals, depth, block_size, more_blocks, caching, groups, seqs, more_tokens, chunk
+):
     num_blocks = len(groups) * -(-62 // block_size) + 2 + more_blocks
     limits = {
         "max_num_seqs": seqs,
@@ -93,7 +112,14 @@ def test_steps_are_the_schedulers(arrivals, depth, block_size, more_blocks, cach
         "max_num_mixed_tokens": seqs + more_tokens // 2,
         "mixed_chunk": chunk,
     }
-    given = {"depth": depth, "num_blocks": num_blocks, "block_size": block_size, "caching": caching, "groups": groups, **limits}
+    given = {
+        "depth": depth,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "caching": caching,
+        "groups": groups,
+        **limits,
+    }
     expected, found = (steps_of(kind, arrivals, **given) for kind in (Scheduler, SleepingScheduler))
     for number, (one, other) in enumerate(zip(expected[0], found[0], strict=False)):
         assert one == other, number

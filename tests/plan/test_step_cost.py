@@ -37,7 +37,9 @@ SHAPES += [StepShape.of((255,) * n, ((0, p),)) for n in (4, 16, 60) for p in (32
 
 
 def table(shapes=SHAPES, time=true_time, **more):
-    return fit_steps([MeasuredStep(s, time(s)) for s in shapes], identity={"a": 1}, made_by={}, **more)
+    return fit_steps(
+        [MeasuredStep(s, time(s)) for s in shapes], identity={"a": 1}, made_by={}, **more
+    )
 
 
 def test_attention_pairs_are_counted():
@@ -48,7 +50,11 @@ def test_attention_pairs_are_counted():
 def test_a_machine_that_is_linear_between_knots_is_found():
     found = table()
     assert found.error < 0.02
-    for shape in (StepShape.of((500,) * 12), StepShape.of((), ((0, 300),)), StepShape.of((100,) * 30, ((64, 200),))):
+    for shape in (
+        StepShape.of((500,) * 12),
+        StepShape.of((), ((0, 300),)),
+        StepShape.of((100,) * 30, ((64, 200),)),
+    ):
         assert found.seconds(shape) == pytest.approx(true_time(shape), rel=0.08)
 
 
@@ -62,7 +68,11 @@ def test_labels():
 
 
 @settings(max_examples=50)
-@given(st.lists(st.floats(0.5, 2.0), min_size=len(SHAPES), max_size=len(SHAPES)), st.integers(1, 80), st.integers(0, 600))
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=len(SHAPES), max_size=len(SHAPES)),
+    st.integers(1, 80),
+    st.integers(0, 600),
+)
 def test_a_larger_step_is_never_faster_however_noisy_the_measurements(noise, decodes, prompt):
     times = iter(noise)
     found = table(time=lambda shape: true_time(shape) * next(times))
@@ -83,12 +93,16 @@ def test_a_file_gives_the_same_table_again():
     assert first.scaled(2.0).seconds(SHAPES[5]) == pytest.approx(2 * first.seconds(SHAPES[5]))
 
 
-@pytest.mark.parametrize("data", [{}, {"kind": "other"}, [], {"kind": "step costs", "shape": ["x"]}])
+@pytest.mark.parametrize(
+    "data", [{}, {"kind": "other"}, [], {"kind": "step costs", "shape": ["x"]}]
+)
 def test_another_file_is_named(data):
     with pytest.raises(ConfigError, match=r"x\.json is no table of step costs"):
         read_table(data, "x.json")
 
 
 def test_least_squares_are_never_negative():
-    assert non_negative_least_squares([[1, 1], [1, 2], [1, 3]], [3, 2, 1]) == pytest.approx([2, 0], abs=1e-6)
+    assert non_negative_least_squares([[1, 1], [1, 2], [1, 3]], [3, 2, 1]) == pytest.approx(
+        [2, 0], abs=1e-6
+    )
     assert non_negative_least_squares([[1, 0], [0, 2]], [3, 8]) == pytest.approx([3, 4])

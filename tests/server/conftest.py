@@ -47,7 +47,10 @@ class RunningServer:
             self.engine = await self._start()
             listener = bind(self.settings)
             self.url = url(self.settings, listener)
-            self.loop, self.server = asyncio.get_running_loop(), make_server(self.engine, self.settings)
+            self.loop, self.server = (
+                asyncio.get_running_loop(),
+                make_server(self.engine, self.settings),
+            )
         except BaseException as exc:
             self.error = exc
             self._up.set()
@@ -62,7 +65,8 @@ class RunningServer:
 
     def client(self, **kwargs):
         return openai.OpenAI(
-            base_url=self.url + "/v1", **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S, **kwargs}
+            base_url=self.url + "/v1",
+            **{"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S, **kwargs},
         )
 
     def http(self, **kwargs):
@@ -83,7 +87,9 @@ class RunningServer:
     wait_for = staticmethod(wait_for)
 
     def wait_idle(self):
-        wait_for(lambda: not self.state.in_flight and self.engine.running == 0, "a request was not freed")
+        wait_for(
+            lambda: not self.state.in_flight and self.engine.running == 0, "a request was not freed"
+        )
 
 
 def lines_of(caplog, *names):
@@ -166,6 +172,8 @@ def model(tiny_server, monkeypatch):
 
     def change(template=TEMPLATE, **settings):
         monkeypatch.setattr(tiny_server.engine.tokenizer, "_templates", {"default": template})
-        monkeypatch.setattr(tiny_server.state, "settings", dataclasses.replace(tiny_server.settings, **settings))
+        monkeypatch.setattr(
+            tiny_server.state, "settings", dataclasses.replace(tiny_server.settings, **settings)
+        )
 
     return change

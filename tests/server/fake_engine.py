@@ -9,8 +9,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from slipstream.errors import ContextLengthError, EngineDeadError, EngineOverloadedError, RequestError
-from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestTimes, Vectors
+from slipstream.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+)
+from slipstream.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestTimes,
+    Vectors,
+)
 from slipstream.stats import EngineStats, ExpertBalance
 
 
@@ -26,7 +38,9 @@ class ByteTokenizer:
 
     def decode(self, token_ids, *, skip_special_tokens=True):
         special = "" if skip_special_tokens else "<s>"
-        return "".join(special if t == 0 else bytes([t]).decode(errors="replace") for t in token_ids)
+        return "".join(
+            special if t == 0 else bytes([t]).decode(errors="replace") for t in token_ids
+        )
 
     def strips_space_after(self, token_ids, *, skip_special_tokens=True):
         return False
@@ -53,7 +67,13 @@ class FakeEngine:
     model_name = "fake"
     description = SimpleNamespace(
         spec=SimpleNamespace(
-            vocab_size=256, classifier=None, hidden_size=4, num_parameters=9, layers=(), generates=True, vision=None
+            vocab_size=256,
+            classifier=None,
+            hidden_size=4,
+            num_parameters=9,
+            layers=(),
+            generates=True,
+            vision=None,
         ),
         pooling=SimpleNamespace(dimensions=None, score_tokens=None),
         family=SimpleNamespace(model_type="fake"),
@@ -71,13 +91,16 @@ class FakeEngine:
         self.tokenizer = ByteTokenizer()
         self.adapters = {}  # by name
         self.config = SimpleNamespace(
-            model=SimpleNamespace(max_model_len=max_model_len), scheduling=SimpleNamespace(max_num_seqs=8)
+            model=SimpleNamespace(max_model_len=max_model_len),
+            scheduling=SimpleNamespace(max_num_seqs=8),
         )
         self.delay_s, self.max_queue = delay_s, max_queue
         self.running = 0
         self.started = 0
         self.seen, self.shares = [], []  # (prompt, sampling, priority)
-        self.prompt_steps = 0  # in which parts of the prompt are computed, before the one with the first token
+        self.prompt_steps = (
+            0  # in which parts of the prompt are computed, before the one with the first token
+        )
         self.fail_after = None  # tokens, after which the engine dies
         self.dead = False
         self.stuck = ""  # a reason for bad health
@@ -87,8 +110,15 @@ class FakeEngine:
     async def submit(self, prompt, sampling, sink, *, priority=0, share=None, reserve=None):
         """`AsyncLLM.submit`, without `on_token`."""
         if reserve is not None:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
-            reserve(len(ids), sampling.n * (sampling.max_tokens or self.config.model.max_model_len - len(ids)))
+            ids = (
+                self.tokenizer.encode(prompt)
+                if isinstance(prompt, str)
+                else prompt["prompt_token_ids"]
+            )
+            reserve(
+                len(ids),
+                sampling.n * (sampling.max_tokens or self.config.model.max_model_len - len(ids)),
+            )
         self.shares.append(share)
         stream = self.answer(self._begin(prompt, sampling, priority), sampling)
 
@@ -120,7 +150,9 @@ class FakeEngine:
 
     def _begin(self, prompt, sampling, priority):
         self.seen.append((prompt, sampling, priority))
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        ids = (
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        )
         room = self.config.model.max_model_len - len(ids)
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
@@ -128,7 +160,9 @@ class FakeEngine:
             if token >= 256:
                 raise RequestError(f"{token} is not a token id", field="prompt_token_ids")
         if room < 1 or (sampling.max_tokens or 0) > room:
-            raise ContextLengthError("too long for the context", field="prompt" if room < 1 else "max_tokens")
+            raise ContextLengthError(
+                "too long for the context", field="prompt" if room < 1 else "max_tokens"
+            )
         if self.dead:
             raise EngineDeadError("the engine process is down")
         if self.max_queue is not None and self.running >= self.max_queue:
@@ -155,9 +189,13 @@ class FakeEngine:
             outputs = [self._delta(i, token, sampling, last) for i in range(sampling.n)]
             self.generation_tokens += sampling.n
             times = RequestTimes(start, time.monotonic(), time.monotonic())
-            output = RequestOutput("r", None, list(ids), outputs, last, num_cached_tokens=len(ids) // 2, times=times)
+            output = RequestOutput(
+                "r", None, list(ids), outputs, last, num_cached_tokens=len(ids) // 2, times=times
+            )
             if step == 0 and sampling.prompt_logprobs is not None:
-                output.prompt_logprobs = [None] + [self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]]
+                output.prompt_logprobs = [None] + [
+                    self._logprobs(t, sampling.prompt_logprobs) for t in ids[1:]
+                ]
             yield output
 
     def check_pictures(self, count):
@@ -169,7 +207,11 @@ class FakeEngine:
             raise EngineDeadError("the engine process is down")
         found, token_ids = [], []
         for prompt in prompts:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            ids = (
+                self.tokenizer.encode(prompt)
+                if isinstance(prompt, str)
+                else prompt["prompt_token_ids"]
+            )
             if not ids:
                 raise RequestError("the prompt is empty; give at least one token", field="prompt")
             if any(token >= 256 for token in ids):
@@ -181,18 +223,28 @@ class FakeEngine:
             token_ids.append(list(ids))
         if reserve is not None:
             reserve(sum(map(len, token_ids)), 0)
-        return Vectors(prompts=[None] * len(found), prompt_token_ids=token_ids, data=b"".join(found))
+        return Vectors(
+            prompts=[None] * len(found), prompt_token_ids=token_ids, data=b"".join(found)
+        )
 
     def _delta(self, index, token, sampling, last):
         logprobs = None if sampling.logprobs is None else [self._logprobs(token, sampling.logprobs)]
-        return CompletionOutput(index, self.tokenizer.decode([token]), [token], logprobs, "length" if last else None)
+        return CompletionOutput(
+            index, self.tokenizer.decode([token]), [token], logprobs, "length" if last else None
+        )
 
     def _logprobs(self, token, k):
         entry = [self._entry(t, -0.5 - i) for i, t in enumerate(sorted({token, 65, 66, 67}))]
         return PositionLogprobs(self._entry(token, -0.5), tuple(entry[:k]))
 
     def _entry(self, token, value):
-        return Logprob(token, self.tokenizer.decode([token], skip_special_tokens=False), value, 1, bytes([token]))
+        return Logprob(
+            token,
+            self.tokenizer.decode([token], skip_special_tokens=False),
+            value,
+            1,
+            bytes([token]),
+        )
 
     async def stats(self):
         if self.dead:

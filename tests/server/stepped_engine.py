@@ -24,9 +24,13 @@ class SteppedEngine(AsyncLLM):
     def __init__(self, path):
         args = EngineArgs(model=str(path), dtype="float32", device="cpu", num_threads=1)
         description = read_spec(path)
-        super().__init__(args, description, load_tokenizer(args, description), CoreSource(connect=None))
+        super().__init__(
+            args, description, load_tokenizer(args, description), CoreSource(connect=None)
+        )
         self.config = resolve(args, description, detect("cpu", machine_folder(), num_threads=1))
-        self._input = InputProcessor.for_model(description, self.config, self.tokenizer, ids=self._ids)
+        self._input = InputProcessor.for_model(
+            description, self.config, self.tokenizer, ids=self._ids
+        )
         self.keys: list[str] = []  # of engine requests, as they came
         self.aborted: list[str] = []
         self._core.link = SimpleNamespace(death=lambda: None, send=self._send, end=self._end)

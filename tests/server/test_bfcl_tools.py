@@ -14,7 +14,9 @@ from slipstream.engine.tool_formats import FORMATS
 from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Tool
 from slipstream.server.tools import Reading
 
-FUNCTIONS = json.loads((Path(__file__).parents[1] / "data" / "bfcl_functions.json").read_text("utf-8"))
+FUNCTIONS = json.loads(
+    (Path(__file__).parents[1] / "data" / "bfcl_functions.json").read_text("utf-8")
+)
 TYPES = {
     "dict": "object", "hashmap": "object", "float": "number", "double": "number", "tuple": "array", "arraylist": "array",
     "char": "string", "long": "integer", "bigint": "integer",
@@ -43,7 +45,14 @@ def tools():
 
 @pytest.fixture(scope="module")
 def llm(tiny_model):
-    return LLM(str(tiny_model), dtype="float32", device="cpu", max_num_seqs=32, max_model_len=1024, kv_cache_bytes=2**26)
+    return LLM(
+        str(tiny_model),
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=32,
+        max_model_len=1024,
+        kv_cache_bytes=2**26,
+    )
 
 
 def calls_of(reading, text):
@@ -67,7 +76,9 @@ def check(llm, offers, mode, name):
     # So that strings and lists end within max_tokens; what the grammar forbids stays forbidden.
     ends = {i: 6.0 for i in range(288) if tokenizer.token_bytes(i) in (b'"', b"]", b"}")}
     ends |= dict.fromkeys(tokenizer.eos_token_ids, 8.0)
-    trigger = {tokenizer.encode(TRIGGER, add_special_tokens=False)[0]: 100.0} if mode == "strict" else {}
+    trigger = (
+        {tokenizer.encode(TRIGGER, add_special_tokens=False)[0]: 100.0} if mode == "strict" else {}
+    )
     readings, params = [], []
     for seed, offered in enumerate(offers):
         made = Reading(form=FORMATS[name](), think=None, offered=tuple(offered), enforced=True, must_call=mode != "strict",
@@ -99,7 +110,9 @@ def offers_of(mode):
 
 @pytest.mark.parametrize("mode", ["required", "named", "strict"])
 def test_some_functions(llm, monkeypatch, mode):
-    monkeypatch.setattr(FORMATS["mistral_args"], "trigger", TRIGGER)  # a token that a bias can call for
+    monkeypatch.setattr(
+        FORMATS["mistral_args"], "trigger", TRIGGER
+    )  # a token that a bias can call for
     check(llm, offers_of(mode)[::15], mode, "mistral_args" if mode == "strict" else "hermes")
 
 
@@ -107,7 +120,13 @@ def test_some_functions(llm, monkeypatch, mode):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("mode", "name"),
-    [("required", "hermes"), ("required", "mistral"), ("named", "hermes"), ("named", "mistral"), ("strict", "mistral_args")],
+    [
+        ("required", "hermes"),
+        ("required", "mistral"),
+        ("named", "hermes"),
+        ("named", "mistral"),
+        ("strict", "mistral_args"),
+    ],
 )
 def test_every_function(llm, monkeypatch, mode, name):
     monkeypatch.setattr(FORMATS["mistral_args"], "trigger", TRIGGER)

@@ -33,7 +33,13 @@ from tests.waiting import PATIENCE_S, wait_for
 
 KEY = "the-key"
 LIMIT = 8
-SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0, "extra_body": {"ignore_eos": True}}
+SHORT = {
+    "model": "tiny",
+    "prompt": "hello",
+    "max_tokens": 3,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
 LONG = {**SHORT, "max_tokens": 800, "stream": True}
 ANSWERS = 'http_requests_total{method="POST",route="/v1/completions",status="200"}'
 KEPT_OPEN = httpx.Limits(keepalive_expiry=None)
@@ -50,9 +56,28 @@ class Served:
         self.grpc_port = 0
         self.temporary, self._log = home / "tmp", home / "log"
         self.temporary.mkdir()
-        command = [sys.executable, "-m", "slipstream", "serve", str(model), "--port=0", "--json", "--api-servers=2"]
-        command += ["--served-model-name=tiny", f"--api-key-file={home / 'keys'}", "--log-format=json", "--device=cpu"]
-        command += [f"--max-concurrent-requests={LIMIT}", "--max-model-len=1024", "--num-threads=1", "--dtype=float32"]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "serve",
+            str(model),
+            "--port=0",
+            "--json",
+            "--api-servers=2",
+        ]
+        command += [
+            "--served-model-name=tiny",
+            f"--api-key-file={home / 'keys'}",
+            "--log-format=json",
+            "--device=cpu",
+        ]
+        command += [
+            f"--max-concurrent-requests={LIMIT}",
+            "--max-model-len=1024",
+            "--num-threads=1",
+            "--dtype=float32",
+        ]
         paths = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [*command, f"--kv-cache-bytes={2**26}", *options],
@@ -99,14 +124,24 @@ class Served:
     def log(self) -> list[dict]:
         """Its whole lines; another may be on its way."""
         text = self._log.read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.startswith("{")]
+        return [
+            json.loads(line)
+            for line in text[: text.rfind("\n") + 1].splitlines()
+            if line.startswith("{")
+        ]
 
     def client(self) -> openai.OpenAI:
         """Each has a connection of its own."""
         return self.openai(httpx.Client(timeout=PATIENCE_S, limits=KEPT_OPEN))
 
     def openai(self, http: httpx.Client) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.base + "/v1", api_key=KEY, max_retries=0, timeout=PATIENCE_S, http_client=http)
+        return openai.OpenAI(
+            base_url=self.base + "/v1",
+            api_key=KEY,
+            max_retries=0,
+            timeout=PATIENCE_S,
+            http_client=http,
+        )
 
     @contextlib.contextmanager
     def at_each(self) -> Iterator[dict[int, httpx.Client]]:
@@ -116,7 +151,9 @@ class Served:
             for pid in processes:
                 others = [other for other in processes.values() if other.pid != pid]
                 head = {"authorization": f"Bearer {KEY}"}
-                client = httpx.Client(base_url=self.base, headers=head, timeout=PATIENCE_S, limits=KEPT_OPEN)
+                client = httpx.Client(
+                    base_url=self.base, headers=head, timeout=PATIENCE_S, limits=KEPT_OPEN
+                )
                 clients[pid] = stack.enter_context(client)
                 for other in others:
                     other.suspend()
@@ -132,10 +169,14 @@ class Served:
             return client.completions.create(**SHORT | more).choices[0].text
 
     def get(self, path: str, key: str = KEY) -> httpx.Response:
-        return httpx.get(self.base + path, headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
+        return httpx.get(
+            self.base + path, headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S
+        )
 
     def metric(self, name: str) -> float:
-        found = re.findall(rf"^slipstream:{re.escape(name)} (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        found = re.findall(
+            rf"^slipstream:{re.escape(name)} (\S+)$", self.get("/metrics").text, re.MULTILINE
+        )
         return float(found[0]) if found else 0.0
 
     def until(self, condition, what: str) -> None:
@@ -144,11 +185,17 @@ class Served:
     def until_draining(self) -> None:
         with self.at_each() as clients:
             for client in clients.values():
-                self.until(lambda client=client: client.get("/ready").status_code == 503, "a front end was not told")
+                self.until(
+                    lambda client=client: client.get("/ready").status_code == 503,
+                    "a front end was not told",
+                )
 
     def num_answers(self) -> int:
         """Whole answers by the log; a line comes behind its answer."""
-        return sum(line.get("route") == "/v1/completions" and line.get("status") == 200 for line in self.log())
+        return sum(
+            line.get("route") == "/v1/completions" and line.get("status") == 200
+            for line in self.log()
+        )
 
     def is_quiet(self) -> bool:
         """Of all whole answers there are lines in the log, and counts."""
@@ -196,13 +243,17 @@ def served(tiny_path):
 @pytest.fixture
 def another(tiny_path):
     with contextlib.ExitStack() as stack:
-        yield lambda *options, model=tiny_path: stack.enter_context(contextlib.closing(Served(model, *options)))
+        yield lambda *options, model=tiny_path: stack.enter_context(
+            contextlib.closing(Served(model, *options))
+        )
 
 
 class Streams:
     """Long answers under way, each on a connection of its own."""
 
-    def __init__(self, served: Served, number: int, clients: Sequence[openai.OpenAI] = (), **more) -> None:
+    def __init__(
+        self, served: Served, number: int, clients: Sequence[openai.OpenAI] = (), **more
+    ) -> None:
         self.clients = [*clients] or [served.client() for _ in range(number)]
         self.streams = [client.completions.create(**LONG | more) for client in self.clients]
         for stream in self.streams:
@@ -251,7 +302,10 @@ def test_streams_of_many_connections(served):
 
     def stream(_: int) -> str:
         with served.client() as client:
-            return "".join(c.choices[0].text for c in client.completions.create(**SHORT | {"max_tokens": 30}, stream=True))
+            return "".join(
+                c.choices[0].text
+                for c in client.completions.create(**SHORT | {"max_tokens": 30}, stream=True)
+            )
 
     def both_have_their_part() -> bool:
         """Connections go to who has fewer, unless the system keeps that one waiting for its turn."""
@@ -261,7 +315,11 @@ def test_streams_of_many_connections(served):
             assert set(pool.map(stream, range(3 * LIMIT))) == {whole}
 
         def seen() -> list[int]:
-            return [line["front_end"] for line in served.log()[before:] if line.get("route") == "/v1/completions"]
+            return [
+                line["front_end"]
+                for line in served.log()[before:]
+                if line.get("route") == "/v1/completions"
+            ]
 
         served.until(lambda: len(seen()) >= 3 * LIMIT, "a request is not in the log")
         assert len(seen()) == 3 * LIMIT
@@ -274,7 +332,9 @@ def test_probes_and_keys_at_each(served):
     for _ in range(6):  # a connection each
         assert served.get("/v1/models", key="another").status_code == 401
         assert served.get("/v1/models").json()["data"][0]["id"] == "tiny"
-        assert {served.get(path, key="none").status_code for path in ("/live", "/ready", "/health")} == {200}
+        assert {
+            served.get(path, key="none").status_code for path in ("/live", "/ready", "/health")
+        } == {200}
 
 
 def test_the_limit_is_of_all_together(served):
@@ -299,13 +359,20 @@ def test_a_conversation_goes_on_at_any_front_end(served):
         assert len(list(clients[1].responses.input_items.list(previous))) == 15
 
         def answered() -> set[int]:
-            return {line["front_end"] for line in served.log() if line.get("route", "").startswith("/v1/responses")}
+            return {
+                line["front_end"]
+                for line in served.log()
+                if line.get("route", "").startswith("/v1/responses")
+            }
 
         served.until(lambda: answered() == {1, 2}, "one of them answered all")
 
 
 def test_metrics_add_up(served):
-    tokens, finished = 'generation_tokens_total{model_name="tiny"}', 'e2e_request_latency_seconds_count{model_name="tiny"}'
+    tokens, finished = (
+        'generation_tokens_total{model_name="tiny"}',
+        'e2e_request_latency_seconds_count{model_name="tiny"}',
+    )
     served.until(served.is_quiet, "an answer is not counted")
     before = {name: served.metric(name) for name in (ANSWERS, tokens, finished)}
     for _ in range(6):
@@ -338,7 +405,9 @@ def test_a_front_end_that_is_killed_is_replaced(served):
             assert whole.finish() == [True] * 3
     served.until(served.is_idle, "requests of the front end that died are still computed")
     assert served.metric(tokens) - generated < 800 * (3 + 0.5 * 3 * 16)
-    served.until(lambda: served.metric(ANSWERS) == counted + 3, "what the dead one had counted is gone")
+    served.until(
+        lambda: served.metric(ANSWERS) == counted + 3, "what the dead one had counted is gone"
+    )
     served.until_all_serve()
     new = served.front_ends()
     assert len(new) == 2
@@ -362,7 +431,9 @@ def test_an_engine_that_is_killed_is_started_again(served):
     assert served.front_ends().keys() == front_ends.keys()
     assert served.engine() != engine
     down = [line for line in served.log() if "the engine is down" in line["message"]]
-    assert [line.get("front_end", 0) for line in sorted(down, key=lambda line: line.get("front_end", 0))] == [0, 1, 2]
+    assert [
+        line.get("front_end", 0) for line in sorted(down, key=lambda line: line.get("front_end", 0))
+    ] == [0, 1, 2]
 
 
 def test_grpc_at_all_front_ends(served):
@@ -375,9 +446,13 @@ def test_grpc_at_all_front_ends(served):
     found = set()
     for i in range(24):
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", str(i))]
-        with triton.InferenceServerClient(f"127.0.0.1:{served.grpc_port}", channel_args=options) as client:
+        with triton.InferenceServerClient(
+            f"127.0.0.1:{served.grpc_port}", channel_args=options
+        ) as client:
             parameters = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
-            answer = client.infer("tiny", [text], parameters=parameters, headers={"authorization": f"Bearer {KEY}"})
+            answer = client.infer(
+                "tiny", [text], parameters=parameters, headers={"authorization": f"Bearer {KEY}"}
+            )
             found.add(answer.as_numpy("text_output")[0].decode())
     assert found == {"hello" + served.ask()}
 
@@ -415,7 +490,10 @@ def test_a_second_signal_does_not_wait_and_a_second_model_shortens(another, tiny
         with served.client() as client:
             answer = client.chat.completions.create(
                 model="tiny",
-                messages=[{"role": "user", "content": "Say hello. " * 30}, {"role": "user", "content": "Now."}],
+                messages=[
+                    {"role": "user", "content": "Say hello. " * 30},
+                    {"role": "user", "content": "Now."},
+                ],
                 max_tokens=3,
                 extra_body={"compress_prompt": {"keep": 0.5}},
             )
@@ -440,7 +518,9 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_tls(another, tmp_path, m
     assert served.base.startswith("https://")
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))
     with socket.create_connection(("127.0.0.1", int(served.base.rsplit(":", 1)[1]))) as plain:
-        plain.sendall(b"GET /live HTTP/1.1\r\n\r\n")  # no TLS: it is hung up on, and nobody else notices
+        plain.sendall(
+            b"GET /live HTTP/1.1\r\n\r\n"
+        )  # no TLS: it is hung up on, and nobody else notices
         assert not plain.recv(100).startswith(b"HTTP")
     with Streams(served, 2):
         served.process.kill()
@@ -455,12 +535,18 @@ def test_an_engine_that_stays_down_is_told_to_all(another, tiny_path, tmp_path):
     os.kill(served.engine(), signal.SIGKILL)
     with served.at_each() as clients:
         for client in clients.values():  # each hears of it at its own time
-            served.until(lambda client=client: "stays down" in client.get("/health").text, "a front end was not told")
+            served.until(
+                lambda client=client: "stays down" in client.get("/health").text,
+                "a front end was not told",
+            )
             assert client.get("/live").status_code == 200
             assert "stays down" in client.get("/health").json()["error"]["message"]
     victim = next(iter(served.front_ends()))
     os.kill(victim, signal.SIGKILL)  # its place can't be taken: the model is another
-    served.until(lambda: sum("will be replaced" in line["message"] for line in served.log()) >= 2, "it is not tried again")
+    served.until(
+        lambda: sum("will be replaced" in line["message"] for line in served.log()) >= 2,
+        "it is not tried again",
+    )
     assert "stays down" in served.get("/health").text
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(PATIENCE_S) == 0
@@ -470,10 +556,22 @@ def test_what_a_front_end_finds_wrong_at_the_start_is_said(tiny_path, tmp_path):
     copy_of(tiny_path, tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
     (tmp_path / "model" / "tokenizer.json").write_text("{")
-    command = [sys.executable, "-m", "slipstream", "serve", str(tmp_path / "model"), "--api-servers=2", "--port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        str(tmp_path / "model"),
+        "--api-servers=2",
+        "--port=0",
+    ]
     paths = os.pathsep.join(path for path in sys.path if path)
     found = subprocess.run(
-        [*command, "--device=cpu"], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=PATIENCE_S
+        [*command, "--device=cpu"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert found.returncode == 3
     assert "tokenizer.json" in found.stderr
@@ -486,7 +584,13 @@ def test_what_a_front_end_finds_wrong_at_the_start_is_said(tiny_path, tmp_path):
 def test_requests_are_counted_over_all_front_ends():
     memory = memoryview(bytearray(ServerLoad.size(3)))
     first, second, third = (ServerLoad(memory, slot) for slot in range(3))
-    assert [load.begin_request(3) for load in (first, second, second, third, first)] == [True, True, True, False, False]
+    assert [load.begin_request(3) for load in (first, second, second, third, first)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert third.num_requests == 3
     second.clear()  # it died
     assert third.begin_request(2)
@@ -520,7 +624,13 @@ async def test_connections_go_to_who_has_fewer():
         listener.setblocking(False)
         for slot, of in enumerate(taken):
             own = stack.enter_context(listener.dup())
-            acceptor = Acceptor(own, ServerLoad(memory, slot), lambda of=of: Protocol(of), lambda of=of: len(of), None)
+            acceptor = Acceptor(
+                own,
+                ServerLoad(memory, slot),
+                lambda of=of: Protocol(of),
+                lambda of=of: len(of),
+                None,
+            )
             stack.callback(acceptor.close)
         for number in range(1, 21):
             stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -552,7 +662,9 @@ def test_what_is_sent_to_a_process_that_has_ended_is_lost():
 def test_a_front_end_whose_start_a_signal_overtakes_ends(tiny_path):
     async def live() -> None:
         with socket.socket() as listener:
-            supervisor = Supervisor([EngineArgs(model=str(tiny_path))], ServerSettings(), listener, 1)
+            supervisor = Supervisor(
+                [EngineArgs(model=str(tiny_path))], ServerSettings(), listener, 1
+            )
             supervisor._stop()
             served, error = await asyncio.wait_for(supervisor._live(0), PATIENCE_S)
             await asyncio.to_thread(supervisor._folder.remove)
@@ -579,7 +691,13 @@ def test_counts_are_added():
 
 @pytest.mark.parametrize(
     ("device", "gpus", "cores", "number"),
-    [("cpu", 1, 64, 1), ("auto", 0, 64, 1), ("auto", 1, 16, 4), ("cuda:1", 0, 64, 8), ("auto", 1, 2, 1)],
+    [
+        ("cpu", 1, 64, 1),
+        ("auto", 0, 64, 1),
+        ("auto", 1, 16, 4),
+        ("cuda:1", 0, 64, 8),
+        ("auto", 1, 2, 1),
+    ],
 )
 def test_how_many_are_chosen(monkeypatch, device, gpus, cores, number):
     from slipstream.plan import hardware

@@ -34,7 +34,12 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(made):
     folder = made[0]
-    options = ["--enable-lora", "--max-lora-rank=8", "--max-loras=2", f"--lora-folder={folder / 'served'}"]
+    options = [
+        "--enable-lora",
+        "--max-lora-rank=8",
+        "--max-loras=2",
+        f"--lora-folder={folder / 'served'}",
+    ]
     found = Served(folder / "base", *options, "--lora", f"first={folder / 'served' / 'lora1'}")
     yield found
     found.process.terminate()
@@ -43,7 +48,12 @@ def served(made):
 
 
 def post(served, path, **body):
-    return httpx.post(served.base + path, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
+    return httpx.post(
+        served.base + path,
+        json=body,
+        headers={"authorization": f"Bearer {KEY}"},
+        timeout=PATIENCE_S,
+    )
 
 
 def ask(served, model, times=6):
@@ -52,7 +62,9 @@ def ask(served, model, times=6):
     for _ in range(times):
         with served.client() as client:
             more = {"ignore_eos": True, "return_token_ids": True}
-            answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more)
+            answer = client.completions.create(
+                model=model, prompt=PROMPT, max_tokens=8, temperature=0, extra_body=more
+            )
             assert answer.model == model
             found.add(tuple(answer.choices[0].token_ids))
     (tokens,) = found
@@ -67,7 +79,9 @@ def test_the_models_name_picks_the_adapter(served, made):
         assert list(cards) == ["tiny", "first"]
         assert cards["first"].parent == "tiny"
         assert client.models.retrieve("first").id == "first"
-        assert client.chat.completions.create(model="first", messages=[{"role": "user", "content": "a"}], max_tokens=3).choices
+        assert client.chat.completions.create(
+            model="first", messages=[{"role": "user", "content": "a"}], max_tokens=3
+        ).choices
         with pytest.raises(openai.NotFoundError, match="second"):
             client.completions.create(model="second", prompt="a")
         with pytest.raises(openai.BadRequestError, match="adapter"):

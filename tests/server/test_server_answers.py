@@ -22,7 +22,9 @@ from tests.data.make_tokens import write_gguf
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parent.parent / "data/small_vocabularies.json").read_text(encoding="utf-8")
+)
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEMPLATED = "user:hello\nassistant:"
 
@@ -43,8 +45,17 @@ def test_completion(client, shared):
     assert answer.model == "fake"
     assert answer.id.startswith("cmpl-")
     (choice,) = answer.choices
-    assert (choice.text, choice.index, choice.finish_reason, choice.logprobs) == ("abcab", 0, "length", None)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (4, 5, 9)
+    assert (choice.text, choice.index, choice.finish_reason, choice.logprobs) == (
+        "abcab",
+        0,
+        "length",
+        None,
+    )
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (4, 5, 9)
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
     assert answer.usage.completion_tokens_details is None
     assert answer._request_id in answer.id
@@ -52,18 +63,36 @@ def test_completion(client, shared):
 
 def test_guessed_tokens_are_counted(client, shared, monkeypatch):
     def delta(*given):
-        return dataclasses.replace(FakeEngine._delta(shared.engine, *given), num_drafted=3, num_accepted=1)
+        return dataclasses.replace(
+            FakeEngine._delta(shared.engine, *given), num_drafted=3, num_accepted=1
+        )
 
     monkeypatch.setattr(shared.engine, "_delta", delta)
-    details = client.completions.create(model="fake", prompt="abc", max_tokens=5, n=2).usage.completion_tokens_details
+    details = client.completions.create(
+        model="fake", prompt="abc", max_tokens=5, n=2
+    ).usage.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (10, 20)
-    details = client.responses.create(model="fake", input="abc", max_output_tokens=5).usage.output_tokens_details
-    assert (details.reasoning_tokens, details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 5, 10)
-    stats = EngineStats(spec_num_drafts=4, spec_draft_tokens=9, spec_accepted_tokens=3, spec_accepted_by_position=(2, 1))
+    details = client.responses.create(
+        model="fake", input="abc", max_output_tokens=5
+    ).usage.output_tokens_details
+    assert (
+        details.reasoning_tokens,
+        details.accepted_prediction_tokens,
+        details.rejected_prediction_tokens,
+    ) == (0, 5, 10)
+    stats = EngineStats(
+        spec_num_drafts=4,
+        spec_draft_tokens=9,
+        spec_accepted_tokens=3,
+        spec_accepted_by_position=(2, 1),
+    )
     text = Metrics("m").render(stats).decode()
     for name, count in (("num_drafts", 4), ("num_draft_tokens", 9), ("num_accepted_tokens", 3)):
         assert f'slipstream:spec_decode_{name}_total{{model_name="m"}} {count}.0' in text
-    assert 'slipstream:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0' in text
+    assert (
+        'slipstream:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0'
+        in text
+    )
 
 
 @pytest.mark.parametrize("prompt_steps", [0, 2])  # a long prompt is computed in several steps
@@ -94,14 +123,18 @@ def test_completion_streamed_is_the_same(serve, prompt_steps):
 
 
 def test_echo_with_logprobs(client):
-    choice = client.completions.create(model="fake", prompt=[97, 98], max_tokens=2, logprobs=1, echo=True).choices[0]
+    choice = client.completions.create(
+        model="fake", prompt=[97, 98], max_tokens=2, logprobs=1, echo=True
+    ).choices[0]
     assert choice.text == "abab"
     assert choice.logprobs.tokens == ["a", "b", "a", "b"]
     assert choice.logprobs.token_logprobs == [None, -0.5, -0.5, -0.5]
     assert choice.logprobs.text_offset == [0, 1, 2, 3]
     assert choice.logprobs.top_logprobs[0] is None
     assert choice.logprobs.top_logprobs[1] == {"A": -0.5, "b": -0.5}
-    choice = client.completions.create(model="fake", prompt="ab", max_tokens=1, logprobs=0, echo=True).choices[0]
+    choice = client.completions.create(
+        model="fake", prompt="ab", max_tokens=1, logprobs=0, echo=True
+    ).choices[0]
     assert choice.logprobs.tokens == ["<s>", "a", "b", "a"]
     assert choice.logprobs.text_offset == [0, 0, 1, 2]  # a special token takes no room in the text
     show = {"skip_special_tokens": False}
@@ -114,7 +147,9 @@ def test_echo_with_logprobs(client):
 
 def test_logprobs_of_parts_of_a_character(client):
     # The fake's tokens are bytes: é is two of them, and each must have a name of its own and point at the é.
-    choice = client.completions.create(model="fake", prompt=list("é".encode()), max_tokens=4, logprobs=0).choices[0]
+    choice = client.completions.create(
+        model="fake", prompt=list("é".encode()), max_tokens=4, logprobs=0
+    ).choices[0]
     assert choice.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9"] * 2
     assert choice.logprobs.text_offset == [0, 0, 1, 1]
 
@@ -127,7 +162,10 @@ class SentencePieceEngine(FakeEngine):
         self.tokenizer = Tokenizer.from_pretrained(path)
         self.said = self.tokenizer.encode("Paris", add_special_tokens=False)
         self.into = InputProcessor(
-            self.tokenizer, vocab_size=self.tokenizer.vocab_size, max_model_len=512, eos_token_ids=()
+            self.tokenizer,
+            vocab_size=self.tokenizer.vocab_size,
+            max_model_len=512,
+            eos_token_ids=(),
         )
         self.out = OutputProcessor(self.tokenizer)
 
@@ -156,28 +194,41 @@ def test_a_sentencepiece_answer_continues_its_prompt(serve, tmp_path, prompt):
     given = text if prompt == "text" else engine.tokenizer.encode(text)
     with serve(engine).client() as client:
         plain = client.completions.create(model="fake", prompt=given, logprobs=0).choices[0]
-        echoed = client.completions.create(model="fake", prompt=given, logprobs=0, echo=True).choices[0]
-        alone = client.completions.create(model="fake", prompt=[engine.tokenizer.bos_token_id], logprobs=0).choices[0]
+        echoed = client.completions.create(
+            model="fake", prompt=given, logprobs=0, echo=True
+        ).choices[0]
+        alone = client.completions.create(
+            model="fake", prompt=[engine.tokenizer.bos_token_id], logprobs=0
+        ).choices[0]
     assert (plain.text, echoed.text, alone.text) == (" Paris", text + " Paris", "Paris")
     assert "".join(plain.logprobs.tokens) == " Paris"
     for choice in (plain, echoed, alone):
         starts = [*choice.logprobs.text_offset, len(choice.text)]
         for token, start, end in zip(choice.logprobs.tokens, starts, starts[1:], strict=False):
             if token != "<s>":
-                assert choice.text[start:end] == (token if start else token.removeprefix(" " * (choice is not plain)))
+                assert choice.text[start:end] == (
+                    token if start else token.removeprefix(" " * (choice is not plain))
+                )
 
 
 def test_a_long_prompt_is_echoed_as_it_came(serve):
     server = serve(FakeEngine(max_model_len=50_000))
     with server.client() as client:
-        answer = client.completions.create(model="fake", prompt="é" * 17_000, max_tokens=2, echo=True)
+        answer = client.completions.create(
+            model="fake", prompt="é" * 17_000, max_tokens=2, echo=True
+        )
     assert answer.choices[0].text.startswith("é" * 17_000)
     assert answer.usage.prompt_tokens == 34_001
 
 
 @pytest.mark.parametrize(
     ("prompt", "texts"),
-    [("ab", ["ab"]), (["ab", "cd"], ["ab", "cd"]), ([97, 98], ["ab"]), ([[97], [98]], ["aa", "bb"])],
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98]], ["aa", "bb"]),
+    ],
 )
 def test_prompt_forms(client, prompt, texts):
     answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2)
@@ -186,19 +237,33 @@ def test_prompt_forms(client, prompt, texts):
 
 
 def test_chat(client, shared):
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_completion_tokens=6, temperature=0)
+    answer = client.chat.completions.create(
+        model="fake", messages=MESSAGES, max_completion_tokens=6, temperature=0
+    )
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEMPLATED[:6], "length")
-    assert answer.usage.prompt_tokens == len(TEMPLATED)  # no special token added: the template writes them
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        TEMPLATED[:6],
+        "length",
+    )
+    assert answer.usage.prompt_tokens == len(
+        TEMPLATED
+    )  # no special token added: the template writes them
     assert last_request(shared)[0] == {"prompt_token_ids": list(TEMPLATED.encode())}
 
 
 def test_chat_streamed_is_the_same(client):
     def ask(**more):
         return client.chat.completions.create(
-            model="fake", messages=MESSAGES, max_tokens=5, n=2, logprobs=True, top_logprobs=2, **more
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=5,
+            n=2,
+            logprobs=True,
+            top_logprobs=2,
+            **more,
         )
 
     whole = ask()
@@ -209,7 +274,9 @@ def test_chat_streamed_is_the_same(client):
         parts = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == index]
         assert parts[0].delta.role == "assistant"
         assert all(p.delta.role is None for p in parts[1:])
-        assert "".join(p.delta.content or "" for p in parts) == choice.message.content == TEMPLATED[:5]
+        assert (
+            "".join(p.delta.content or "" for p in parts) == choice.message.content == TEMPLATED[:5]
+        )
         assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["length"]
         streamed = [entry for p in parts if p.logprobs for entry in p.logprobs.content]
         assert streamed == choice.logprobs.content
@@ -239,7 +306,14 @@ def test_chat_defaults_to_the_rest_of_the_context_and_completions_to_16(client, 
 
 
 def test_every_sampling_field_reaches_the_engine(client, shared):
-    given = {"n": 2, "temperature": 0.5, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    given = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }
     extra = {
         "top_k": 5,
         "min_p": 0.1,
@@ -252,14 +326,33 @@ def test_every_sampling_field_reaches_the_engine(client, shared):
     }
     more = {"stop": ["x", "y"], "logit_bias": {"65": -3.0}, "max_tokens": 3}
     client.completions.create(
-        model="fake", prompt="abc", logprobs=2, echo=True, **given, **more, extra_body={**extra, "priority": -4}
+        model="fake",
+        prompt="abc",
+        logprobs=2,
+        echo=True,
+        **given,
+        **more,
+        extra_body={**extra, "priority": -4},
     )
     _, sampling, priority = last_request(shared)
-    expected = {**given, **extra, "stop": ("x", "y"), "logit_bias": {65: -3.0}, "max_tokens": 3, "stop_token_ids": (9,)}
+    expected = {
+        **given,
+        **extra,
+        "stop": ("x", "y"),
+        "logit_bias": {65: -3.0},
+        "max_tokens": 3,
+        "stop_token_ids": (9,),
+    }
     assert {name: getattr(sampling, name) for name in expected} == expected
     assert (sampling.logprobs, sampling.prompt_logprobs, priority) == (2, 2, -4)
     client.chat.completions.create(
-        model="fake", messages=MESSAGES, logprobs=True, top_logprobs=3, **given, **more, extra_body=extra
+        model="fake",
+        messages=MESSAGES,
+        logprobs=True,
+        top_logprobs=3,
+        **given,
+        **more,
+        extra_body=extra,
     )
     _, sampling, priority = last_request(shared)
     assert {name: getattr(sampling, name) for name in expected} == expected
@@ -278,14 +371,19 @@ def test_what_has_no_effect_is_accepted(client):
         modalities=["text"],
         extra_body=extra,
     )
-    client.completions.create(model="fake", prompt="a", suffix=None, n=2, best_of=2, max_tokens=1, extra_body=extra)
+    client.completions.create(
+        model="fake", prompt="a", suffix=None, n=2, best_of=2, max_tokens=1, extra_body=extra
+    )
 
 
 def test_messages_in_all_their_forms(client, shared):
     first = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2)
     messages = [
         {"role": "developer", "content": "d"},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}],
+        },
         first.choices[0].message,  # as clients send it back
         {"role": "user", "content": "more"},
     ]
@@ -302,23 +400,39 @@ def test_models(serve):
         with pytest.raises(openai.NotFoundError) as caught:
             client.models.retrieve("fake")
         assert caught.value.code == "model_not_found"
-        assert client.completions.create(model="org/alias", prompt="a", max_tokens=1).model == "org/alias"
+        assert (
+            client.completions.create(model="org/alias", prompt="a", max_tokens=1).model
+            == "org/alias"
+        )
 
 
 def test_tokenize_and_detokenize(shared):
     with shared.http() as http:
         answer = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
-        assert answer == {"count": 3, "max_model_len": 512, "tokens": [0, 97, 98], "token_strs": ["<s>", "a", "b"]}
-        answer = http.post("/tokenize", json={"model": "fake", "prompt": "ab", "add_special_tokens": False}).json()
+        assert answer == {
+            "count": 3,
+            "max_model_len": 512,
+            "tokens": [0, 97, 98],
+            "token_strs": ["<s>", "a", "b"],
+        }
+        answer = http.post(
+            "/tokenize", json={"model": "fake", "prompt": "ab", "add_special_tokens": False}
+        ).json()
         assert answer["tokens"] == [97, 98]
         answer = http.post("/tokenize", json={"messages": MESSAGES}).json()
         assert bytes(answer["tokens"]).decode() == TEMPLATED
-        answer = http.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}).json()
+        answer = http.post(
+            "/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False}
+        ).json()
         assert bytes(answer["tokens"]).decode() == "user:hello\n"
-        long = http.post("/tokenize", json={"prompt": "a" * 40_000}).json()  # past the length that goes to a thread
+        long = http.post(
+            "/tokenize", json={"prompt": "a" * 40_000}
+        ).json()  # past the length that goes to a thread
         assert long["count"] == 40_001
         assert http.post("/detokenize", json={"tokens": [0, 97, 98]}).json() == {"prompt": "<s>ab"}
-        assert http.post("/detokenize", json={"tokens": [0, 97], "skip_special_tokens": True}).json() == {"prompt": "a"}
+        assert http.post(
+            "/detokenize", json={"tokens": [0, 97], "skip_special_tokens": True}
+        ).json() == {"prompt": "a"}
 
 
 def test_without_a_tokenizer_token_ids_still_work(serve):
@@ -329,7 +443,10 @@ def test_without_a_tokenizer_token_ids_still_work(serve):
         type("E", (), {"tokenizer": tokenizer})(), index, token, sampling, last
     )
     with server.client() as client:
-        assert client.completions.create(model="fake", prompt=[97], max_tokens=2).choices[0].text == "aa"
+        assert (
+            client.completions.create(model="fake", prompt=[97], max_tokens=2).choices[0].text
+            == "aa"
+        )
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="fake", messages=MESSAGES)
         assert caught.value.param == "messages"
@@ -342,7 +459,9 @@ async def test_many_streams_at_once(serve):
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x") as client:
 
         async def one(i):
-            stream = await client.completions.create(model="fake", prompt=f"{i:03d}", max_tokens=9, stream=True)
+            stream = await client.completions.create(
+                model="fake", prompt=f"{i:03d}", max_tokens=9, stream=True
+            )
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         answers = await asyncio.gather(*(one(i) for i in range(40)))
@@ -366,19 +485,32 @@ def test_tls(serve, tmp_path):
         "-days",
         "1",
     ]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    command += [
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     server = serve(ssl_certfile=str(cert), ssl_keyfile=str(key))
     assert server.url.startswith("https://")
     import ssl
 
-    with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)), timeout=PATIENCE_S) as http:
+    with httpx.Client(
+        base_url=server.url, verify=ssl.create_default_context(cafile=str(cert)), timeout=PATIENCE_S
+    ) as http:
         assert http.get("/live").status_code == 200
 
 
 def test_the_models_own_defaults_hold_where_a_request_says_nothing(serve):
     engine = FakeEngine()
-    engine.description = SimpleNamespace(**{**vars(engine.description), "sampling": {"temperature": 0.3, "top_k": 7}})
+    engine.description = SimpleNamespace(
+        **{**vars(engine.description), "sampling": {"temperature": 0.3, "top_k": 7}}
+    )
     client = serve(engine).client()
     client.completions.create(model="fake", prompt="ab", temperature=0.9)
     client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "a"}])
@@ -410,12 +542,18 @@ def test_a_conversation_is_shortened(serve):
     assert small.seen
     told = answer.usage.model_dump()["prompt_compression"]
     assert told["tokens_after"] < told["tokens_before"]
-    assert told["kept_share"] == pytest.approx(told["tokens_after"] / told["tokens_before"], abs=1e-4)
+    assert told["kept_share"] == pytest.approx(
+        told["tokens_after"] / told["tokens_before"], abs=1e-4
+    )
 
 
 def test_shortening_needs_a_small_model(client):
     with pytest.raises(openai.BadRequestError, match="--context-model") as caught:
-        client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"compress_prompt": {}})
+        client.chat.completions.create(
+            model="fake", messages=MESSAGES, extra_body={"compress_prompt": {}}
+        )
     assert caught.value.param == "compress_prompt"
     with pytest.raises(openai.BadRequestError, match="keep"):
-        client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"compress_prompt": {"keep": 0}})
+        client.chat.completions.create(
+            model="fake", messages=MESSAGES, extra_body={"compress_prompt": {"keep": 0}}
+        )

@@ -24,6 +24,8 @@ ASK = {"model": "smollm2", "messages": SAID, "max_tokens": 8, "extra_body": {"te
 def drawn(**more):
     """What the client has no names for any more."""
     return {"extra_body": {"temperature": 1, "seed": 1, **more}}
+
+
 VERSION = {"anthropic-version": "2023-06-01"}
 WHOLE = TEMPLATE.replace("arguments.city", "arguments | tojson")
 
@@ -43,7 +45,9 @@ def client_package():
 def connect(server, **more):
     import anthropic
 
-    return anthropic.Anthropic(**{"base_url": server.url, "api_key": "none", "max_retries": 0, "timeout": 30, **more})
+    return anthropic.Anthropic(
+        **{"base_url": server.url, "api_key": "none", "max_retries": 0, "timeout": 30, **more}
+    )
 
 
 @pytest.fixture
@@ -53,7 +57,10 @@ def client(tiny_server):
 
 
 def blocks(message):
-    return [{k: v for k, v in block.to_dict().items() if k not in ("id", "parsed_output")} for block in message.content]
+    return [
+        {k: v for k, v in block.to_dict().items() if k not in ("id", "parsed_output")}
+        for block in message.content
+    ]
 
 
 def streamed(client, **ask):
@@ -75,14 +82,23 @@ def streamed(client, **ask):
     return found
 
 
-KINDS = {f"content_block_{what}" for what in ("start", "delta", "stop")} | {"message_start", "message_delta", "message_stop"}
+KINDS = {f"content_block_{what}" for what in ("start", "delta", "stop")} | {
+    "message_start",
+    "message_delta",
+    "message_stop",
+}
 
 
 def test_the_same_text_as_a_chat(client, tiny_server):
     with tiny_server.client() as openai:
         said = [{"role": "system", "content": "Be brief."}, *SAID]
-        chat = openai.chat.completions.create(model="smollm2", messages=said, temperature=0, max_tokens=8)
-    system = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}]
+        chat = openai.chat.completions.create(
+            model="smollm2", messages=said, temperature=0, max_tokens=8
+        )
+    system = [
+        {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief."},
+    ]
     for given in ("Be brief.", system):
         message = client.messages.create(**ASK, system=given, metadata={"user_id": "u"})
         assert blocks(message) == [{"type": "text", "text": chat.choices[0].message.content}]
@@ -120,7 +136,13 @@ def test_the_end_of_a_turn_and_a_schema(client):
 def test_calls_and_their_results(client, model, name):
     model(WHOLE, tool_call_parser=name)
     for seed in range(8):  # until it ends within its tokens
-        ask = {**ASK, "max_tokens": 400, "tools": TOOLS, "tool_choice": {"type": "any"}, **drawn(seed=seed)}
+        ask = {
+            **ASK,
+            "max_tokens": 400,
+            "tools": TOOLS,
+            "tool_choice": {"type": "any"},
+            **drawn(seed=seed),
+        }
         message = client.messages.create(**ask)
         if message.stop_reason != "max_tokens":
             break
@@ -130,14 +152,25 @@ def test_calls_and_their_results(client, model, name):
         assert call.id.startswith("toolu_")
         jsonschema.validate(call.input, SCHEMAS[call.name])
     assert blocks(streamed(client, **ask)) == blocks(message)
-    one = client.messages.create(**ask | {"tool_choice": {"type": "tool", "name": "note", "disable_parallel_tool_use": True}})
+    one = client.messages.create(
+        **ask | {"tool_choice": {"type": "tool", "name": "note", "disable_parallel_tool_use": True}}
+    )
     assert [block.name for block in one.content if block.type == "tool_use"] == ["note"]
-    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"} for call in calls]
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"} for call in calls
+    ]
     results[0] |= {"content": [{"type": "text", "text": "sunny"}], "is_error": True}
-    turn = [*SAID, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    turn = [
+        *SAID,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
     assert client.messages.create(**ASK | {"messages": turn}, tools=TOOLS).content
     whole = client.messages.count_tokens(model="smollm2", messages=turn, tools=TOOLS)
-    assert whole.input_tokens > client.messages.count_tokens(model="smollm2", messages=SAID, tools=TOOLS).input_tokens
+    assert (
+        whole.input_tokens
+        > client.messages.count_tokens(model="smollm2", messages=SAID, tools=TOOLS).input_tokens
+    )
     none = client.messages.create(**ASK, tools=TOOLS, tool_choice={"type": "none"})
     assert none.usage.input_tokens + none.usage.cache_read_input_tokens < whole.input_tokens
 
@@ -149,7 +182,12 @@ def test_thinking(client, model, monkeypatch):
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}
     output = {"format": {"type": "json_schema", "schema": schema}}
     for seed in range(8):  # until the end of thinking is drawn
-        ask = {**ASK, "max_tokens": 900, "output_config": output, **drawn(seed=seed, top_k=0, top_p=1)}
+        ask = {
+            **ASK,
+            "max_tokens": 900,
+            "output_config": output,
+            **drawn(seed=seed, top_k=0, top_p=1),
+        }
         message = client.messages.create(**ask, thinking={"type": "adaptive"})
         if message.stop_reason == "end_turn":
             break
@@ -159,7 +197,11 @@ def test_thinking(client, model, monkeypatch):
     assert blocks(streamed(client, **ask)) == blocks(message)
     off = client.messages.create(**ask, thinking={"type": "disabled"})
     assert [block.type for block in off.content] == ["text"]
-    turn = [*SAID, {"role": "assistant", "content": message.content}, {"role": "user", "content": "More."}]
+    turn = [
+        *SAID,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": "More."},
+    ]
     assert client.messages.create(**ASK | {"messages": turn}).content
 
 
@@ -188,7 +230,14 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}]}, "extra"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]}
+                ]
+            },
+            "extra",
+        ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
@@ -216,26 +265,37 @@ def test_what_is_refused_names_its_field(anthropic, client, model, more, named):
 def test_the_kinds_of_errors(anthropic, serve):
     server = serve(FakeEngine(max_queue=0), api_keys=("right",))
     ask = {"model": "fake", "messages": SAID, "max_tokens": 2}
-    with connect(server, api_key="wrong") as client, pytest.raises(anthropic.AuthenticationError) as refused:
+    with (
+        connect(server, api_key="wrong") as client,
+        pytest.raises(anthropic.AuthenticationError) as refused,
+    ):
         client.messages.create(**ask)
     assert refused.value.body["error"]["type"] == "authentication_error"
     with connect(server, api_key="right") as client:
         with pytest.raises(anthropic.RateLimitError) as refused:
             client.messages.create(**ask)
-        assert (refused.value.body["error"]["type"], refused.value.response.headers["retry-after"]) == ("rate_limit_error", "1")
+        assert (
+            refused.value.body["error"]["type"],
+            refused.value.response.headers["retry-after"],
+        ) == ("rate_limit_error", "1")
         with pytest.raises(anthropic.NotFoundError) as refused:
             client.messages.create(**ask | {"model": "other"})
         assert refused.value.body["error"]["type"] == "not_found_error"
     with connect(server, api_key=None, auth_token="right") as client:
         assert client.messages.count_tokens(model="fake", messages=SAID).input_tokens > 0
-    with httpx.Client(base_url=server.url, headers={"x-api-key": "right"}, timeout=PATIENCE_S) as http:
+    with httpx.Client(
+        base_url=server.url, headers={"x-api-key": "right"}, timeout=PATIENCE_S
+    ) as http:
         for headers in ({}, {"anthropic-version": "2020-01-01"}):
             answer = http.post("/v1/messages", json=ask, headers=headers)
             assert (answer.status_code, answer.json()["type"]) == (400, "error")
             assert "anthropic-version" in answer.json()["error"]["message"]
         answer = http.get("/v1/messages", headers=VERSION)
         assert (answer.status_code, answer.json()["type"]) == (405, "error")
-        assert http.post("/v1/messages", content=b"{", headers=VERSION).json()["error"]["type"] == "invalid_request_error"
+        assert (
+            http.post("/v1/messages", content=b"{", headers=VERSION).json()["error"]["type"]
+            == "invalid_request_error"
+        )
 
 
 def test_a_stream_that_breaks(anthropic, serve):

@@ -43,15 +43,26 @@ def test_requests_and_feedback(serve, tmp_path, capsys):
         server.client(api_key="wrong").models.list()
     rated = {"request_id": answer.id, "rating": "down", "score": 0.2, "comment": "wrong city"}
     with server.http(headers={"authorization": "Bearer right"}) as http:
-        assert http.post("/v1/feedback", json=rated).json()["request_id"] == raw.headers["x-request-id"]
-        for bad in ({**rated, "request_id": "x"}, {**rated, "rating": "so-so"}, {**rated, "score": 2}):
+        assert (
+            http.post("/v1/feedback", json=rated).json()["request_id"]
+            == raw.headers["x-request-id"]
+        )
+        for bad in (
+            {**rated, "request_id": "x"},
+            {**rated, "rating": "so-so"},
+            {**rated, "score": 2},
+        ):
             assert http.post("/v1/feedback", json=bad).status_code == 400
         assert 'slipstream:feedback_total{rating="down"} 1.0' in http.get("/metrics").text
         http.get("/health")
     found = list(records(path))
     request = next(r for r in found if r["kind"] == "request")
     assert request["id"] == raw.headers["x-request-id"]
-    assert (request["route"], request["status"], request["output_tokens"]) == ("/v1/completions", 200, 4)
+    assert (request["route"], request["status"], request["output_tokens"]) == (
+        "/v1/completions",
+        200,
+        4,
+    )
     assert (request["model"], len(request["key"])) == ("fake", 64)
     assert [r["status"] for r in found if r.get("error") == "invalid_api_key"] == [401]
     assert "secret" not in path.read_text()
@@ -69,18 +80,29 @@ def test_prompts_by_choice(serve, tmp_path):
     path = tmp_path / "audit.log"
     server = serve(audit_log=str(path), audit_prompts=True)
     server.client().completions.create(**ASK)
-    server.wait_for(lambda: any(r["kind"] == "request" for r in records(path)), "a line is written behind its answer")
+    server.wait_for(
+        lambda: any(r["kind"] == "request" for r in records(path)),
+        "a line is written behind its answer",
+    )
     (request,) = (r for r in records(path) if r["kind"] == "request")
     assert json.loads(request["body"])["prompt"] == "a secret prompt"
 
 
 def test_feedback_needs_the_log(shared):
-    answer = httpx.post(f"{shared.url}/v1/feedback", json={"request_id": "0" * 32, "rating": "up"}, timeout=PATIENCE_S)
+    answer = httpx.post(
+        f"{shared.url}/v1/feedback",
+        json={"request_id": "0" * 32, "rating": "up"},
+        timeout=PATIENCE_S,
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "feedback_disabled")
 
 
 CHANGES = {
-    "a number": lambda lines: [*lines[:5], lines[5].replace(b'"status":200', b'"status":404'), *lines[6:]],
+    "a number": lambda lines: [
+        *lines[:5],
+        lines[5].replace(b'"status":200', b'"status":404'),
+        *lines[6:],
+    ],
     "a line out": lambda lines: [*lines[:5], *lines[6:]],
     "the first out": lambda lines: lines[1:],
     "two lines swapped": lambda lines: [*lines[:5], lines[6], lines[5], *lines[7:]],
@@ -157,7 +179,9 @@ def test_a_torn_line(tmp_path):
         path.write_bytes(whole[:-cut])
         filled(path, 2)
         found = list(records(path))
-        torn = ["request"] if cut == 1 else ["torn"]  # of the first only the end of the line is missing
+        torn = (
+            ["request"] if cut == 1 else ["torn"]
+        )  # of the first only the end of the line is missing
         assert [r["kind"] for r in found[20:]] == [*torn, "start", "request", "request"]
 
 
@@ -206,7 +230,9 @@ def test_a_full_disk_refuses(serve, tmp_path, disk):
     def statuses():
         return [r["status"] for r in records(path) if r["kind"] == "request"]
 
-    server.wait_for(lambda: len(statuses()) == 3, "what waited is not there")  # a line comes behind its answer
+    server.wait_for(
+        lambda: len(statuses()) == 3, "what waited is not there"
+    )  # a line comes behind its answer
     assert statuses() == [200, 503, 200]
 
 
@@ -218,7 +244,10 @@ def test_a_full_disk_may_lose_lines_and_counts_them(serve, tmp_path, disk, monke
     disk["full"] = True
     for _ in range(5):
         client.completions.create(**ASK)
-    server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 200] == 5, "an answer is not counted")
+    server.wait_for(
+        lambda: server.state.metrics.responses["POST", "/v1/completions", 200] == 5,
+        "an answer is not counted",
+    )
     server.call(asyncio.sleep(0))  # a line is written behind its answer and its count
     disk["full"] = False
     client.completions.create(**ASK)

@@ -31,7 +31,10 @@ BODY = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "ma
 
 
 def lines(count, url=CHAT, body=BODY, **more):
-    made = [{"custom_id": f"line-{i}", "method": "POST", "url": url, "body": {**body, **more}} for i in range(count)]
+    made = [
+        {"custom_id": f"line-{i}", "method": "POST", "url": url, "body": {**body, **more}}
+        for i in range(count)
+    ]
     return "".join(json.dumps(line) + "\n" for line in made).encode()
 
 
@@ -40,7 +43,9 @@ def upload(client, data, **more):
 
 
 def begin(client, data, endpoint=CHAT, window="24h"):
-    return client.batches.create(input_file_id=upload(client, data).id, endpoint=endpoint, completion_window=window)
+    return client.batches.create(
+        input_file_id=upload(client, data).id, endpoint=endpoint, completion_window=window
+    )
 
 
 def ended(client, batch):
@@ -72,10 +77,18 @@ def quick(monkeypatch):
 def test_files(client):
     first = upload(client, b"one\n")
     second = upload(client, b"second\n", expires_after={"anchor": "created_at", "seconds": 3600})
-    assert (first.bytes, first.filename, first.purpose, first.status) == (4, "in.jsonl", "batch", "processed")
+    assert (first.bytes, first.filename, first.purpose, first.status) == (
+        4,
+        "in.jsonl",
+        "batch",
+        "processed",
+    )
     assert second.expires_at - second.created_at == 3600
     assert [f.id for f in client.files.list()] == [second.id, first.id]
-    assert [f.id for f in client.files.list(limit=1, order="asc")] == [first.id, second.id]  # the client asks for each page
+    assert [f.id for f in client.files.list(limit=1, order="asc")] == [
+        first.id,
+        second.id,
+    ]  # the client asks for each page
     assert [f.id for f in client.files.list(purpose="batch_output")] == []
     assert client.files.retrieve(first.id) == first
     assert client.files.content(first.id).content == b"one\n"
@@ -99,10 +112,17 @@ def test_big_file_goes_through_the_disk(client):
         ({"data": {"purpose": "fine-tune"}, "files": {"file": b"x"}}, "purpose"),
         ({"data": {"purpose": "batch", "odd": "1"}, "files": {"file": b"x"}}, "odd"),
         ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file"),
-        ({"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}}, "expires_after.anchor"),
+        (
+            {"data": {"purpose": "batch", "expires_after[anchor]": "x"}, "files": {"file": b"x"}},
+            "expires_after.anchor",
+        ),
         (
             {
-                "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+                "data": {
+                    "purpose": "batch",
+                    "expires_after[anchor]": "created_at",
+                    "expires_after[seconds]": "1",
+                },
                 "files": {"file": b"x"},
             },
             "expires_after.seconds",
@@ -125,20 +145,28 @@ def test_bounds_of_files(serve, tmp_path):
     with pytest.raises(openai.APIStatusError) as caught:
         upload(client, b"x" * 6_000)
     assert caught.value.code == "storage_full"
-    assert [p.suffix for p in (tmp_path / "content").iterdir()] == [""], "nothing is left of what was refused"
+    assert [p.suffix for p in (tmp_path / "content").iterdir()] == [""], (
+        "nothing is left of what was refused"
+    )
 
 
 async def test_uploads_at_once_share_the_room(tmp_path):
     store = FileStore(tmp_path, max_bytes=200_000)
 
     async def add(owner):
-        return await store.add(owner, "a", "batch", UploadFile(io.BytesIO(b"x" * 80_000), size=80_000), 3600)
+        return await store.add(
+            owner, "a", "batch", UploadFile(io.BytesIO(b"x" * 80_000), size=80_000), 3600
+        )
 
     found = await asyncio.gather(*(add(owner) for owner in "aabbc"), return_exceptions=True)
     assert sum(isinstance(one, ApiError) and one.code == "storage_full" for one in found) == 3
     assert len(list(store.content.iterdir())) == 2
     used = await store.used("d")
-    with store.arrival("d", (0, 0)) as first, store.arrival("e", (0, 0)) as second, store.arrival("e", used) as third:
+    with (
+        store.arrival("d", (0, 0)) as first,
+        store.arrival("e", (0, 0)) as second,
+        store.arrival("e", used) as third,
+    ):
         first(150_000)
         second(60_000)
         second(165_000)
@@ -163,7 +191,10 @@ def test_off_without_a_folder(serve):
 def test_a_batch(client):
     data = lines(5) + lines(1, temperature=-1).replace(b"line-0", b"bad")
     batch = client.batches.create(
-        input_file_id=upload(client, data).id, endpoint=CHAT, completion_window="24h", metadata={"job": "night"}
+        input_file_id=upload(client, data).id,
+        endpoint=CHAT,
+        completion_window="24h",
+        metadata={"job": "night"},
     )
     assert batch.object == "batch"
     assert batch.expires_at == batch.created_at + 86_400
@@ -171,7 +202,11 @@ def test_a_batch(client):
     assert found.status == "completed"
     assert found.metadata == {"job": "night"}
     assert found.completed_at
-    assert (found.request_counts.total, found.request_counts.completed, found.request_counts.failed) == (6, 5, 1)
+    assert (
+        found.request_counts.total,
+        found.request_counts.completed,
+        found.request_counts.failed,
+    ) == (6, 5, 1)
     good = {answer["custom_id"]: answer for answer in answers(client, found.output_file_id)}
     assert set(good) == {f"line-{i}" for i in range(5)}
     response = good["line-0"]["response"]
@@ -197,7 +232,9 @@ def test_a_batch(client):
 def test_endpoints(client, endpoint, body):
     found = ended(client, begin(client, lines(3, endpoint, body), endpoint))
     assert found.request_counts.completed == 3
-    assert all(answer["response"]["body"]["object"] for answer in answers(client, found.output_file_id))
+    assert all(
+        answer["response"]["body"]["object"] for answer in answers(client, found.output_file_id)
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,10 +245,26 @@ def test_endpoints(client, endpoint, body):
         (lines(2) + lines(1), "invalid_line", 3),
         (lines(1) + lines(1, "/v1/completions").replace(b"line-0", b"other"), "invalid_line", 2),
         (lines(1, stream=True), "invalid_line", 1),
-        (b'{"custom_id": "a", "method": "GET", "url": "/v1/chat/completions", "body": {}}', "invalid_line", 1),
-        (b'{"custom_id": "", "method": "POST", "url": "/v1/chat/completions", "body": {}}', "invalid_line", 1),
-        (b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": []}', "invalid_line", 1),
-        (b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}, "x": 1}', "invalid_line", 1),
+        (
+            b'{"custom_id": "a", "method": "GET", "url": "/v1/chat/completions", "body": {}}',
+            "invalid_line",
+            1,
+        ),
+        (
+            b'{"custom_id": "", "method": "POST", "url": "/v1/chat/completions", "body": {}}',
+            "invalid_line",
+            1,
+        ),
+        (
+            b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": []}',
+            "invalid_line",
+            1,
+        ),
+        (
+            b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {}, "x": 1}',
+            "invalid_line",
+            1,
+        ),
         (b"\xff\xfe\n", "invalid_line", 1),
     ],
 )
@@ -239,18 +292,27 @@ def test_errors_are_bounded(tmp_path):
     ],
 )
 def test_bad_batches(client, change, param):
-    asked = {"input_file_id": upload(client, b"x").id, "endpoint": CHAT, "completion_window": "24h", **change}
+    asked = {
+        "input_file_id": upload(client, b"x").id,
+        "endpoint": CHAT,
+        "completion_window": "24h",
+        **change,
+    }
     with pytest.raises(openai.BadRequestError) as caught:
         client.batches.create(**asked)
     assert caught.value.param == param
 
 
 def test_cancel_keeps_what_is_there(serve, tmp_path):
-    client = serve(FakeEngine(delay_s=0.05), files_dir=str(tmp_path), batch_max_concurrent=1).client()
+    client = serve(
+        FakeEngine(delay_s=0.05), files_dir=str(tmp_path), batch_max_concurrent=1
+    ).client()
     batch = begin(client, lines(200))  # 40 s, longer than what is asked meanwhile
     with pytest.raises(openai.BadRequestError, match="cancel it first"):
         client.files.delete(batch.input_file_id)
-    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed, "no line is answered")
+    wait_for(
+        lambda: client.batches.retrieve(batch.id).request_counts.completed, "no line is answered"
+    )
     assert client.batches.cancel(batch.id).status == "cancelling"
     found = ended(client, batch)
     assert found.status == "cancelled"
@@ -264,10 +326,18 @@ def test_cancel_keeps_what_is_there(serve, tmp_path):
 
 def test_expiry(serve, tmp_path, monkeypatch):
     late = [0.0]
-    monkeypatch.setattr(batch_runner, "time", SimpleNamespace(time=lambda: time.time() + late[0], monotonic=time.monotonic))
-    client = serve(FakeEngine(delay_s=0.1), files_dir=str(tmp_path), batch_max_concurrent=1).client()
+    monkeypatch.setattr(
+        batch_runner,
+        "time",
+        SimpleNamespace(time=lambda: time.time() + late[0], monotonic=time.monotonic),
+    )
+    client = serve(
+        FakeEngine(delay_s=0.1), files_dir=str(tmp_path), batch_max_concurrent=1
+    ).client()
     batch = begin(client, lines(100), window="3600s")  # 40 s, longer than what is asked meanwhile
-    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed, "no line is answered")
+    wait_for(
+        lambda: client.batches.retrieve(batch.id).request_counts.completed, "no line is answered"
+    )
     late[0] = 3600.0
     found = ended(client, batch)
     assert found.status == "expired"
@@ -285,7 +355,12 @@ def test_in_idle_capacity_only(serve, tmp_path):
     client = server.client()
     batch = begin(client, lines(40, max_tokens=20))
     server.wait_for(lambda: engine.running >= 4, "lines do not run at once")
-    online = {"model": "fake", "prompt": "online", "max_tokens": 10**5, "stream": True}  # it does not end by itself
+    online = {
+        "model": "fake",
+        "prompt": "online",
+        "max_tokens": 10**5,
+        "stream": True,
+    }  # it does not end by itself
     with client.completions.create(**online) as stream:
         next(stream)
         server.wait_for(lambda: engine.running == 1, "lines do not make way")
@@ -304,7 +379,9 @@ def test_a_busy_server_still_works_off_a_batch(serve, tmp_path):
     batch = begin(client, lines(2, max_tokens=60))  # 0.6 s each
     until = time.monotonic() + PATIENCE_S
     while client.batches.retrieve(batch.id).status != "completed":
-        client.completions.create(model="fake", prompt="online", max_tokens=10)  # 0.1 s, again and again
+        client.completions.create(
+            model="fake", prompt="online", max_tokens=10
+        )  # 0.1 s, again and again
         time.sleep(0.1)
         assert time.monotonic() < until
 
@@ -326,19 +403,33 @@ def test_server_errors_are_no_answers(serve, tmp_path):
 def test_owners(serve, tmp_path, capsys):
     file, made = tmp_path / "keys.json", []
     for _ in range(2):
-        main(["keys", "add", str(file), "--json", "--requests-per-minute=200", "--tokens-per-day=100000"])
+        main(
+            [
+                "keys",
+                "add",
+                str(file),
+                "--json",
+                "--requests-per-minute=200",
+                "--tokens-per-day=100000",
+            ]
+        )
         made.append(json.loads(capsys.readouterr().out)["key"])
     server = serve(files_dir=str(tmp_path / "files"), keys_file=str(file))
     ann, bob = (server.client(api_key=key) for key in made)
     batch = begin(ann, lines(4))
     assert ended(ann, batch).request_counts.completed == 4
-    for call in (lambda: bob.batches.retrieve(batch.id), lambda: bob.files.content(batch.input_file_id)):
+    for call in (
+        lambda: bob.batches.retrieve(batch.id),
+        lambda: bob.files.content(batch.input_file_id),
+    ):
         with pytest.raises(openai.NotFoundError):
             call()
     assert not list(bob.files.list())
     assert not list(bob.batches.list())
     with pytest.raises(openai.BadRequestError):
-        bob.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+        bob.batches.create(
+            input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
+        )
     assert server.engine.shares[-1].owner == made[0].split("-")[1]
 
     server.engine.stuck = "stuck"
@@ -359,7 +450,11 @@ def test_a_full_disk_fails_the_batch_and_says_so(serve, tmp_path, monkeypatch):
     server = serve(files_dir=str(tmp_path))
     client = server.client()
     real = os.write
-    monkeypatch.setattr(batch_runner.os, "write", lambda fd, data: real(fd, data) if b"custom_id" not in data else full())
+    monkeypatch.setattr(
+        batch_runner.os,
+        "write",
+        lambda fd, data: real(fd, data) if b"custom_id" not in data else full(),
+    )
 
     def full():
         raise OSError(28, "No space left on device")
@@ -386,7 +481,11 @@ def test_a_full_disk_refuses_a_file_and_keeps_nothing_of_it(serve, tmp_path, mon
     assert (refused.value.status_code, refused.value.code) == (507, "disk_full")
     full[0] = False
     kept = upload(client, b"one\n")
-    server.call(server.state.files.database.run(lambda db: db.execute("pragma max_page_count = 1").fetchone()))
+    server.call(
+        server.state.files.database.run(
+            lambda db: db.execute("pragma max_page_count = 1").fetchone()
+        )
+    )
     for _ in range(200):  # until the pages that it has are full
         try:
             kept = upload(client, b"two\n", expires_after={"anchor": "created_at", "seconds": 3600})
@@ -415,7 +514,9 @@ def test_a_torn_line_is_cut_off(tmp_path):
 
 def test_a_restart_goes_on(serve, tmp_path):
     folder = str(tmp_path)
-    server = serve(FakeEngine(delay_s=0.1), files_dir=folder, batch_max_concurrent=2, drain_timeout_s=0)
+    server = serve(
+        FakeEngine(delay_s=0.1), files_dir=folder, batch_max_concurrent=2, drain_timeout_s=0
+    )
     batch = begin(server.client(), lines(60))  # 12 s, longer than until it is stopped
     server.wait_for(lambda: server.engine.started > 6, "no lines run")
     server.begin_stop()
@@ -427,26 +528,60 @@ def test_a_restart_goes_on(serve, tmp_path):
     found = ended(server.client(), batch)
     assert found.request_counts.completed == 60
     told = answers(server.client(), found.output_file_id)
-    assert sorted(a["custom_id"] for a in told) == sorted(f"line-{i}" for i in range(60)), "each once"
-    assert server.engine.started == 60 - len(kept.splitlines()), "what was answered is not asked again"
+    assert sorted(a["custom_id"] for a in told) == sorted(f"line-{i}" for i in range(60)), (
+        "each once"
+    )
+    assert server.engine.started == 60 - len(kept.splitlines()), (
+        "what was answered is not asked again"
+    )
 
 
 @pytest.mark.slow
 def test_kill_9_with_the_real_engine(tiny_path, tmp_path):
     """The command is killed in the midst of a batch and started again, with two front ends."""
-    data = lines(40, "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 30, "ignore_eos": True})
-    command = [sys.executable, "-m", "slipstream", "serve", str(tiny_path), "--port=0", "--json", "--device=cpu"]
-    command += ["--served-model-name=tiny", f"--files-dir={tmp_path}", "--max-model-len=256", "--num-threads=1"]
-    command += ["--kv-cache-bytes=64MiB", "--dtype=float32", "--batch-max-concurrent=2", "--api-servers=2"]
+    data = lines(
+        40,
+        "/v1/completions",
+        {"model": "tiny", "prompt": "hello", "max_tokens": 30, "ignore_eos": True},
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream",
+        "serve",
+        str(tiny_path),
+        "--port=0",
+        "--json",
+        "--device=cpu",
+    ]
+    command += [
+        "--served-model-name=tiny",
+        f"--files-dir={tmp_path}",
+        "--max-model-len=256",
+        "--num-threads=1",
+    ]
+    command += [
+        "--kv-cache-bytes=64MiB",
+        "--dtype=float32",
+        "--batch-max-concurrent=2",
+        "--api-servers=2",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
     def start():
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
-        return process, openai.OpenAI(base_url=json.loads(process.stdout.readline())["url"], api_key="none")
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+        return process, openai.OpenAI(
+            base_url=json.loads(process.stdout.readline())["url"], api_key="none"
+        )
 
     process, client = start()
     batch = begin(client, data, "/v1/completions")
-    wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5, "no lines are answered")
+    wait_for(
+        lambda: client.batches.retrieve(batch.id).request_counts.completed >= 5,
+        "no lines are answered",
+    )
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process, client = start()

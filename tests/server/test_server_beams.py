@@ -15,7 +15,12 @@ from tests.plan.specs import make_spec
 from tests.waiting import PATIENCE_S, wait_for
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 8, "use_beam_search": True, "n": 4}
-CHAT = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "use_beam_search": True, "n": 4}
+CHAT = {
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "max_tokens": 8,
+    "use_beam_search": True,
+    "n": 4,
+}
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 WAYS = (
     {},
@@ -40,17 +45,25 @@ def ask(tiny_server):
 @pytest.mark.parametrize("path", ROUTES)
 def test_as_offline(tiny_path, ask, path):
     answers = [ask(path, return_token_ids=True, **values) for values in WAYS]
-    with LLM(str(tiny_path), dtype="float32", device="cpu", num_threads=1, max_model_len=1024) as llm:
+    with LLM(
+        str(tiny_path), dtype="float32", device="cpu", num_threads=1, max_model_len=1024
+    ) as llm:
         for values, answer in zip(WAYS, answers, strict=True):
             more = {k: v for k, v in values.items() if k not in ("n", "temperature")}
             params = BeamSearchParams(beam_width=values.get("n", 4), max_tokens=8, **more)
             about = answer if path == "/v1/chat/completions" else answer["choices"][0]
             prompt = about["prompt_token_ids"]
             (output,) = llm.beam_search({"prompt_token_ids": prompt}, params)
-            assert [prompt + c["token_ids"] for c in answer["choices"]] == [s.tokens for s in output.sequences]
-            texts = [c["message"]["content"] if "message" in c else c["text"] for c in answer["choices"]]
+            assert [prompt + c["token_ids"] for c in answer["choices"]] == [
+                s.tokens for s in output.sequences
+            ]
+            texts = [
+                c["message"]["content"] if "message" in c else c["text"] for c in answer["choices"]
+            ]
             assert texts == [s.text for s in output.sequences]
-            assert [c["finish_reason"] for c in answer["choices"]] == [s.finish_reason for s in output.sequences]
+            assert [c["finish_reason"] for c in answer["choices"]] == [
+                s.finish_reason for s in output.sequences
+            ]
             assert [c["index"] for c in answer["choices"]] == list(range(params.beam_width))
 
 
@@ -71,7 +84,11 @@ def test_several_prompts_and_echo(ask):
         ("/v1/completions", {"temperature": 0.5}, "temperature"),
         ("/v1/completions", {"top_k": 5}, "top_k"),
         ("/v1/completions", {"n": 20}, "n"),
-        ("/v1/completions", {"n": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups"),
+        (
+            "/v1/completions",
+            {"n": 4, "num_beam_groups": 3, "diversity_penalty": 1.0},
+            "num_beam_groups",
+        ),
         ("/v1/completions", {"num_beam_groups": 2}, "diversity_penalty"),
         ("/v1/completions", {"length_penalty": 11}, "length_penalty"),
         ("/v1/completions", {"max_tokens": 2000}, "max_tokens"),
@@ -98,7 +115,10 @@ def test_messages_have_the_bodys_names(ask, more):
 
 
 def test_so_have_the_engines_own_messages():
-    with pytest.raises(RequestError, match=r"end tokens n may be 18 at most") as caught, named_as_in_body():
+    with (
+        pytest.raises(RequestError, match=r"end tokens n may be 18 at most") as caught,
+        named_as_in_body(),
+    ):
         check(BeamSearchParams(beam_width=19, max_tokens=8), 2, make_spec(kv_heads=(4,)))
     assert caught.value.field == "n"
 

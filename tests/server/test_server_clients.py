@@ -43,9 +43,17 @@ def test_client(client, request, tiny_path, tmp_path):
     arguments = [servers[0], "smollm2", str(tiny_path), servers[1]]
     # -P: the scripts have the names of what they import. Nothing is to be fetched.
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path), "HOME": str(tmp_path)}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+    } | offline
     run = subprocess.run(
-        [python, "-P", SCRIPTS / f"{client}.py", *arguments], capture_output=True, text=True, env=environment, timeout=280
+        [python, "-P", SCRIPTS / f"{client}.py", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
     )
-    assert run.returncode == 0, f"{package} {version.stdout.strip()}:\n{run.stdout[-2000:]}{run.stderr[-6000:]}"
+    assert run.returncode == 0, (
+        f"{package} {version.stdout.strip()}:\n{run.stdout[-2000:]}{run.stderr[-6000:]}"
+    )
     sys.stdout.write(f"{package} {version.stdout}")

@@ -25,7 +25,9 @@ def post(body, *, path="/v1/completions", version="1.1", headers=""):
 
 
 def connect(server):
-    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_S)
+    return socket.create_connection(
+        ("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE_S
+    )
 
 
 def read_all(sock):
@@ -64,7 +66,9 @@ BIG = post({**COMPLETION, "prompt": "a" * 200_000})
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize("behind", [b"", LIVE, LIVE * 100, LIVE * 100 + post(COMPLETION), BIG, BIG[:150_000], LIVE[:10]])
+@pytest.mark.parametrize(
+    "behind", [b"", LIVE, LIVE * 100, LIVE * 100 + post(COMPLETION), BIG, BIG[:150_000], LIVE[:10]]
+)
 def test_whatever_is_pipelined_a_client_that_leaves_is_noticed(serve, behind, reset):
     server = serve(FakeEngine(delay_s=SLOW))
     sock = connect(server)
@@ -73,7 +77,9 @@ def test_whatever_is_pipelined_a_client_that_leaves_is_noticed(serve, behind, re
     sock.sendall(behind)
     time.sleep(0.05)
     leave(sock, reset=reset)
-    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "it was not freed")
+    server.wait_for(
+        lambda: not server.state.in_flight and not server.engine.running, "it was not freed"
+    )
     assert server.engine.started == 1
     assert server.engine.generation_tokens < 200
 
@@ -82,11 +88,15 @@ def test_two_hundred_such_clients_leave_nothing_running(serve):
     server = serve(FakeEngine(delay_s=SLOW), max_concurrent_requests=1000)
     socks = [connect(server) for _ in range(200)]
     for i, sock in enumerate(socks):
-        sock.sendall(post({**COMPLETION, "stream": i % 3 == 0}) + (LIVE, b"", post(COMPLETION))[i % 3])
+        sock.sendall(
+            post({**COMPLETION, "stream": i % 3 == 0}) + (LIVE, b"", post(COMPLETION))[i % 3]
+        )
     server.wait_for(lambda: server.engine.running == 200, "they did not start")
     for i, sock in enumerate(socks):
         leave(sock, reset=i % 2 == 0)
-    server.wait_for(lambda: not server.state.in_flight and not server.engine.running, "not all were freed")
+    server.wait_for(
+        lambda: not server.state.in_flight and not server.engine.running, "not all were freed"
+    )
     assert server.engine.started == 200
     with server.http() as http:
         assert http.get("/ready").status_code == 200
@@ -96,7 +106,9 @@ def test_two_hundred_such_clients_leave_nothing_running(serve):
 def test_pipelined_requests_are_answered_in_their_order(serve):
     server = serve()
     with connect(server) as sock:
-        sock.sendall(post(COMPLETION | {"max_tokens": 3}) + LIVE + post(COMPLETION | {"max_tokens": 2}))
+        sock.sendall(
+            post(COMPLETION | {"max_tokens": 3}) + LIVE + post(COMPLETION | {"max_tokens": 2})
+        )
         sock.sendall(b"GET /nowhere HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
         answer = read_all(sock)
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200", b"404"]
@@ -148,7 +160,9 @@ def test_http_1_0_gets_no_interim_answer(serve):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("status", "settings"), [(413, {"max_body_bytes": 1000}), (401, {"api_keys": ("secret",)})])
+@pytest.mark.parametrize(
+    ("status", "settings"), [(413, {"max_body_bytes": 1000}), (401, {"api_keys": ("secret",)})]
+)
 def test_a_body_that_nobody_reads_is_not_waited_for(serve, monkeypatch, chunked, status, settings):
     monkeypatch.setattr(connection, "LINGER_S", 0.2)
     server = serve(**settings)
@@ -159,7 +173,9 @@ def test_a_body_that_nobody_reads_is_not_waited_for(serve, monkeypatch, chunked,
         assert num_taken(sock, block, 2000) < 1000
     monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
     with connect(server) as sock:  # who reads in time gets the answer
-        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode() + block * 20)
+        sock.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode() + block * 20
+        )
         answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 %d" % status)
         assert b"connection: close" in answer.lower()
@@ -170,7 +186,12 @@ def test_a_small_body_without_a_key_keeps_the_connection(serve):
     with connect(server) as sock:
         sock.sendall(post(COMPLETION))
         assert b" 401 " in sock.recv(10_000)
-        sock.sendall(post(COMPLETION | {"max_tokens": 1}, headers="authorization: Bearer secret\r\nconnection: close\r\n"))
+        sock.sendall(
+            post(
+                COMPLETION | {"max_tokens": 1},
+                headers="authorization: Bearer secret\r\nconnection: close\r\n",
+            )
+        )
         assert read_all(sock).startswith(b"HTTP/1.1 200")
 
 

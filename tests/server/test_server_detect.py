@@ -34,7 +34,11 @@ def test_text_that_nobody_reads_is_found_and_over(monkeypatch):
     monkeypatch.setattr(signals, "WARM_UP", 10)
     watch, seen = ServerWatch(interval_s=0.02), []
     observe = watch._detector.observe
-    monkeypatch.setattr(watch._detector, "observe", lambda observation: (seen.append(observation), observe(observation)))
+    monkeypatch.setattr(
+        watch._detector,
+        "observe",
+        lambda observation: (seen.append(observation), observe(observation)),
+    )
     with serving() as server, watched(server, watch), server.http() as http:
         server.wait_for(lambda: len(seen) > 20, "it does not look")
         assert http.get("/findings").json() == {"findings": []}
@@ -50,7 +54,11 @@ def test_findings_of_a_server_that_fell_asleep_end(monkeypatch):
     monkeypatch.setattr(signals, "WARM_UP", 10)
     watch, seen = ServerWatch(interval_s=0.02), []
     observe = watch._detector.observe
-    monkeypatch.setattr(watch._detector, "observe", lambda observation: (seen.append(observation), observe(observation)))
+    monkeypatch.setattr(
+        watch._detector,
+        "observe",
+        lambda observation: (seen.append(observation), observe(observation)),
+    )
     with serving() as server, watched(server, watch):
         server.wait_for(lambda: len(seen) > 20, "it does not look")
         with server.state.metrics.stalls.waiting():
@@ -96,6 +104,10 @@ def test_options_that_do_not_go_together(options, text, capsys):
 
 
 def test_river_is_loaded_only_with_detect():
-    program = f"import sys, {command.__name__}, slipstream.server.app; print('river' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        f"import sys, {command.__name__}, slipstream.server.app; print('river' in sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == "False\n"

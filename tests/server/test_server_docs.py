@@ -18,6 +18,8 @@ def test_there_are_examples():
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_example(number, request):
     """Those with `minilm` against an encoder."""
-    server = request.getfixturevalue("tiny_encoder_server" if "minilm" in EXAMPLES[number] else "tiny_server")
+    server = request.getfixturevalue(
+        "tiny_encoder_server" if "minilm" in EXAMPLES[number] else "tiny_server"
+    )
     source = EXAMPLES[number].replace("127.0.0.1:8000", server.url.removeprefix("http://"))
     exec(compile(source, f"example {number}", "exec", dont_inherit=True), {})

@@ -47,7 +47,11 @@ def expected(path):
 
 def test_openais_client_gets_the_vectors(server, expected):
     client = server.client()
-    for given in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):  # without, it asks for base64 and decodes
+    for given in (
+        {},
+        {"encoding_format": "float"},
+        {"encoding_format": "base64"},
+    ):  # without, it asks for base64 and decodes
         answer = client.embeddings.create(model="m", input=TEXTS, **given)
         assert answer.object == "list"
         assert answer.model == "m"
@@ -127,7 +131,10 @@ def test_texts_are_limited_and_counted_as_choices_are(path):
         assert http.post("/v1/embeddings", json={"model": "m", "input": TEXTS}).status_code == 200
         assert http.post("/rerank", json={**rerank, "documents": TEXTS[:2]}).status_code == 200
         assert sum(server.state.metrics.finished.values()) == 6
-        assert 'slipstream:request_success_total{finish_reason="stop",model_name="m"} 6.0' in http.get("/metrics").text
+        assert (
+            'slipstream:request_success_total{finish_reason="stop",model_name="m"} 6.0'
+            in http.get("/metrics").text
+        )
         for route, body, param in (
             ("/v1/embeddings", {"model": "m", "input": ["the"] * 4}, "input"),
             ("/rerank", {**rerank, "documents": TEXTS}, "documents"),  # and the query
@@ -153,14 +160,26 @@ def test_embeddings_rerank_by_cosine(server, route):
     with server.http() as http:
         body = {"model": "m", "query": "the cat", "documents": documents, "return_documents": True}
         answer = http.post(route, json=body).json()
-        first = http.post(route, json={**body, "top_n": 1, "return_documents": False}).json()["results"]
-    vectors = server.client().embeddings.create(model="m", input=["the cat", "the dog", "the cats", "zzz"]).data
+        first = http.post(route, json={**body, "top_n": 1, "return_documents": False}).json()[
+            "results"
+        ]
+    vectors = (
+        server.client()
+        .embeddings.create(model="m", input=["the cat", "the dog", "the cats", "zzz"])
+        .data
+    )
     query, *others = (item.embedding for item in vectors)
     scores = [sum(map(math.prod, zip(query, other, strict=True))) for other in others]
     order = sorted(range(3), key=lambda i: -scores[i])
     assert [result["index"] for result in answer["results"]] == order
-    assert [r["relevance_score"] for r in answer["results"]] == pytest.approx([scores[i] for i in order], abs=1e-5)
-    assert {r["index"]: r["document"]["text"] for r in answer["results"]} == {0: "the dog", 1: "the cats", 2: "zzz"}
+    assert [r["relevance_score"] for r in answer["results"]] == pytest.approx(
+        [scores[i] for i in order], abs=1e-5
+    )
+    assert {r["index"]: r["document"]["text"] for r in answer["results"]} == {
+        0: "the dog",
+        1: "the cats",
+        2: "zzz",
+    }
     assert first == [{k: v for k, v in answer["results"][0].items() if k != "document"}]
     assert answer["usage"]["total_tokens"] > 0
 
@@ -173,8 +192,14 @@ def test_a_cross_encoder_reranks(tmp_path):
         body = {"model": "m", "query": "the cat", "documents": documents}
         refused = http.post("/rerank", json=body)
         answer = http.post("/rerank", json={**body, "truncate_prompt_tokens": -1}).json()
-        assert http.post("/v1/embeddings", json={"model": "m", "input": "a"}).json()["error"]["param"] == "model"
-        assert http.post("/rerank", json={**body, "documents": []}).json()["error"]["param"] == "documents"
+        assert (
+            http.post("/v1/embeddings", json={"model": "m", "input": "a"}).json()["error"]["param"]
+            == "model"
+        )
+        assert (
+            http.post("/rerank", json={**body, "documents": []}).json()["error"]["param"]
+            == "documents"
+        )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents[2]")
     scores = [result["relevance_score"] for result in answer["results"]]
     assert scores == sorted(scores, reverse=True)
@@ -185,21 +210,31 @@ def test_a_cross_encoder_reranks(tmp_path):
 def test_t5_completes_and_does_not_chat(tmp_path):
     theirs = tiny_models.build_t5(tmp_path)
     tiny_models.write_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # without a chat template
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>"}'
+    )  # without a chat template
     with start(tmp_path, max_model_len=64, max_num_seqs=4) as server:
         client = server.client()
         prompts = ["hello the hello", "in the"]
         answer = client.completions.create(model="m", prompt=prompts, max_tokens=6, temperature=0)
-        pieces = client.completions.create(model="m", prompt=prompts[0], max_tokens=6, temperature=0, stream=True)
+        pieces = client.completions.create(
+            model="m", prompt=prompts[0], max_tokens=6, temperature=0, stream=True
+        )
         assert "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
         tokenizer = server.engine.tokenizer
-        assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+        assert answer.usage.prompt_tokens == sum(
+            len(tokenizer.encode(prompt)) for prompt in prompts
+        )
         for prompt, choice in zip(prompts, answer.choices, strict=True):
             assert choice.text == tokenizer.decode(greedy(theirs, tokenizer.encode(prompt), 6))
         with pytest.raises(openai.BadRequestError, match="chat template"):
-            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+            client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hello"}]
+            )
         with pytest.raises(openai.BadRequestError, match="encoder"):
-            client.completions.create(model="m", prompt="hello", echo=True, logprobs=1, max_tokens=1)
+            client.completions.create(
+                model="m", prompt="hello", echo=True, logprobs=1, max_tokens=1
+            )
         with pytest.raises(openai.BadRequestError, match="embeddings"):
             client.embeddings.create(model="m", input="hello")
 
@@ -210,7 +245,9 @@ def greedy(model, prompt, count):
     ids = [0]
     with torch.no_grad():
         while len(ids) <= count and (len(ids) == 1 or ids[-1] != 1):
-            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])).logits
+            logits = model(
+                input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids])
+            ).logits
             ids.append(int(logits[0, -1].argmax()))
     return [token for token in ids[1:] if token != 1]
 
@@ -221,12 +258,26 @@ def test_scores_as_vllm_has_them(server, path):
         pairs = http.post("/score", json={"model": "m", "text_1": first, "text_2": second}).json()
         one = http.post("/v1/score", json={"text_1": first[0], "text_2": second}).json()
         single = http.post("/score", json={"text_1": first[0], "text_2": second[0]}).json()
-    vectors = [item.embedding for item in server.client().embeddings.create(model="m", input=[*first, *second]).data]
-    cosine = {(i, j): sum(map(math.prod, zip(vectors[i], vectors[2 + j], strict=True))) for i in (0, 1) for j in (0, 1)}
-    assert [item["score"] for item in pairs["data"]] == pytest.approx([cosine[0, 0], cosine[1, 1]], abs=1e-5)
-    assert [item["score"] for item in one["data"]] == pytest.approx([cosine[0, 0], cosine[0, 1]], abs=1e-5)
+    vectors = [
+        item.embedding
+        for item in server.client().embeddings.create(model="m", input=[*first, *second]).data
+    ]
+    cosine = {
+        (i, j): sum(map(math.prod, zip(vectors[i], vectors[2 + j], strict=True)))
+        for i in (0, 1)
+        for j in (0, 1)
+    }
+    assert [item["score"] for item in pairs["data"]] == pytest.approx(
+        [cosine[0, 0], cosine[1, 1]], abs=1e-5
+    )
+    assert [item["score"] for item in one["data"]] == pytest.approx(
+        [cosine[0, 0], cosine[0, 1]], abs=1e-5
+    )
     assert [item["score"] for item in single["data"]] == pytest.approx([cosine[0, 0]], abs=1e-5)
-    assert [(item["index"], item["object"]) for item in pairs["data"]] == [(0, "score"), (1, "score")]
+    assert [(item["index"], item["object"]) for item in pairs["data"]] == [
+        (0, "score"),
+        (1, "score"),
+    ]
     assert (one["model"], one["object"]) == ("m", "list")
     assert one["usage"]["prompt_tokens"] > 0
     long = "the " * 80
@@ -250,8 +301,12 @@ def test_a_cross_encoder_scores_pairs(tmp_path):
     tiny_models.write_wordpiece(tmp_path)
     documents = ["the dog", "the cats"]
     with start(tmp_path) as server, server.http() as http:
-        ranked = http.post("/rerank", json={"query": "the cat", "documents": documents}).json()["results"]
+        ranked = http.post("/rerank", json={"query": "the cat", "documents": documents}).json()[
+            "results"
+        ]
         found = http.post("/score", json={"text_1": "the cat", "text_2": documents}).json()["data"]
         refused = http.post("/score", json={"text_1": "the cat", "text_2": ["a", "the " * 200]})
-    assert {r["index"]: r["relevance_score"] for r in ranked} == pytest.approx({r["index"]: r["score"] for r in found})
+    assert {r["index"]: r["relevance_score"] for r in ranked} == pytest.approx(
+        {r["index"]: r["score"] for r in found}
+    )
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text_2[1]")

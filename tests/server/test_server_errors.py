@@ -130,7 +130,10 @@ def message(**fields):
         (message(zap=1), "messages[0].zap"),
         (message(content=None), "messages[0].content"),
         (message(content=3), "messages[0].content"),
-        (message(content=[{"type": "image_url", "image_url": {"url": "data:"}}]), "messages[0].content[0]"),
+        (
+            message(content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
+            "messages[0].content[0]",
+        ),
         (message(content=[{"type": "text"}]), "messages[0].content[0].text"),
         (message(content=[{"type": "text", "text": 1}]), "messages[0].content[0].text"),
         (message(content=[{"type": "text", "text": "a", "zap": 1}]), "messages[0].content[0].zap"),
@@ -141,7 +144,10 @@ def message(**fields):
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"parallel_tool_calls": True}, "parallel_tool_calls"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"a": [1] * 99}}}, "response_format.json_schema.a"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"a": [1] * 99}}},
+            "response_format.json_schema.a",
+        ),
         ({"modalities": ["audio"]}, "modalities"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -160,9 +166,14 @@ def test_too_long_for_the_context(shared):
     with shared.client() as client:
         for call, param in (
             (lambda: client.completions.create(model="fake", prompt="a" * 600), "prompt"),
-            (lambda: client.completions.create(model="fake", prompt="a", max_tokens=600), "max_tokens"),
             (
-                lambda: client.chat.completions.create(model="fake", messages=message(content="a" * 600)["messages"]),
+                lambda: client.completions.create(model="fake", prompt="a", max_tokens=600),
+                "max_tokens",
+            ),
+            (
+                lambda: client.chat.completions.create(
+                    model="fake", messages=message(content="a" * 600)["messages"]
+                ),
                 "messages",
             ),
             (
@@ -171,7 +182,12 @@ def test_too_long_for_the_context(shared):
                 ),
                 "messages",
             ),
-            (lambda: client.completions.create(model="fake", prompt=["a", "a" * 600], stream=True), "prompt"),
+            (
+                lambda: client.completions.create(
+                    model="fake", prompt=["a", "a" * 600], stream=True
+                ),
+                "prompt",
+            ),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
                 call()
@@ -181,11 +197,21 @@ def test_too_long_for_the_context(shared):
 
 def test_too_long_for_the_context_is_told_in_the_words_of_the_body(shared):
     with shared.http(headers={"anthropic-version": "2023-06-01"}) as http:
-        for path, length in (("/v1/responses", 600), ("/v1/responses", 99_999), ("/v1/responses/input_tokens", 99_999)):
+        for path, length in (
+            ("/v1/responses", 600),
+            ("/v1/responses", 99_999),
+            ("/v1/responses/input_tokens", 99_999),
+        ):
             error = error_of(http.post(path, json={"input": "a" * length}))
             assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
-        body = {"model": "fake", "max_tokens": 1, "messages": message(content="a" * 600)["messages"]}
-        assert http.post("/v1/messages", json=body).json()["error"]["message"].startswith("messages: ")
+        body = {
+            "model": "fake",
+            "max_tokens": 1,
+            "messages": message(content="a" * 600)["messages"],
+        }
+        assert (
+            http.post("/v1/messages", json=body).json()["error"]["message"].startswith("messages: ")
+        )
 
 
 def test_unknown_model(shared):
@@ -217,7 +243,11 @@ def test_tokenize_errors(http):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
-        ("/tokenize", {"messages": CHAT["messages"], "add_special_tokens": True}, "add_special_tokens"),
+        (
+            "/tokenize",
+            {"messages": CHAT["messages"], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a" * 600 * 128}, "prompt"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
@@ -271,10 +301,13 @@ def test_body_size_and_time(serve):
 
 
 @pytest.mark.parametrize(
-    "request_bytes", [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n"]
+    "request_bytes",
+    [b"nonsense\r\n\r\n", b"GET /live HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n"],
 )
 def test_bad_http(shared, request_bytes):
-    with socket.create_connection(("127.0.0.1", int(shared.url.rpartition(":")[2])), timeout=PATIENCE_S) as sock:
+    with socket.create_connection(
+        ("127.0.0.1", int(shared.url.rpartition(":")[2])), timeout=PATIENCE_S
+    ) as sock:
         sock.sendall(request_bytes)
         answer = b""
         while part := sock.recv(1000):
@@ -305,10 +338,17 @@ def test_a_fault_of_ours_tells_the_log_and_nobody_else(serve, caplog):
 
 # --- Anything at all ------------------------------------------------------------------------------------------------
 
-scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 values = st.recursive(
     scalars | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 # Values near what a field takes get further in than any at random.
@@ -316,14 +356,38 @@ near = (
     st.integers(-3, 130)
     | st.floats(-3, 3)
     | st.sampled_from(
-        ["fake", "a", "", "\x00", "auto", "none", [], {}, [0], [255], [256], ["a"], [[97]], {"1": 1}, {"type": "text"}]
+        [
+            "fake",
+            "a",
+            "",
+            "\x00",
+            "auto",
+            "none",
+            [],
+            {},
+            [0],
+            [255],
+            [256],
+            ["a"],
+            [[97]],
+            {"1": 1},
+            {"type": "text"},
+        ]
     )
-    | st.sampled_from([{"include_usage": True}, [{"role": "user", "content": "a"}], [{"role": "x", "content": []}]])
+    | st.sampled_from(
+        [
+            {"include_usage": True},
+            [{"role": "user", "content": "a"}],
+            [{"role": "x", "content": []}],
+        ]
+    )
 )
 
 
 def bodies(base, names):
-    changes = st.dictionaries(st.sampled_from(sorted(names)) | st.text(max_size=6), near | values, max_size=4)
+    changes = st.dictionaries(
+        st.sampled_from(sorted(names)) | st.text(max_size=6), near | values, max_size=4
+    )
     return changes.map(lambda change: {**base, **change})
 
 
@@ -359,16 +423,28 @@ def test_any_fields(http, document, data):
 @given(data=st.data())
 def test_any_message(http, document, data):
     names = field_names("Message", document)
-    part = st.dictionaries(st.sampled_from(["type", "text", "zap"]), st.just("text") | values, max_size=3)
-    message = st.dictionaries(st.sampled_from(sorted(names)), near | values | st.lists(part, max_size=2), max_size=3)
+    part = st.dictionaries(
+        st.sampled_from(["type", "text", "zap"]), st.just("text") | values, max_size=3
+    )
+    message = st.dictionaries(
+        st.sampled_from(sorted(names)), near | values | st.lists(part, max_size=2), max_size=3
+    )
     messages = st.lists(message.map(lambda m: {"role": "user", "content": "a"} | m), max_size=3)
     check_any(http.post("/v1/chat/completions", json=CHAT | {"messages": data.draw(messages)}))
     check_any(http.post("/tokenize", json={"messages": data.draw(messages)}))
-    check_any(http.post("/detokenize", json={"tokens": data.draw(values | st.lists(st.integers(-1, 300), max_size=5))}))
+    check_any(
+        http.post(
+            "/detokenize",
+            json={"tokens": data.draw(values | st.lists(st.integers(-1, 300), max_size=5))},
+        )
+    )
 
 
 @QUICK
-@given(body=st.binary(max_size=40) | values.map(lambda v: json.dumps(v).encode()), cut=st.integers(0, 60))
+@given(
+    body=st.binary(max_size=40) | values.map(lambda v: json.dumps(v).encode()),
+    cut=st.integers(0, 60),
+)
 def test_any_bytes(http, body, cut):
     check_any(http.post("/v1/completions", content=body))
     check_any(http.post("/v1/chat/completions", content=json.dumps(CHAT).encode()[:cut] + body))

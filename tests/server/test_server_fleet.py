@@ -17,8 +17,17 @@ from tests.server.conftest import serving
 KEY = "k"
 ABOUT = {HEADER: f"{KEY} abc 7 owner", "anthropic-version": "2023-06-01"}
 TEXT = {"prompt": "The capital of France is", "stream": True, "max_tokens": 12, "ignore_eos": True}
-CHAT = {"messages": [{"role": "user", "content": "Hello."}], "stream": True, "max_tokens": 12, "ignore_eos": True}
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["one", "two", "three"]}}, "required": ["a"]}
+CHAT = {
+    "messages": [{"role": "user", "content": "Hello."}],
+    "stream": True,
+    "max_tokens": 12,
+    "ignore_eos": True,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["one", "two", "three"]}},
+    "required": ["a"],
+}
 ASKS = {
     "greedy": ("/v1/completions", {**TEXT, "temperature": 0, "stream_options": {"include_usage": True}}),
     "seeded": ("/v1/chat/completions", {**CHAT, "temperature": 1.0, "seed": 5}),
@@ -48,7 +57,9 @@ def replica(tiny_path):
     args = EngineArgs(
         model=str(tiny_path), dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**19, num_threads=1
     )  # fmt: skip
-    with serving(start=lambda: AsyncLLM.start(args), fleet_key=KEY, served_model_names=("tiny",)) as server:
+    with serving(
+        start=lambda: AsyncLLM.start(args), fleet_key=KEY, served_model_names=("tiny",)
+    ) as server:
         yield server
 
 
@@ -87,11 +98,17 @@ def test_an_answer_goes_on_from_any_of_its_tokens(replica, case):
         tokens += new
         if not tokens or told % 3:
             continue
-        rest = units(ask(replica, "/fleet/resume", {"path": path, "body": body, "answer_token_ids": tokens}).content)
+        rest = units(
+            ask(
+                replica, "/fleet/resume", {"path": path, "body": body, "answer_token_ids": tokens}
+            ).content
+        )
         text = b"".join(part for part, _ in whole[:told]) + b"".join(part for part, _ in rest)
         assert same(text) == same(b"".join(part for part, _ in whole))
         one, other = ([t for _, new in some[:-1] for t in new] for some in (whole[told:], rest))
-        assert all(a == b for a, b in zip(one, other, strict=False))  # the last ones stand in no mark
+        assert all(
+            a == b for a, b in zip(one, other, strict=False)
+        )  # the last ones stand in no mark
     assert len(tokens) > 5
 
 
@@ -114,7 +131,14 @@ def same(raw: bytes) -> object:
                 text += part.pop("delta")
             ids += part.pop("token_ids", ())
         rest = json.dumps(event, sort_keys=True)
-        for name in ("cached_tokens", "cache_read_input_tokens", "input_tokens", "_duration", "created_at", "completed_at"):
+        for name in (
+            "cached_tokens",
+            "cache_read_input_tokens",
+            "input_tokens",
+            "_duration",
+            "created_at",
+            "completed_at",
+        ):
             if name in rest:
                 rest = name
         if "sequence_number" in rest:
@@ -143,7 +167,10 @@ def test_what_cannot_go_on_is_refused(replica):
         wanted = {"path": path, "body": body | change, "answer_token_ids": [5]}
         with replica.http(headers=ABOUT) as http:
             answer = http.post("/fleet/resume", json=wanted)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "answer_token_ids"), field
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "answer_token_ids",
+            ), field
     for tokens in ([], [5] * 12, [10**6]):
         with replica.http(headers=ABOUT) as http:
             wanted = {"path": path, "body": body, "answer_token_ids": tokens}
@@ -152,7 +179,12 @@ def test_what_cannot_go_on_is_refused(replica):
 
 def test_without_a_gateway_nothing_is_marked(tiny_server):
     with tiny_server.http() as http:
-        assert b":t" not in http.post("/v1/completions", json={**TEXT, "model": "smollm2"}, headers=ABOUT).content
+        assert (
+            b":t"
+            not in http.post(
+                "/v1/completions", json={**TEXT, "model": "smollm2"}, headers=ABOUT
+            ).content
+        )
         assert http.get("/fleet/events").status_code == 404
 
 
@@ -163,8 +195,13 @@ class Events:
 
     def next(self):
         while True:
-            if len(self._buffer) >= 4 and len(self._buffer) >= 4 + (size := int.from_bytes(self._buffer[:4], "little")):
-                message, self._buffer = self._decode(self._buffer[4 : 4 + size]), self._buffer[4 + size :]
+            if len(self._buffer) >= 4 and len(self._buffer) >= 4 + (
+                size := int.from_bytes(self._buffer[:4], "little")
+            ):
+                message, self._buffer = (
+                    self._decode(self._buffer[4 : 4 + size]),
+                    self._buffer[4 + size :],
+                )
                 return message
             self._buffer += next(self._raw)
 
@@ -178,7 +215,9 @@ class Events:
                 else:
                     assert news.number == self.number + 1
                 self.number, self.root, self.size = news.number, news.root_key, news.block_size
-                held.difference_update(news.removed[i : i + 16] for i in range(0, len(news.removed), 16))
+                held.difference_update(
+                    news.removed[i : i + 16] for i in range(0, len(news.removed), 16)
+                )
                 held.update(news.stored[i : i + 16] for i in range(0, len(news.stored), 16))
 
 

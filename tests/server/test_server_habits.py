@@ -24,7 +24,9 @@ def events(answer):
     return [json.loads(part) for part in parts[:-1]]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
 def test_each_chunk_can_have_the_usage_so_far(shared, path, body):
     options = {"include_usage": True, "continuous_usage_stats": True}
     with shared.http() as http:
@@ -36,24 +38,38 @@ def test_each_chunk_can_have_the_usage_so_far(shared, path, body):
     assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 
-@pytest.mark.parametrize("field", [{"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"service_tier": "auto"}])
+@pytest.mark.parametrize(
+    "field", [{"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"service_tier": "auto"}]
+)
 def test_fields_that_change_nothing(shared, field):
     with shared.http() as http:
         for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
             assert http.post(path, json=body | field).status_code == 200
-        assert http.post("/v1/completions", json=COMPLETION | {"service_tier": "flex"}).status_code == 400
+        assert (
+            http.post("/v1/completions", json=COMPLETION | {"service_tier": "flex"}).status_code
+            == 400
+        )
 
 
 def test_what_goes_to_the_template(serve):
     server = serve()
     tokenizer = server.engine.tokenizer
     with server.http() as http:
-        more = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low", "add_generation_prompt": False}
+        more = {
+            "chat_template_kwargs": {"enable_thinking": False},
+            "reasoning_effort": "low",
+            "add_generation_prompt": False,
+        }
         assert http.post("/v1/chat/completions", json=CHAT | more).status_code == 200
         assert tokenizer.variables == {"enable_thinking": False, "reasoning_effort": "low"}
         assert tokenizer.decode(server.engine.seen[-1][0]["prompt_token_ids"]) == "user:hi\n"
-        answer = http.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": {"messages": []}})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+        answer = http.post(
+            "/v1/chat/completions", json=CHAT | {"chat_template_kwargs": {"messages": []}}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "chat_template_kwargs",
+        )
         tokenizer.chat_template = "{{ messages }}"
         answer = http.post("/v1/chat/completions", json=CHAT | {"reasoning_effort": "low"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
@@ -63,39 +79,74 @@ def test_a_token_is_biased_once(shared):
     with shared.http() as http:
         answer = http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1, "0": 2}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logit_bias")
-        assert http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1}}).status_code == 200
+        assert (
+            http.post("/v1/completions", json=COMPLETION | {"logit_bias": {"00": 1}}).status_code
+            == 200
+        )
 
 
 def test_refused_fields_are_in_the_log(serve, caplog):
     server = serve()
     caplog.set_level("INFO", "slipstream.access")
     with server.http() as http:
-        for wrong in ({"evil\nfield=1": 1}, {"suffix": "x"}, {"stop": 5}, {"stream_options": {"include_usage": 5}}):
+        for wrong in (
+            {"evil\nfield=1": 1},
+            {"suffix": "x"},
+            {"stop": 5},
+            {"stream_options": {"include_usage": 5}},
+        ):
             assert http.post("/v1/completions", json=COMPLETION | wrong).status_code == 400
     server.wait_for(lambda: len(lines_of(caplog, "slipstream.access")) == 4, "no log line")
     named = [record.fields["param"] for record in lines_of(caplog, "slipstream.access")]
-    assert named == ["unknown", "suffix", "stop", "stream_options.include_usage"]  # a name of the client's own stays out
+    assert named == [
+        "unknown",
+        "suffix",
+        "stop",
+        "stream_options.include_usage",
+    ]  # a name of the client's own stays out
 
 
 def test_a_misspelt_field_is_answered_with_the_likely_one(shared):
     with shared.http() as http:
-        hints = {"temprature": "; did you mean temperature?", "max_token": "; did you mean max_tokens?", "zzz": ")"}
-        hints |= {"n_predict": "; here it is max_tokens", "do_sample": "; here it is temperature", "system": ")"}  # no messages
+        hints = {
+            "temprature": "; did you mean temperature?",
+            "max_token": "; did you mean max_tokens?",
+            "zzz": ")",
+        }
+        hints |= {
+            "n_predict": "; here it is max_tokens",
+            "do_sample": "; here it is temperature",
+            "system": ")",
+        }  # no messages
         for wrong, hint in hints.items():
             error = http.post("/v1/completions", json=COMPLETION | {wrong: 1}).json()["error"]
             assert error["message"].endswith(hint)
             assert error["param"] == wrong
-        assert "did you mean" not in http.post("/v1/chat/completions", json={"model": "tiny"}).text  # it lacks messages
+        assert (
+            "did you mean" not in http.post("/v1/chat/completions", json={"model": "tiny"}).text
+        )  # it lacks messages
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"stream_options": {"include_usge": True}}, "(in stream_options.include_usge); did you mean include_usage?"),
-        ({"messages": [{"role": "user", "contnt": "x"}]}, "(in messages[0].contnt); did you mean content?"),
-        ({"tools": [{"type": "function", "function": {"nme": "f"}}]}, "(in tools[0].function.nme); did you mean name?"),
+        (
+            {"stream_options": {"include_usge": True}},
+            "(in stream_options.include_usge); did you mean include_usage?",
+        ),
+        (
+            {"messages": [{"role": "user", "contnt": "x"}]},
+            "(in messages[0].contnt); did you mean content?",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"nme": "f"}}]},
+            "(in tools[0].function.nme); did you mean name?",
+        ),
         ({"system": "Be brief."}, "(in system); here it is messages"),
-        ({"response_format": {"type": "json"}}, "(in response_format.type); it is one of json_object, json_schema, text"),
+        (
+            {"response_format": {"type": "json"}},
+            "(in response_format.type); it is one of json_object, json_schema, text",
+        ),
         ({"tools": [{"type": "web_search"}]}, "(in tools[0].type); it is function"),
     ],
 )
@@ -107,14 +158,23 @@ def test_so_is_what_is_wrong_deeper_in_the_body(wrong, told):
 
 
 def test_other_names_are_of_fields_that_are_there():
-    known = {f.encode_name for kind in (CompletionRequest, ChatRequest) for f in msgspec.structs.fields(kind)}
+    known = {
+        f.encode_name
+        for kind in (CompletionRequest, ChatRequest)
+        for f in msgspec.structs.fields(kind)
+    }
     assert set(OTHERS.values()) <= known
     assert not known & set(OTHERS)
 
 
 def test_every_body_can_be_asked_for_a_likely_name():
     for kind in protocol._DECODERS:
-        assert likely_name(kind, "", "zzzzzz") == likely_name(kind, "no.such[0].place", "x") == allowed_values(kind, "") == ""
+        assert (
+            likely_name(kind, "", "zzzzzz")
+            == likely_name(kind, "no.such[0].place", "x")
+            == allowed_values(kind, "")
+            == ""
+        )
 
 
 def test_version_and_ping(serve):
@@ -123,7 +183,9 @@ def test_version_and_ping(serve):
         assert http.get("/ping").status_code == 200
         assert http.post("/ping").status_code == 200
         assert http.get("/version").status_code == 401
-        assert http.get("/version", headers={"authorization": "Bearer secret"}).json() == {"version": __version__}
+        assert http.get("/version", headers={"authorization": "Bearer secret"}).json() == {
+            "version": __version__
+        }
 
 
 def test_browsers_from_another_origin(serve):
@@ -135,8 +197,15 @@ def test_browsers_from_another_origin(serve):
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
         assert "authorization" in answer.headers["access-control-allow-headers"]
-        assert http.options("/v1/completions", headers={**asks, "origin": "https://other.example"}).status_code == 400
-        answer = http.post("/v1/completions", json=COMPLETION, headers={"origin": "https://chat.example"})
+        assert (
+            http.options(
+                "/v1/completions", headers={**asks, "origin": "https://other.example"}
+            ).status_code
+            == 400
+        )
+        answer = http.post(
+            "/v1/completions", json=COMPLETION, headers={"origin": "https://chat.example"}
+        )
         assert answer.status_code == 401
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
 
@@ -151,14 +220,20 @@ def test_the_model_may_be_left_out(serve):
     """As with vLLM: the answer bears the name of what is served. Ollama's bodies need it, as there."""
     server = serve(served_model_names=("one", "two"))
     with server.http() as http:
-        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/embeddings", {"input": "a"})):
+        for path, body in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/embeddings", {"input": "a"}),
+        ):
             body = {k: v for k, v in body.items() if k != "model"}
             for given in (body, body | {"model": None}):
                 answer = http.post(path, json=given)
                 assert (answer.status_code, answer.json()["model"]) == (200, "one"), answer.text
             assert http.post(path, json=body | {"model": "two"}).json()["model"] == "two"
             assert http.post(path, json=body | {"model": "three"}).status_code == 404
-        stream = http.post("/v1/chat/completions", json={"messages": CHAT["messages"], "stream": True})
+        stream = http.post(
+            "/v1/chat/completions", json={"messages": CHAT["messages"], "stream": True}
+        )
         assert '"model":"one"' in stream.text
         for path in ("/api/chat", "/api/generate", "/api/embed", "/api/show"):
             refused = http.post(path, json={})

@@ -50,12 +50,25 @@ def add(capsys, file, *options):
 
 
 def test_add_list_rotate_revoke(keys_file, capsys, monkeypatch):
-    made = add(capsys, keys_file, "--name=ann", "--requests-per-minute=3", "--model=a", "--weight=2", "--expires=2d")
+    made = add(
+        capsys,
+        keys_file,
+        "--name=ann",
+        "--requests-per-minute=3",
+        "--model=a",
+        "--weight=2",
+        "--expires=2d",
+    )
     assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
     assert made["key"] not in keys_file.read_text(), "the file never holds a secret"
     assert made["key"].removeprefix(f"sk-{made['id']}-") not in keys_file.read_text()
     (row,) = cli(capsys, "keys", "list", keys_file)["keys"]
-    assert (row["id"], row["name"], row["state"], row["models"]) == (made["id"], "ann", "active", ["a"])
+    assert (row["id"], row["name"], row["state"], row["models"]) == (
+        made["id"],
+        "ann",
+        "active",
+        ["a"],
+    )
     assert "digest" not in row
 
     found = KeyFile(keys_file).find(made["key"])
@@ -105,7 +118,15 @@ def test_standard_output_is_the_key_alone(keys_file, capsys):  # KEY=$(slipstrea
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"keys": [{}]}', '{"keys": [], "more": 1}', "\xff", '{"keys": [{"id": "a", "role": "king"}]}']
+    "text",
+    [
+        "",
+        "[]",
+        '{"keys": [{}]}',
+        '{"keys": [], "more": 1}',
+        "\xff",
+        '{"keys": [{"id": "a", "role": "king"}]}',
+    ],
 )
 def test_a_damaged_file_is_named(keys_file, text):
     keys_file.write_text(text, encoding="latin-1")
@@ -187,9 +208,14 @@ def test_requests_a_minute(keyed):
     assert error.type == "requests"
     assert error.response.headers["retry-after"] == "61"
     assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
-    with keyed.server.http(headers={"authorization": f"Bearer {keyed.add('--role=admin')}"}) as http:
+    with keyed.server.http(
+        headers={"authorization": f"Bearer {keyed.add('--role=admin')}"}
+    ) as http:
         keyed.server.state.keys._file._looked = 0.0
-        assert 'slipstream:key_limit_refusals_total{limit="requests_per_minute"} 1.0' in http.get("/metrics").text
+        assert (
+            'slipstream:key_limit_refusals_total{limit="requests_per_minute"} 1.0'
+            in http.get("/metrics").text
+        )
 
 
 def test_tokens_a_minute_are_reserved_and_given_back(keyed):
@@ -316,11 +342,15 @@ def hammer(folder, slot, keys, together, admitted):
 
 def test_a_hundred_keys_at_once_over_front_ends(tmp_path):
     """Never more than the limit, and all of it for everyone."""
-    keys = [Key(id=f"{i:012x}", requests_per_minute=20 + i, tokens_per_minute=100 + 10 * i) for i in range(100)]
+    keys = [
+        Key(id=f"{i:012x}", requests_per_minute=20 + i, tokens_per_minute=100 + 10 * i)
+        for i in range(100)
+    ]
     context = multiprocessing.get_context("fork")
     admitted, together = context.Queue(), context.Barrier(3)
     processes = [
-        context.Process(target=hammer, args=(str(tmp_path), slot, keys, together, admitted)) for slot in range(3)
+        context.Process(target=hammer, args=(str(tmp_path), slot, keys, together, admitted))
+        for slot in range(3)
     ]
     for process in processes:
         process.start()
@@ -334,7 +364,9 @@ def test_a_hundred_keys_at_once_over_front_ends(tmp_path):
 
 def test_a_dead_front_end_holds_no_place(tmp_path):
     key = Key(id="a", max_concurrent=1)
-    dead, alive = (SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, **STILL) for i in range(2))
+    dead, alive = (
+        SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, **STILL) for i in range(2)
+    )
     dead.admit(key)
     with pytest.raises(ApiError):
         alive.admit(key)
@@ -384,7 +416,9 @@ def test_rows_of_keys_that_are_gone_are_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "MAX_ROWS", 4)
     now, wall = [1000.0], [10.5 * DAY_S]
     one, other = (
-        SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, clock=lambda: now[0], wall=lambda: wall[0])
+        SharedLimiter(
+            shared_dir=str(tmp_path), slot=lambda i=i: i, clock=lambda: now[0], wall=lambda: wall[0]
+        )
         for i in range(2)
     )
 
@@ -456,15 +490,22 @@ def test_limits_hold_over_real_front_ends(tiny_path, keys_file, capsys):
     """The command with two front ends, and many clients at once."""
     from tests.server.test_front_ends import Served
 
-    keys = [add(capsys, keys_file, "--requests-per-minute=5", "--tokens-per-minute=90")["key"] for _ in range(20)]
+    keys = [
+        add(capsys, keys_file, "--requests-per-minute=5", "--tokens-per-minute=90")["key"]
+        for _ in range(20)
+    ]
     served = Served(tiny_path, f"--keys-file={keys_file}", "--max-concurrent-requests=400")
     try:
 
         def ask(number):
             key = keys[number % len(keys)]
-            with httpx.Client(base_url=served.base, timeout=PATIENCE_S) as http:  # a connection each: they go to both
+            with httpx.Client(
+                base_url=served.base, timeout=PATIENCE_S
+            ) as http:  # a connection each: they go to both
                 body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 7, "ignore_eos": True}
-                return key, http.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code
+                return key, http.post(
+                    "/v1/completions", json=body, headers={"x-api-key": key}
+                ).status_code
 
         with ThreadPoolExecutor(16) as pool:
             found = list(pool.map(ask, range(200)))
@@ -482,10 +523,16 @@ def test_limits_hold_over_real_front_ends(tiny_path, keys_file, capsys):
     [
         ("/tokenize", {"model": "fake", "prompt": "x"}),
         ("/detokenize", {"model": "fake", "tokens": [65]}),
-        ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "x"}]}),
+        (
+            "/v1/messages/count_tokens",
+            {"model": "fake", "messages": [{"role": "user", "content": "x"}]},
+        ),
         ("/v1/responses/input_tokens", {"model": "fake", "input": "x"}),
         ("/v1/feedback", {"request_id": "0" * 32, "rating": "up"}),
-        ("/v1/batches", {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "1h"}),
+        (
+            "/v1/batches",
+            {"input_file_id": "f", "endpoint": "/v1/completions", "completion_window": "1h"},
+        ),
         ("/v1/files", None),
     ],
 )
@@ -493,7 +540,9 @@ def test_what_computes_nothing_is_a_request_too(keyed, tmp_path, path, body):
     key = keyed.add("--requests-per-minute=2")
     server = keyed.start(files_dir=str(tmp_path / "files"), audit_log=str(tmp_path / "audit"))
     about = {"json": body} if body else {"data": {"purpose": "batch"}, "files": {"file": b"x"}}
-    with server.http(headers={"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}) as http:
+    with server.http(
+        headers={"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}
+    ) as http:
         statuses = [http.post(path, **about).status_code for _ in range(3)]
         assert 429 not in statuses[:2]
         assert statuses[2] == 429

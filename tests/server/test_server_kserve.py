@@ -68,7 +68,9 @@ def inputs_of(kind, text=PROMPT, **more):
 
 def texts(result):
     """As bytes in binary tensors, and in JSON as they are."""
-    return [text if isinstance(text, str) else text.decode() for text in result.as_numpy("text_output")]
+    return [
+        text if isinstance(text, str) else text.decode() for text in result.as_numpy("text_output")
+    ]
 
 
 def test_what_the_server_says_of_itself(both, server):
@@ -82,12 +84,20 @@ def test_what_the_server_says_of_itself(both, server):
     http, rpc = both[0][0], both[1][0]
     assert http.get_server_metadata()["name"] == rpc.get_server_metadata().name == "slipstream"
     told = rpc.get_model_metadata("fake", as_json=True)
-    assert [tensor["name"] for tensor in http.get_model_metadata("fake")["inputs"]] == [t["name"] for t in told["inputs"]]
+    assert [tensor["name"] for tensor in http.get_model_metadata("fake")["inputs"]] == [
+        t["name"] for t in told["inputs"]
+    ]
     assert http.get_model_config("fake")["model_transaction_policy"]["decoupled"]
     config = rpc.get_model_config("fake", as_json=True)["config"]
     assert config["model_transaction_policy"]["decoupled"]
-    assert [t["data_type"] for t in config["input"]] == [t["data_type"] for t in http.get_model_config("fake")["input"]]
-    assert http.get_model_repository_index()[0]["state"] == rpc.get_model_repository_index().models[0].state == "READY"
+    assert [t["data_type"] for t in config["input"]] == [
+        t["data_type"] for t in http.get_model_config("fake")["input"]
+    ]
+    assert (
+        http.get_model_repository_index()[0]["state"]
+        == rpc.get_model_repository_index().models[0].state
+        == "READY"
+    )
     server.engine.dead = True
     assert [client.is_server_ready() for client, _ in both] == [False, False]
     assert [client.is_model_ready("fake") for client, _ in both] == [False, False]
@@ -106,9 +116,14 @@ def test_infer(both, binary):
         assert (response["id"] if kind is over_http else response.id) == "mine"
         assert result.as_numpy("finish_reason") is None
         whole = client.infer("fake", inputs_of(kind), parameters={"max_tokens": 3})
-        assert texts(whole) == [PROMPT + PROMPT[:3]]  # the input stands before it, as Triton's vLLM backend has it
+        assert texts(whole) == [
+            PROMPT + PROMPT[:3]
+        ]  # the input stands before it, as Triton's vLLM backend has it
         assert list(whole.as_numpy("finish_reason")) == [b"length"]
-        assert (list(whole.as_numpy("num_input_tokens")), list(whole.as_numpy("num_output_tokens"))) == ([17], [3])
+        assert (
+            list(whole.as_numpy("num_input_tokens")),
+            list(whole.as_numpy("num_output_tokens")),
+        ) == ([17], [3])
 
 
 def collect(client, requests, *, timeout=PATIENCE_S):
@@ -120,14 +135,21 @@ def collect(client, requests, *, timeout=PATIENCE_S):
     while left:
         result, error = found.get(timeout=timeout)
         answers.append((result, error))
-        left -= error is not None or result.get_response().parameters["triton_final_response"].bool_param
+        left -= (
+            error is not None
+            or result.get_response().parameters["triton_final_response"].bool_param
+        )
     client.stop_stream()
     return answers
 
 
 def test_decoupled_streams(server):
     with connect(server) as client:
-        ask = {"model_name": "fake", "parameters": {"max_tokens": 5}, "enable_empty_final_response": True}
+        ask = {
+            "model_name": "fake",
+            "parameters": {"max_tokens": 5},
+            "enable_empty_final_response": True,
+        }
         requests = [
             {**ask, "inputs": inputs_of(over_grpc, stream=True), "request_id": "a"},
             {**ask, "inputs": inputs_of(over_grpc, "x" * 600), "request_id": "b"},
@@ -136,9 +158,14 @@ def test_decoupled_streams(server):
         answers = collect(client, requests)
     told = [result for result, error in answers if error is None]
     ids = [result.get_response().id for result in told]
-    assert "".join(texts(result)[0] for result, id_ in zip(told, ids, strict=True) if id_ == "a") == PROMPT[:5]
+    assert (
+        "".join(texts(result)[0] for result, id_ in zip(told, ids, strict=True) if id_ == "a")
+        == PROMPT[:5]
+    )
     assert ids.count("a") > 1
-    assert [texts(result) for result, id_ in zip(told, ids, strict=True) if id_ == "c"] == [[PROMPT[:5]]]
+    assert [texts(result) for result, id_ in zip(told, ids, strict=True) if id_ == "c"] == [
+        [PROMPT[:5]]
+    ]
     (error,) = [error for _, error in answers if error is not None]
     assert "too long for the context" in error.message()
     last = [r for r in told if r.get_response().parameters["triton_final_response"].bool_param]
@@ -151,13 +178,25 @@ def test_the_same_text_as_a_completion(tiny_path, tiny_server):
     with tiny_server.http() as http:
         ask = {"text_input": PROMPT, "parameters": GREEDY}
         answer = http.post("/v2/models/smollm2/generate", json=ask).json()
-        assert (answer["text_output"], answer["model_name"], answer["finish_reason"]) == (PROMPT + text, "smollm2", "length")
-        lines = [line for line in http.post("/v2/models/smollm2/versions/1/generate_stream", json=ask).text.split("\n") if line]
+        assert (answer["text_output"], answer["model_name"], answer["finish_reason"]) == (
+            PROMPT + text,
+            "smollm2",
+            "length",
+        )
+        lines = [
+            line
+            for line in http.post(
+                "/v2/models/smollm2/versions/1/generate_stream", json=ask
+            ).text.split("\n")
+            if line
+        ]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         assert "".join(event["text_output"] for event in events) == text
         assert [event["finish_reason"] for event in events][-1] == "length"
     client = over_http.InferenceServerClient(tiny_server.url.removeprefix("http://"))
-    assert texts(client.infer("smollm2", inputs_of(over_http, exclude=True, sampling=PARAMETERS))) == [text]
+    assert texts(
+        client.infer("smollm2", inputs_of(over_http, exclude=True, sampling=PARAMETERS))
+    ) == [text]
     client.close()
 
 
@@ -229,7 +268,10 @@ def test_bad_bytes_behind_the_header(shared):
             assert post(content=head + behind, headers=sizes).status_code == 400
         both = json.dumps(one(data=["a"], parameters={"binary_data_size": 5})).encode()
         sizes_of_both = {"Inference-Header-Content-Length": str(len(both))}
-        assert post(content=both + struct.pack("<I", 1) + b"a", headers=sizes_of_both).status_code == 400
+        assert (
+            post(content=both + struct.pack("<I", 1) + b"a", headers=sizes_of_both).status_code
+            == 400
+        )
         for size in ("x", "-1", "99999", str(len(head)) * 9, "0" * 9000 + "1"):
             answer = post(content=head, headers={"Inference-Header-Content-Length": size})
             assert answer.status_code == 400
@@ -251,9 +293,17 @@ def test_keys(serve):
             with contextlib.suppress(InferenceServerException):  # the stream may be refused already
                 client.async_stream_infer("fake", inputs_of(over_grpc, stream=True))
             client.stop_stream()
-        assert texts(client.infer("fake", inputs_of(over_grpc), headers={"authorization": "Bearer right"}))
-    counts, methods = server.state.metrics.responses, ("ServerMetadata", "ModelInfer", "ModelStreamInfer")
-    server.wait_for(lambda: [counts["gRPC", name, 401] for name in methods] == [2, 2, 2], "refused calls are not counted")
+        assert texts(
+            client.infer("fake", inputs_of(over_grpc), headers={"authorization": "Bearer right"})
+        )
+    counts, methods = (
+        server.state.metrics.responses,
+        ("ServerMetadata", "ModelInfer", "ModelStreamInfer"),
+    )
+    server.wait_for(
+        lambda: [counts["gRPC", name, 401] for name in methods] == [2, 2, 2],
+        "refused calls are not counted",
+    )
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         assert http.get("/v2/health/ready").status_code == 200
         assert http.get("/v2/models/fake").json()["error"].startswith("missing or wrong API key")
@@ -265,8 +315,15 @@ def test_a_stream_ends_with_its_key(serve, tmp_path, capsys):
     key = json.loads(capsys.readouterr().out)["key"]
     with connect(serve(grpc_port=0, keys_file=str(file))) as client:
         found = queue.Queue()
-        client.start_stream(lambda result, error: found.put((result, error)), headers={"authorization": f"Bearer {key}"})
-        ask = {"model_name": "fake", "inputs": inputs_of(over_grpc), "parameters": {"max_tokens": 2}}
+        client.start_stream(
+            lambda result, error: found.put((result, error)),
+            headers={"authorization": f"Bearer {key}"},
+        )
+        ask = {
+            "model_name": "fake",
+            "inputs": inputs_of(over_grpc),
+            "parameters": {"max_tokens": 2},
+        }
         client.async_stream_infer(**ask)
         assert found.get(timeout=PATIENCE_S)[1] is None
         assert main(["keys", "revoke", str(file), key.split("-")[1]]) == 0
@@ -281,8 +338,14 @@ def test_the_audit_log_has_the_body(serve, tmp_path):
     server = serve(grpc_port=0, audit_log=str(path), audit_prompts=True)
     with connect(server) as client:
         client.infer("fake", inputs_of(over_grpc), parameters={"max_tokens": 2})
-    server.wait_for(lambda: b"ModelInfer" in path.read_bytes(), "there is no line of it")  # it comes behind the answer
-    (body,) = [json.loads(record["body"]) for record in records(path) if record.get("route") == "ModelInfer"]
+    server.wait_for(
+        lambda: b"ModelInfer" in path.read_bytes(), "there is no line of it"
+    )  # it comes behind the answer
+    (body,) = [
+        json.loads(record["body"])
+        for record in records(path)
+        if record.get("route") == "ModelInfer"
+    ]
     assert (body["inputs"]["text_input"], body["parameters"]) == (PROMPT, {"max_tokens": 2})
 
 
@@ -295,7 +358,9 @@ def test_an_errors_text_is_bounded(serve):
 
 
 def test_cancelling_frees_the_blocks_and_limits_hold(serve):
-    server = serve(FakeEngine(delay_s=0.1), grpc_port=0, max_concurrent_requests=1)  # 40 s, longer than what is asked meanwhile
+    server = serve(
+        FakeEngine(delay_s=0.1), grpc_port=0, max_concurrent_requests=1
+    )  # 40 s, longer than what is asked meanwhile
     with connect(server) as client:
         client.start_stream(callback=lambda result, error: None)
         ask = {"model_name": "fake", "parameters": {"max_tokens": 400}}
@@ -307,21 +372,30 @@ def test_cancelling_frees_the_blocks_and_limits_hold(serve):
         client.stop_stream(cancel_requests=True)
     server.wait_idle()
     with connect(server) as client:
-        call = client.async_infer("fake", inputs_of(over_grpc), lambda result, error: None, parameters={"max_tokens": 400})
+        call = client.async_infer(
+            "fake", inputs_of(over_grpc), lambda result, error: None, parameters={"max_tokens": 400}
+        )
         server.wait_for(lambda: server.engine.running == 1, "it did not begin")
         call.cancel()
         server.wait_idle()
         server.wait_for(lambda: server.state.load.num_requests == 0, "it is still counted")
     counts = server.state.metrics.responses
     methods = ("ModelInfer", "ModelStreamInfer")
-    server.wait_for(lambda: [counts["gRPC", method, 499] for method in methods] == [1, 1], "they are not counted as left")
+    server.wait_for(
+        lambda: [counts["gRPC", method, 499] for method in methods] == [1, 1],
+        "they are not counted as left",
+    )
 
 
 def test_an_engine_that_dies_is_said_in_the_stream(serve):
     engine = FakeEngine()
     engine.fail_after = 3
     with connect(serve(engine, grpc_port=0)) as client:
-        request = {"model_name": "fake", "inputs": inputs_of(over_grpc, stream=True), "request_id": "a"}
+        request = {
+            "model_name": "fake",
+            "inputs": inputs_of(over_grpc, stream=True),
+            "request_id": "a",
+        }
         answers = collect(client, [request, request])
         assert [error is None for _, error in answers].count(False) == 2
 
@@ -331,7 +405,9 @@ def test_stopping_is_orderly(serve):
     client = connect(server)
     found = queue.Queue()
     client.start_stream(callback=lambda result, error: found.put((result, error)))
-    client.async_stream_infer("fake", inputs_of(over_grpc, stream=True), parameters={"max_tokens": 100})
+    client.async_stream_infer(
+        "fake", inputs_of(over_grpc, stream=True), parameters={"max_tokens": 100}
+    )
     server.wait_for(lambda: server.engine.running == 1, "it did not begin")
     server.begin_stop()
     until = time.monotonic() + PATIENCE_S
@@ -355,16 +431,25 @@ def test_the_messages_are_the_protocol_s():
     """Numbers, types and labels of our table are those of the official definitions."""
     for name, made in MESSAGES.items():
         official = service_pb2.RepositoryIndexResponse.ModelIndex if name == "ModelIndex" else None
-        official = official or getattr(service_pb2, name, None) or getattr(model_config_pb2, name, None)
+        official = (
+            official or getattr(service_pb2, name, None) or getattr(model_config_pb2, name, None)
+        )
         if name == "TensorMetadata":
             official = service_pb2.ModelMetadataResponse.TensorMetadata
         if name.startswith("Infer") and official is None:
-            parent = service_pb2.ModelInferResponse if name == "InferOutputTensor" else service_pb2.ModelInferRequest
+            parent = (
+                service_pb2.ModelInferResponse
+                if name == "InferOutputTensor"
+                else service_pb2.ModelInferRequest
+            )
             official = getattr(parent, name)
         for field in made.DESCRIPTOR.fields:
             theirs = official.DESCRIPTOR.fields_by_name[field.name]
             enum = theirs.type == theirs.TYPE_ENUM  # a number, on the wire
-            assert (field.number, field.is_repeated) == (theirs.number, theirs.is_repeated), (name, field.name)
+            assert (field.number, field.is_repeated) == (theirs.number, theirs.is_repeated), (
+                name,
+                field.name,
+            )
             assert enum or field.type == theirs.type, (name, field.name)
 
 
@@ -392,13 +477,26 @@ def test_generate_takes_inputs_among_the_parameters(shared):
             body = {"text_input": PROMPT, "parameters": {"max_tokens": 4, **parameters}}
             return http.post(f"/v2/models/fake/{route}", json=body)
 
-        asked = {"stream": False, "temperature": 0, "exclude_input_in_output": True, "return_num_output_tokens": True}
+        asked = {
+            "stream": False,
+            "temperature": 0,
+            "exclude_input_in_output": True,
+            "return_num_output_tokens": True,
+        }
         assert post(asked).json()["text_output"] == PROMPT[:4]
         for given in ({}, {"exclude_input_in_output": False}):
             assert post(given).json()["text_output"] == PROMPT + PROMPT[:4]
-        for wrong in ({"stream": True}, {"exclude_input_in_output": "yes"}, {"return_logprobs": True}, {"text_input": "twice"}):
+        for wrong in (
+            {"stream": True},
+            {"exclude_input_in_output": "yes"},
+            {"return_logprobs": True},
+            {"text_input": "twice"},
+        ):
             assert post(wrong).status_code == 400
-        assert post({"stream": True, "exclude_input_in_output": True}, "generate_stream").status_code == 200
+        assert (
+            post({"stream": True, "exclude_input_in_output": True}, "generate_stream").status_code
+            == 200
+        )
 
 
 def test_parameters_over_grpc_that_nothing_follows(server):

@@ -20,7 +20,9 @@ def stored(name, size=10):
     return StoredResponse(name, None, {"text": "x" * size}, [])
 
 
-@pytest.mark.parametrize("bounds", [{"max_responses": 10, "max_bytes": 2**20}, {"max_responses": 1000, "max_bytes": 300}])
+@pytest.mark.parametrize(
+    "bounds", [{"max_responses": 10, "max_bytes": 2**20}, {"max_responses": 1000, "max_bytes": 300}]
+)
 async def test_who_keeps_most_loses_first(bounds):
     """A flood of one owner leaves another's few answers alone."""
     store = ResponseStore(None, **bounds)
@@ -42,7 +44,9 @@ def test_a_client_that_never_reads_is_cut(serve, monkeypatch):
     monkeypatch.setattr(connection, "WRITE_IDLE_S", 0.3)
     engine = FakeEngine(max_model_len=2**20)
     server = serve(engine)
-    body = json.dumps({"model": "fake", "prompt": "x", "max_tokens": 2**19, "stream": True, "logprobs": 3}).encode()
+    body = json.dumps(
+        {"model": "fake", "prompt": "x", "max_tokens": 2**19, "stream": True, "logprobs": 3}
+    ).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -87,9 +91,15 @@ def test_hints_of_routes(shared, method, path, status, hint):
         assert "POST" in answer.headers["allow"]
 
 
-@pytest.mark.parametrize(("field", "hint"), [("max_tokens", "max_output_tokens"), ("messages", "input")])
+@pytest.mark.parametrize(
+    ("field", "hint"), [("max_tokens", "max_output_tokens"), ("messages", "input")]
+)
 def test_hints_of_responses(shared, field, hint):
-    answer = httpx.post(shared.url + "/v1/responses", json={"model": "fake", "input": "x", field: 5}, timeout=PATIENCE_S)
+    answer = httpx.post(
+        shared.url + "/v1/responses",
+        json={"model": "fake", "input": "x", field: 5},
+        timeout=PATIENCE_S,
+    )
     assert answer.json()["error"]["message"].endswith(f"; here it is {hint}")
 
 

@@ -39,11 +39,15 @@ def test_leaving_a_stream_frees_the_request(serve, more):
     with server.client() as client:
         stream = client.completions.create(**COMPLETION | more, stream=True)
         next(stream)
-        assert server.engine.running == len(more.get("prompt", [1]) if isinstance(more.get("prompt"), list) else [1])
+        assert server.engine.running == len(
+            more.get("prompt", [1]) if isinstance(more.get("prompt"), list) else [1]
+        )
         stream.close()
     server.wait_idle()
     assert server.engine.generation_tokens < 400
-    server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted")
+    server.wait_for(
+        lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted"
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"prompt": ["a", "b"]}])
@@ -51,12 +55,17 @@ def test_leaving_while_waiting_for_the_whole_answer_frees_the_request(serve, mor
     server = serve(FakeEngine(delay_s=SLOW))
     body = json.dumps(COMPLETION | more).encode()
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
         server.wait_for(lambda: server.engine.running, "it did not begin")
     server.wait_idle()
     assert server.engine.started >= 1
     assert server.engine.generation_tokens < 400
-    server.wait_for(lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted")
+    server.wait_for(
+        lambda: server.state.metrics.responses["POST", "/v1/completions", 499], "no 499 was counted"
+    )
 
 
 @pytest.mark.parametrize("prompts", [["hi"], ["a", "b", "c"]])
@@ -72,10 +81,20 @@ def test_leaving_without_reading_frees_the_request(serve, prompts):
 
         def nothing_is_written():
             """While a thousand tokens are made. The system may find room for more at first."""
-            paused, written = connection.flow.write_paused, connection.transport.get_write_buffer_size()
+            paused, written = (
+                connection.flow.write_paused,
+                connection.transport.get_write_buffer_size(),
+            )
             made = server.engine.generation_tokens
-            server.wait_for(lambda: server.engine.generation_tokens > made + 1000, "the engine waits for a client")
-            return paused and connection.flow.write_paused and connection.transport.get_write_buffer_size() == written
+            server.wait_for(
+                lambda: server.engine.generation_tokens > made + 1000,
+                "the engine waits for a client",
+            )
+            return (
+                paused
+                and connection.flow.write_paused
+                and connection.transport.get_write_buffer_size() == written
+            )
 
         server.wait_for(nothing_is_written, "the client's socket took everything")
         assert server.engine.running == len(prompts)
@@ -87,7 +106,9 @@ def test_requests_that_end_are_not_taken_for_disconnects(serve):
     server = serve()
     with server.http() as http:
         for stream in (False, True) * 20:
-            http.post("/v1/completions", json=COMPLETION | {"max_tokens": 3, "stream": stream}).raise_for_status()
+            http.post(
+                "/v1/completions", json=COMPLETION | {"max_tokens": 3, "stream": stream}
+            ).raise_for_status()
     assert set(server.state.metrics.responses) == {("POST", "/v1/completions", 200)}
 
 
@@ -108,7 +129,10 @@ def test_engine_death(serve):
             chunks.extend(chunk.choices[0].text for chunk in stream)
         assert chunks == ["h", "i"]
         text = http.post("/v1/completions", json=COMPLETION | {"stream": True}).text
-        assert json.loads(text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert (
+            json.loads(text.split("\n\n")[-2].removeprefix("data: "))["error"]["code"]
+            == "engine_dead"
+        )
         assert "[DONE]" not in text
 
         engine.dead = True
@@ -125,7 +149,9 @@ def test_engine_death(serve):
         engine.stuck = ""
         assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
         assert http.get("/health").json() == {"status": "healthy"}
-        engine.canary = CanaryResult(ok=False, kl_mean=2.5, kl_max=math.nan, top1_agreement=0.1, limit=0.05, num_tokens=48)
+        engine.canary = CanaryResult(
+            ok=False, kl_mean=2.5, kl_max=math.nan, top1_agreement=0.1, limit=0.05, num_tokens=48
+        )
         assert http.get("/health").json()["canary"] == {
             "ok": False,
             "kl_mean": 2.5,
@@ -221,7 +247,10 @@ def test_a_second_signal_ends_the_wait(serve, caplog):
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
     server.join()
-    assert "draining: 1 request in flight, for 1000 s at most; a second signal ends at once" in caplog.messages
+    assert (
+        "draining: 1 request in flight, for 1000 s at most; a second signal ends at once"
+        in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -240,7 +269,10 @@ asyncio.run(main())
 """
     paths = os.pathsep.join(path for path in sys.path if path)
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
     )
     base = process.stdout.readline().strip()
     with openai.OpenAI(base_url=base + "/v1", api_key="x", max_retries=0) as client:
@@ -269,12 +301,17 @@ def test_keys_guard_every_route_but_the_probes(serve):
                 ):
                     answer = http.request(method, path, headers=headers)
                     if path in OPEN_ROUTES:
-                        assert answer.status_code == (200 if method == "GET" or path == "/ping" else 405)
+                        assert answer.status_code == (
+                            200 if method == "GET" or path == "/ping" else 405
+                        )
                     else:
                         assert answer.status_code == 401
                         error = answer.json()["error"]  # in the shape of the route's protocol
                         assert "API key" in (error if isinstance(error, str) else error["message"])
-                        assert isinstance(error, str) or error.get("code", "invalid_api_key") == "invalid_api_key"
+                        assert (
+                            isinstance(error, str)
+                            or error.get("code", "invalid_api_key") == "invalid_api_key"
+                        )
     for key in ("first-key", "second-key"):
         with server.client(api_key=key) as client:
             client.models.list()
@@ -332,9 +369,20 @@ def test_metrics(serve):
     ):
         assert value_of(text, f'slipstream:{name}{{model_name="m"}}') == value
     for expert, tokens in enumerate((5, 0, 7)):
-        assert value_of(text, f'slipstream:expert_tokens_total{{expert="{expert}",layer="1",model_name="m"}}') == tokens
-    assert value_of(text, 'slipstream:request_success_total{finish_reason="length",model_name="m"}') == 4
-    assert value_of(text, 'slipstream:request_success_total{finish_reason="stop",model_name="m"}') == 0
+        assert (
+            value_of(
+                text,
+                f'slipstream:expert_tokens_total{{expert="{expert}",layer="1",model_name="m"}}',
+            )
+            == tokens
+        )
+    assert (
+        value_of(text, 'slipstream:request_success_total{finish_reason="length",model_name="m"}')
+        == 4
+    )
+    assert (
+        value_of(text, 'slipstream:request_success_total{finish_reason="stop",model_name="m"}') == 0
+    )
     for method, route, status, count in (
         ("POST", "/v1/completions", 200, 2),
         ("POST", "/v1/completions", 400, 1),
@@ -352,7 +400,11 @@ def test_two_apps_share_no_metrics(serve):
         client.completions.create(**COMPLETION)
     with second.http() as http:
         assert (
-            value_of(http.get("/metrics").text, 'slipstream:e2e_request_latency_seconds_count{model_name="fake"}') == 0
+            value_of(
+                http.get("/metrics").text,
+                'slipstream:e2e_request_latency_seconds_count{model_name="fake"}',
+            )
+            == 0
         )
 
 
@@ -362,12 +414,15 @@ def test_one_log_line_a_request(serve, caplog, stream):
     caplog.set_level(logging.INFO, "slipstream.access")
     with server.http(headers={"authorization": "Bearer secret-key"}) as http:
         answer = http.post(
-            "/v1/completions", json=COMPLETION | {"prompt": "private", "max_tokens": 3, "stream": stream}
+            "/v1/completions",
+            json=COMPLETION | {"prompt": "private", "max_tokens": 3, "stream": stream},
         )
         http.post("/v1/completions", json={"model": "fake", "private": 1})
         http.get("/live")
         http.get("/private")
-    server.wait_for(lambda: len(lines_of(caplog, "slipstream.access")) == 3, "the lines did not come")
+    server.wait_for(
+        lambda: len(lines_of(caplog, "slipstream.access")) == 3, "the lines did not come"
+    )
     records = lines_of(caplog, "slipstream.access")
     lines = [json.loads(LogFormatter(json=True).format(record)) for record in records]
     done, bad, unknown = lines
@@ -420,7 +475,14 @@ def test_bad_settings(settings, field):
 
 
 def test_origins_as_browsers_send_them():
-    some = ("*", "null", "http://localhost:3000", "https://chat.example", "http://[::1]:8081", "app://obsidian.md")
+    some = (
+        "*",
+        "null",
+        "http://localhost:3000",
+        "https://chat.example",
+        "http://[::1]:8081",
+        "app://obsidian.md",
+    )
     assert ServerSettings(cors_origins=some).cors_origins == some
 
 

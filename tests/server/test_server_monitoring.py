@@ -21,7 +21,9 @@ from tests.waiting import PATIENCE_S
 
 NAMES = re.compile(r"slipstream:([a-z0-9_]+)")
 INSTALL = "not installed: apt-get install -y --no-install-recommends prometheus"
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason=f"promtool is {INSTALL}")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason=f"promtool is {INSTALL}"
+)
 
 
 @pytest.fixture
@@ -36,25 +38,43 @@ def queries():
 
 
 def test_every_metric_is_there(shared):
-    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
+    httpx.post(
+        shared.url + "/v1/completions",
+        json={"prompt": "hello", "max_tokens": 3},
+        timeout=PATIENCE_S,
+    )
     served = set(NAMES.findall(httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text))
     asked = set(NAMES.findall(json.dumps(rules(ServiceObjectives())) + json.dumps(board())))
     assert asked
     assert not asked - served
     recorded = {rule["record"] for rule in rules(ServiceObjectives())["groups"][0]["rules"]}
-    assert set(re.findall(r"slo:\w+:\w+", json.dumps(board()) + json.dumps(rules(ServiceObjectives())))) == recorded
+    assert (
+        set(
+            re.findall(r"slo:\w+:\w+", json.dumps(board()) + json.dumps(rules(ServiceObjectives())))
+        )
+        == recorded
+    )
 
 
 def test_bounds_are_those_of_the_histograms(shared):
-    httpx.post(shared.url + "/v1/completions", json={"prompt": "hello", "max_tokens": 3}, timeout=PATIENCE_S)
+    httpx.post(
+        shared.url + "/v1/completions",
+        json={"prompt": "hello", "max_tokens": 3},
+        timeout=PATIENCE_S,
+    )
     text = httpx.get(shared.url + "/metrics", timeout=PATIENCE_S).text
     written = json.dumps(rules(ServiceObjectives())).replace("\\", "")
     for metric, bound in re.findall(r'slipstream:(\w+)_bucket\{le="([0-9.]+)"', written):
-        assert re.search(rf'slipstream:{metric}_bucket\{{le="{re.escape(bound)}"', text), (metric, bound)
+        assert re.search(rf'slipstream:{metric}_bucket\{{le="{re.escape(bound)}"', text), (
+            metric,
+            bound,
+        )
 
 
 def test_files(folder):
-    assert yaml.safe_load((folder / "slipstream-rules.yml").read_text()) == rules(ServiceObjectives())
+    assert yaml.safe_load((folder / "slipstream-rules.yml").read_text()) == rules(
+        ServiceObjectives()
+    )
     found = json.loads((folder / "slipstream-dashboard.json").read_text())
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in found["panels"]]
     assert len(set(places)) == len(places) == len(PANELS)
@@ -78,7 +98,12 @@ def test_bad_objectives(tmp_path, capsys, words, named):
 
 @needs_promtool
 def test_promtool_accepts_the_rules(folder):
-    told = subprocess.run(["promtool", "check", "rules", "slipstream-rules.yml"], cwd=folder, capture_output=True, text=True)
+    told = subprocess.run(
+        ["promtool", "check", "rules", "slipstream-rules.yml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert told.returncode == 0, told.stdout + told.stderr
     count = sum(len(group["rules"]) for group in rules(ServiceObjectives())["groups"])
     assert f"SUCCESS: {count} rules found" in told.stdout
@@ -97,7 +122,10 @@ def test_the_alerts_fire_and_end(folder):
         ]
 
     labels = {"job": "bad", "model_name": "m"}
-    wanted = [{"exp_labels": {**labels, "severity": severity, "window": long}} for _, long, _, _, severity in BURNS[:3]]
+    wanted = [
+        {"exp_labels": {**labels, "severity": severity, "window": long}}
+        for _, long, _, _, severity in BURNS[:3]
+    ]
     page = {"eval_time": "90m", "alertname": "SlipstreamTtftBurn", "exp_alerts": wanted}
     dead = {"exp_labels": {"severity": "page", "job": "x"}}
     down = {"eval_time": "5m", "alertname": "SlipstreamEngineDown", "exp_alerts": [dead]}
@@ -122,7 +150,9 @@ def test_the_alerts_fire_and_end(folder):
             rule.pop("annotations", None)
     (folder / "slipstream-rules.yml").write_text(yaml.safe_dump(stripped))
     (folder / "tests.yml").write_text(yaml.safe_dump(tests))
-    told = subprocess.run(["promtool", "test", "rules", "tests.yml"], cwd=folder, capture_output=True, text=True)
+    told = subprocess.run(
+        ["promtool", "test", "rules", "tests.yml"], cwd=folder, capture_output=True, text=True
+    )
     assert told.returncode == 0, told.stdout + told.stderr
 
 
@@ -142,21 +172,36 @@ def test_every_panel_has_data(tiny_server, folder):
         "scrape_configs": [{"job_name": "slipstream", "static_configs": [{"targets": [target]}]}],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    command = ["prometheus", "--config.file=prometheus.yml", f"--storage.tsdb.path={folder / 'data'}"]
+    command = [
+        "prometheus",
+        "--config.file=prometheus.yml",
+        f"--storage.tsdb.path={folder / 'data'}",
+    ]
     process = subprocess.Popen(
-        [*command, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"], cwd=folder, stderr=subprocess.DEVNULL
+        [*command, f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"],
+        cwd=folder,
+        stderr=subprocess.DEVNULL,
     )
     try:
         client, base = tiny_server.client(), f"http://127.0.0.1:{port}"
         missing, until = {"not asked yet"}, time.monotonic() + PATIENCE_S
         while missing:
             assert time.monotonic() < until, missing
-            prompt = "One two three four five six seven eight nine ten eleven twelve thirteen fourteen"
-            client.completions.create(model="smollm2", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True})
+            prompt = (
+                "One two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+            )
+            client.completions.create(
+                model="smollm2", prompt=prompt, max_tokens=8, extra_body={"ignore_eos": True}
+            )
             time.sleep(0.5)
             missing = {title for title, expr in queries() if not has_data(base, expr)}
         problems = httpx.get(base + "/api/v1/rules", timeout=PATIENCE_S).json()["data"]["groups"]
-        assert not [rule["lastError"] for group in problems for rule in group["rules"] if rule.get("lastError")]
+        assert not [
+            rule["lastError"]
+            for group in problems
+            for rule in group["rules"]
+            if rule.get("lastError")
+        ]
     finally:
         process.terminate()
         process.wait(PATIENCE_S)

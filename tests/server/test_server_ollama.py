@@ -53,12 +53,29 @@ def test_the_same_as_a_chat(http, path):
 def test_raw_prompts_and_system_messages(http):
     ours = {"model": "smollm2", "prompt": "Once upon", "temperature": 0, "max_tokens": 6}
     expected = http.post("/v1/completions", json=ours).json()["choices"][0]["text"]
-    body = {"model": "smollm2", "prompt": "Once upon", "raw": True, "stream": False, "options": GREEDY}
+    body = {
+        "model": "smollm2",
+        "prompt": "Once upon",
+        "raw": True,
+        "stream": False,
+        "options": GREEDY,
+    }
     assert http.post("/api/generate", json=body).json()["response"] == expected
-    with_system = {"model": "smollm2", "prompt": "Say hello.", "system": "Be brief.", "stream": False, "options": GREEDY}
+    with_system = {
+        "model": "smollm2",
+        "prompt": "Say hello.",
+        "system": "Be brief.",
+        "stream": False,
+        "options": GREEDY,
+    }
     said = [{"role": "system", "content": "Be brief."}, *SAID]
-    count = http.post("/api/chat", json={"model": "smollm2", "messages": said, "stream": False, "options": GREEDY}).json()
-    assert http.post("/api/generate", json=with_system).json()["prompt_eval_count"] == count["prompt_eval_count"]
+    count = http.post(
+        "/api/chat", json={"model": "smollm2", "messages": said, "stream": False, "options": GREEDY}
+    ).json()
+    assert (
+        http.post("/api/generate", json=with_system).json()["prompt_eval_count"]
+        == count["prompt_eval_count"]
+    )
 
 
 def test_reasoning_stands_apart(http, model, monkeypatch):
@@ -75,13 +92,20 @@ def test_reasoning_stands_apart(http, model, monkeypatch):
     parts = [part["message"] for part in lines(http.post("/api/chat", json=body | {"think": True}))]
     assert "".join(part["content"] for part in parts) == thought["content"]
     assert "".join(part.get("thinking", "") for part in parts) == thought["thinking"]
-    at_once = http.post("/api/chat", json=body | {"stream": False, "think": False}).json()["message"]
+    at_once = http.post("/api/chat", json=body | {"stream": False, "think": False}).json()[
+        "message"
+    ]
     assert set(json.loads(at_once["content"])) <= {"a", "b"}
     assert "thinking" not in at_once
-    said = http.post("/api/generate", json={k: v for k, v in body.items() if k != "messages"} | {"prompt": SAID[0]["content"]})
+    said = http.post(
+        "/api/generate",
+        json={k: v for k, v in body.items() if k != "messages"} | {"prompt": SAID[0]["content"]},
+    )
     assert "".join(part.get("thinking", "") for part in lines(said)) == thought["thinking"]
     assert "think" in http.post("/api/chat", json=body | {"think": "high"}).json()["error"]
-    raw = http.post("/api/generate", json={"model": "smollm2", "prompt": "x", "raw": True, "think": True})
+    raw = http.post(
+        "/api/generate", json={"model": "smollm2", "prompt": "x", "raw": True, "think": True}
+    )
     assert (raw.status_code, "think" in raw.json()["error"]) == (400, True)
     assert "thinking" in http.post("/api/show", json={"model": "smollm2"}).json()["capabilities"]
     told = [*SAID, {"role": "assistant", "content": "Hi.", "thinking": "Well."}, *SAID]
@@ -101,11 +125,24 @@ def test_options(http, tiny_server):
 
     engine.submit = submit
     try:
-        assert http.post("/api/chat", json={"model": "smollm2", "messages": SAID, "options": given}).status_code == 200
+        assert (
+            http.post(
+                "/api/chat", json={"model": "smollm2", "messages": SAID, "options": given}
+            ).status_code
+            == 200
+        )
     finally:
         del engine.submit
     (sampling,) = seen
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
+    for name in (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
         assert getattr(sampling, name) == given[name]
     assert (sampling.stop, sampling.max_tokens, sampling.repetition_penalty) == (("x",), 7, 1.2)
 
@@ -118,7 +155,11 @@ def test_options(http, tiny_server):
         ("/api/chat", {"options": {"heat": 1}}, "heat"),
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools"),
         ("/api/chat", {"think": True}, "think"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "pictures"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "x", "images": ["aa"]}]},
+            "pictures",
+        ),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "robot"),
         ("/api/chat", {"options": {"temperature": -1}}, "temperature"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
@@ -167,10 +208,15 @@ def test_embeddings(tiny_encoder_server):
         found = http.post("/api/embed", json={"model": "minilm", "input": texts}).json()
         assert found["embeddings"] == [pytest.approx(one["embedding"]) for one in expected["data"]]
         assert found["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
-        assert http.post("/api/embed", json={"model": "minilm", "input": "word " * 2000}).status_code == 200
+        assert (
+            http.post("/api/embed", json={"model": "minilm", "input": "word " * 2000}).status_code
+            == 200
+        )
         long = {"model": "minilm", "input": "word " * 2000, "truncate": False}
         assert http.post("/api/embed", json=long).status_code == 400
-        assert http.post("/api/show", json={"model": "minilm"}).json()["capabilities"] == ["embedding"]
+        assert http.post("/api/show", json={"model": "minilm"}).json()["capabilities"] == [
+            "embedding"
+        ]
 
 
 def test_the_page_of_the_api(http):
@@ -185,8 +231,14 @@ def test_the_page_of_the_api(http):
             given = dict(attributes)
             self.links += [given["href"]] if "href" in given else []
             self.ids |= {given["id"]} if "id" in given else set()
-            empty = tag == "link" and given.get("href") == "data:,"  # an icon, which browsers would ask for
-            self.others += [tag] if "src" in given or (tag in ("script", "link", "iframe") and not empty) else []
+            empty = (
+                tag == "link" and given.get("href") == "data:,"
+            )  # an icon, which browsers would ask for
+            self.others += (
+                [tag]
+                if "src" in given or (tag in ("script", "link", "iframe") and not empty)
+                else []
+            )
 
     answer = http.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")

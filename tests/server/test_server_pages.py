@@ -56,7 +56,10 @@ def test_status_shows_load_latency_and_findings(browser, width, height, tmp_path
         text = browser.run("return document.body.innerText")
         browser.screenshot(tmp_path / "status.png")
         browser.visit("about:blank", width=width, height=height)
-    assert all(part in text for part in ("fake", "1 of 1", "cache thrash on fake", "fewer sequences at once"))
+    assert all(
+        part in text
+        for part in ("fake", "1 of 1", "cache thrash on fake", "fewer sequences at once")
+    )
     assert "too small <b>for</b> what" in text  # as text
     assert "first token\t3\t" in text
     assert "API key" not in text  # nobody needs one here
@@ -68,7 +71,10 @@ def test_pages_fit_the_window(browser, width, height):
     with serving() as server:
         for page in ("status", "chat"):
             browser.visit(f"{server.url}/{page}", width=width, height=height)
-            browser.wait_for("return document.body.innerText.includes('fake') || document.getElementById('model')?.value", page)
+            browser.wait_for(
+                "return document.body.innerText.includes('fake') || document.getElementById('model')?.value",
+                page,
+            )
             assert fits(browser)
         browser.visit(server.url + "/docs", width=width, height=height)
         assert fits(browser)
@@ -77,28 +83,42 @@ def test_pages_fit_the_window(browser, width, height):
 
 
 def say(browser, text):
-    browser.run(f"document.getElementById('text').value = {text!r}; document.getElementById('send').requestSubmit()")
+    browser.run(
+        f"document.getElementById('text').value = {text!r}; document.getElementById('send').requestSubmit()"
+    )
 
 
 def answers(browser):
-    return browser.run("return [...document.querySelectorAll('.assistant')].map(e => e.textContent)")
+    return browser.run(
+        "return [...document.querySelectorAll('.assistant')].map(e => e.textContent)"
+    )
 
 
 def test_chat_streams_and_keeps_the_conversation(browser):
     with serving() as server:
         browser.visit(server.url + "/chat", width=1280, height=900)
         browser.wait_for("return document.getElementById('model').value === 'fake'", "no model")
-        browser.run("document.getElementById('max_tokens').value = 12; document.getElementById('temperature').value = 0.5")
+        browser.run(
+            "document.getElementById('max_tokens').value = 12; document.getElementById('temperature').value = 0.5"
+        )
         say(browser, "<i>hello</i>")
         browser.wait_for("return document.querySelectorAll('.note').length === 1", "no answer")
         say(browser, "more")
-        browser.wait_for("return document.querySelectorAll('.note').length === 2", "no second answer")
+        browser.wait_for(
+            "return document.querySelectorAll('.note').length === 2", "no second answer"
+        )
         assert [bool(text) for text in answers(browser)] == [True, True]
         assert browser.run("return document.querySelector('.user').textContent") == "<i>hello</i>"
         prompt, sampling, _ = server.engine.seen[-1]
         assert (sampling.temperature, sampling.max_tokens) == (0.5, 12)
-        ids = prompt["prompt_token_ids"] if isinstance(prompt, dict) else server.engine.tokenizer.encode(prompt)
-        assert "<i>hello</i>" in server.engine.tokenizer.decode(ids)  # the first turn is in the second's prompt
+        ids = (
+            prompt["prompt_token_ids"]
+            if isinstance(prompt, dict)
+            else server.engine.tokenizer.encode(prompt)
+        )
+        assert "<i>hello</i>" in server.engine.tokenizer.decode(
+            ids
+        )  # the first turn is in the second's prompt
         browser.visit("about:blank", width=1280, height=900)
     assert browser.errors() == []
 
@@ -108,10 +128,14 @@ def test_stop_ends_the_answer_and_frees_the_engine(browser):
         browser.visit(server.url + "/chat", width=390, height=844)
         browser.wait_for("return document.getElementById('model').value === 'fake'", "no model")
         say(browser, "hello")
-        browser.wait_for("return document.querySelector('.assistant')?.textContent.length > 3", "nothing comes")
+        browser.wait_for(
+            "return document.querySelector('.assistant')?.textContent.length > 3", "nothing comes"
+        )
         browser.run("document.getElementById('stop').click()")
         server.wait_idle()
-        browser.wait_for("return document.querySelector('.note')?.textContent.includes('stopped')", "not said")
+        browser.wait_for(
+            "return document.querySelector('.note')?.textContent.includes('stopped')", "not said"
+        )
         browser.visit("about:blank", width=390, height=844)
     assert browser.errors() == []
 
@@ -121,24 +145,36 @@ def test_pages_ask_for_a_key(browser):
         with server.http() as http:
             assert http.get("/status").status_code == http.get("/chat").status_code == 200
             assert http.get("/status.json").status_code == http.get("/findings").status_code == 401
-        shown_by = {"status": "!document.getElementById('main').hidden", "chat": "document.getElementById('model').value"}
+        shown_by = {
+            "status": "!document.getElementById('main').hidden",
+            "chat": "document.getElementById('model').value",
+        }
         for page, shown in shown_by.items():
             browser.visit(f"{server.url}/{page}", width=1280, height=900)
             browser.wait_for("return !document.getElementById('ask').hidden", "no key is asked for")
-            for key, check in (("wrong", "!document.getElementById('ask').hidden"), ("secret", shown)):
+            for key, check in (
+                ("wrong", "!document.getElementById('ask').hidden"),
+                ("secret", shown),
+            ):
                 browser.run(
                     f"document.getElementById('key').value = '{key}'; document.getElementById('ask').requestSubmit()"
                 )
                 browser.wait_for(f"return {check}", f"{page} with the key {key}")
             browser.run("sessionStorage.clear()")
         browser.visit("about:blank", width=1280, height=900)
-    assert all("401" in entry["message"] for entry in browser.errors())  # which the browser itself logs
+    assert all(
+        "401" in entry["message"] for entry in browser.errors()
+    )  # which the browser itself logs
 
 
 def test_routes_without_a_detector(shared):
     with shared.http() as http:
         status = http.get("/status.json").json()
-        assert (status["models"], status["findings"], status["replicas"][0]["state"]) == (["fake"], None, "ready")
+        assert (status["models"], status["findings"], status["replicas"][0]["state"]) == (
+            ["fake"],
+            None,
+            "ready",
+        )
         missing = http.get("/findings")
         assert missing.status_code == 404
         assert "--detect" in missing.json()["error"]["message"]
@@ -152,5 +188,8 @@ def test_findings_are_in_the_metrics():
     with serving() as server, server.http() as http:
         assert "slipstream:findings" not in http.get("/metrics").text
         server.state.watch = FakeWatch()
-        assert 'slipstream:findings{cause="cache_thrash",model_name="fake"} 1.0' in http.get("/metrics").text
+        assert (
+            'slipstream:findings{cause="cache_thrash",model_name="fake"} 1.0'
+            in http.get("/metrics").text
+        )
         assert http.get("/findings").json()["findings"] == [FINDING]

@@ -79,16 +79,26 @@ def server(tmp_path_factory, host):
 
     path = tmp_path_factory.mktemp("eyes")
     build_vision(path, "smolvlm", seed=3)
-    args = EngineArgs(str(path), dtype="float32", max_num_seqs=4, kv_cache_bytes=2**25, max_images=3)
+    args = EngineArgs(
+        str(path), dtype="float32", max_num_seqs=4, kv_cache_bytes=2**25, max_images=3
+    )
     with serving(
-        start=lambda: AsyncLLM.start(args), served_model_names=("eyes",), allowed_media_hosts=(host,)
+        start=lambda: AsyncLLM.start(args),
+        served_model_names=("eyes",),
+        allowed_media_hosts=(host,),
     ) as running:
         yield running
 
 
 def message(url, text="what is it?", **more):
     return [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, **more}}, {"type": "text", "text": text}]}
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": url, **more}},
+                {"type": "text", "text": text},
+            ],
+        }
     ]
 
 
@@ -96,21 +106,44 @@ def test_every_protocol_gives_the_same(server, host):
     with server.client() as client, server.http() as plain:
         chat = client.chat.completions.create(messages=message(uri(png())), **GREEDY)
         words = client.chat.completions.create(messages=message(uri(png()), detail="low"), **GREEDY)
-        assert chat.usage.prompt_tokens > words.usage.prompt_tokens > 16  # the picture's tokens are counted
-        streamed = client.chat.completions.create(messages=message(uri(png())), stream=True, **GREEDY)
+        assert (
+            chat.usage.prompt_tokens > words.usage.prompt_tokens > 16
+        )  # the picture's tokens are counted
+        streamed = client.chat.completions.create(
+            messages=message(uri(png())), stream=True, **GREEDY
+        )
         text = "".join(c.choices[0].delta.content or "" for c in streamed if c.choices)
         assert text == chat.choices[0].message.content
-        fetched = client.chat.completions.create(messages=message(f"http://{host}/picture.png"), **GREEDY)
+        fetched = client.chat.completions.create(
+            messages=message(f"http://{host}/picture.png"), **GREEDY
+        )
         assert fetched.choices[0].message.content == text
         assert fetched.usage.prompt_tokens_details.cached_tokens > 0
-        parts = [{"type": "input_image", "image_url": uri(png())}, {"type": "input_text", "text": "what is it?"}]
-        body = {"model": "eyes", "input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 6}
+        parts = [
+            {"type": "input_image", "image_url": uri(png())},
+            {"type": "input_text", "text": "what is it?"},
+        ]
+        body = {
+            "model": "eyes",
+            "input": [{"role": "user", "content": parts}],
+            "temperature": 0,
+            "max_output_tokens": 6,
+        }
         answer = plain.post("/v1/responses", json={**body, "ignore_eos": True}).json()
         assert answer["output"][0]["content"][0]["text"] == text
         assert answer["usage"]["input_tokens"] == chat.usage.prompt_tokens
-        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png()).decode()}
+        source = {
+            "type": "base64",
+            "media_type": "image/png",
+            "data": base64.b64encode(png()).decode(),
+        }
         blocks = [{"type": "image", "source": source}, {"type": "text", "text": "what is it?"}]
-        body = {"model": "eyes", "max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+        body = {
+            "model": "eyes",
+            "max_tokens": 6,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": blocks}],
+        }
         headers = {"anthropic-version": "2023-06-01"}
         answer = plain.post("/v1/messages", json=body, headers=headers).json()
         used = answer["usage"]
@@ -138,22 +171,44 @@ def test_what_can_not_be_read_is_a_400(server, host):
             error = answer.json()["error"]
             assert why in error["message"], error
             assert error["param"].startswith("messages[0].content[0].image_url")
-        many = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(png())}}] * 4}]
+        many = [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": uri(png())}}] * 4,
+            }
+        ]
         answer = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": many})
         assert answer.status_code == 400
         assert "max_images" in answer.json()["error"]["message"]
         for role in ("system", "assistant"):
             wrong = [{**message(uri(png()))[0], "role": role}]
-            assert plain.post("/v1/chat/completions", json={"model": "eyes", "messages": wrong}).status_code == 400
+            assert (
+                plain.post(
+                    "/v1/chat/completions", json={"model": "eyes", "messages": wrong}
+                ).status_code
+                == 400
+            )
         typo = message(uri(png()), detial="low")
-        assert plain.post("/v1/chat/completions", json={"model": "eyes", "messages": typo}).status_code == 400
-        text = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": [{"role": "user", "content": "hi"}]})
+        assert (
+            plain.post("/v1/chat/completions", json={"model": "eyes", "messages": typo}).status_code
+            == 400
+        )
+        text = plain.post(
+            "/v1/chat/completions",
+            json={"model": "eyes", "messages": [{"role": "user", "content": "hi"}]},
+        )
         assert text.status_code == 200
 
 
 def test_a_beam_search_does_not_answer_without_its_picture(server):
     with server.http() as plain:
-        body = {"model": "eyes", "messages": message(uri(png())), "max_tokens": 2, "use_beam_search": True, "n": 2}
+        body = {
+            "model": "eyes",
+            "messages": message(uri(png())),
+            "max_tokens": 2,
+            "use_beam_search": True,
+            "n": 2,
+        }
         answer = plain.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "use_beam_search")
 
@@ -161,26 +216,45 @@ def test_a_beam_search_does_not_answer_without_its_picture(server):
 def test_tokens_are_counted_with_their_pictures(server):
     with server.http() as plain:
         said = message(uri(png()))
-        used = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": said, "max_tokens": 1}).json()["usage"]
+        used = plain.post(
+            "/v1/chat/completions", json={"model": "eyes", "messages": said, "max_tokens": 1}
+        ).json()["usage"]
         tokens = plain.post("/tokenize", json={"messages": said}).json()
         assert tokens["count"] == len(tokens["tokens"]) == used["prompt_tokens"] > 90
         wrong = plain.post("/tokenize", json={"messages": message(uri(b"no picture"))})
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (
+            400,
+            "messages[0].content[0].image_url.url",
+        )
 
 
 def test_short_forms_of_a_picture(server):
     with server.http() as plain:
-        for said in ([{"type": "image_url", "image_url": uri(png())}], message(uri(png()), detail=None)[0]["content"]):
-            body = {"model": "eyes", "messages": [{"role": "user", "content": said}], "max_tokens": 1}
+        for said in (
+            [{"type": "image_url", "image_url": uri(png())}],
+            message(uri(png()), detail=None)[0]["content"],
+        ):
+            body = {
+                "model": "eyes",
+                "messages": [{"role": "user", "content": said}],
+                "max_tokens": 1,
+            }
             answer = plain.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
 
 
 def test_vllms_settings_of_a_picture_are_answered_with_ours(server):
     with server.http() as plain:
-        body = {"model": "eyes", "messages": message(uri(png())), "mm_processor_kwargs": {"size": 1}}
+        body = {
+            "model": "eyes",
+            "messages": message(uri(png())),
+            "mm_processor_kwargs": {"size": 1},
+        }
         answer = plain.post("/v1/chat/completions", json=body)
-    assert (answer.status_code, "here it is the detail of an image_url" in answer.json()["error"]["message"]) == (400, True)
+    assert (
+        answer.status_code,
+        "here it is the detail of an image_url" in answer.json()["error"]["message"],
+    ) == (400, True)
 
 
 def test_ollamas_pictures(server):
@@ -188,14 +262,24 @@ def test_ollamas_pictures(server):
     with server.http() as plain:
         assert "vision" in plain.post("/api/show", json={"model": "eyes"}).json()["capabilities"]
         said = {"model": "eyes", "stream": False, "options": {"temperature": 0, "num_predict": 6}}
-        chat = plain.post("/api/chat", json={**said, "messages": [{"role": "user", "content": "x", "images": [picture]}]})
+        chat = plain.post(
+            "/api/chat",
+            json={**said, "messages": [{"role": "user", "content": "x", "images": [picture]}]},
+        )
         text = plain.post("/api/generate", json={**said, "prompt": "x", "images": [picture]})
-        own = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": message(uri(png()), "x"), "max_tokens": 1})
+        own = plain.post(
+            "/v1/chat/completions",
+            json={"model": "eyes", "messages": message(uri(png()), "x"), "max_tokens": 1},
+        )
         assert chat.json()["message"]["content"] == text.json()["response"]
         assert chat.json()["prompt_eval_count"] == own.json()["usage"]["prompt_tokens"] > 90
         for path, body, why in (
             ("/api/chat", {"messages": [{"role": "user", "images": ["AAAA"]}]}, "formats"),
-            ("/api/chat", {"messages": [{"role": "assistant", "content": "x", "images": [picture]}]}, "only a user"),
+            (
+                "/api/chat",
+                {"messages": [{"role": "assistant", "content": "x", "images": [picture]}]},
+                "only a user",
+            ),
             ("/api/generate", {"prompt": "x", "raw": True, "images": [picture]}, "images"),
         ):
             answer = plain.post(path, json={**said, **body})
@@ -204,7 +288,10 @@ def test_ollamas_pictures(server):
 
 def test_anthropics_pictures_are_named_by_their_own_place(server):
     def image(data):
-        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        return {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": data},
+        }
 
     whole, text = image(base64.b64encode(png()).decode()), {"type": "text", "text": "x"}
     tool = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
@@ -213,26 +300,50 @@ def test_anthropics_pictures_are_named_by_their_own_place(server):
     body = {"model": "eyes", "max_tokens": 1, "system": "z"}
     with server.http() as plain:
         for said, where in (
-            ([{"role": "user", "content": [whole, text, image("AAAA")]}], "messages[0].content[2].source: a picture"),
-            ([*past, {"role": "user", "content": [result, image("AAAA")]}], "messages[2].content[1].source: a picture"),
-            ([{"role": "user", "content": [text, *[whole] * 4]}], "messages[0].content[1]: 4 pictures"),
-            ([*past, {"role": "user", "content": [{**result, "content": [whole]}]}], "a block of a tool's result is"),
+            (
+                [{"role": "user", "content": [whole, text, image("AAAA")]}],
+                "messages[0].content[2].source: a picture",
+            ),
+            (
+                [*past, {"role": "user", "content": [result, image("AAAA")]}],
+                "messages[2].content[1].source: a picture",
+            ),
+            (
+                [{"role": "user", "content": [text, *[whole] * 4]}],
+                "messages[0].content[1]: 4 pictures",
+            ),
+            (
+                [*past, {"role": "user", "content": [{**result, "content": [whole]}]}],
+                "a block of a tool's result is",
+            ),
         ):
-            answer = plain.post("/v1/messages", json={**body, "messages": said}, headers={"anthropic-version": "2023-06-01"})
+            answer = plain.post(
+                "/v1/messages",
+                json={**body, "messages": said},
+                headers={"anthropic-version": "2023-06-01"},
+            )
             assert answer.status_code == 400
             assert where in answer.json()["error"]["message"], answer.text
 
 
 def test_a_body_with_a_large_picture_names_the_option(server):
     with server.http() as plain:
-        answer = plain.post("/v1/chat/completions", json={"model": "eyes", "messages": message("data:" + "x" * 9 * 2**20)})
-    assert (answer.status_code, "--max-body-bytes" in answer.json()["error"]["message"]) == (413, True)
+        answer = plain.post(
+            "/v1/chat/completions",
+            json={"model": "eyes", "messages": message("data:" + "x" * 9 * 2**20)},
+        )
+    assert (answer.status_code, "--max-body-bytes" in answer.json()["error"]["message"]) == (
+        413,
+        True,
+    )
 
 
 def test_a_model_without_eyes_refuses(shared):
     with shared.http() as plain:
         body = {"model": "fake", "messages": message(uri(png()))}
-        answer = plain.post("/v1/chat/completions", json={**body, "model": shared.state.model_names[0]})
+        answer = plain.post(
+            "/v1/chat/completions", json={**body, "model": shared.state.model_names[0]}
+        )
         assert answer.status_code == 400
         assert "no pictures" in answer.json()["error"]["message"]
 
@@ -243,7 +354,9 @@ def test_fetches_are_bounded(host, monkeypatch):
         media.fetched(f"http://{host}/large", "p")
     monkeypatch.setattr(media, "FETCH_S", 0.3)
     for path in ("slow", "slow-head"):
-        with pytest.raises(ApiError, match="can't be fetched"):  # though something comes all the time, without an end
+        with pytest.raises(
+            ApiError, match="can't be fetched"
+        ):  # though something comes all the time, without an end
             media.fetched(f"http://{host}/{path}", "p")
 
 
@@ -291,19 +404,33 @@ def test_responses_name_a_picture_by_its_item_and_part(server):
     ]
     body = {"model": "eyes", "instructions": "z", "max_output_tokens": 1}
     with server.http() as plain:
-        kept = plain.post("/v1/responses", json={**body, "input": [{"role": "user", "content": [whole]}]}).json()["id"]
+        kept = plain.post(
+            "/v1/responses", json={**body, "input": [{"role": "user", "content": [whole]}]}
+        ).json()["id"]
         for items, where in (
-            ([{"role": "user", "content": [whole, text, image("AAAA")]}], "input[0].content[2].image_url"),
-            ([*past, *call, {"role": "user", "content": [text, image("AAAA")]}], "input[4].content[1].image_url"),
+            (
+                [{"role": "user", "content": [whole, text, image("AAAA")]}],
+                "input[0].content[2].image_url",
+            ),
+            (
+                [*past, *call, {"role": "user", "content": [text, image("AAAA")]}],
+                "input[4].content[1].image_url",
+            ),
             ([*past, {"role": "user", "content": [text, *[whole] * 4]}], "input[2].content[1]"),
             ([{"role": "system", "content": [whole]}], "input[0].content[0].image_url"),
         ):
             for path in ("/v1/responses", "/v1/responses/input_tokens"):
                 some = body if path == "/v1/responses" else {"model": "eyes", "instructions": "z"}
                 answer = plain.post(path, json={**some, "input": items})
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, where), answer.text
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, where), (
+                    answer.text
+                )
         more = {**body, "previous_response_id": kept}
-        answer = plain.post("/v1/responses", json={**more, "input": [{"role": "user", "content": [image("AAAA")]}]})
+        answer = plain.post(
+            "/v1/responses", json={**more, "input": [{"role": "user", "content": [image("AAAA")]}]}
+        )
         assert answer.json()["error"]["param"] == "input[0].content[0].image_url"
-        answer = plain.post("/v1/responses", json={**more, "input": [{"role": "user", "content": [whole] * 3}]})
+        answer = plain.post(
+            "/v1/responses", json={**more, "input": [{"role": "user", "content": [whole] * 3}]}
+        )
         assert answer.json()["error"]["param"] == "previous_response_id[0]"

@@ -15,13 +15,22 @@ from tests import forked_ranks
 from tests.server.conftest import serving
 from tests.waiting import PATIENCE_S
 
-ASK = dict(model="tiny", prompt="in the hour", temperature=0, max_tokens=12, logprobs=1, extra_body={"ignore_eos": True})
+ASK = dict(
+    model="tiny",
+    prompt="in the hour",
+    temperature=0,
+    max_tokens=12,
+    logprobs=1,
+    extra_body={"ignore_eos": True},
+)
 
 
 def ranks_of(server):
     """The process ids of the engine's ranks."""
     pid = server.parent.pid
-    return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return sorted(
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +60,9 @@ def test_it_answers_as_one_process(split, tiny_server):
     with split.client() as ours, tiny_server.client() as theirs:
         found = ours.completions.create(**ASK).choices[0]
         wanted = theirs.completions.create(**{**ASK, "model": "smollm2"}).choices[0]
-        streamed = "".join(c.choices[0].text for c in ours.completions.create(**ASK, stream=True) if c.choices)
+        streamed = "".join(
+            c.choices[0].text for c in ours.completions.create(**ASK, stream=True) if c.choices
+        )
     assert found.text == wanted.text == streamed
     assert found.logprobs.token_logprobs == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-3)
 
@@ -64,7 +75,10 @@ def test_health_tells_of_a_rank_that_is_stopped(split):
         os.kill(pid, signal.SIGSTOP)
         try:
             split.wait_for(lambda: http.get("/health").status_code == 503, "nobody saw it")
-            assert f"the engine's rank 1 is stopped, and goes on with SIGCONT (process {pid})" in http.get("/ready").text
+            assert (
+                f"the engine's rank 1 is stopped, and goes on with SIGCONT (process {pid})"
+                in http.get("/ready").text
+            )
         finally:
             os.kill(pid, signal.SIGCONT)
         split.wait_for(lambda: http.get("/health").status_code == 200, "it does not go on")
@@ -87,7 +101,10 @@ def test_a_killed_rank_fails_requests_with_its_reason_and_the_engine_starts_agai
         split.wait_for(lambda: split.engine.is_alive, "the engine did not start again")
         assert client.completions.create(**ASK).choices[0].text == wanted
     assert not set(before) & set(ranks_of(split))
-    split.wait_for(lambda: not [pid for pid in before if Path(f"/proc/{pid}").exists()], "a rank outlives its engine")
+    split.wait_for(
+        lambda: not [pid for pid in before if Path(f"/proc/{pid}").exists()],
+        "a rank outlives its engine",
+    )
 
 
 def test_a_rank_that_dies_while_nothing_is_asked_is_seen(split):

@@ -44,13 +44,25 @@ def nothing_left(tiny_server):
 
 def is_idle(server):
     stats = server.call(server.engine.stats())
-    return (stats.num_running, stats.num_waiting) == (0, 0) and stats.num_free_blocks == stats.num_blocks
+    return (stats.num_running, stats.num_waiting) == (
+        0,
+        0,
+    ) and stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.parametrize("prompt", [PROMPT["prompt"], "in the hour " * 30], ids=["short", "of several steps"])
+@pytest.mark.parametrize(
+    "prompt", [PROMPT["prompt"], "in the hour " * 30], ids=["short", "of several steps"]
+)
 def test_streamed_is_the_same(client, prompt):
     def ask(**more):
-        fields = PROMPT | {"prompt": prompt, "max_tokens": 24, "logprobs": 2, "echo": True, "n": 2, "seed": 3}
+        fields = PROMPT | {
+            "prompt": prompt,
+            "max_tokens": 24,
+            "logprobs": 2,
+            "echo": True,
+            "n": 2,
+            "seed": 3,
+        }
         return client.completions.create(**fields, **more)
 
     whole, chunks = ask(), list(ask(stream=True, stream_options={"include_usage": True}))
@@ -65,14 +77,21 @@ def test_streamed_is_the_same(client, prompt):
         assert len(choice.logprobs.token_logprobs) == whole.usage.prompt_tokens + 24
         assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
         # Greedy: the chosen token is the most likely one.
-        for chosen, top in list(zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True))[-24:]:
+        for chosen, top in list(
+            zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True)
+        )[-24:]:
             assert chosen == max(top.values())
 
 
 def test_chat_streamed_is_the_same(client):
     whole = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
-    chunks = list(client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    chunks = list(
+        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, stream=True)
+    )
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks)
+        == whole.choices[0].message.content
+    )
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     assert entries == whole.choices[0].logprobs.content
@@ -97,7 +116,9 @@ def test_stop_string(client):
 
 def test_logit_bias_and_seed(tiny_server, client):
     with tiny_server.http() as http:
-        (token, *_) = http.post("/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()["tokens"]
+        (token, *_) = http.post(
+            "/tokenize", json={"prompt": "a", "add_special_tokens": False}
+        ).json()["tokens"]
         once = http.post("/detokenize", json={"tokens": [token]}).json()["prompt"]
     biased = client.completions.create(**PROMPT, max_tokens=3, logit_bias={str(token): 100})
     assert biased.choices[0].text == once * 3
@@ -108,8 +129,13 @@ def test_logit_bias_and_seed(tiny_server, client):
 
 def test_max_tokens_beyond_the_context(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="smollm2", messages=MESSAGES, max_completion_tokens=5000)
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_completion_tokens")
+        client.chat.completions.create(
+            model="smollm2", messages=MESSAGES, max_completion_tokens=5000
+        )
+    assert (caught.value.code, caught.value.param) == (
+        "context_length_exceeded",
+        "max_completion_tokens",
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}])
@@ -125,7 +151,11 @@ def test_prefix_cache_is_reported(tiny_server, client):
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
     with tiny_server.http() as http:
         metrics = http.get("/metrics").text
-    hits = [line for line in metrics.splitlines() if line.startswith("slipstream:prefix_cache_hits_total{")]
+    hits = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith("slipstream:prefix_cache_hits_total{")
+    ]
     assert float(hits[0].split()[-1]) > 0
 
 
@@ -135,7 +165,11 @@ def test_any_fields(tiny_server, data):
     with tiny_server.http() as http:
         schemas = http.get("/openapi.json").json()["components"]["schemas"]
         for path, kind, base in (
-            ("/v1/completions", "CompletionRequest", {"model": "smollm2", "prompt": "a", "max_tokens": 3}),
+            (
+                "/v1/completions",
+                "CompletionRequest",
+                {"model": "smollm2", "prompt": "a", "max_tokens": 3},
+            ),
             ("/v1/chat/completions", "ChatRequest", CHAT | {"max_tokens": 3}),
         ):
             body = data.draw(bodies(base, set(schemas[kind]["properties"]) - {"max_tokens"}))
@@ -155,7 +189,9 @@ def test_values_at_the_edge_of_what_a_field_takes(tiny_server, client):
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
     ):
-        answer = client.completions.create(**{**PROMPT, "temperature": 1, "max_tokens": 3, **change})
+        answer = client.completions.create(
+            **{**PROMPT, "temperature": 1, "max_tokens": 3, **change}
+        )
         assert answer.usage.completion_tokens >= 1, change
 
 
@@ -167,15 +203,21 @@ def test_engine_death_and_return(tiny_server, client, monkeypatch):
         return await start(args)
 
     monkeypatch.setattr(ChildLink, "start", after_it_was_seen)
-    stream = client.completions.create(**PROMPT, max_tokens=900, n=64, stream=True)  # seconds long: it is killed in its midst
+    stream = client.completions.create(
+        **PROMPT, max_tokens=900, n=64, stream=True
+    )  # seconds long: it is killed in its midst
     next(stream)
     os.kill(tiny_server.engine._core.link.process.pid, signal.SIGKILL)
     with pytest.raises(openai.APIError):
         list(stream)
     with tiny_server.http() as http:
-        tiny_server.wait_for(lambda: http.get("/health").status_code == 503, "the death was not noticed")
+        tiny_server.wait_for(
+            lambda: http.get("/health").status_code == 503, "the death was not noticed"
+        )
         seen.set()
-        tiny_server.wait_for(lambda: http.get("/health").status_code == 200, "the engine did not come back")
+        tiny_server.wait_for(
+            lambda: http.get("/health").status_code == 200, "the engine did not come back"
+        )
     assert client.completions.create(**PROMPT, max_tokens=3).usage.completion_tokens == 3
 
 
@@ -192,21 +234,34 @@ def test_the_command(tiny_path, tmp_path):
         "--json",
         "--served-model-name=tiny",
     ]
-    command += [f"--api-key-file={tmp_path / 'keys'}", "--log-format=json", "--device=cpu", "--max-model-len=1024"]
+    command += [
+        f"--api-key-file={tmp_path / 'keys'}",
+        "--log-format=json",
+        "--device=cpu",
+        "--max-model-len=1024",
+    ]
     command += ["--num-threads=1", "--dtype=float32", f"--kv-cache-bytes={2**26}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
     ready = json.loads(process.stdout.readline())
     assert ready["models"] == ["tiny"]
     assert ready["ledger"]["weights_bytes"] > 0
     with openai.OpenAI(base_url=ready["url"], api_key="the-key", max_retries=0) as client:
         body = PROMPT | {"model": "tiny", "max_tokens": 300}
-        stream = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        stream = client.completions.create(
+            **body, stream=True, stream_options={"include_usage": True}
+        )
         next(stream)
         process.send_signal(signal.SIGTERM)
         assert list(stream)[-1].usage.completion_tokens == 300
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
-    lines = [json.loads(line) for line in errors.splitlines() if not line.startswith("slipstream: starting")]
+    lines = [
+        json.loads(line)
+        for line in errors.splitlines()
+        if not line.startswith("slipstream: starting")
+    ]
     assert [line["status"] for line in lines if line["message"] == "request"] == [200]
     assert "the-key" not in errors

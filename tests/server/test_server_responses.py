@@ -20,7 +20,10 @@ from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
 
-TOOLS = [{"type": "function", "name": n, "description": "x", "parameters": s, "strict": False} for n, s in SCHEMAS.items()]
+TOOLS = [
+    {"type": "function", "name": n, "description": "x", "parameters": s, "strict": False}
+    for n, s in SCHEMAS.items()
+]
 ASK = {"model": "smollm2", "input": "Say hello.", "temperature": 0, "max_output_tokens": 8}
 
 
@@ -47,10 +50,23 @@ def test_the_same_text_as_a_chat(client):
     assert (answer.object, answer.model, answer.metadata, answer.instructions) == (
         *("response", "smollm2"), {"a": "b"}, "Be brief.",
     )  # fmt: skip
-    counted = client.responses.input_tokens.count(model="smollm2", input="Say hello.", instructions="Be brief.")
+    counted = client.responses.input_tokens.count(
+        model="smollm2", input="Say hello.", instructions="Be brief."
+    )
     assert counted.input_tokens == chat.usage.prompt_tokens
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "Say "}, {"type": "input_text", "text": "hello."}]}]
-    assert client.responses.create(**ASK | {"input": items}, instructions="Be brief.").output_text == answer.output_text
+    items = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Say "},
+                {"type": "input_text", "text": "hello."},
+            ],
+        }
+    ]
+    assert (
+        client.responses.create(**ASK | {"input": items}, instructions="Be brief.").output_text
+        == answer.output_text
+    )
 
 
 def check_stream(events, final):
@@ -67,7 +83,11 @@ def check_stream(events, final):
             "function_call": (False, "function_call_arguments"),
         }[item.type]
         added = events[place]
-        assert (added.type, added.output_index, added.item.type) == ("response.output_item.added", index, item.type)
+        assert (added.type, added.output_index, added.item.type) == (
+            "response.output_item.added",
+            index,
+            item.type,
+        )
         assert added.item.id == item.id
         place += 1
         if inside:
@@ -93,10 +113,15 @@ def check_stream(events, final):
 
 def outline(answer):
     """What does not differ from one run to the next."""
+
     def bare(item):
         return {k: v for k, v in item.items() if k not in ("id", "call_id")}
 
-    return [bare(item.to_dict()) for item in answer.output], answer.status, answer.usage.output_tokens
+    return (
+        [bare(item.to_dict()) for item in answer.output],
+        answer.status,
+        answer.usage.output_tokens,
+    )
 
 
 def test_a_stream(client):
@@ -105,7 +130,11 @@ def test_a_stream(client):
     check_stream(events, events[-1].response)
     assert outline(events[-1].response) == outline(whole)
     with client.responses.stream(
-        model="smollm2", input="Hi", text_format=Colour, max_output_tokens=500, extra_body={"seed": 1}
+        model="smollm2",
+        input="Hi",
+        text_format=Colour,
+        max_output_tokens=500,
+        extra_body={"seed": 1},
     ) as stream:
         list(stream)
         assert isinstance(stream.get_final_response().output_parsed, Colour)
@@ -119,7 +148,11 @@ def test_parse_and_a_schema(client):
     assert found.text.format.name == "Colour"
     answer = client.responses.create(**ask, text={"format": {"type": "json_object"}})
     assert answer.output_text.lstrip().startswith("{")
-    form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"not": {}}}}}
+    form = {
+        "type": "json_schema",
+        "name": "x",
+        "schema": {"type": "object", "properties": {"a": {"not": {}}}},
+    }
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**ask, text={"format": form})
     assert refused.value.param == "text.format.schema"
@@ -128,7 +161,13 @@ def test_parse_and_a_schema(client):
 @pytest.mark.parametrize("name", ["hermes", "harmony", "qwen3_coder"])
 def test_calls_and_their_results(client, model, name):
     model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser=name)
-    ask = {"model": "smollm2", "input": "Hi", "tools": TOOLS, "tool_choice": "required", "max_output_tokens": 400}
+    ask = {
+        "model": "smollm2",
+        "input": "Hi",
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_output_tokens": 400,
+    }
     ask |= {"temperature": 2, "extra_body": {"seed": 1}}
     answer = client.responses.create(**ask)
     calls = [item for item in answer.output if item.type == "function_call"]
@@ -141,19 +180,35 @@ def test_calls_and_their_results(client, model, name):
     assert outline(events[-1].response) == outline(answer)
     named = client.responses.create(**ask | {"tool_choice": {"type": "function", "name": "note"}})
     assert [item.name for item in named.output if item.type == "function_call"] == ["note"]
-    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"} for call in calls]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        for call in calls
+    ]
     last = {"model": "smollm2", "tools": TOOLS, "max_output_tokens": 3}
-    sent = client.responses.create(**last, input=[{"role": "user", "content": "Hi"}, *answer.output, *results])
+    sent = client.responses.create(
+        **last, input=[{"role": "user", "content": "Hi"}, *answer.output, *results]
+    )
     kept = client.responses.create(**last, input=results, previous_response_id=answer.id)
     assert sent.usage.input_tokens == kept.usage.input_tokens > answer.usage.input_tokens
 
 
 def test_reasoning_is_an_item(client, model, monkeypatch):
     monkeypatch.setitem(REASONING, "think", ("<|im_start|>", "~"))
-    model(TEMPLATE + "{% if add_generation_prompt %}<|im_start|>{% endif %}", reasoning_parser="think")
+    model(
+        TEMPLATE + "{% if add_generation_prompt %}<|im_start|>{% endif %}", reasoning_parser="think"
+    )
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}
-    ask = {"model": "smollm2", "input": "Hi", "max_output_tokens": 900, "temperature": 2, "top_p": 1}
-    ask |= {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}, "extra_body": {"seed": 1, "top_k": 0}}
+    ask = {
+        "model": "smollm2",
+        "input": "Hi",
+        "max_output_tokens": 900,
+        "temperature": 2,
+        "top_p": 1,
+    }
+    ask |= {
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        "extra_body": {"seed": 1, "top_k": 0},
+    }
     answer = client.responses.create(**ask, include=["reasoning.encrypted_content"])
     thought, said = answer.output
     assert (thought.type, said.type, answer.status) == ("reasoning", "message", "completed")
@@ -162,7 +217,9 @@ def test_reasoning_is_an_item(client, model, monkeypatch):
     events = list(client.responses.create(**ask, stream=True))
     check_stream(events, events[-1].response)
     assert outline(events[-1].response) == outline(answer)
-    again = client.responses.input_tokens.count(model="smollm2", input=[*answer.output, {"role": "user", "content": "More"}])
+    again = client.responses.input_tokens.count(
+        model="smollm2", input=[*answer.output, {"role": "user", "content": "More"}]
+    )
     assert again.input_tokens > 0
 
 
@@ -173,7 +230,12 @@ def test_log_probabilities(client):
     assert len(found) == 8
     assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in found)
     events = list(client.responses.create(**ask, stream=True))
-    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    told = [
+        entry
+        for event in events
+        if event.type == "response.output_text.delta"
+        for entry in event.logprobs
+    ]
     assert [entry.token for entry in told] == [entry.token for entry in found]
 
 
@@ -187,24 +249,37 @@ def prompt_of(server):
 def test_a_conversation_is_kept(serve):
     server = serve()
     with server.client() as client:
-        first = client.responses.create(model="fake", input="one", max_output_tokens=4, instructions="secret")
+        first = client.responses.create(
+            model="fake", input="one", max_output_tokens=4, instructions="secret"
+        )
         (done,) = [e for e in client.responses.create(
             model="fake", input="two", max_output_tokens=4, previous_response_id=first.id, stream=True
         ) if e.type == "response.incomplete"]  # fmt: skip
-        third = client.responses.create(model="fake", input="three", max_output_tokens=4, previous_response_id=done.response.id)
-        assert prompt_of(server) == "user:one\nassistant:syst\nuser:two\nassistant:user\nuser:three\nassistant:"
+        third = client.responses.create(
+            model="fake", input="three", max_output_tokens=4, previous_response_id=done.response.id
+        )
+        assert (
+            prompt_of(server)
+            == "user:one\nassistant:syst\nuser:two\nassistant:user\nuser:three\nassistant:"
+        )
         assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
         listed = list(client.responses.input_items.list(third.id, limit=2, order="asc"))
         assert [item.content[0].text for item in listed] == ["one", "syst", "two", "user", "three"]
         page = client.responses.input_items.list(third.id, limit=2)
-        assert ([item.content[0].text for item in page.data], page.has_more) == (["three", "user"], True)
+        assert ([item.content[0].text for item in page.data], page.has_more) == (
+            ["three", "user"],
+            True,
+        )
         client.responses.delete(first.id)
         for call in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.NotFoundError):
                 call(first.id)
         with pytest.raises(openai.NotFoundError, match="no longer there") as gone:
             client.responses.create(model="fake", input="x", previous_response_id=third.id)
-        assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
+        assert (gone.value.param, gone.value.code) == (
+            "previous_response_id",
+            "previous_response_not_found",
+        )
         assert not client.responses.create(model="fake", input="x", store=False).to_dict()["store"]
         with pytest.raises(openai.BadRequestError, match="background"):
             client.responses.cancel(third.id)
@@ -215,7 +290,10 @@ def test_nothing_is_kept(serve):
     with server.client() as client:
         answer = client.responses.create(model="fake", input="one")
         assert answer.to_dict()["store"] is False
-        for more, field in (({"store": True}, "store"), ({"previous_response_id": answer.id}, "previous_response_id")):
+        for more, field in (
+            ({"store": True}, "store"),
+            ({"previous_response_id": answer.id}, "previous_response_id"),
+        ):
             with pytest.raises(openai.BadRequestError, match="--max-stored-responses") as refused:
                 client.responses.create(model="fake", input="one", **more)
             assert refused.value.param == field
@@ -234,7 +312,11 @@ def test_a_restart_and_another_key(tmp_path):
         assert len(modes) == 3
         assert set(modes.values()) == {0o600}
         with server.client(api_key="two") as client:
-            for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+            for call in (
+                client.responses.retrieve,
+                client.responses.delete,
+                client.responses.input_items.list,
+            ):
                 with pytest.raises(openai.NotFoundError):
                     call(answer.id)
             with pytest.raises(openai.NotFoundError):
@@ -274,7 +356,11 @@ def test_a_store_that_another_front_end_makes_is_waited_for(tmp_path, monkeypatc
         other.execute("commit")
 
     monkeypatch.setattr("slipstream.server.store.time.sleep", pause)
-    with contextlib.nullcontext() if waits else pytest.raises(ConfigError, match="database is locked"):
+    with (
+        contextlib.nullcontext()
+        if waits
+        else pytest.raises(ConfigError, match="database is locked")
+    ):
         ResponseStore(tmp_path / "s", max_responses=3, max_bytes=1000).close()
     assert len(pauses) == waits
     other.close()
@@ -288,10 +374,14 @@ def test_a_full_disk_is_said(serve, monkeypatch):
 
     monkeypatch.setattr("slipstream.server.store._use", full)
     with server.client() as client:
-        with pytest.raises(openai.InternalServerError, match="disk is full; send store=false") as failed:
+        with pytest.raises(
+            openai.InternalServerError, match="disk is full; send store=false"
+        ) as failed:
             client.responses.create(model="fake", input="one")
         assert (failed.value.status_code, failed.value.code) == (503, "storage_failed")
-        events = list(client.responses.create(model="fake", input="one", stream=True, max_output_tokens=2))
+        events = list(
+            client.responses.create(model="fake", input="one", stream=True, max_output_tokens=2)
+        )
         assert (events[-1].type, events[-1].response.status) == ("response.failed", "failed")
         assert client.responses.create(model="fake", input="one", store=False).output_text
 
@@ -306,10 +396,22 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}
     [
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input[0].content[0].file_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x", "extra": 1}]}, "input[0].extra"),
         ({"input": [{"role": "user", "content": "a"}, CALL]}, "input[1].arguments"),
@@ -338,7 +440,9 @@ def test_what_is_refused_names_its_field(client, model, more, param):
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=000000001000", "limit=x", "order=up", "after=nobody", "what=1"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=000000001000", "limit=x", "order=up", "after=nobody", "what=1"]
+)
 def test_bad_queries(shared, query):
     with shared.client() as client, shared.http() as http:
         answer = client.responses.create(model="fake", input="one")
@@ -387,14 +491,21 @@ def test_settings():
 def test_values_that_no_one_can_read_are_refused_before_anything_is_made(serve, item):
     server = serve()
     with server.http() as http:
-        answer = http.post("/v1/responses", content=b'{"input":[' + item + b',{"role":"user","content":"x"}]}')
+        answer = http.post(
+            "/v1/responses", content=b'{"input":[' + item + b',{"role":"user","content":"x"}]}'
+        )
         assert (answer.status_code, server.engine.seen) == (400, [])
 
 
 def test_a_conversation_goes_on_after_a_call_that_was_cut(serve):
     server = serve()
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "un'}
-    kept = StoredResponse("resp_cut", None, {"output": [call]}, [{"type": "message", "role": "user", "content": "one"}])
+    kept = StoredResponse(
+        "resp_cut",
+        None,
+        {"output": [call]},
+        [{"type": "message", "role": "user", "content": "one"}],
+    )
     server.call(server.state.responses.put("", kept))
     with server.client() as client:
         results = [{"type": "function_call_output", "call_id": "c", "output": "no JSON"}]
@@ -421,20 +532,29 @@ def test_a_conversation_is_bounded_as_a_body_is(serve, monkeypatch):
 
 def test_counting_and_reading_are_bounded_too(serve, monkeypatch):
     server = serve(max_concurrent_requests=1)
-    with server.client() as client, server.http(headers={"anthropic-version": "2023-06-01"}) as http:
+    with (
+        server.client() as client,
+        server.http(headers={"anthropic-version": "2023-06-01"}) as http,
+    ):
         answer = client.responses.create(model="fake", input="one")
         monkeypatch.setattr(server.state.load, "begin_request", lambda limit: False)
         count = {"model": "fake", "messages": [{"role": "user", "content": "x"}]}
         one = f"/v1/responses/{answer.id}"
         found = [http.post("/v1/responses/input_tokens", json={"input": "x"})]
-        found += [http.post("/v1/messages/count_tokens", json=count), http.get(one), http.get(f"{one}/input_items")]
+        found += [
+            http.post("/v1/messages/count_tokens", json=count),
+            http.get(one),
+            http.get(f"{one}/input_items"),
+        ]
         assert [answer.status_code for answer in found] == [429] * 4
 
 
 async def test_what_is_deleted_leaves_no_trace_and_what_is_too_long_evicts_nothing(tmp_path):
     store = ResponseStore(tmp_path / "s", max_responses=3, max_bytes=1000)
     assert await store.put("me", StoredResponse("a", None, {"output": [{"text": "secret"}]}, []))
-    assert not await store.put("me", StoredResponse("b", None, {"output": [{"text": "x" * 1000}]}, []))
+    assert not await store.put(
+        "me", StoredResponse("b", None, {"output": [{"text": "x" * 1000}]}, [])
+    )
     assert await store.get("me", "a") is not None
     assert await store.delete("me", "a")
     assert all(b"secret" not in file.read_bytes() for file in tmp_path.iterdir())

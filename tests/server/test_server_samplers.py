@@ -10,7 +10,12 @@ from slipstream.cli import serve
 from slipstream.errors import ConfigError
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True, "seed": 3}
-CHAT = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 8, "ignore_eos": True, "seed": 3}
+CHAT = {
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "max_tokens": 8,
+    "ignore_eos": True,
+    "seed": 3,
+}
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 WAYS = (
     {"typical_p": 0.5},
@@ -59,7 +64,9 @@ def test_samplers(ask, path):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_functions_by_name(tiny_server, ask, path):
-    error = ask(path, status=400, logits_processors=["os:abort"])  # a request can't name any function
+    error = ask(
+        path, status=400, logits_processors=["os:abort"]
+    )  # a request can't name any function
     assert error["param"] == "logits_processors"
     assert "--logits-processors" in error["message"]
     served = tiny_server.state.settings.logits_processors
@@ -91,7 +98,9 @@ def test_functions_of_installed_packages(tmp_path, monkeypatch):
 def test_the_best_of_several(ask):
     drawn = ask(n=6, logprobs=0, temperature=2.0)["choices"]
     means = [sum(c["logprobs"]["token_logprobs"]) / 8 for c in drawn]
-    ranked = [c["text"] for _, c in sorted(zip(means, drawn, strict=True), key=lambda pair: -pair[0])]
+    ranked = [
+        c["text"] for _, c in sorted(zip(means, drawn, strict=True), key=lambda pair: -pair[0])
+    ]
     best = ask(n=2, best_of=6, temperature=2.0)
     assert [c["text"] for c in best["choices"]] == ranked[:2]
     assert [c["index"] for c in best["choices"]] == [0, 1]

@@ -47,9 +47,13 @@ def test_it_is_asked_for(shared, serve):
 def test_all_front_ends_sleep(tiny_path):
     """Requests under way end first; then memory is given back, and whoever is asked says so."""
     with contextlib.closing(Served(tiny_path, "--enable-sleep-mode")) as served:
-        with httpx.Client(base_url=served.base, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S) as http:
+        with httpx.Client(
+            base_url=served.base, headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S
+        ) as http:
             before = served.ask()
-            awake = psutil.Process(served.engine()).memory_info().vms  # a cache that nothing was written to is not resident
+            awake = (
+                psutil.Process(served.engine()).memory_info().vms
+            )  # a cache that nothing was written to is not resident
             with Streams(served, 4) as streams:
                 assert http.post("/sleep?level=2").json() == {"is_sleeping": True}
                 assert streams.finish() == [True] * 4
@@ -64,7 +68,10 @@ def test_all_front_ends_sleep(tiny_path):
                     headers={"authorization": f"Bearer {KEY}"},
                     timeout=PATIENCE_S,
                 )
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_asleep")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    503,
+                    "engine_asleep",
+                )
             assert http.post("/sleep?level=1").status_code == 200  # it does
             assert served.metric('engine_up{model_name="tiny"}') == 1
             assert http.post("/wake_up").json() == {"is_sleeping": False}
@@ -76,11 +83,15 @@ def test_all_front_ends_sleep(tiny_path):
 
 def test_sleep_and_requests(tiny_path):
     async def main():
-        sizes = dict(dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**22, num_threads=1)
+        sizes = dict(
+            dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**22, num_threads=1
+        )
         engine = await AsyncLLM.start(EngineArgs(model=str(tiny_path), **sizes))
         try:
             before = (await collect(engine.generate("hello", GREEDY))).outputs[0].token_ids
-            long = asyncio.create_task(collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))))
+            long = asyncio.create_task(
+                collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True)))
+            )
             while engine.num_requests == 0:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.01)
@@ -100,7 +111,9 @@ def test_sleep_and_requests(tiny_path):
             with pytest.raises(RequestError, match="level"):
                 await engine.sleep(5)
             # Woken while a request still runs: it never slept.
-            long = asyncio.create_task(collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))))
+            long = asyncio.create_task(
+                collect(engine.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True)))
+            )
             while engine.num_requests == 0:
                 await asyncio.sleep(0.001)
             going = asyncio.create_task(engine.sleep(1))

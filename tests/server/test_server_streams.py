@@ -43,10 +43,19 @@ def engine(tiny_path):
 def make_answer(engine, kind, **more):
     state = create_app(engine, ServerSettings(served_model_names=("tiny",))).state.server
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [5, 9]}] * 2 if kind is CompletionAnswer else [{"prompt_token_ids": [5, 9]}]
-    given = {"prompt": "x"} if kind is CompletionAnswer else {"messages": [{"role": "user", "content": "x"}]}
+    prompts = (
+        [{"prompt_token_ids": [5, 9]}] * 2
+        if kind is CompletionAnswer
+        else [{"prompt_token_ids": [5, 9]}]
+    )
+    given = (
+        {"prompt": "x"}
+        if kind is CompletionAnswer
+        else {"messages": [{"role": "user", "content": "x"}]}
+    )
     body = decode(
-        CompletionRequest if kind is CompletionAnswer else ChatRequest, json.dumps(BODY | given | more).encode()
+        CompletionRequest if kind is CompletionAnswer else ChatRequest,
+        json.dumps(BODY | given | more).encode(),
     )
     return kind(state, body, prompts, sampling, RequestRecord(id="one"))
 
@@ -98,15 +107,26 @@ def said(events):
 def counted(answer):
     metrics = answer.state.metrics
     counts = [sum(h.counts) for h in (metrics.ttft, metrics.itl, metrics.tpot, metrics.e2e)]
-    return counts, dict(metrics.finished), answer.record.num_output_tokens, [c.num_tokens for c in answer.choices]
+    return (
+        counts,
+        dict(metrics.finished),
+        answer.record.num_output_tokens,
+        [c.num_tokens for c in answer.choices],
+    )
 
 
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
 @settings(max_examples=30)
 @given(data=st.data())
 def test_tokens_told_one_by_one_are_the_same_events(engine, kind, data):
-    ids = st.integers(0, engine.tokenizer.vocab_size - 1) | st.sampled_from(engine.tokenizer.encode('é😀"\\\n '))
-    steps = data.draw(st.lists(st.lists(ids, min_size=1, max_size=3) | ids.map(lambda i: [i]), min_size=1, max_size=20))
+    ids = st.integers(0, engine.tokenizer.vocab_size - 1) | st.sampled_from(
+        engine.tokenizer.encode('é😀"\\\n ')
+    )
+    steps = data.draw(
+        st.lists(
+            st.lists(ids, min_size=1, max_size=3) | ids.map(lambda i: [i]), min_size=1, max_size=20
+        )
+    )
     more = {"stream_options": {"include_usage": data.draw(st.booleans())}}
 
     async def compare():
@@ -120,11 +140,17 @@ def test_tokens_told_one_by_one_are_the_same_events(engine, kind, data):
         # A client that reads slowly now and then, and a server that lets nobody write.
         for chance in (st.booleans(), st.just(False)):
             slow = make_answer(engine, kind, **more)
-            assert said(await told(engine, slow, steps, write=partial(data.draw, chance))) == said(expected)
+            assert said(await told(engine, slow, steps, write=partial(data.draw, chance))) == said(
+                expected
+            )
             assert counted(slow) == counted(general)
         collected = make_answer(engine, kind, stream=False)
-        whole = json.loads(await told(engine, collected, steps, write=lambda: pytest.fail("it is no stream")))
-        texts = {c["index"]: c.get("text", c.get("message", {}).get("content")) for c in whole["choices"]}
+        whole = json.loads(
+            await told(engine, collected, steps, write=lambda: pytest.fail("it is no stream"))
+        )
+        texts = {
+            c["index"]: c.get("text", c.get("message", {}).get("content")) for c in whole["choices"]
+        }
         assert texts == said(expected)[0]
         assert counted(collected) == counted(general)
 
@@ -153,7 +179,9 @@ def test_the_message_of_steps_keeps_each_requests_order(data):
     outputs = data.draw(st.lists(output, max_size=12))
     message = Outputs.of(outputs)
     ids = memoryview(message.token_ids).cast("i").tolist()
-    first = [TokenOutput(key, (token,)) for key, token in zip(message.request_ids, ids, strict=True)]
+    first = [
+        TokenOutput(key, (token,)) for key, token in zip(message.request_ids, ids, strict=True)
+    ]
     for key in "abc":
         assert [o for o in (*first, *message.tokens) if o.request_id == key] == [
             o for o in outputs if o.request_id == key
@@ -163,8 +191,12 @@ def test_the_message_of_steps_keeps_each_requests_order(data):
 async def test_an_app_under_another_server_says_the_same(tiny_path):
     engine = SteppedEngine(tiny_path)
     app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S) as client:
-        asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"prompt": [5, 9], "max_tokens": 9}))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+    ) as client:
+        asking = asyncio.create_task(
+            client.post("/v1/completions", json=BODY | {"prompt": [5, 9], "max_tokens": 9})
+        )
         while not engine.keys:
             await asyncio.sleep(0.001)
         ids = engine.tokenizer.encode("to and fro", add_special_tokens=False)
@@ -196,17 +228,31 @@ async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch
     engine, threads = SteppedEngine(tiny_path), set()
     for name in ("encode", "apply_chat_template"):
         work = getattr(engine.tokenizer, name)
-        monkeypatch.setattr(engine.tokenizer, name, lambda *a, _work=work, **k: threads.add(get_ident()) or _work(*a, **k))
+        monkeypatch.setattr(
+            engine.tokenizer,
+            name,
+            lambda *a, _work=work, **k: threads.add(get_ident()) or _work(*a, **k),
+        )
     app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
     text = "é" * length
-    given = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S) as client:
-        asking = asyncio.create_task(client.post(f"/v1/{route}", json={"model": "tiny", "max_tokens": 1} | given))
+    given = (
+        {"prompt": text}
+        if route == "completions"
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+    ) as client:
+        asking = asyncio.create_task(
+            client.post(f"/v1/{route}", json={"model": "tiny", "max_tokens": 1} | given)
+        )
         while not engine.keys and not asking.done():
             await asyncio.sleep(0.001)
         for key in engine.keys:
             engine.step({key: ([5], True)})
-        assert (await asking).status_code == (200 if length == 100 else 400)  # it is longer than the context
+        assert (await asking).status_code == (
+            200 if length == 100 else 400
+        )  # it is longer than the context
     assert threads
     assert (get_ident() in threads) == (length == 100)
 
@@ -214,18 +260,34 @@ async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch
 @pytest.mark.parametrize(
     ("path", "name", "given"),
     [
-        ("/v1/completions", "encode", {"prompt": "x", "max_tokens": 1, "bad_words": ["x" * 1000] * 20}),
-        ("/v1/chat/completions", "apply_chat_template", {"messages": [USER], "max_tokens": 1, **VARIABLE}),
-        ("/tokenize", "encode", {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]}),
+        (
+            "/v1/completions",
+            "encode",
+            {"prompt": "x", "max_tokens": 1, "bad_words": ["x" * 1000] * 20},
+        ),
+        (
+            "/v1/chat/completions",
+            "apply_chat_template",
+            {"messages": [USER], "max_tokens": 1, **VARIABLE},
+        ),
+        (
+            "/tokenize",
+            "encode",
+            {"messages": [{"role": "assistant", "content": "", "reasoning_content": LONG}]},
+        ),
         ("/detokenize", "decode", {"tokens": [5] * 20_000}),
     ],
 )
 async def test_what_else_is_long_is_read_beside_the_loop(tiny_path, monkeypatch, path, name, given):
     engine, threads = SteppedEngine(tiny_path), set()
     work = getattr(engine.tokenizer, name)
-    monkeypatch.setattr(engine.tokenizer, name, lambda *a, **k: threads.add(get_ident()) or work(*a, **k))
+    monkeypatch.setattr(
+        engine.tokenizer, name, lambda *a, **k: threads.add(get_ident()) or work(*a, **k)
+    )
     app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S) as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+    ) as client:
         asking = asyncio.create_task(client.post(path, json={"model": "tiny"} | given))
         while not engine.keys and not asking.done():
             await asyncio.sleep(0.001)
@@ -250,7 +312,8 @@ class Reader:
         self.socket.settimeout(PATIENCE_S)
         body = json.dumps(BODY | {"prompt": [5, 9], "max_tokens": 200}).encode()
         self.socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
         )
         self.data = b""
 
@@ -308,7 +371,9 @@ def test_slow_readers_delay_nobody_and_hold_no_more_than_their_answers(stepped):
     slow, quick = readers[::8], [reader for i, reader in enumerate(readers) if i % 8]
     keys = dict(zip(readers, engine.keys, strict=True))
     for connection in server.server.server_state.connections:  # so that little fills them
-        connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )
     ids = engine.tokenizer.encode("a word and another ", add_special_tokens=False)
     reading = threading.Thread(target=read_all, args=[quick])
     reading.start()
@@ -324,7 +389,9 @@ def test_slow_readers_delay_nobody_and_hold_no_more_than_their_answers(stepped):
     assert all(reader.ended for reader in quick)
 
     def expected(reader):
-        return engine.tokenizer.decode([ids[(i + int(keys[reader])) % len(ids)] for i in range(steps)] + [ids[0]])
+        return engine.tokenizer.decode(
+            [ids[(i + int(keys[reader])) % len(ids)] for i in range(steps)] + [ids[0]]
+        )
 
     assert all(reader.text() == expected(reader) for reader in quick)
     # What the others have not read waits once: a full buffer of the transport, and the text behind it as one delta.
@@ -371,7 +438,11 @@ def test_an_error_comes_behind_the_tokens_before_it(stepped):
 
     server.call(die())
     read_all([reader])
-    events = [line.removeprefix(b"data: ") for line in reader.data.split(b"\n") if line.startswith(b"data: ")]
+    events = [
+        line.removeprefix(b"data: ")
+        for line in reader.data.split(b"\n")
+        if line.startswith(b"data: ")
+    ]
     *chunks, error = map(json.loads, events)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "to and fro"
     assert error["error"]["code"] == "engine_dead"

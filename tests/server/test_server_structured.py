@@ -49,7 +49,12 @@ def test_a_stream_is_parsed_too(client):
 
 
 FORMATS = [
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+        }
+    },
     {"extra_body": COMPACT},
     {"extra_body": {"guided_json": SCHEMA}},
     {"extra_body": {"guided_json": json.dumps(SCHEMA), "guided_whitespace_pattern": "[ ]?"}},
@@ -64,7 +69,10 @@ def test_a_schema(client, fields):
         assert choice.finish_reason == "stop"
         assert "".join(entry.token for entry in choice.logprobs.content).startswith("{")
     chunks = list(client.chat.completions.create(**CHAT, **fields, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks)
+        == answer.choices[0].message.content
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,12 +89,16 @@ def test_a_schema(client, fields):
     ids=str,
 )
 def test_completions_too(client, fields, pattern):
-    answer = client.completions.create(model="smollm2", prompt=["a", "b"], max_tokens=20, extra_body=fields)
+    answer = client.completions.create(
+        model="smollm2", prompt=["a", "b"], max_tokens=20, extra_body=fields
+    )
     assert all(re.fullmatch(pattern, choice.text) for choice in answer.choices)
 
 
 def test_any_object(client):
-    answer = client.chat.completions.create(**CHAT, response_format={"type": "json_object"}, max_tokens=30)
+    answer = client.chat.completions.create(
+        **CHAT, response_format={"type": "json_object"}, max_tokens=30
+    )
     assert answer.choices[0].message.content.startswith("{")
 
 
@@ -96,24 +108,45 @@ BAD = {"type": "object", "properties": {"a": {"not": {}}}}
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "missing",
+        ),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": BAD},
+                }
+            },
             "response_format.json_schema.schema",
             r"not.*properties\.a",
         ),
         ({"structured_outputs": {"json": BAD}}, "structured_outputs.json", r"properties\.a"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
-        ({"structured_outputs": {"regex": "(", "backend": "x"}}, "structured_outputs.backend", "unknown"),
+        (
+            {"structured_outputs": {"regex": "(", "backend": "x"}},
+            "structured_outputs.backend",
+            "unknown",
+        ),
         ({"guided_json": BAD}, "guided_json", r"properties\.a"),
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
         ({"guided_grammar": "start: <|nope|>"}, "guided_grammar", "nope"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "both"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "both"),
-        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "is for json"),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "response_format",
+            "both",
+        ),
+        (
+            {"guided_regex": "a", "guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern",
+            "is for json",
+        ),
     ],
     ids=str,
 )

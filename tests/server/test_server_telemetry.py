@@ -21,7 +21,9 @@ from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-metrics_service = pytest.importorskip("opentelemetry.proto.collector.metrics.v1.metrics_service_pb2")
+metrics_service = pytest.importorskip(
+    "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2"
+)
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASK = {"model": "fake", "prompt": "a secret", "max_tokens": 4, "temperature": 0.5, "seed": 7}
@@ -53,7 +55,9 @@ class Collector:
                 self.spans += [span for scope in group.scope_spans for span in scope.spans]
         else:
             assert path == "/v1/metrics"
-            for group in metrics_service.ExportMetricsServiceRequest.FromString(data).resource_metrics:
+            for group in metrics_service.ExportMetricsServiceRequest.FromString(
+                data
+            ).resource_metrics:
                 for scope in group.scope_metrics:
                     self.metrics |= {metric.name: metric for metric in scope.metrics}
 
@@ -61,7 +65,11 @@ class Collector:
 def attributes(told):
     def value(one):
         kind = one.WhichOneof("value")
-        return [value(v) for v in one.array_value.values] if kind == "array_value" else getattr(one, kind)
+        return (
+            [value(v) for v in one.array_value.values]
+            if kind == "array_value"
+            else getattr(one, kind)
+        )
 
     return {a.key: value(a.value) for a in told.attributes}
 
@@ -84,7 +92,9 @@ def test_spans_and_metrics(serve, collector):
     client.embeddings.create(model="fake", input="a secret")
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="fake", prompt="x", temperature=-1)
-    client.completions.create(**ASK, extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})  # not sampled
+    client.completions.create(
+        **ASK, extra_headers={"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    )  # not sampled
     client.models.list()
     httpx.get(server.url + "/health", timeout=PATIENCE_S)
     server.begin_stop()
@@ -94,14 +104,20 @@ def test_spans_and_metrics(serve, collector):
     names = [span.name for span in collector.spans]
     assert names == ["text_completion fake", "chat fake", "embeddings fake", "text_completion fake"]
     first, chat, embedding, bad = collector.spans
-    assert (first.trace_id.hex(), first.parent_span_id.hex(), first.trace_state) == (TRACE, PARENT, "a=b")
+    assert (first.trace_id.hex(), first.parent_span_id.hex(), first.trace_state) == (
+        TRACE,
+        PARENT,
+        "a=b",
+    )
     assert chat.trace_id.hex() != TRACE
     assert not chat.parent_span_id
     about = attributes(first)
     assert about["gen_ai.operation.name"] == "text_completion"
     assert about["gen_ai.provider.name"] == "slipstream"
     assert about["gen_ai.request.model"] == about["gen_ai.response.model"] == "fake"
-    asked = {name: about[f"gen_ai.request.{name}"] for name in ("max_tokens", "temperature", "seed")}
+    asked = {
+        name: about[f"gen_ai.request.{name}"] for name in ("max_tokens", "temperature", "seed")
+    }
     assert asked == {"max_tokens": 4, "temperature": 0.5, "seed": 7}
     assert (about["gen_ai.usage.input_tokens"], about["gen_ai.usage.output_tokens"]) == (9, 4)
     assert about["gen_ai.response.id"] == answer.id
@@ -114,14 +130,21 @@ def test_spans_and_metrics(serve, collector):
     assert attributes(bad)["error.type"] == "invalid_request_error"
     assert "secret" not in str(collector.spans)
 
-    counts = {name: sum(p.count for p in metric.histogram.data_points) for name, metric in collector.metrics.items()}
+    counts = {
+        name: sum(p.count for p in metric.histogram.data_points)
+        for name, metric in collector.metrics.items()
+    }
     assert counts == {
         "gen_ai.server.request.duration": 5,
         "gen_ai.server.time_to_first_token": 3,
         "gen_ai.server.time_per_output_token": 3,
     }
     assert all(metric.unit == "s" for metric in collector.metrics.values())
-    (point,) = (p for p in collector.metrics["gen_ai.server.time_to_first_token"].histogram.data_points if p.count == 1)
+    (point,) = (
+        p
+        for p in collector.metrics["gen_ai.server.time_to_first_token"].histogram.data_points
+        if p.count == 1
+    )
     assert point.explicit_bounds[0] == 0.001
 
 

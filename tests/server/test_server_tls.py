@@ -23,7 +23,14 @@ def pairs(tmp_path_factory):
     for name in ("old", "new"):
         folder = tmp_path_factory.mktemp(name)
         command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-        paths = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", folder / "key", "-out", folder / "cert"]
+        paths = [
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            folder / "key",
+            "-out",
+            folder / "cert",
+        ]
         subprocess.run([*command.split(), *map(str, paths)], check=True, capture_output=True)
         found.append(folder)
     return found
@@ -53,8 +60,12 @@ def test_renewal(serve, pairs, tmp_path, monkeypatch, caplog):
         text.set_data_from_numpy(np.array([b"hello"], dtype=np.object_))
         own = [("grpc.use_local_subchannel_pool", 1)]
         address = f"127.0.0.1:{server.server.grpc.port}"
-        with triton.InferenceServerClient(address, ssl=True, root_certificates=str(root / "cert"), channel_args=own) as client:
-            answer = client.infer("fake", [text], parameters={"max_tokens": 2}, client_timeout=PATIENCE_S)
+        with triton.InferenceServerClient(
+            address, ssl=True, root_certificates=str(root / "cert"), channel_args=own
+        ) as client:
+            answer = client.infer(
+                "fake", [text], parameters={"max_tokens": 2}, client_timeout=PATIENCE_S
+            )
             return answer.as_numpy("finish_reason")[0]
 
     assert shown(server) == (old / "cert").read_text()
@@ -63,10 +74,14 @@ def test_renewal(serve, pairs, tmp_path, monkeypatch, caplog):
     with httpx.Client(base_url=server.url, verify=trusted, timeout=PATIENCE_S) as open_connection:
         assert open_connection.get("/live").status_code == 200
         put(new, "cert")  # half of it: the key is still the old one
-        server.wait_for(lambda: "cannot be used, the old ones stay" in caplog.text, "nothing was said")
+        server.wait_for(
+            lambda: "cannot be used, the old ones stay" in caplog.text, "nothing was said"
+        )
         assert shown(server) == (old / "cert").read_text()
         put(new, "key")
-        server.wait_for(lambda: shown(server) == (new / "cert").read_text(), "the new certificate was not taken")
+        server.wait_for(
+            lambda: shown(server) == (new / "cert").read_text(), "the new certificate was not taken"
+        )
         assert open_connection.get("/live").status_code == 200
     assert ask(new) == b"length"
     cert.unlink()

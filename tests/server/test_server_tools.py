@@ -16,14 +16,25 @@ THINKING = TEMPLATE + "{# <think></think> #}"
 CITY = {"type": "string", "enum": ["Paris", "Rome"]}
 WEATHER = {
     "type": "object",
-    "properties": {"city": CITY, "days": {"type": "integer", "minimum": 1, "maximum": 9}, "ok": {"type": "boolean"}},
+    "properties": {
+        "city": CITY,
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "ok": {"type": "boolean"},
+    },
     "required": ["city", "ok"],
     "additionalProperties": False,
 }
-NOTE = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 5}}, "required": ["text"]}
+NOTE = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "maxLength": 5}},
+    "required": ["text"],
+}
 NOTE["additionalProperties"] = False
 SCHEMAS = {"get_weather": WEATHER, "note": NOTE}
-TOOLS = [{"type": "function", "function": {"name": n, "description": "x", "parameters": s}} for n, s in SCHEMAS.items()]
+TOOLS = [
+    {"type": "function", "function": {"name": n, "description": "x", "parameters": s}}
+    for n, s in SCHEMAS.items()
+]
 CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 400}
 
 
@@ -60,14 +71,26 @@ def streamed(chunks):
 def as_streamed(choice):
     message = choice.message
     calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or []]
-    return message.content or "", getattr(message, "reasoning_content", None) or "", calls, choice.finish_reason
+    return (
+        message.content or "",
+        getattr(message, "reasoning_content", None) or "",
+        calls,
+        choice.finish_reason,
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_required_call_is_valid_in_every_format(client, model, name):
     model(tool_call_parser=name)
     for seed in range(3):
-        ask = {**CHAT, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed, "temperature": 2}
+        ask = {
+            **CHAT,
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "seed": seed,
+            "temperature": 2,
+        }
         answer = client.chat.completions.create(**ask).choices[0]
         assert answer.finish_reason == "tool_calls"
         check_calls(answer.message)
@@ -89,7 +112,9 @@ def test_several_calls(client, model):
     model(tool_call_parser="hermes")
     found = set()
     for seed in range(6):
-        answer = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required", seed=seed, temperature=3)
+        answer = client.chat.completions.create(
+            **CHAT, tools=TOOLS, tool_choice="required", seed=seed, temperature=3
+        )
         if answer.choices[0].finish_reason == "tool_calls":
             check_calls(answer.choices[0].message)
             found.add(min(2, len(answer.choices[0].message.tool_calls)))
@@ -103,7 +128,10 @@ def test_auto(client, model, name, strict):
     model(tool_call_parser=name)
     tools = [{**t, "function": {**t["function"], "strict": strict}} for t in TOOLS]
     ask = {**CHAT, "tools": tools, "max_tokens": 30, "seed": 2, "logprobs": True}
-    answer, chunks = client.chat.completions.create(**ask), list(client.chat.completions.create(**ask, stream=True))
+    answer, chunks = (
+        client.chat.completions.create(**ask),
+        list(client.chat.completions.create(**ask, stream=True)),
+    )
     assert streamed(chunks) == as_streamed(answer.choices[0])
     entries = [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
     assert len(entries) == len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
@@ -116,7 +144,12 @@ def test_a_schema_or_a_call(client, model):
     kinds = set()
     for seed in range(12):
         answer = client.chat.completions.create(
-            **CHAT, tools=TOOLS, response_format=form, seed=seed, temperature=2, parallel_tool_calls=False
+            **CHAT,
+            tools=TOOLS,
+            response_format=form,
+            seed=seed,
+            temperature=2,
+            parallel_tool_calls=False,
         ).choices[0]
         kinds.add(answer.finish_reason)
         if answer.finish_reason == "tool_calls":
@@ -134,7 +167,13 @@ def test_reasoning_comes_before_a_schema(client, model, monkeypatch, opened):
     model(TEMPLATE + end, reasoning_parser="think")
     form, reasoned = {"type": "json_schema", "json_schema": {"name": "x", "schema": NOTE}}, 0
     for seed in range(6):
-        ask = {**CHAT, "response_format": form, "seed": seed, "logit_bias": {"2": 8, str(TILDE): 8}, "temperature": 2}
+        ask = {
+            **CHAT,
+            "response_format": form,
+            "seed": seed,
+            "logit_bias": {"2": 8, str(TILDE): 8},
+            "temperature": 2,
+        }
         answer = client.chat.completions.create(**ask).choices[0]
         assert answer.finish_reason == "stop"
         jsonschema.validate(json.loads(answer.message.content), NOTE)
@@ -157,7 +196,11 @@ def test_a_prompt_that_ended_the_reasoning(client, model):
 
 def test_a_conversation_with_calls_reaches_the_template(tiny_server, model):
     model(tool_call_parser="hermes")
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
     messages = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -175,7 +218,9 @@ def test_a_conversation_with_calls_reaches_the_template(tiny_server, model):
 def test_none_tells_of_no_tools(client, model):
     model(tool_call_parser="hermes")
     plain = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, temperature=0)
-    none = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, temperature=0, tools=TOOLS, tool_choice="none")
+    none = client.chat.completions.create(
+        **{**CHAT, "max_tokens": 8}, temperature=0, tools=TOOLS, tool_choice="none"
+    )
     auto = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, temperature=0, tools=TOOLS)
     assert none.usage.prompt_tokens == plain.usage.prompt_tokens < auto.usage.prompt_tokens
     assert none.choices[0].message.content == plain.choices[0].message.content
@@ -191,15 +236,34 @@ def function(**fields):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": function(parameters={"properties": {"a": {"not": {}}}})}, "tools[0].function.parameters", "not"),
-        ({"tools": function(), "tool_choice": {**OF_G, "type": "function"}}, "tool_choice.function.name", "no tool"),
+        (
+            {"tools": function(parameters={"properties": {"a": {"not": {}}}})},
+            "tools[0].function.parameters",
+            "not",
+        ),
+        (
+            {"tools": function(), "tool_choice": {**OF_G, "type": "function"}},
+            "tool_choice.function.name",
+            "no tool",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": function() * 2}, "tools", "same name"),
         ({"tools": function(name="a b")}, "tools[0].function.name", "match"),
         ({"tools": [{"type": "web"}]}, "tools[0].type", "web"),
-        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", "role"),
         (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]},
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+            "messages[0].tool_call_id",
+            "role",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}],
+                    }
+                ]
+            },
             "messages[0].tool_calls[0].function.arguments",
             "JSON object",
         ),
@@ -211,7 +275,9 @@ def test_what_is_wrong_is_named(client, model, fields, param, says):
     ask = {**CHAT, "tool_choice": "required", **fields} if "tools" in fields else {**CHAT, **fields}
     body = {k: v for k, v in ask.items() if k not in CHAT}
     with pytest.raises(openai.BadRequestError, match=says) as error:
-        client.chat.completions.create(**{**CHAT, **{k: ask[k] for k in ("messages",)}}, extra_body=body)
+        client.chat.completions.create(
+            **{**CHAT, **{k: ask[k] for k in ("messages",)}}, extra_body=body
+        )
     assert error.value.param == param
 
 
@@ -222,7 +288,9 @@ def test_xml_formats_say_what_they_cannot_enforce(client, model):
         ({"type": "object", "anyOf": [{"required": ["a"]}]}, "anyOf"),
     ):
         with pytest.raises(openai.BadRequestError, match=says) as error:
-            client.chat.completions.create(**CHAT, tools=function(parameters=parameters), tool_choice="required")
+            client.chat.completions.create(
+                **CHAT, tools=function(parameters=parameters), tool_choice="required"
+            )
         assert error.value.param == "tools"
 
 

@@ -6,8 +6,19 @@ import json
 
 import pytest
 
-TEXT = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
-CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Say hello."}], "temperature": 0, "max_tokens": 6}
+TEXT = {
+    "model": "smollm2",
+    "prompt": "The capital of France is",
+    "temperature": 0,
+    "max_tokens": 6,
+    "ignore_eos": True,
+}
+CHAT = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "temperature": 0,
+    "max_tokens": 6,
+}
 CHAT["ignore_eos"] = True
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 
@@ -35,13 +46,19 @@ def test_token_ids(ask, path):
     answer = ask(path, return_token_ids=True)
     choice = answer["choices"][0]
     prompt = answer if path == "/v1/chat/completions" else choice
-    body = {"messages": CHAT["messages"]} if path == "/v1/chat/completions" else {"prompt": TEXT["prompt"]}
+    body = (
+        {"messages": CHAT["messages"]}
+        if path == "/v1/chat/completions"
+        else {"prompt": TEXT["prompt"]}
+    )
     assert prompt["prompt_token_ids"] == ask("/tokenize", **body)["tokens"]
     assert len(choice["token_ids"]) == 6
     chunks = events(ask.http, path, return_token_ids=True)
     assert [t for c in chunks for t in c["choices"][0].get("token_ids", ())] == choice["token_ids"]
     with_prompt = [c if path == "/v1/chat/completions" else c["choices"][0] for c in chunks]
-    assert [c["prompt_token_ids"] for c in with_prompt if "prompt_token_ids" in c] == [prompt["prompt_token_ids"]]
+    assert [c["prompt_token_ids"] for c in with_prompt if "prompt_token_ids" in c] == [
+        prompt["prompt_token_ids"]
+    ]
     assert "token_ids" not in ask(path)["choices"][0]
 
 
@@ -54,7 +71,9 @@ def test_allowed_and_bad(ask, path):
     assert ask(path, status=400, bad_words=[""])["param"].startswith("bad_words")
     both = {"allowed_token_ids": [40, 41], "structured_outputs": {"choice": ["xyz"]}}
     assert "allowed_token_ids" in ask(path, status=400, **both)["message"]
-    (x,), (y,) = (ask("/tokenize", prompt=letter, add_special_tokens=False)["tokens"] for letter in "xy")
+    (x,), (y,) = (
+        ask("/tokenize", prompt=letter, add_special_tokens=False)["tokens"] for letter in "xy"
+    )
     found = ask(path, return_token_ids=True, allowed_token_ids=[x, y], bad_words=["x"])
     assert found["choices"][0]["token_ids"] == [y] * 6
 
@@ -84,7 +103,9 @@ def test_no_answer_at_all(ask):
         assert values == whole["choices"][0]["logprobs"][name][:-1]
     chunks = events(ask.http, "/v1/completions", max_tokens=0, echo=True, logprobs=2)
     assert "".join(c["choices"][0]["text"] for c in chunks) == TEXT["prompt"]
-    ended = ask(max_tokens=0, echo=True, ignore_eos=False, logit_bias={"1": 100})  # the token nobody asked for would end it
+    ended = ask(
+        max_tokens=0, echo=True, ignore_eos=False, logit_bias={"1": 100}
+    )  # the token nobody asked for would end it
     assert ended["choices"][0]["finish_reason"] == "length"
     assert ask(status=400, max_tokens=0)["param"] == "max_tokens"
     assert ask("/v1/chat/completions", status=400, max_tokens=0)["param"] == "max_tokens"
@@ -97,10 +118,19 @@ def test_no_answer_at_all(ask):
 def test_tokens_by_id(ask):
     answer = ask(logprobs=2, return_token_ids=True, return_tokens_as_token_ids=True)["choices"][0]
     assert answer["logprobs"]["tokens"] == [f"token_id:{t}" for t in answer["token_ids"]]
-    assert all(name.startswith("token_id:") for top in answer["logprobs"]["top_logprobs"] for name in top)
-    more = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    assert all(
+        name.startswith("token_id:") for top in answer["logprobs"]["top_logprobs"] for name in top
+    )
+    more = {
+        "logprobs": True,
+        "top_logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     choice = ask("/v1/chat/completions", **more)["choices"][0]
-    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+        f"token_id:{t}" for t in choice["token_ids"]
+    ]
 
 
 def test_the_prompts_end(ask):
@@ -109,9 +139,17 @@ def test_the_prompts_end(ask):
     assert kept["choices"][0]["prompt_token_ids"][-2:] == whole[-2:]
     assert kept["usage"]["prompt_tokens"] == 3
     assert not kept["choices"][0]["text"].startswith(TEXT["prompt"])
-    assert ask(prompt="word " * 100_000, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 1024 - 6
+    assert (
+        ask(prompt="word " * 100_000, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"]
+        == 1024 - 6
+    )
     long = [{"role": "user", "content": "word " * 100_000}]
-    assert ask("/v1/chat/completions", messages=long, truncate_prompt_tokens=9)["usage"]["prompt_tokens"] == 9
+    assert (
+        ask("/v1/chat/completions", messages=long, truncate_prompt_tokens=9)["usage"][
+            "prompt_tokens"
+        ]
+        == 9
+    )
     for special in (True, False):
         tokens = ask("/tokenize", prompt="x", add_special_tokens=special)["tokens"]
         given = ask(prompt="x", add_special_tokens=special, return_token_ids=True)["choices"][0]

@@ -20,7 +20,12 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
 def llm(made, request):
-    sizes = {"max_loras": 1, "max_cpu_loras": 2, "lora_modules": {"one": str(made[0] / "lora1")}, request.param: 2}
+    sizes = {
+        "max_loras": 1,
+        "max_cpu_loras": 2,
+        "lora_modules": {"one": str(made[0] / "lora1")},
+        request.param: 2,
+    }
     with forked_ranks.used(), LLM(str(made[0] / "base"), **SETTINGS, **sizes) as llm:
         yield llm
 
@@ -37,10 +42,14 @@ def test_answers_are_those_of_transformers(llm, made):
 def test_a_refusal_harms_no_rank(llm, made, tmp_path):
     prompt = {"prompt_token_ids": [5]}
     with pytest.raises(AdapterError, match="no adapter that PEFT saved"):
-        llm.generate(prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False)
+        llm.generate(
+            prompt, GREEDY, lora_request=LoRARequest("none", 7, str(tmp_path)), progress=False
+        )
     check(llm, made, [(2, 0)])
     with pytest.raises(AdapterError, match="take another id"):
-        llm.generate(prompt, GREEDY, lora_request=LoRARequest("other", 2, str(tmp_path)), progress=False)
+        llm.generate(
+            prompt, GREEDY, lora_request=LoRARequest("other", 2, str(tmp_path)), progress=False
+        )
     check(llm, made, [(2, 1), (3, 0)])
     llm.unload_adapter(adapter(made, 2))
     check(llm, made, [(2, 0), (0, 1)])
@@ -48,7 +57,10 @@ def test_a_refusal_harms_no_rank(llm, made, tmp_path):
 
 def test_what_one_rank_cant_read_no_rank_has(llm, made, monkeypatch):
     executor, told = llm.core.executor, []
-    answers = [Reply(version="1"), Reply(refused=Failed.of(AdapterError("its disk is gone", field="a")))]
+    answers = [
+        Reply(version="1"),
+        Reply(refused=Failed.of(AdapterError("its disk is gone", field="a"))),
+    ]
     monkeypatch.setattr(executor, "_ask", lambda question, count: answers)
     monkeypatch.setattr(executor, "_broadcast", told.append)
     with pytest.raises(AdapterError, match="its disk is gone"):
@@ -61,7 +73,9 @@ def test_ranks_are_not_asked_about_an_adapter_that_they_have(llm, made, monkeypa
     check(llm, made, [(1, 0)])
     executor, asked = llm.core.executor, []
     version, ask = executor.load_adapter(adapter(made, 1), tuple), executor._ask
-    monkeypatch.setattr(executor, "_ask", lambda question, *count: asked.append(question) or ask(question, *count))
+    monkeypatch.setattr(
+        executor, "_ask", lambda question, *count: asked.append(question) or ask(question, *count)
+    )
     assert executor.load_adapter(adapter(made, 1), tuple) == version
     check(llm, made, [(1, 0), (1, 2)])
     assert not asked
@@ -73,14 +87,21 @@ def test_ranks_are_not_asked_about_an_adapter_that_they_have(llm, made, monkeypa
 def test_the_version_of_files_on_several_hosts_is_that_of_all(llm, monkeypatch):
     executor = llm.core.executor
     for order in (("b", "a"), ("a", "b")):
-        monkeypatch.setattr(executor, "_ask", lambda question, count, order=order: [Reply(version=v) for v in order])
+        monkeypatch.setattr(
+            executor, "_ask", lambda question, count, order=order: [Reply(version=v) for v in order]
+        )
         assert executor.load_adapter(LoRARequest("x", 50, "somewhere"), tuple) == "a,b"
         executor.unload_adapter(50)
 
 
 def test_what_the_start_refuses(made, tmp_path):
     with forked_ranks.used(), pytest.raises(ConfigError, match="lora_modules: two") as caught:
-        LLM(str(made[0] / "base"), **SETTINGS, tensor_parallel_size=2, lora_modules={"two": str(tmp_path)})
+        LLM(
+            str(made[0] / "base"),
+            **SETTINGS,
+            tensor_parallel_size=2,
+            lora_modules={"two": str(tmp_path)},
+        )
     assert caught.value.field == "lora_modules"
 
 

@@ -23,7 +23,13 @@ from slipstream.worker.canary import CANARY_NAME, read_canary, run_canary, write
 from tests import tiny_models
 from tests.waiting import PATIENCE_S
 
-SETTINGS = {"dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 64, "max_num_seqs": 2}
+SETTINGS = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_threads": 1,
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+}
 TOKENS = [7 + i * 13 % 200 for i in range(60)]
 
 
@@ -44,7 +50,10 @@ def copy(made, tmp_path):
 
 
 def load(folder, **settings):
-    return Scorer.load(EngineArgs(model=str(folder), dtype="float32", device="cpu", num_threads=1, **settings), context=64)
+    return Scorer.load(
+        EngineArgs(model=str(folder), dtype="float32", device="cpu", num_threads=1, **settings),
+        context=64,
+    )
 
 
 def damage(folder):
@@ -71,18 +80,24 @@ def test_an_engine_folder_of_a_gguf_file_has_its_canary(made, tmp_path):
     (tmp_path / "model.gguf").touch()
     assert read_canary(tmp_path / "model.gguf", tiny_models.VOCAB) is None
     (tmp_path / ENGINE_NAME).touch()
-    assert read_canary(tmp_path / "model.gguf", tiny_models.VOCAB) == read_canary(made, tiny_models.VOCAB)
+    assert read_canary(tmp_path / "model.gguf", tiny_models.VOCAB) == read_canary(
+        made, tiny_models.VOCAB
+    )
 
 
 def test_stored_values_are_the_models(made):
     canary, scorer = read_canary(made, tiny_models.VOCAB), load(made)
     with torch.inference_mode():
-        logits = scorer.logits(scorer.hidden(TOKENS[:48])).log_softmax(-1)  # all at once: decodes give the same
+        logits = scorer.logits(scorer.hidden(TOKENS[:48])).log_softmax(
+            -1
+        )  # all at once: decodes give the same
     best = logits.topk(16)
     torch.testing.assert_close(torch.tensor(canary.top_logprobs), best.values, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{"kernels": "reference"}, {"kernels": "torch"}, {"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "reference"}, {"kernels": "torch"}, {"kv_cache_dtype": "int8"}]
+)
 def test_kernels_and_caches_pass(made, settings):
     scorer = load(made, **settings)
     found = run_canary(scorer.forwards, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
@@ -101,13 +116,17 @@ def test_kl_is_that_of_the_likeliest_and_the_rest(made, copy):
     p_rest, q_rest = 1 - p16.sum(-1), 1 - q16.sum(-1)
     kl = (p16 * (p16 / q16).log()).sum(-1) + p_rest * (p_rest / q_rest).log()
     assert found.kl_mean == pytest.approx(kl.mean().item(), rel=1e-3)
-    assert found.kl_mean <= (p * (p / q).log()).sum(-1).mean().item()  # never more than over the whole vocabulary
+    assert (
+        found.kl_mean <= (p * (p / q).log()).sum(-1).mean().item()
+    )  # never more than over the whole vocabulary
     assert not found.ok
 
 
 def test_what_is_no_number_is_not_ok(made):
     scorer = load(made, kernels="reference")
-    scorer.decoder.final_norm.weight.data = torch.full_like(scorer.decoder.final_norm.weight, math.nan)
+    scorer.decoder.final_norm.weight.data = torch.full_like(
+        scorer.decoder.final_norm.weight, math.nan
+    )
     found = run_canary(scorer.forwards, scorer.kv, read_canary(made, tiny_models.VOCAB), context=64)
     assert math.isnan(found.kl_mean)
     assert not found.ok
@@ -117,10 +136,19 @@ def test_a_start_warns_or_refuses(made, copy, caplog):
     with LLM(str(made), canary="refuse", **SETTINGS) as llm:
         assert llm.canary.ok
         assert "canary" in llm.phases
-        before = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids
+        before = (
+            llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0]
+            .outputs[0]
+            .token_ids
+        )
     with LLM(str(made), canary="off", **SETTINGS) as llm:
         assert llm.canary is None
-        assert llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids == before
+        assert (
+            llm.generate("hello", SamplingParams(temperature=0, max_tokens=8))[0]
+            .outputs[0]
+            .token_ids
+            == before
+        )
     damage(copy)
     with caplog.at_level(logging.WARNING), LLM(str(copy), **SETTINGS) as llm:
         assert not llm.canary.ok
@@ -135,7 +163,13 @@ def test_without_a_canary(tiny_model, config_only):
     with pytest.raises(ConfigError, match=f"no {CANARY_NAME}"):
         LLM(str(tiny_model), canary="refuse", **SETTINGS)
     with pytest.raises(ConfigError, match="random weights"):
-        LLM(str(config_only), canary="refuse", load_format="dummy", skip_tokenizer_init=True, **SETTINGS)
+        LLM(
+            str(config_only),
+            canary="refuse",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            **SETTINGS,
+        )
     with pytest.raises(ConfigError, match="off, warn, refuse"):
         LLM(str(tiny_model), canary="sing", **SETTINGS)
 
@@ -184,7 +218,9 @@ async def test_the_engine_process_tells(made):
 async def test_the_engine_process_refuses(copy):
     damage(copy)
     with pytest.raises(ModelError, match="canary is dead"):
-        await asyncio.wait_for(AsyncLLM.start(EngineArgs(model=str(copy), canary="refuse", **SETTINGS)), PATIENCE_S)
+        await asyncio.wait_for(
+            AsyncLLM.start(EngineArgs(model=str(copy), canary="refuse", **SETTINGS)), PATIENCE_S
+        )
 
 
 @pytest.mark.parametrize(

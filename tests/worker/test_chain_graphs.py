@@ -21,14 +21,25 @@ from tests.engine.test_speculation import PROMPTS, SIZES
 
 @pytest.mark.parametrize(
     ("method", "num_drafts", "changes"),
-    [("eagle3", 1, {}), ("eagle3", 3, {}), ("eagle3", 3, {"fc_norm": True, "norm_output": True}), ("eagle", 3, {})],
+    [
+        ("eagle3", 1, {}),
+        ("eagle3", 3, {}),
+        ("eagle3", 3, {"fc_norm": True, "norm_output": True}),
+        ("eagle", 3, {}),
+    ],
 )
 def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts, changes):
     """For several requests, behind runs of any length, beside padding, and where one wants fewer drafts."""
     tiny_models.write(tmp_path / "model", "llama", num_hidden_layers=6)
     draft_heads.BY_METHOD[method](tmp_path / "head", **changes)
-    config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": num_drafts}
-    with LLM(str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    config = {
+        "method": method,
+        "model": str(tmp_path / "head"),
+        "num_speculative_tokens": num_drafts,
+    }
+    with LLM(
+        str(tmp_path / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}
+    ) as llm:
         runner = llm.core.executor.runner
         draft, compared = runner.draft, []
         eager = draft.draft
@@ -38,7 +49,10 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts
             graphs = ChainGraphs(draft, rows, (num_drafts,), max_model_len=128, max_num_seqs=4)
             seen = {s.request_id: rows.rows[s.request_id].num_drafted for s in drafted}
             eager(drafted, rows)
-            made = [rows.tokens[rows.rows[s.request_id].index, s.num_computed_tokens + 1 :].tolist() for s in drafted]
+            made = [
+                rows.tokens[rows.rows[s.request_id].index, s.num_computed_tokens + 1 :].tolist()
+                for s in drafted
+            ]
             states = draft.ends.clone()
             for s in drafted:  # as it was before
                 rows.rows[s.request_id].num_drafted = seen[s.request_id]
@@ -54,7 +68,9 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts
                 for i, s in enumerate(drafted):
                     count = len(s.drafts)
                     assert found[i, :count].tolist() == made[i][:count]
-                    at = rows.tokens[rows.rows[s.request_id].index, s.num_computed_tokens + 1 :].tolist()
+                    at = rows.tokens[
+                        rows.rows[s.request_id].index, s.num_computed_tokens + 1 :
+                    ].tolist()
                     assert at == [*made[i][:count], *[0] * (len(at) - count)]
                     compared.append(count)
             draft.ends.copy_(states)
@@ -62,7 +78,9 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts
                 rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
 
         draft.draft = noted
-        lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 17, 24)]
+        lengths = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 17, 24)
+        ]
         llm.generate(PROMPTS[:3], lengths)
     assert len(compared) > 25
     assert set(compared) == set(range(1, num_drafts + 1))
@@ -81,21 +99,35 @@ def test_a_chain_is_what_the_head_does_step_by_step(tmp_path, method, num_drafts
 )
 def test_what_a_chain_covers(first, keeps, computed, num_drafts, num_seqs, covered):
     of = types.SimpleNamespace
-    rows = of(device=torch.device("cpu"), capacity=8, rows={str(i): of(num_drafted=0) for i in range(num_seqs)})
-    graphs = ChainGraphs(of(first=first, keeps_drafts=keeps), rows, (3,), max_model_len=128, max_num_seqs=4)
+    rows = of(
+        device=torch.device("cpu"),
+        capacity=8,
+        rows={str(i): of(num_drafted=0) for i in range(num_seqs)},
+    )
+    graphs = ChainGraphs(
+        of(first=first, keeps_drafts=keeps), rows, (3,), max_model_len=128, max_num_seqs=4
+    )
     drafts = (FROM_MODEL,) * num_drafts
-    drafted = [ScheduledRequest(str(i), computed, 1 + num_drafts, 1 + num_drafts, drafts=drafts) for i in range(num_seqs)]
+    drafted = [
+        ScheduledRequest(str(i), computed, 1 + num_drafts, 1 + num_drafts, drafts=drafts)
+        for i in range(num_seqs)
+    ]
     assert graphs.covers(drafted) == covered
 
 
-@pytest.mark.parametrize(("kind", "num_seqs"), [("head", 1), ("head", 4), ("draft", 1), ("draft", 4)])
+@pytest.mark.parametrize(
+    ("kind", "num_seqs"), [("head", 1), ("head", 4), ("draft", 1), ("draft", 4)]
+)
 def test_a_chain_hands_kernels_contiguous_inputs(models, monkeypatch, kind, num_seqs):
     """A GPU's kernels read rows and positions as they lie in memory; torch's ops would hide a view with stride 0."""
     model, config = config_of(models, kind)
     config["num_speculative_tokens"] = 5
     with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
         runner = llm.core.executor.runner
-        graphs, seen = ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4), []
+        graphs, seen = (
+            ChainGraphs(runner.draft, runner.rows, (5,), max_model_len=128, max_num_seqs=4),
+            [],
+        )
         gather = runner.ops.gather_inputs
 
         def noted(tokens, block_table, rows, positions, block_size):
@@ -114,7 +146,9 @@ class Replayed(ChainGraphs):
     def _capture(self, size, idle, forward):
         inputs = torch.from_numpy(idle)
         graph = types.SimpleNamespace(replay=lambda: forward(inputs))
-        return self._captured.setdefault(size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph))
+        return self._captured.setdefault(
+            size, types.SimpleNamespace(inputs=inputs, output=None, graph=graph)
+        )
 
 
 CONFIGS = {  # a head reads states between layers, so its model has several
@@ -129,20 +163,29 @@ KINDS = pytest.mark.parametrize("kind", CONFIGS)
 def config_of(folder, kind):
     """The model's folder, and how it speculates."""
     model, config = CONFIGS[kind]
-    return str(folder / model), config | {"model": str(folder / config["model"]), "num_speculative_tokens": 3}
+    return str(folder / model), config | {
+        "model": str(folder / config["model"]),
+        "num_speculative_tokens": 3,
+    }
 
 
-def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature=0, chosen=None, **more):
+def proposals(
+    folder, kind, prompts, lengths, *, graphs, ahead=True, temperature=0, chosen=None, **more
+):
     """The answers; of each request by its number of computed tokens the drafts; how many of them were proposed ahead."""
     model, config = config_of(folder, kind)
     with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch", **more}) as llm:
         if chosen is not None:
             choose = llm.core.scheduler.speculation.choose
-            llm.core.scheduler.speculation.choose = lambda running: chosen(running) and choose(running)
+            llm.core.scheduler.speculation.choose = lambda running: (
+                chosen(running) and choose(running)
+            )
         runner = llm.core.executor.runner
         draft, found, count = runner.draft, {}, 0
         if graphs:
-            draft.graphs = Replayed(draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4)
+            draft.graphs = Replayed(
+                draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4
+            )
             llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
@@ -158,11 +201,16 @@ def proposals(folder, kind, prompts, lengths, *, graphs, ahead=True, temperature
                     found[s.request_id, s.num_computed_tokens] = own
             if drafted and draft.has_kept_drafts(drafted, rows):
                 kept.append(len(drafted))
-                assert draft.kept_drafts(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
+                assert (
+                    draft.kept_drafts(drafted).tolist() == draft.tokens_of(drafted, rows).tolist()
+                )
             return drafted
 
         draft.write_drafts = noted
-        sampling = [SamplingParams(temperature=temperature, seed=1, max_tokens=n, ignore_eos=True) for n in lengths]
+        sampling = [
+            SamplingParams(temperature=temperature, seed=1, max_tokens=n, ignore_eos=True)
+            for n in lengths
+        ]
         answers = [o.outputs[0].token_ids for o in llm.generate(prompts, sampling)]
         stats = llm.core.stats()
         assert stats.num_free_blocks == stats.num_blocks
@@ -186,8 +234,12 @@ def models(tmp_path_factory):
 def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, kind, block_size):
     """Requests that end in different steps, one of them near the context's end; some drafts are right."""
     prompts, lengths = PROMPTS[:3], (60, 31, 90)
-    expected, drafts, none, _ = proposals(models, kind, prompts, lengths, graphs=True, ahead=False, block_size=block_size)
-    found, same, count, stats = proposals(models, kind, prompts, lengths, graphs=True, block_size=block_size)
+    expected, drafts, none, _ = proposals(
+        models, kind, prompts, lengths, graphs=True, ahead=False, block_size=block_size
+    )
+    found, same, count, stats = proposals(
+        models, kind, prompts, lengths, graphs=True, block_size=block_size
+    )
     assert none == 0
     assert count > 0.8 * len(same)
     assert found == expected
@@ -200,7 +252,9 @@ def test_a_chain_ahead_proposes_what_it_would_have_behind_the_step(models, kind,
 def test_steps_that_catch_up_are_cold(models, kernels):
     """A prompt that the head has not seen, and tokens of steps without drafts."""
     config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
-    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": kernels}) as llm:
+    with LLM(
+        str(models / "model"), speculative_config=config, **{**SIZES, "kernels": kernels}
+    ) as llm:
         scheduler, cold, rests = llm.core.scheduler, [], iter((False, False, False, *10 * (True,)))
         update, choose = scheduler.update, scheduler.speculation.choose
 
@@ -236,7 +290,9 @@ def only_seeing(monkeypatch, kind):
 def test_prompts_are_seen_behind_their_steps(models, monkeypatch, kind, batched):
     """So a request's first drafts come out of a graph, and are those of a drafter that sees the prompt when it first drafts.
     Also of prompts that take several steps, and while another request drafts."""
-    prompts = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)]
+    prompts = [
+        {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (9, 61, 40, 33)
+    ]
     lengths, sizes = (60, 9, 20, 40), {"max_num_batched_tokens": batched}
     expected, drafts, _, _ = proposals(models, kind, prompts, lengths, graphs=False, **sizes)
     seen = only_seeing(monkeypatch, kind)
@@ -244,7 +300,9 @@ def test_prompts_are_seen_behind_their_steps(models, monkeypatch, kind, batched)
     assert found == expected
     assert same == drafts
     assert count > 0.5 * len(same)
-    assert 0 <= 9 + 61 + 40 + 33 - sum(s.num_tokens for shares in seen for s in shares) <= 4  # graphs see single ones
+    assert (
+        0 <= 9 + 61 + 40 + 33 - sum(s.num_tokens for shares in seen for s in shares) <= 4
+    )  # graphs see single ones
 
 
 @KINDS
@@ -282,7 +340,9 @@ def test_drafts_that_no_graph_made_are_not_those_of_the_last_chain(models, monke
     given = (models, kind, PROMPTS[:3], (60, 31, 90))
     expected, drafts, _, _ = proposals(*given, graphs=False, chosen=drafts_at)
     calls, covers = itertools.count(), ChainGraphs.covers
-    monkeypatch.setattr(Replayed, "covers", lambda graphs, drafted: next(calls) % 2 == 0 and covers(graphs, drafted))
+    monkeypatch.setattr(
+        Replayed, "covers", lambda graphs, drafted: next(calls) % 2 == 0 and covers(graphs, drafted)
+    )
     found, same, count, _ = proposals(*given, graphs=True, chosen=drafts_at)
     assert count > 0
     assert next(calls) > 8
@@ -290,7 +350,9 @@ def test_drafts_that_no_graph_made_are_not_those_of_the_last_chain(models, monke
     assert same == drafts
 
 
-@pytest.mark.parametrize(("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)])
+@pytest.mark.parametrize(
+    ("kind", "enable_prefix_caching"), [("head", True), ("draft", True), ("draft", False)]
+)
 def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_caching):
     """What begins with another's prompt, joins while others draft, or is preempted and computed anew: the same answers, and
     wherever drafts are made with and without graphs, the same drafts."""
@@ -310,7 +372,9 @@ def test_preempted_requests_and_shared_prefixes(models, kind, enable_prefix_cach
     assert (stats.prefix_hits > 0) == enable_prefix_caching
     both = drafts.keys() & same.keys()
     assert len(both) > 40
-    assert {at: same[at][: len(drafts[at])] for at in both} == {at: drafts[at][: len(same[at])] for at in both}
+    assert {at: same[at][: len(drafts[at])] for at in both} == {
+        at: drafts[at][: len(same[at])] for at in both
+    }
     assert count > 20
 
 
@@ -319,7 +383,9 @@ def test_drawn_answers_behind_the_likeliest_drafts(models, kind):
     """They are what they are without graphs, where drafts are drawn by the requests' own random numbers."""
     prompts, lengths = PROMPTS[:3], (60, 31, 90)
     expected, _, _, _ = proposals(models, kind, prompts, lengths, graphs=False, temperature=0.01)
-    found, _, count, stats = proposals(models, kind, prompts, lengths, graphs=True, temperature=0.01)
+    found, _, count, stats = proposals(
+        models, kind, prompts, lengths, graphs=True, temperature=0.01
+    )
     assert found == expected
     assert count > 30
     assert stats.spec_accepted_tokens > 0
@@ -327,18 +393,30 @@ def test_drawn_answers_behind_the_likeliest_drafts(models, kind):
 
 def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
     seen, step = [], HeadChain.step
-    monkeypatch.setattr(HeadChain, "step", lambda *own, **how: seen.append(own[1]) or step(*own, **how))
+    monkeypatch.setattr(
+        HeadChain, "step", lambda *own, **how: seen.append(own[1]) or step(*own, **how)
+    )
     config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
-    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    with LLM(
+        str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}
+    ) as llm:
         runner = llm.core.executor.runner
-        runner.draft.graphs = Replayed(runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4)
+        runner.draft.graphs = Replayed(
+            runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4
+        )
         llm.core.scheduler.speculation.choose = lambda running: False
-        lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 5, 5, 5, 5)]
-        llm.generate([PROMPTS[0]] + 4 * [PROMPTS[1]], lengths)  # four at once: the fifth joins the first
+        lengths = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 5, 5, 5, 5)
+        ]
+        llm.generate(
+            [PROMPTS[0]] + 4 * [PROMPTS[1]], lengths
+        )  # four at once: the fifth joins the first
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize(("kind", "num_blocks", "has_room"), [("head", 4, True), ("draft", 4, False), ("draft", 5, True)])
+@pytest.mark.parametrize(
+    ("kind", "num_blocks", "has_room"), [("head", 4, True), ("draft", 4, False), ("draft", 5, True)]
+)
 def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
     """Behind 11 tokens and 3 right drafts stand 3 more; a head has the last one's pair a position before."""
     model, config = config_of(models, kind)
@@ -357,11 +435,15 @@ def test_a_chain_ahead_stays_in_its_blocks(models, kind, num_blocks, has_room):
 def test_no_chain_ahead_captures_a_graph(models):
     """Of two requests one has too few tokens for the chain; the graph for the other alone is not captured."""
     config = {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 3}
-    with LLM(str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}) as llm:
+    with LLM(
+        str(models / "model"), speculative_config=config, **{**SIZES, "kernels": "torch"}
+    ) as llm:
         runner = llm.core.executor.runner
         graphs = Replayed(runner.draft, runner.rows, (1, 3), max_model_len=128, max_num_seqs=4)
         for i, name in enumerate(("short", "long")):
-            row = Row(i, SamplingParams(temperature=0), num_prompt_tokens=2, seed=0, forbidden_early=())
+            row = Row(
+                i, SamplingParams(temperature=0), num_prompt_tokens=2, seed=0, forbidden_early=()
+            )
             row.num_kept, row.num_blocks = 3, 16
             runner.rows.rows[name] = row
         short = ScheduledRequest("short", 2, 4, 4, drafts=(FROM_MODEL,) * 3)
@@ -376,7 +458,8 @@ def test_no_chain_ahead_captures_a_graph(models):
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "longest", "depths"), [(None, 4096, (1, 2, 3, 5, 8)), (None, 8, (1, 2, 3)), (5, 4096, (5,))]
+    ("num_drafts", "longest", "depths"),
+    [(None, 4096, (1, 2, 3, 5, 8)), (None, 8, (1, 2, 3)), (5, 4096, (5,))],
 )
 def test_no_more_is_captured_and_reserved_than_may_run(num_drafts, longest, depths):
     of = types.SimpleNamespace

@@ -20,7 +20,13 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 def timing(kernels="a", weights="bfloat16", num_threads=2, decode_ms=1.0, prompt_ms=1.0):
-    return Timing(kernels=kernels, weights=weights, num_threads=num_threads, decode_ms=decode_ms, prompt_ms=prompt_ms)
+    return Timing(
+        kernels=kernels,
+        weights=weights,
+        num_threads=num_threads,
+        decode_ms=decode_ms,
+        prompt_ms=prompt_ms,
+    )
 
 
 CHOICE = CpuChoice(isa="avx2", dtype="float32", num_threads=3, timings=(timing(num_threads=3),))
@@ -40,7 +46,9 @@ def measured(monkeypatch):
 
 
 def test_a_measurement_on_this_machine(monkeypatch):
-    monkeypatch.setattr(cpu_choice, "ROUNDS", 2)  # more are for the best times, which nothing here depends on
+    monkeypatch.setattr(
+        cpu_choice, "ROUNDS", 2
+    )  # more are for the best times, which nothing here depends on
     choice = measure_cpu()
     assert choice.isa in instruction_sets()
     assert choice.dtype in ("bfloat16", "float32")
@@ -53,7 +61,10 @@ def test_a_measurement_on_this_machine(monkeypatch):
 
 def test_remembered(tmp_path, measured):
     told = []
-    first, second = (choose_cpu(tmp_path / "machine", measuring=lambda: told.append(len(measured))) for _ in range(2))
+    first, second = (
+        choose_cpu(tmp_path / "machine", measuring=lambda: told.append(len(measured)))
+        for _ in range(2)
+    )
     assert first == second == CHOICE
     assert len(measured) == 1
     assert told == [0]  # once, and before
@@ -75,7 +86,10 @@ def test_of_processes_that_start_together_one_measures(tmp_path, measured, monke
     monkeypatch.setattr(cpu_choice, "_read", lambda path: reads.append(read(path)) or reads[-1])
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(choose_cpu, tmp_path) for _ in range(2)]
-        wait_for(lambda: len(reads) == 3, "they do not look before they measure and again when nobody else does")
+        wait_for(
+            lambda: len(reads) == 3,
+            "they do not look before they measure and again when nobody else does",
+        )
         go.set()
         assert [one.result() for one in both] == [CHOICE] * 2
     assert (len(measured), reads) == (1, [None, None, None, CHOICE])
@@ -120,7 +134,10 @@ def test_the_best_is_chosen(monkeypatch):
     speed = {"x": 3.0, "y": 1.0, "z": 2.0, "bfloat16": 2.0, "float32": 1.0}
 
     def time(candidates):
-        ms = [speed[isa if weights == "int8" else weights] * threads_cost[n] for isa, weights, n in candidates]
+        ms = [
+            speed[isa if weights == "int8" else weights] * threads_cost[n]
+            for isa, weights, n in candidates
+        ]
         return [timing(isa, w, n, m, m) for (isa, w, n), m in zip(candidates, ms, strict=True)]
 
     monkeypatch.setattr(cpu_choice, "instruction_sets", lambda: ["x", "y", "z"])

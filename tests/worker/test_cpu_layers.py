@@ -51,7 +51,10 @@ def test_the_cpu_and_the_gpu_answer_as_one_device(tmp_path, gpu):
     with LLM(str(tmp_path), cpu_layers=1, speculative_model="ngram", **ON_GPU) as llm:
         executor = llm.core.executor
         assert executor.config.parallel.stages == (1, 2)
-        assert [ledger.block_bytes * 3 for ledger in executor.ledgers] == [block_bytes, 2 * block_bytes]
+        assert [ledger.block_bytes * 3 for ledger in executor.ledgers] == [
+            block_bytes,
+            2 * block_bytes,
+        ]
         assert executor.ledger is executor.ledgers[1]
         assert executor.ledgers[0].num_blocks == executor.ledgers[1].num_blocks
         assert agree(answers(llm), wanted)
@@ -70,11 +73,21 @@ def describe(folder, **config):
 def test_auto_leaves_as_few_to_the_cpu_as_fit(tmp_path, room, layers):
     """`room`: the share of the weights that the GPU has room for, beside the cache's."""
     model = describe(tmp_path, num_hidden_layers=4, hidden_size=256)
-    of_layers = sum(2 * shape[0] * (shape[1] if len(shape) > 1 else 1) for n, shape in model.shapes.items() if "layers" in n)
-    rest = sum(2 * shape[0] * (shape[1] if len(shape) > 1 else 1) for n, shape in model.shapes.items() if "layers" not in n)
+    of_layers = sum(
+        2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        for n, shape in model.shapes.items()
+        if "layers" in n
+    )
+    rest = sum(
+        2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        for n, shape in model.shapes.items()
+        if "layers" not in n
+    )
     memory = int((rest + room * of_layers) / 0.7)
     small = dataclasses.replace(GPU, memory_bytes=memory, free_bytes=memory)
-    config = resolve(EngineArgs(model=str(tmp_path), cpu_layers="auto", gpu_memory_utilization=0.9), model, small)
+    config = resolve(
+        EngineArgs(model=str(tmp_path), cpu_layers="auto", gpu_memory_utilization=0.9), model, small
+    )
     assert config.parallel.stages == ((layers, 4 - layers) if layers else ())
     assert config.parallel.on_host == bool(layers)
     assert config.scheduling.pipeline_steps == config.parallel.num_stages
@@ -85,13 +98,20 @@ def test_stages_have_what_the_gpu_chose(tmp_path):
     model = describe(tmp_path, num_hidden_layers=4)
     args = EngineArgs(model=str(tmp_path), cpu_layers=3, gpu_memory_utilization=0.5)
     config = resolve(args, model, GPU)
-    cpu_info = dataclasses.replace(GPU, device="cpu", best_dtype="float32", num_threads=8, compute_capability=None)
+    cpu_info = dataclasses.replace(
+        GPU, device="cpu", best_dtype="float32", num_threads=8, compute_capability=None
+    )
     on_cpu, on_gpu = (
-        resolve(own, model, info) for own, info in zip(stage_args(args, config, 7), (cpu_info, GPU), strict=True)
+        resolve(own, model, info)
+        for own, info in zip(stage_args(args, config, 7), (cpu_info, GPU), strict=True)
     )
     assert on_cpu.model.dtype == on_gpu.model.dtype == "bfloat16"
     assert on_cpu.cache.dtype == on_gpu.cache.dtype
-    assert on_cpu.scheduling == dataclasses.replace(on_gpu.scheduling, pipeline_steps=2) == config.scheduling
+    assert (
+        on_cpu.scheduling
+        == dataclasses.replace(on_gpu.scheduling, pipeline_steps=2)
+        == config.scheduling
+    )
     assert on_gpu.device.enforce_eager  # graphs of this stage were not tried on a GPU
     assert on_cpu.parallel.stages == on_gpu.parallel.stages == (3, 1)
     assert on_cpu.device.num_threads == 7
@@ -132,8 +152,14 @@ def test_a_cpu_has_no_use_for_it(tiny_model):
 
 def test_a_host_without_room_is_refused_before_a_process_starts(tiny_model, monkeypatch, gpu):
     found = process_executor.detect
-    monkeypatch.setattr(process_executor, "spawn", lambda number: pytest.fail("a process was started"))
-    monkeypatch.setattr(process_executor, "detect", lambda *a, **k: dataclasses.replace(found(*a, **k), free_bytes=1000))
+    monkeypatch.setattr(
+        process_executor, "spawn", lambda number: pytest.fail("a process was started")
+    )
+    monkeypatch.setattr(
+        process_executor,
+        "detect",
+        lambda *a, **k: dataclasses.replace(found(*a, **k), free_bytes=1000),
+    )
     with pytest.raises(OutOfMemoryError, match="of the host's memory are free") as error:
         LLM(str(tiny_model), cpu_layers=1, **ON_GPU)
     assert error.value.field == "cpu_layers"

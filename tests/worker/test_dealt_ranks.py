@@ -15,14 +15,42 @@ from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-SETTINGS = dict(device="cpu", dtype="float32", kernels="torch", max_model_len=256, kv_cache_bytes=2**20, block_size=16)
+SETTINGS = dict(
+    device="cpu",
+    dtype="float32",
+    kernels="torch",
+    max_model_len=256,
+    kv_cache_bytes=2**20,
+    block_size=16,
+)
 SIZES = dict(max_num_seqs=8, max_num_batched_tokens=48)
-PROMPTS = ["The capital of France is", "in the hour " * 20, "hello", "in the hour " * 20 + "of", "he", "the other"]
+PROMPTS = [
+    "The capital of France is",
+    "in the hour " * 20,
+    "hello",
+    "in the hour " * 20 + "of",
+    "he",
+    "the other",
+]
 SAMPLINGS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=0.9, seed=7, top_p=0.9, max_tokens=12, ignore_eos=True, presence_penalty=0.5, logprobs=3),
-    SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=2, repetition_penalty=1.3, min_tokens=2),
-    SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{3,6}")),
+    SamplingParams(
+        temperature=0.9,
+        seed=7,
+        top_p=0.9,
+        max_tokens=12,
+        ignore_eos=True,
+        presence_penalty=0.5,
+        logprobs=3,
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=6, prompt_logprobs=2, repetition_penalty=1.3, min_tokens=2
+    ),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        structured_outputs=StructuredOutputsParams(regex="[ab]{3,6}"),
+    ),
     SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True, n=3),
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -73,16 +101,25 @@ def test_two_ranks_answer_as_one_device(one, two):
         assert found[1] == pytest.approx(wanted[1], abs=5e-4)
     assert two.core.stats().prefix_hits > 0
     assert free(two) == [0, 0]
-    mixed = [GREEDY, *SAMPLINGS[1:4], GREEDY, SAMPLINGS[3]]  # in one step: with a grammar on one rank, on both, on none
+    mixed = [
+        GREEDY,
+        *SAMPLINGS[1:4],
+        GREEDY,
+        SAMPLINGS[3],
+    ]  # in one step: with a grammar on one rank, on both, on none
     for _ in range(2):
         found = [o.outputs[0].token_ids for o in two.generate(PROMPTS, mixed, progress=False)]
-        assert found == [o.outputs[0].token_ids for o in one.generate(PROMPTS, mixed, progress=False)]
+        assert found == [
+            o.outputs[0].token_ids for o in one.generate(PROMPTS, mixed, progress=False)
+        ]
 
 
 def test_one_request_alone(one, two):
     """One rank has nothing but padding."""
     wanted = [o.outputs[0].token_ids for o in one.generate(PROMPTS[:1], GREEDY, progress=False)]
-    assert [o.outputs[0].token_ids for o in two.generate(PROMPTS[:1], GREEDY, progress=False)] == wanted
+    assert [
+        o.outputs[0].token_ids for o in two.generate(PROMPTS[:1], GREEDY, progress=False)
+    ] == wanted
 
 
 def test_the_caches_hold_twice_as_much(one, two):
@@ -106,22 +143,42 @@ def test_experts_count_each_token_once(mixture, forked_ranks):
 
 def test_more_than_fits_and_what_is_cancelled(mixture, one, forked_ranks):
     """Requests are preempted, and come back to another rank. Those that are cancelled leave nothing."""
-    prompts = [{"prompt_token_ids": [(7 * i + s) % 250 + 4 for i in range(20 + s)]} for s in range(10)]
+    prompts = [
+        {"prompt_token_ids": [(7 * i + s) % 250 + 4 for i in range(20 + s)]} for s in range(10)
+    ]
     wanted = [o.outputs[0].token_ids for o in one.generate(prompts, GREEDY, progress=False)]
-    small = {**SETTINGS, "max_model_len": 64, "kv_cache_bytes": one.core.ledger.block_bytes * 8, "enable_prefix_caching": False}
+    small = {
+        **SETTINGS,
+        "max_model_len": 64,
+        "kv_cache_bytes": one.core.ledger.block_bytes * 8,
+        "enable_prefix_caching": False,
+    }
     with LLM(str(mixture), expert_parallel_size=2, **small, **SIZES) as llm:
-        assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)] == wanted
+        assert [
+            o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)
+        ] == wanted
         assert llm.stats().num_preemptions > 0
         core = llm.core
         for i in range(6):
-            core.add([EngineRequest(request_id=f"c{i}", prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=16)])
+            core.add(
+                [
+                    EngineRequest(
+                        request_id=f"c{i}",
+                        prompt_token_ids=(5, 6, 7),
+                        sampling=GREEDY,
+                        max_tokens=16,
+                    )
+                ]
+            )
         for _ in range(4):
             core.step()
         core.abort([f"c{i}" for i in range(0, 6, 2)])
         while core.has_work:
             core.step()
         assert free(llm) == [0, 0]
-        assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)] == wanted
+        assert [
+            o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)
+        ] == wanted
 
 
 def run_on(core):
@@ -132,7 +189,13 @@ def run_on(core):
 def test_a_step_that_was_interrupted_leaves_nothing(one, two, monkeypatch):
     core = two.core
     for name in "ab":
-        core.add([EngineRequest(request_id=name, prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=16)])
+        core.add(
+            [
+                EngineRequest(
+                    request_id=name, prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=16
+                )
+            ]
+        )
     core.step()
     monkeypatch.setattr(core.scheduler, "update", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -145,13 +208,21 @@ def test_beams_and_drafts(mixture, one, forked_ranks):
     wanted = one.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=6))
     greedy = [o.outputs[0].token_ids for o in one.generate(PROMPTS, GREEDY, progress=False)]
     speculation = {"method": "suffix", "num_speculative_tokens": 3}
-    with LLM(str(mixture), expert_parallel_size=2, speculative_config=speculation, **SETTINGS, **SIZES) as llm:
+    with LLM(
+        str(mixture), expert_parallel_size=2, speculative_config=speculation, **SETTINGS, **SIZES
+    ) as llm:
         found = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=6))
-        assert [[b.tokens for b in o.sequences] for o in found] == [[b.tokens for b in o.sequences] for o in wanted]
+        assert [[b.tokens for b in o.sequences] for o in found] == [
+            [b.tokens for b in o.sequences] for o in wanted
+        ]
         for _ in range(2):
-            assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)] == greedy
+            assert [
+                o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)
+            ] == greedy
         assert llm.stats().spec_draft_tokens > 0
-        assert answers(llm, SAMPLINGS[2:4])[0] == answers(one, SAMPLINGS[2:4])[0]  # guesses under a grammar, too
+        assert (
+            answers(llm, SAMPLINGS[2:4])[0] == answers(one, SAMPLINGS[2:4])[0]
+        )  # guesses under a grammar, too
         assert free(llm) == [0, 0]
 
 
@@ -193,26 +264,44 @@ def test_stages_of_ranks(mixture, one, monkeypatch, forked_ranks):
     """Two stages of two ranks: each passes on its own requests' rows."""
     monkeypatch.setattr("slipstream.worker.process_executor.available_cores", lambda: 4)
     wanted = answers(one)
-    with LLM(str(mixture), expert_parallel_size=2, pipeline_parallel_size=2, **SETTINGS, **SIZES) as llm:
+    with LLM(
+        str(mixture), expert_parallel_size=2, pipeline_parallel_size=2, **SETTINGS, **SIZES
+    ) as llm:
         for _ in range(2):
             found = answers(llm)
             assert found[0] == wanted[0]
             assert found[1] == pytest.approx(wanted[1], abs=5e-4)
         alone = llm.generate(PROMPTS[:1], GREEDY, progress=False)[0]
-        assert alone.outputs[0].token_ids == one.generate(PROMPTS[:1], GREEDY, progress=False)[0].outputs[0].token_ids
+        assert (
+            alone.outputs[0].token_ids
+            == one.generate(PROMPTS[:1], GREEDY, progress=False)[0].outputs[0].token_ids
+        )
 
 
 @pytest.mark.parametrize(
     ("settings", "field", "says"),
     [
-        ({"enable_lora": True}, "enable_lora", "does not cover adapters; leave it out, or set tensor_parallel_size=2, too"),
+        (
+            {"enable_lora": True},
+            "enable_lora",
+            "does not cover adapters; leave it out, or set tensor_parallel_size=2, too",
+        ),
         ({"speculative_model": "draft"}, "speculative_config", "take 'ngram' or 'suffix'"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 256}, "max_num_batched_tokens", "on each of 2 ranks"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+            "max_num_batched_tokens",
+            "on each of 2 ranks",
+        ),
     ],
     ids=str,
 )
-def test_what_is_not_covered_is_refused_before_a_process_starts(mixture, monkeypatch, settings, field, says):
-    monkeypatch.setattr("slipstream.worker.process_executor.spawn", lambda number: pytest.fail("a process was started"))
+def test_what_is_not_covered_is_refused_before_a_process_starts(
+    mixture, monkeypatch, settings, field, says
+):
+    monkeypatch.setattr(
+        "slipstream.worker.process_executor.spawn",
+        lambda number: pytest.fail("a process was started"),
+    )
     with pytest.raises(ConfigError, match=says) as error:
         LLM(str(mixture), expert_parallel_size=2, **{**SETTINGS, **SIZES, **settings})
     assert error.value.field == field

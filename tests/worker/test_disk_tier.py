@@ -82,7 +82,9 @@ def flipped(data, at):
         lambda data: flipped(data, 8),
         lambda data: flipped(data, 30),
         lambda data: flipped(data, len(data) - 1),
-        lambda data: data[: HEADER.size] + bytes(SIZE),  # a rename that the disk made before the bytes
+        lambda data: (
+            data[: HEADER.size] + bytes(SIZE)
+        ),  # a rename that the disk made before the bytes
         lambda data: os.urandom(len(data)),
     ],
 )
@@ -107,7 +109,9 @@ def test_another_blocks_file_is_a_miss(tmp_path):
     assert content(disk, 1) == {7}
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)]
+)
 def test_what_is_no_file_is_a_miss(tmp_path, make):
     disk = tier(tmp_path)
     write(disk, 1, 7)
@@ -148,7 +152,9 @@ def test_the_bound_holds_and_the_least_recently_used_go(tmp_path):
     assert smaller.num_bytes <= smaller.limit_bytes
     with pytest.raises(ConfigError, match="kv_disk_bytes"):
         tier(tmp_path, limit=SIZE)
-    with pytest.raises(ConfigError, match=r"kv_disk_bytes=1125899906842624000 is more than the disk of .* has"):
+    with pytest.raises(
+        ConfigError, match=r"kv_disk_bytes=1125899906842624000 is more than the disk of .* has"
+    ):
         tier(tmp_path / "new", 1000 * 2**50)
     assert content(tier(tmp_path / "new"), 1) is None  # nothing stays locked
 
@@ -179,7 +185,10 @@ def test_a_full_disk_costs_blocks_and_nothing_else(tmp_path, monkeypatch):
     """The system refuses to write a file beyond a size, as a full disk does."""
     disk = tier(tmp_path)
     write(disk, 1, 7)
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, ignored = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         assert not write(disk, 2, 8)
@@ -224,12 +233,16 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
     rng, settled = np.random.default_rng(0), []
     k, v = (rng.normal(size=(5, 2, 4, 8)).astype(np.float32) for _ in range(2))
     turned = np.ascontiguousarray(v.swapaxes(2, 3)).swapaxes(2, 3)  # another order in memory
-    store = BlockStore(block_arrays([k, turned]), DiskTier(tmp_path, 2**20, OURS, 512), lambda: settled.append(1))
+    store = BlockStore(
+        block_arrays([k, turned]), DiskTier(tmp_path, 2**20, OURS, 512), lambda: settled.append(1)
+    )
     assert store.block_bytes == 512
     before = k[1].copy(), turned[1].copy()
     assert carried(store, BlockCopy(1, "device", "disk", key(1), 1)) == {1: True}
     assert not settled
-    assert carried(store, BlockCopy(2, "disk", "device", key(1), 3), BlockCopy(3, "disk", "device", key(9), 2)) == {
+    assert carried(
+        store, BlockCopy(2, "disk", "device", key(1), 3), BlockCopy(3, "disk", "device", key(9), 2)
+    ) == {
         2: True,
         3: False,
     }
@@ -249,17 +262,27 @@ def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     """Within a chunk of pinned memory; each copy brings its own block."""
     monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
     cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
-    store = DeviceBlocks(BlockRows.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu")))
+    store = DeviceBlocks(
+        BlockRows.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu"))
+    )
     pieces, runs = [], store._runs
-    monkeypatch.setattr(store, "_runs", lambda copies: pieces.append([x for x, _ in runs(copies)]) or runs(copies))
+    monkeypatch.setattr(
+        store, "_runs", lambda copies: pieces.append([x for x, _ in runs(copies)]) or runs(copies)
+    )
     slots = (9, 2, 3, 1, 5, 4, 7)  # a chunk has four
-    out = [BlockCopy(i, "device", "host", key(i), block=i, slot=slot) for i, slot in enumerate(slots, start=1)]
+    out = [
+        BlockCopy(i, "device", "host", key(i), block=i, slot=slot)
+        for i, slot in enumerate(slots, start=1)
+    ]
     assert all(carried(store, *out).values())
     assert [[part.stop - part.start for part in found] for found in pieces] == [[4, 1, 1, 1]]
     for i, slot in enumerate(slots, start=1):
         assert (store._slots(slot, 1)[0].view(torch.float32) == i).all()
     cache.zero_()
-    back = [BlockCopy(20 + slot, "host", "device", key(i), block=slot, slot=slot) for i, slot in enumerate(slots, start=1)]
+    back = [
+        BlockCopy(20 + slot, "host", "device", key(i), block=slot, slot=slot)
+        for i, slot in enumerate(slots, start=1)
+    ]
     assert all(carried(store, *back).values())
     assert all((cache[slot] == i).all() for i, slot in enumerate(slots, start=1))
     store.close()
@@ -270,14 +293,22 @@ def check_device_blocks(tmp_path, platform, ops, odd):
     caches = [torch.randn(9, 2, 4, 8, generator=rng).to(platform.device) for _ in range(3)]
     caches[1] = caches[1].transpose(2, 3).contiguous().transpose(2, 3)
     if odd:  # 3 bytes
-        caches.append(torch.randint(0, 99, (9, 1, 3, 1), generator=rng).to(torch.int8).to(platform.device))
+        caches.append(
+            torch.randint(0, 99, (9, 1, 3, 1), generator=rng).to(torch.int8).to(platform.device)
+        )
     block_bytes = 3 * 256 + 3 * odd
-    store = DeviceBlocks(BlockRows.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform)
+    store = DeviceBlocks(
+        BlockRows.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform
+    )
     assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
     before = [cache.clone() for cache in caches]
     out = [BlockCopy(i, "device", "host", key(i), block=i, slot=i) for i in (1, 2, 3, 4, 5)]
     assert carried(store, *out) == dict.fromkeys(range(1, 6), True)
-    assert carried(store, BlockCopy(6, "host", "disk", key(4), slot=4), BlockCopy(7, "disk", "host", key(4), slot=6)) in (
+    assert carried(
+        store,
+        BlockCopy(6, "host", "disk", key(4), slot=4),
+        BlockCopy(7, "disk", "host", key(4), slot=6),
+    ) in (
         {6: True, 7: True},
         {6: True, 7: False},  # it was read before it was written
     )
@@ -285,7 +316,9 @@ def check_device_blocks(tmp_path, platform, ops, odd):
     for cache in caches:
         cache.zero_()
     back = [BlockCopy(10 + i, "host", "device", key(i), block=9 - i, slot=i) for i in (1, 2, 3, 5)]
-    assert all(carried(store, *back, BlockCopy(20, "host", "device", key(4), block=5, slot=6)).values())
+    assert all(
+        carried(store, *back, BlockCopy(20, "host", "device", key(4), block=5, slot=6)).values()
+    )
     for old, cache in zip(before, caches, strict=True):
         for i in (1, 2, 3, 5):
             assert torch.equal(cache[9 - i], old[i])

@@ -24,11 +24,21 @@ def folders(tmp_path_factory):
 
 def engine(folders, method, num_drafts, **settings):
     model, head = folders
-    config = {"method": method, "num_speculative_tokens": num_drafts, **({"model": head} if method == "eagle3" else {})}
-    return LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch", "max_num_seqs": 6, **settings})
+    config = {
+        "method": method,
+        "num_speculative_tokens": num_drafts,
+        **({"model": head} if method == "eagle3" else {}),
+    }
+    return LLM(
+        model,
+        speculative_config=config,
+        **{**SIZES, "kernels": "torch", "max_num_seqs": 6, **settings},
+    )
 
 
-@pytest.mark.parametrize(("method", "settings"), [("eagle3", {}), ("eagle3", {"max_model_len": 40}), ("ngram", {})])
+@pytest.mark.parametrize(
+    ("method", "settings"), [("eagle3", {}), ("eagle3", {"max_model_len": 40}), ("ngram", {})]
+)
 def test_sizes_and_steps(folders, method, settings, monkeypatch):
     """Each step begins behind what the one before has drawn, has the drafts, and leaves the engine as it was."""
     greedy, steps = SamplingParams(temperature=0, max_tokens=20), []
@@ -46,9 +56,15 @@ def test_sizes_and_steps(folders, method, settings, monkeypatch):
             times = measure_draft_costs(runner, llm.core.ledger.num_blocks)
         assert not runner.rows.rows
         llm.reset_prefix_cache()  # its blocks were written
-        assert [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS[:3], greedy)] == before
+        assert [
+            answer.outputs[0].token_ids for answer in llm.generate(PROMPTS[:3], greedy)
+        ] == before
     longest = 6 if settings else 9  # six runs of eight drafts do not fit into 40 tokens
-    sizes = {1: [n for n in (1, 2, 3, 4, 6, 9) if n <= longest], 4: [4, 8, 12, 16, 24, 36], 6: [6, 12, 18, 24, 36]}
+    sizes = {
+        1: [n for n in (1, 2, 3, 4, 6, 9) if n <= longest],
+        4: [4, 8, 12, 16, 24, 36],
+        6: [6, 12, 18, 24, 36],
+    }
     assert [(t.num_seqs, t.num_tokens) for t in times] == [
         (n, m) for n, of in sizes.items() for m in of if m // n <= longest
     ]
@@ -56,14 +72,21 @@ def test_sizes_and_steps(folders, method, settings, monkeypatch):
     assert len(steps) == len(times) * (2 + NUM_TIMED)
     draft = FROM_MODEL if method == "eagle3" else 1
     for i, size in enumerate(times):
-        own, num_drafts = steps[i * (2 + NUM_TIMED) : (i + 1) * (2 + NUM_TIMED)], size.num_tokens // size.num_seqs - 1
+        own, num_drafts = (
+            steps[i * (2 + NUM_TIMED) : (i + 1) * (2 + NUM_TIMED)],
+            size.num_tokens // size.num_seqs - 1,
+        )
         assert all(s.num_tokens == s.num_sampled == 1 for s in own[0][0])
         for (scheduled, drawn), (following, _) in pairwise(own):
             assert len(following) == size.num_seqs
             assert [s.num_computed_tokens for s in following] == [
                 s.num_computed_tokens + n for s, n in zip(scheduled, drawn, strict=True)
             ]
-            assert all(s.drafts == (draft,) * num_drafts and s.num_sampled == s.num_tokens == 1 + num_drafts for s in following)
+            assert all(
+                s.drafts == (draft,) * num_drafts
+                and s.num_sampled == s.num_tokens == 1 + num_drafts
+                for s in following
+            )
 
 
 def test_a_fixed_number_of_drafts_is_not_measured(folders):

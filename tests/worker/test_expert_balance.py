@@ -88,8 +88,12 @@ def test_a_skewed_layer_is_balanced_and_then_left_alone(tmp_path):
     swaps = own.follow(load, expert_bytes=1)
     assert [layer for layer, _, _ in swaps] == [0]
     assert own.stats.moved_total == 2
-    assert own.stats.rank_imbalance == pytest.approx(4 / 3, rel=1e-3)  # of three such experts one rank has two
-    assert own.follow(load, expert_bytes=1) == []  # no tokens since: half the load, as uneven as before
+    assert own.stats.rank_imbalance == pytest.approx(
+        4 / 3, rel=1e-3
+    )  # of three such experts one rank has two
+    assert (
+        own.follow(load, expert_bytes=1) == []
+    )  # no tokens since: half the load, as uneven as before
 
 
 def test_the_load_is_that_of_experts_wherever_they_are(tmp_path):

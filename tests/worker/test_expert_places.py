@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.expert_rows import can_swap_outputs, expert_rows, layout, swap_outputs, swap_rows
+from slipstream.kernels.expert_rows import (
+    can_swap_outputs,
+    expert_rows,
+    layout,
+    swap_outputs,
+    swap_rows,
+)
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.triton.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
@@ -53,7 +59,9 @@ def moved(model):
     counted = ExpertLoad(decoder.count_experts(), platform_of(CPU))
     found, loads = [run(model, TOKENS)], [counted.read()]
     places = ExpertPlaces(decoder, counted, part)
-    mixtures = {i: layer.mlp.spec for i, layer in enumerate(decoder.layers) if isinstance(layer.mlp, MoE)}
+    mixtures = {
+        i: layer.mlp.spec for i, layer in enumerate(decoder.layers) if isinstance(layer.mlp, MoE)
+    }
     assert places.layers == frozenset(mixtures)
     for i, spec in mixtures.items():
         swaps = legal_swaps(spec, i, seed=i)
@@ -74,9 +82,14 @@ def moved(model):
         ("deepseek_v3", "torch", None, {}),  # groups and corrections
         ("deepseek_v3", "cpu", None, {}),
         ("glm4_moe", "reference", None, {}),
-        *[("gpt_oss", kernels, None, {}) for kernels in ("reference", "torch", "cpu")],  # biases of router and experts
+        *[
+            ("gpt_oss", kernels, None, {}) for kernels in ("reference", "torch", "cpu")
+        ],  # biases of router and experts
         *[("gpt_oss", kernels, "mxfp4", GROUPS) for kernels in ("reference", "torch", "cpu")],
-        *[("qwen3_moe", "reference", scheme, BIG) for scheme in ("int8", "fp8", "fp8-block", "int4", "int4-g32")],
+        *[
+            ("qwen3_moe", "reference", scheme, BIG)
+            for scheme in ("int8", "fp8", "fp8-block", "int4", "int4-g32")
+        ],
         *[("qwen3_moe", "cpu", scheme, BIG) for scheme in ("int8", "int4", "int4-g32")],
     ],
 )
@@ -84,7 +97,9 @@ def test_every_form_of_weights_moves(tmp_path, family, kernels, scheme, sizes):
     build(tmp_path, family, **sizes)
     how = {} if scheme is None else {"scheme": SCHEMES[scheme]}
     wanted = run(load(tmp_path, kernels=kernels), TOKENS) if scheme is None else None
-    for (before, after), (counts, again) in on_ranks(tmp_path, moved, kernels=kernels, experts=True, tensor=False, **how):
+    for (before, after), (counts, again) in on_ranks(
+        tmp_path, moved, kernels=kernels, experts=True, tensor=False, **how
+    ):
         close(after, before if wanted is None else wanted)
         assert again == counts
 
@@ -95,12 +110,16 @@ def test_layers_whose_weights_have_another_layout_elsewhere_stay(tmp_path, monke
 
     def work(model):
         decoder = model.decoder
-        places = ExpertPlaces(decoder, ExpertLoad(decoder.count_experts(), platform_of(CPU)), decoder.partition)
+        places = ExpertPlaces(
+            decoder, ExpertLoad(decoder.count_experts(), platform_of(CPU)), decoder.partition
+        )
         places.swap([(0, 0, 5)])
         return places.layers
 
     assert on_ranks(tmp_path, work, experts=True, tensor=False) == [frozenset({0, 1})] * 2
-    assert on_ranks(tmp_path, work, experts=True, tensor=False, size=4) == [frozenset()] * 4  # one expert or two
+    assert (
+        on_ranks(tmp_path, work, experts=True, tensor=False, size=4) == [frozenset()] * 4
+    )  # one expert or two
 
 
 @pytest.mark.parametrize("kernels", ["reference", "torch", "cpu"])
@@ -109,17 +128,23 @@ def test_layers_whose_weights_have_another_layout_elsewhere_stay(tmp_path, monke
 def test_outputs_of_a_router(kernels, dtype, bias):
     ops, generator = select_ops(CPU, kernels), torch.Generator().manual_seed(1)
     weight, x = (torch.randn(n, 48, generator=generator).to(dtype) for n in (13, 5))
-    w = ops.quantize_weight(weight, torch.randn(13, generator=generator).to(dtype) if bias else None)
+    w = ops.quantize_weight(
+        weight, torch.randn(13, generator=generator).to(dtype) if bias else None
+    )
     before = ops.linear(x, w)
     assert can_swap_outputs(w)
     swap_outputs(w, 11, 2)
     order = list(range(13))
     order[11], order[2] = 2, 11
-    torch.testing.assert_close(ops.linear(x, w), before[:, order], rtol=0, atol=0 if kernels == "reference" else 1e-6)
+    torch.testing.assert_close(
+        ops.linear(x, w), before[:, order], rtol=0, atol=0 if kernels == "reference" else 1e-6
+    )
 
 
 def of_groups(weight, bias, scheme, zeros=False):
-    made = select_ops(CPU, "reference").quantize_experts(weight, SCHEMES[scheme], bias, num_experts=4)
+    made = select_ops(CPU, "reference").quantize_experts(
+        weight, SCHEMES[scheme], bias, num_experts=4
+    )
     assert isinstance(made, GroupedLinear)
     return dataclasses.replace(made, zeros=made.scales * 3) if zeros else made
 
@@ -132,7 +157,9 @@ def of_groups(weight, bias, scheme, zeros=False):
         lambda w, bias: of_groups(w, bias, "int4", zeros=True),
         lambda w, bias: pack_mxfp4(of_groups(w, bias, "mxfp4")),
         *[
-            lambda w, bias, s=s: select_ops(CPU, "reference").quantize_experts(w, SCHEMES[s], bias, num_experts=4)
+            lambda w, bias, s=s: select_ops(CPU, "reference").quantize_experts(
+                w, SCHEMES[s], bias, num_experts=4
+            )
             for s in ("int8", "fp8", "fp8-block")
         ],
     ],
@@ -141,7 +168,10 @@ def of_groups(weight, bias, scheme, zeros=False):
 def test_an_expert_of_a_weight_is_all_of_it(pack):
     """What is packed after a move is what is moved after packing."""
     generator = torch.Generator().manual_seed(2)
-    weight, bias = torch.randn(4, 128, 256, generator=generator), torch.randn(4, 128, generator=generator)
+    weight, bias = (
+        torch.randn(4, 128, 256, generator=generator),
+        torch.randn(4, 128, generator=generator),
+    )
     moved = [x[[0, 3, 2, 1]].flatten(0, 1) for x in (weight, bias)]
     packed, wanted = pack(weight.flatten(0, 1), bias.flatten()), pack(*moved)
     assert layout(packed, 4) == layout(wanted, 4)
@@ -149,7 +179,11 @@ def test_an_expert_of_a_weight_is_all_of_it(pack):
         swap_rows(x, 1, 3)
     for field in dataclasses.fields(packed):
         found, own = getattr(packed, field.name), getattr(wanted, field.name)
-        assert torch.equal(found.view(torch.uint8), own.view(torch.uint8)) if isinstance(own, torch.Tensor) else found == own
+        assert (
+            torch.equal(found.view(torch.uint8), own.view(torch.uint8))
+            if isinstance(own, torch.Tensor)
+            else found == own
+        )
 
 
 def test_ranks_exchange_piece_by_piece(monkeypatch):
@@ -164,7 +198,9 @@ def test_ranks_exchange_piece_by_piece(monkeypatch):
         theirs.copy_(sent[peer, numbers.own].get(timeout=PATIENCE_S))
         return []
 
-    fake = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *a: a, batch_isend_irecv=exchange)
+    fake = SimpleNamespace(
+        isend="send", irecv="receive", P2POp=lambda *a: a, batch_isend_irecv=exchange
+    )
     fake.get_global_rank = lambda handle, rank: 2 + rank
     monkeypatch.setattr(collectives, "dist", fake)
     monkeypatch.setattr(collectives, "SWAPPED_BYTES", 100)
@@ -215,7 +251,10 @@ def answers(path, **how):
     """Of two rounds, with the tokens by expert, and what is told of the balance."""
     with LLM(str(path), **how, **SETTINGS) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-        found = [[o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)] for _ in range(2)]
+        found = [
+            [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)]
+            for _ in range(2)
+        ]
         return (found, llm.core.executor.expert_load()), llm.stats().expert_balance
 
 
@@ -238,7 +277,9 @@ def test_experts_move_while_requests_run(tmp_path, monkeypatch, family, how):
         monkeypatch.setattr(expert_balance, name, value)
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
     build(tmp_path, family, **{"mxfp4": GROUPS, "int4-g32": BIG}.get(how.get("quantization"), {}))
-    wanted, none = answers(tmp_path, **{name: value for name, value in how.items() if "parallel" not in name})
+    wanted, none = answers(
+        tmp_path, **{name: value for name, value in how.items() if "parallel" not in name}
+    )
     assert none is None
     found, balance = answers(tmp_path, **how)
     assert found == wanted
@@ -251,4 +292,7 @@ def test_with_adapters_experts_stay(tmp_path, monkeypatch):
     """Since an adapter may change the router."""
     monkeypatch.setattr(expert_balance, "LOOK_EVERY", 1)
     build(tmp_path, "qwen3_moe")
-    assert answers(tmp_path, tensor_parallel_size=2, expert_parallel_size=2, enable_lora=True)[1] is None
+    assert (
+        answers(tmp_path, tensor_parallel_size=2, expert_parallel_size=2, enable_lora=True)[1]
+        is None
+    )

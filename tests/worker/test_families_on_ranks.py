@@ -10,8 +10,19 @@ from tests.model.test_parallel import DECODERS, MIXTURES, build
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
-SETTINGS = dict(device="cpu", dtype="float32", kernels="reference", max_model_len=128, kv_cache_bytes=2**20, max_num_seqs=4)
-PROMPTS = [[5, 9, 200, 31, 7, 44, 45, 46], list(range(20, 110)), [3]]  # one step is long enough to share tokens out
+SETTINGS = dict(
+    device="cpu",
+    dtype="float32",
+    kernels="reference",
+    max_model_len=128,
+    kv_cache_bytes=2**20,
+    max_num_seqs=4,
+)
+PROMPTS = [
+    [5, 9, 200, 31, 7, 44, 45, 46],
+    list(range(20, 110)),
+    [3],
+]  # one step is long enough to share tokens out
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FORMS = {
     "tp": dict(tensor_parallel_size=2),
@@ -19,14 +30,24 @@ FORMS = {
     "ep": dict(expert_parallel_size=2),
     "tp+sp": dict(tensor_parallel_size=2, sequence_parallel=True),
 }
-FAST = [("qwen2", "tp"), ("granite", "tp"), ("gemma2", "pp"), ("qwen3_moe", "ep"), ("llama", "tp+sp")]
+FAST = [
+    ("qwen2", "tp"),
+    ("granite", "tp"),
+    ("gemma2", "pp"),
+    ("qwen3_moe", "ep"),
+    ("llama", "tp+sp"),
+]
 """Granite's layers add up over ranks where they scale a branch; the others do within the next norm."""
-ALL = [(family, form) for family in DECODERS for form in FORMS if form != "ep" or family in MIXTURES]
+ALL = [
+    (family, form) for family in DECODERS for form in FORMS if form != "ep" or family in MIXTURES
+]
 ALL += [(family, "tp") for family in tiny_models.T5S]
 
 
 def tokens(path, step_tokens, **how):
-    with LLM(str(path), skip_tokenizer_init=True, max_num_batched_tokens=step_tokens, **how, **SETTINGS) as llm:
+    with LLM(
+        str(path), skip_tokenizer_init=True, max_num_batched_tokens=step_tokens, **how, **SETTINGS
+    ) as llm:
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
         return [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, progress=False)]
 

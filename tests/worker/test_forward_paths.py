@@ -12,15 +12,29 @@ from slipstream.worker.forward_paths import fast_paths
 from slipstream.worker.local_executor import load_runner
 from tests import tiny_models
 
-SIZES = dict(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, num_threads=1, kv_cache_bytes=2**20)
+SIZES = dict(
+    device="cpu",
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=4,
+    num_threads=1,
+    kv_cache_bytes=2**20,
+)
 
 GPU = DeviceInfo(
-    device="cuda:0", name="a GPU", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16", compute_capability=(9, 0)
+    device="cuda:0",
+    name="a GPU",
+    memory_bytes=2**37,
+    free_bytes=2**37,
+    best_dtype="bfloat16",
+    compute_capability=(9, 0),
 )
 
 
 @pytest.mark.skipif(not has_cpu_kernels(), reason="the C++ kernels are not built")
-@pytest.mark.parametrize("settings", [{}, {"weights_bytes": 160_000}, {"kernels": "reference"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"weights_bytes": 160_000}, {"kernels": "reference"}], ids=str
+)
 @pytest.mark.parametrize("family", ["llama", "granite", "olmo2", "mixtral"])
 def test_info_says_what_an_engine_finds(tmp_path, family, settings):
     if "weights_bytes" in settings and family != "llama":
@@ -32,7 +46,9 @@ def test_info_says_what_an_engine_finds(tmp_path, family, settings):
     paths = {path.name for path in runner.forwards.paths} & {"program", "one-token"}
     assert {name for name, reason in said.items() if reason is None} == paths
     if settings.get("kernels") != "reference":  # there "slipstream info" has nothing to say
-        assert {name: str(reason) for name, reason in said.items() if reason is not None} == runner.forwards.refused
+        assert {
+            name: str(reason) for name, reason in said.items() if reason is not None
+        } == runner.forwards.refused
 
 
 @pytest.mark.parametrize(
@@ -46,7 +62,9 @@ def test_info_says_what_an_engine_finds(tmp_path, family, settings):
     ],
 )
 def test_the_one_token_kernel_of_several_gpus(tmp_path, family, settings, reason):
-    tiny_models.write(tmp_path, family, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    tiny_models.write(
+        tmp_path, family, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+    )
     description = read_spec(tmp_path)
     args = EngineArgs(model=str(tmp_path), device="cuda", max_model_len=64, **settings)
     found = fast_paths(resolve(args, description, GPU), description.spec)["one-token"]

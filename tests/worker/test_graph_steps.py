@@ -37,7 +37,11 @@ from slipstream.worker.graphs import (
     StepGraphs,
 )
 from slipstream.worker.greedy_ends import GreedyEnds
-from slipstream.worker.input_batch import _gather_inputs_after_upload, _gather_inputs_on_host, _upload_together
+from slipstream.worker.input_batch import (
+    _gather_inputs_after_upload,
+    _gather_inputs_on_host,
+    _upload_together,
+)
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
@@ -79,7 +83,9 @@ class Replayed(StepGraphs):
             forward(inputs)
 
         used = self.__dict__.setdefault("used", [])
-        captured = types.SimpleNamespace(inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay))
+        captured = types.SimpleNamespace(
+            inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay)
+        )
         return self._captured.setdefault(size, captured)
 
 
@@ -116,17 +122,24 @@ def test_greedy_steps_end_in_graphs(tmp_path, drafts, draws):
     """Decodes, prompts of which some are not complete, and drafts: the same tokens. A step in which some request draws ends op
     by op."""
     tiny_models.write(tmp_path, "llama")
-    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    more = {
+        "max_num_batched_tokens": 80,
+        "speculative_config": {"method": "suffix", "num_speculative_tokens": 5},
+    }
     sampling = [SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)] * 5
     if draws:
         sampling[2] = SamplingParams(temperature=0.7, seed=3, max_tokens=10, ignore_eos=True)
-    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 100, 1, 33)]
+    given = [
+        {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 100, 1, 33)
+    ]
     found = []
     for ends in (False, True):
         with LLM(str(tmp_path), **SETTINGS | (more if drafts else {})) as llm:
             runner = llm.core.executor.runner
             runner.graphs = replay(runner, ends)
-            found.append([o.outputs[0].token_ids for _ in range(2) for o in llm.generate(given, sampling)])
+            found.append(
+                [o.outputs[0].token_ids for _ in range(2) for o in llm.generate(given, sampling)]
+            )
             graphs = runner.graphs
     assert found[0] == found[1]
     assert all(ended for count, room, ended in graphs._ends.ran if count <= 8 <= room)
@@ -140,7 +153,9 @@ def test_an_end_is_no_larger_than_its_step(tmp_path):
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40}) as llm:
         runner = llm.core.executor.runner
-        ends = Ends(runner.forwards, runner.rows, torch.zeros(64, 32), [1, 2, 4, 8, 16, 300], recorded)
+        ends = Ends(
+            runner.forwards, runner.rows, torch.zeros(64, 32), [1, 2, 4, 8, 16, 300], recorded
+        )
         assert ends.sizes == [1, 2, 4, 8, 16]
         at, before = torch.arange(16, dtype=torch.int32), runner.rows.tokens.fill_(-1).clone()
         assert ends.run(3, 4).shape == (3,)
@@ -175,7 +190,9 @@ def answers(path, replayed, sampling, num_tokens=(3, 20, 70, 1, 33), **settings)
         for _ in range(2):
             for output in llm.generate(given, sampling):
                 one = output.outputs[0]
-                found.append((one.token_ids, torch.tensor([t.chosen.logprob for t in one.logprobs or ()])))
+                found.append(
+                    (one.token_ids, torch.tensor([t.chosen.logprob for t in one.logprobs or ()]))
+                )
         return found, runner.graphs
 
 
@@ -218,8 +235,14 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
         """The runner's model over two stages."""
         config = dataclasses.replace(runner.config, parallel=ParallelConfig(stages=(2, 1)))
         for rank, by_graphs in enumerate(of_graphs):
-            part = Partition(config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues))
-            runners.append(own := ModelRunner(config, read_spec(tmp_path), weights_folder=tmp_path, partition=part))
+            part = Partition(
+                config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues)
+            )
+            runners.append(
+                own := ModelRunner(
+                    config, read_spec(tmp_path), weights_folder=tmp_path, partition=part
+                )
+            )
             own.allocate(config, len(runner.kv[0].k))
             if by_graphs:
                 own.graphs = replay(own)
@@ -252,7 +275,9 @@ class RankThreads:
 
     def __init__(self, path, runner, by_graphs):
         config = dataclasses.replace(runner.config, parallel=ParallelConfig(experts=2))
-        config = dataclasses.replace(config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)).of_rank
+        config = dataclasses.replace(
+            config, scheduling=dataclasses.replace(config.scheduling, num_ranks=2)
+        ).of_rank
         self.meeting, self.owners = Meeting(2), RequestOwners(2)
         self.pool = ThreadPoolExecutor(2)
 
@@ -274,8 +299,14 @@ class RankThreads:
                 raise
 
         parts = self.owners.parts(plan)
-        futures = [self.pool.submit(of_rank, *pair) for pair in zip(self.runners, parts, strict=True)]
-        failed = [e for f in futures if (e := f.exception()) and not isinstance(e, threading.BrokenBarrierError)]
+        futures = [
+            self.pool.submit(of_rank, *pair) for pair in zip(self.runners, parts, strict=True)
+        ]
+        failed = [
+            e
+            for f in futures
+            if (e := f.exception()) and not isinstance(e, threading.BrokenBarrierError)
+        ]
         if failed:
             raise failed[0]
         result = joined_result(parts, plan, [f.result() for f in futures])
@@ -284,10 +315,15 @@ class RankThreads:
 
 @pytest.mark.parametrize("by_graphs", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_ranks_with_requests_of_their_own_replay_graphs_of_one_size(tmp_path, monkeypatch, family, by_graphs):
+def test_ranks_with_requests_of_their_own_replay_graphs_of_one_size(
+    tmp_path, monkeypatch, family, by_graphs
+):
     """Some ranks have a prompt where others decode, or nothing at all. What differed in size could not be gathered."""
     tiny_models.write(tmp_path, family)
-    sampling = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=n) for n in (None, None, 1, None, None)]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=n)
+        for n in (None, None, 1, None, None)
+    ]
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
     expected, _ = answers(str(tmp_path), False, sampling, **sizes)
     made = []
@@ -324,7 +360,10 @@ def test_ranks_with_requests_of_their_own_replay_graphs_of_one_size(tmp_path, mo
 def test_drafts_are_verified_by_graphs(tmp_path):
     tiny_models.write(tmp_path, "llama")
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
-    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    more = {
+        "max_num_batched_tokens": 80,
+        "speculative_config": {"method": "suffix", "num_speculative_tokens": 5},
+    }
     expected, _ = answers(str(tmp_path), False, sampling)
     found, graphs = answers(str(tmp_path), True, sampling, **more)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -338,8 +377,14 @@ def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
     steps have no drafts, and one draws."""
     monkeypatch.setattr(module, "MOST_KEYS_AGAIN", again)
     tiny_models.write(tmp_path, "llama")
-    sampling = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1) for t in (0, 0, 0.7, 0, 0)]
-    more = {"max_num_batched_tokens": 80, "speculative_config": {"method": "suffix", "num_speculative_tokens": 5}}
+    sampling = [
+        SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
+        for t in (0, 0, 0.7, 0, 0)
+    ]
+    more = {
+        "max_num_batched_tokens": 80,
+        "speculative_config": {"method": "suffix", "num_speculative_tokens": 5},
+    }
     expected, _ = answers(str(tmp_path), False, sampling)
     found, graphs = answers(str(tmp_path), True, sampling, **more)
     for ours, theirs in zip(found, expected, strict=True):
@@ -353,11 +398,22 @@ def test_adapters_of_drafts(tmp_path):
     """Each token of a step has its request's adapter: in a decode graph drafts follow at once, in a mixed one behind the room
     for decodes."""
     slots = {"a": 1, "b": 0, "c": 2}
-    rows = SimpleNamespace(adapters_of=lambda scheduled: np.array([slots[s.request_id] for s in scheduled], np.int32))
-    plan = StepPlan(1, (ScheduledRequest("a", 9, 1, 1), ScheduledRequest("b", 9, 3, 3), ScheduledRequest("c", 9, 2, 2)))
+    rows = SimpleNamespace(
+        adapters_of=lambda scheduled: np.array([slots[s.request_id] for s in scheduled], np.int32)
+    )
+    plan = StepPlan(
+        1,
+        (
+            ScheduledRequest("a", 9, 1, 1),
+            ScheduledRequest("b", 9, 3, 3),
+            ScheduledRequest("c", 9, 2, 2),
+        ),
+    )
     for size, behind in (((8, 0), 1), ((8, 32), 8)):
         given = torch.zeros(200, dtype=torch.int32)
-        held = SimpleNamespace(rows=rows, _tokens={size: given}, platform=platform_of(torch.device("cpu")))
+        held = SimpleNamespace(
+            rows=rows, _tokens={size: given}, platform=platform_of(torch.device("cpu"))
+        )
         AdapterGraphs._before_replay(held, size, plan)
         own = np.full(sum(size), -1)
         own[0], own[behind : behind + 5] = 1, [0, 0, 0, 2, 2]
@@ -366,7 +422,12 @@ def test_adapters_of_drafts(tmp_path):
 
 def test_graphs_with_adapters_are_forgotten_where_others_have_some():
     waited, parts = [], frozenset({("q", 0)})
-    held = SimpleNamespace(_parts=parts, adapters=SimpleNamespace(parts=parts), _captured={(8, 0): 1}, _wanted={(8, 0): 1})
+    held = SimpleNamespace(
+        _parts=parts,
+        adapters=SimpleNamespace(parts=parts),
+        _captured={(8, 0): 1},
+        _wanted={(8, 0): 1},
+    )
     held.platform = SimpleNamespace(synchronize=lambda: waited.append(dict(held._captured)))
     AdapterGraphs.adapters_changed(held)
     assert held._captured
@@ -395,14 +456,22 @@ def test_what_has_no_graph(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"max_model_len": 151, "block_size": 32}, {"max_num_seqs": 80, "max_num_batched_tokens": 150}]
+    "settings",
+    [
+        {},
+        {"max_model_len": 151, "block_size": 32},
+        {"max_num_seqs": 80, "max_num_batched_tokens": 150},
+    ],
 )
 def test_whatever_the_rows_ask_for(tmp_path, settings):
     """Seeds, penalties, biases and forks, in contexts that no block divides: what is read of a step is read before the next one
     overwrites it. Experts count no padding."""
     tiny_models.write(tmp_path, "mixtral")
     rng = np.random.default_rng(0)
-    given = [{"prompt_token_ids": rng.integers(4, 250, n).tolist()} for n in (1, 2, 15, 16, 17, 31, 33, 60, 90, 3, 5, 30)]
+    given = [
+        {"prompt_token_ids": rng.integers(4, 250, n).tolist()}
+        for n in (1, 2, 15, 16, 17, 31, 33, 60, 90, 3, 5, 30)
+    ]
     sampling = [
         SamplingParams(
             temperature=(0, 0.8)[i % 2],
@@ -422,7 +491,10 @@ def test_whatever_the_rows_ask_for(tmp_path, settings):
             runner = llm.core.executor.runner
             if replayed:
                 runner.graphs = replay(runner)
-            texts = [[choice.token_ids for choice in output.outputs] for output in llm.generate(given, sampling)]
+            texts = [
+                [choice.token_ids for choice in output.outputs]
+                for output in llm.generate(given, sampling)
+            ]
             found.append((texts, runner.expert_load()))
     assert found[0] == found[1]
     assert kinds(runner.graphs) == {"decodes", "mixed"}
@@ -452,7 +524,9 @@ def test_the_inputs_of_a_mixed_step():
     """Against what is said of each token and sequence one by one."""
     table = RowTable(9, 200, 16, ReferenceOps(), torch.device("cpu"), 0)
     scheduled, size = [], (16, 64)
-    for i, (computed, tokens, samples) in enumerate([(30, 1, 1), (7, 1, 1), (0, 5, 3), (16, 20, 0), (3, 2, 1)]):
+    for i, (computed, tokens, samples) in enumerate(
+        [(30, 1, 1), (7, 1, 1), (0, 5, 3), (16, 20, 0), (3, 2, 1)]
+    ):
         table.rows[str(i)] = SimpleNamespace(index=8 - i)
         scheduled.append(ScheduledRequest(str(i), computed, tokens, samples))
     host, sampled, n = mixed_inputs(table, tuple(scheduled), size, MIXED_PROMPTS)
@@ -460,14 +534,22 @@ def test_the_inputs_of_a_mixed_step():
     assert [s.request_id for s in sampled] == ["0", "1", "2", "4"]
     assert parts.sample_rows[:n].tolist() == [8, 7, 6, 6, 6, 4]
     assert parts.sample_positions[:n].tolist() == [31, 8, 3, 4, 5, 5]
-    assert set(parts.sample_rows[n:].tolist()) == {9}  # what a larger end draws goes to the null row
+    assert set(parts.sample_rows[n:].tolist()) == {
+        9
+    }  # what a larger end draws goes to the null row
     expected = {0: [(8, 30)], 1: [(7, 7)], 18: [(4, 3), (4, 4)], 19: [(9, 0)] * (64 - 27)}
     expected |= {16: [(6, p) for p in range(5)], 17: [(5, p) for p in range(16, 36)]}
     starts = parts.starts.tolist()
     assert starts[-1] == 80
     assert (np.diff(parts.starts) >= 0).all()
     for i in range(16 + MIXED_PROMPTS):
-        tokens = list(zip(parts.token_rows[starts[i] : starts[i + 1]], parts.positions[starts[i] : starts[i + 1]], strict=True))
+        tokens = list(
+            zip(
+                parts.token_rows[starts[i] : starts[i + 1]],
+                parts.positions[starts[i] : starts[i + 1]],
+                strict=True,
+            )
+        )
         assert tokens == expected.get(i, [(9, 0)] if i < 16 else [])
         known = expected.get(i)
         assert parts.rows[i] == (known[0][0] if known else 9)
@@ -475,7 +557,12 @@ def test_the_inputs_of_a_mixed_step():
             assert parts.seq_lens[i] == (known[-1][1] + 1 if known else 0)
     assert parts.seq_lens[19] == 64 - 27
     ends = [starts[i + 1] for i in (0, 1, 16, 18)]
-    assert parts.sample_index[:n].tolist() == [ends[0] - 1, ends[1] - 1, *range(ends[2] - 3, ends[2]), ends[3] - 1]
+    assert parts.sample_index[:n].tolist() == [
+        ends[0] - 1,
+        ends[1] - 1,
+        *range(ends[2] - 3, ends[2]),
+        ends[3] - 1,
+    ]
 
 
 def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
@@ -483,7 +570,9 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
     sizes are captured one by one, the smallest first."""
     monkeypatch.setattr(module, "FIRST_DECODES", 16)
     tiny_models.write(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+    with LLM(
+        str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
+    ) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
         assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16)), (32, 192), (0, 128)}
@@ -510,13 +599,19 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
     """As many as the GPU's time allows, one while other requests wait for their tokens, none behind one that took long, and
     only the commonest."""
     tiny_models.write(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+    with LLM(
+        str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
+    ) as llm:
         runner = llm.core.executor.runner
         graphs = runner.graphs = replay(runner)
         graphs.capture()
-        monkeypatch.setattr(module, "BESIDE_TOKENS", 30 * graphs.forwards.decoder.spec.hidden_size**2)
+        monkeypatch.setattr(
+            module, "BESIDE_TOKENS", 30 * graphs.forwards.decoder.spec.hidden_size**2
+        )
         assert (24, 0) not in graphs._captured
-        llm.generate([{"prompt_token_ids": list(range(5, 45))}], SamplingParams(temperature=0, max_tokens=1))
+        llm.generate(
+            [{"prompt_token_ids": list(range(5, 45))}], SamplingParams(temperature=0, max_tokens=1)
+        )
         assert list(graphs._captured)[-1] == (24, 0)
         captured, now = [], [0.0]
 
@@ -526,8 +621,20 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(graphs, "capture_next", capture_next)
-        graphs._soon, graphs._ahead = {(n, 0) for n in range(9)}, [(9, 0), *((n, 0) for n in range(6))]
-        for counts, count in (([20], 0), ([40], 1), ([1, 90], 2), ([50, 50], 3), ([90], 4), ([90], 5), ([90], 6), ([90], 6)):
+        graphs._soon, graphs._ahead = (
+            {(n, 0) for n in range(9)},
+            [(9, 0), *((n, 0) for n in range(6))],
+        )
+        for counts, count in (
+            ([20], 0),
+            ([40], 1),
+            ([1, 90], 2),
+            ([50, 50], 3),
+            ([90], 4),
+            ([90], 5),
+            ([90], 6),
+            ([90], 6),
+        ):
             scheduled = [types.SimpleNamespace(num_tokens=n) for n in counts]
             graphs.capture_beside(types.SimpleNamespace(scheduled=scheduled))
             assert len(captured) == count, counts
@@ -536,7 +643,10 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
         first, soon = graphs._commonest()
         monkeypatch.setattr(graphs.forwards.decoder, "partition", ranks)
         assert soon
-        assert graphs._commonest() == ([*first, *sorted(soon)], set())  # how long one's capture took, others don't know
+        assert graphs._commonest() == (
+            [*first, *sorted(soon)],
+            set(),
+        )  # how long one's capture took, others don't know
 
 
 def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
@@ -544,7 +654,12 @@ def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FIRST_DECODES", 16)
     tiny_models.write(tmp_path, "llama", max_position_embeddings=1024)
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
-    given = {"max_num_seqs": 110, "max_num_batched_tokens": 1024, "max_model_len": 1024, "speculative_config": drafts}
+    given = {
+        "max_num_seqs": 110,
+        "max_num_batched_tokens": 1024,
+        "max_model_len": 1024,
+        "speculative_config": drafts,
+    }
     with LLM(str(tmp_path), **SETTINGS | given) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
@@ -558,7 +673,9 @@ def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
     for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 32), ("FIRST_MIXED", ((64, 384),))):
         monkeypatch.setattr(module, name, value)
     tiny_models.write(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+    with LLM(
+        str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
+    ) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
         assert graphs._size_for(17) == 32
@@ -570,7 +687,10 @@ def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
             assert graphs._size_for(17) == 32, n
             graphs._note_wanted((24, 0))
         assert graphs._size_for(17) == 24
-        assert len(graphs._ahead) < len(graphs.sizes) + len(graphs.decode_sizes) * len(graphs.prompt_sizes) + LONGER
+        assert (
+            len(graphs._ahead)
+            < len(graphs.sizes) + len(graphs.decode_sizes) * len(graphs.prompt_sizes) + LONGER
+        )
         graphs._note_wanted((24, 0))
         assert graphs.capture_next()
         assert list(graphs._captured)[-1] == (24, 0)
@@ -593,9 +713,14 @@ def test_one_layer_of_each_kind_compiles(tmp_path):
     other = dataclasses.replace(layers[1], group=1)
     assert one_of_each_kind(layers) == [0]
     assert one_of_each_kind([*layers, other, layers[2], other]) == [0, 3]
-    wider = dataclasses.replace(layers[0].mlp, down=dataclasses.replace(layers[0].mlp.down, weight=torch.zeros(2, 3)))
+    wider = dataclasses.replace(
+        layers[0].mlp, down=dataclasses.replace(layers[0].mlp.down, weight=torch.zeros(2, 3))
+    )
     assert one_of_each_kind([*layers, dataclasses.replace(layers[0], mlp=wider)]) == [0, 3]
-    on_host = [dataclasses.replace(x, mlp=PackedExperts(0, 1, 1, 1, np.zeros(64, np.uint8))) for x in layers]
+    on_host = [
+        dataclasses.replace(x, mlp=PackedExperts(0, 1, 1, 1, np.zeros(64, np.uint8)))
+        for x in layers
+    ]
     assert one_of_each_kind(on_host) == [0, 1, 2]
 
 
@@ -609,8 +734,13 @@ def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch)
         graphs = runner.graphs = replay(runner)
         graphs.capture()
         one, other = ({"prompt_token_ids": list(range(5, 5 + n))} for n in (20, 40))
-        sampling, used = SamplingParams(temperature=0, max_tokens=1), graphs.__dict__.setdefault("used", [])
-        before = [llm.generate([one], sampling)[0].outputs[0].token_ids for _ in range(PATIENCE - 1)]
+        sampling, used = (
+            SamplingParams(temperature=0, max_tokens=1),
+            graphs.__dict__.setdefault("used", []),
+        )
+        before = [
+            llm.generate([one], sampling)[0].outputs[0].token_ids for _ in range(PATIENCE - 1)
+        ]
         assert not used
         assert llm.generate([one], sampling)[0].outputs[0].token_ids == before[0]
         assert used == [(0, 32)]
@@ -636,14 +766,20 @@ def test_to_ask_changes_nothing(tmp_path, monkeypatch):
 def test_prompt_logprobs_of_a_mixed_step(tmp_path):
     """The hidden states of the whole prompt come out of the graph."""
     tiny_models.write(tmp_path, "llama")
-    prompt = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    prompt = SamplingParams(
+        temperature=0, max_tokens=2, ignore_eos=True, logprobs=1, prompt_logprobs=1
+    )
     found = []
     for replayed in (False, True):
         with LLM(str(tmp_path), **SETTINGS) as llm:
             graphs = replay(llm.core.executor.runner) if replayed else None
-            given = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 35, 9)]  # the first is a decode to a step
+            given = [
+                {"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 35, 9)
+            ]  # the first is a decode to a step
             outputs = llm.generate(given, prompt)
-            found.append([p.chosen.logprob for output in outputs for p in output.prompt_logprobs[1:]])
+            found.append(
+                [p.chosen.logprob for output in outputs for p in output.prompt_logprobs[1:]]
+            )
     assert (8, 64) in graphs.used
     assert found[1] == pytest.approx(found[0], abs=1e-4)
 
@@ -668,7 +804,9 @@ class Recorder:
 def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
     """In an idle moment or in a step: it is told once, no more is captured, and all is answered as before."""
     tiny_models.write(tmp_path, "llama")
-    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 70, 1, 33)]
+    given = [
+        {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (3, 20, 70, 1, 33)
+    ]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(given, sampling)]
@@ -696,7 +834,9 @@ def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
 def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
     """Of those that are captured, even where a size of its own was wanted often."""
     tiny_models.write(tmp_path, "llama")
-    with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}) as llm:
+    with LLM(
+        str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
+    ) as llm:
         runner = llm.core.executor.runner
         graphs = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
         recorder = graphs._recorder = Recorder(2)
@@ -710,7 +850,12 @@ def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
             return InputBatch(graphs.kv, StepPlan(1, (*decodes, *prompt)), None)
 
         prompt = ScheduledRequest("a", 0, 150, 1)
-        batches = [batch(17), batch(0, prompt), batch(1), batch(17, prompt)]  # of the last two no graph has room, or too much
+        batches = [
+            batch(17),
+            batch(0, prompt),
+            batch(1),
+            batch(17, prompt),
+        ]  # of the last two no graph has room, or too much
         assert sizes() == (24, (8, 32))
         assert [graphs.covers(x) for x in batches] == [None] * 4
         assert not graphs._has_captured((24, 0))
@@ -719,7 +864,9 @@ def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
         graphs._note_wanted((24, 0))
         assert not graphs.capture_next()
         assert recorder.asked == 3
-        graphs.forwards.decoder.partition = object()  # of ranks all would have to run out of memory at once
+        graphs.forwards.decoder.partition = (
+            object()
+        )  # of ranks all would have to run out of memory at once
         with pytest.raises(torch.OutOfMemoryError):
             graphs._has_captured((8, 0))
         graphs.forwards.decoder.partition = None
@@ -729,7 +876,9 @@ def test_a_failed_capture_is_ended(monkeypatch):
     """Memory that runs out fails the step, and the steps behind it can run."""
     told = []
     graph = types.SimpleNamespace(
-        capture_begin=lambda **_: told.append("begin"), capture_end=lambda: told.append("end"), pool=lambda: 1
+        capture_begin=lambda **_: told.append("begin"),
+        capture_end=lambda: told.append("end"),
+        pool=lambda: 1,
     )
     stream = types.SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
@@ -765,15 +914,33 @@ def test_a_step_is_the_same_looked_up_on_either_side():
     table.tokens.random_(0, 99)
     table.block_tables.random_(1, 9)
     # a decode of row 2 at position 30, tokens 3 … 7 of row 0; both sample
-    arrays = [[2, 0, 0, 0, 0], [30, 3, 4, 5, 6], [0, 1, 5], [31, 7], [2, 0], [2, 0], [31, 7], [0, 4]]
+    arrays = [
+        [2, 0, 0, 0, 0],
+        [30, 3, 4, 5, 6],
+        [0, 1, 5],
+        [31, 7],
+        [2, 0],
+        [2, 0],
+        [31, 7],
+        [0, 4],
+    ]
     given = table, [np.array(a, np.int64) for a in arrays]
-    sizes = dict(num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40)
+    sizes = dict(
+        num_decodes=1, max_query_len=4, max_seq_len=31, from_start=True, max_encoder_len=40
+    )
     (ids, meta, more), (ids_too, meta_too, more_too) = (
         look(*given, **sizes) for look in (_gather_inputs_on_host, _gather_inputs_after_upload)
     )
     assert torch.equal(ids, ids_too)
     for g in range(3):
-        for name in ("query_start_loc", "seq_lens", "block_table", "positions", "slot_mapping", "max_seq_len"):
+        for name in (
+            "query_start_loc",
+            "seq_lens",
+            "block_table",
+            "positions",
+            "slot_mapping",
+            "max_seq_len",
+        ):
             ours, theirs = getattr(meta.of_group(g), name), getattr(meta_too.of_group(g), name)
             assert np.array_equal(ours, theirs), (g, name)
     for g, row in itertools.product(range(2), range(2)):  # the group's own blocks
@@ -797,7 +964,9 @@ class ReplayedShared(SharedPrefixGraphs, Replayed):
 def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
     """Attention reads what a group is said to share from the blocks of its first member. gemma2 has windows, too."""
     tiny_models.write(tmp_path, family)
-    given = [{"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (150, 131, 20)]
+    given = [
+        {"prompt_token_ids": [(7 * i + n) % 250 + 4 for i in range(n)]} for n in (150, 131, 20)
+    ]
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
     choices = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)
     shared: list[int] = []
@@ -806,19 +975,29 @@ def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
         if meta.shared is not None and params.window is None:
             table, size = meta.block_table.clone(), kv.block_size
             for i, (first, end, num_tokens) in enumerate(
-                zip(*(x.tolist() for x in (meta.shared.begins, meta.shared.ends, meta.shared.num_tokens)), strict=True)
+                zip(
+                    *(
+                        x.tolist()
+                        for x in (meta.shared.begins, meta.shared.ends, meta.shared.num_tokens)
+                    ),
+                    strict=True,
+                )
             ):
                 if i < meta.num_decodes and num_tokens:
                     assert first <= i < end
                     assert num_tokens < meta.seq_lens[i]
                     table[i, : num_tokens // size] = table[first, : num_tokens // size]
-                    table[first + 1 : end, : num_tokens // size] = table[first, : num_tokens // size]
+                    table[first + 1 : end, : num_tokens // size] = table[
+                        first, : num_tokens // size
+                    ]
                     shared.append(num_tokens)
             meta = dataclasses.replace(meta, block_table=table)
         return whole(self, q, kv, meta, params)
 
     def found():
-        with LLM(str(tmp_path), **SETTINGS | {"max_num_seqs": 9, "enable_prefix_caching": False}) as llm:
+        with LLM(
+            str(tmp_path), **SETTINGS | {"max_num_seqs": 9, "enable_prefix_caching": False}
+        ) as llm:
             runner = llm.core.executor.runner
             graphs = replay(runner) if by_graphs else None
             if graphs is not None and ReferenceOps.shares_prefixes:
@@ -827,7 +1006,9 @@ def test_what_beams_and_choices_share(tmp_path, monkeypatch, family, by_graphs):
             drawn = llm.generate(given, choices, progress=False)
             if graphs is not None:
                 assert graphs.used
-            return [[s.tokens for s in o.sequences] for o in searched], [[c.token_ids for c in o.outputs] for o in drawn]
+            return [[s.tokens for s in o.sequences] for o in searched], [
+                [c.token_ids for c in o.outputs] for o in drawn
+            ]
 
     expected = found()
     assert not shared
@@ -863,9 +1044,14 @@ def test_nothing_is_sent_while_a_stage_is_captured(kind):
         seen.append(type(decoder.pipe))
         return torch.zeros(1, 4)
 
-    graphs.forwards = SimpleNamespace(decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden))
+    graphs.forwards = SimpleNamespace(
+        decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden)
+    )
     graphs._pipe, graphs._incoming = real, None
-    graphs._shared, graphs._tokens_of = {(1, 0): torch.zeros(3, 1, dtype=torch.int32)}, lambda size: None
+    graphs._shared, graphs._tokens_of = (
+        {(1, 0): torch.zeros(3, 1, dtype=torch.int32)},
+        lambda size: None,
+    )
     graphs._forward((1, 0), torch.zeros(1), [], SimpleNamespace(sharing=lambda shared: None))
     assert seen == [module.StagePipe]
     assert decoder.pipe is real

@@ -16,7 +16,13 @@ from slipstream import LLM
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
 from slipstream.model.packing import pack_words, tensor_numbers
-from slipstream.model.stored_weights import array_numbers, expanded, stored_parts, stored_shape, unpack_words
+from slipstream.model.stored_weights import (
+    array_numbers,
+    expanded,
+    stored_parts,
+    stored_shape,
+    unpack_words,
+)
 from slipstream.spec.description import read_spec
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import FORMATS, WeightFormat
@@ -28,7 +34,9 @@ from tests.model.test_sparse_checkpoints import leave_zeros_out, prune
 from tests.worker.test_host_runner import GREEDY, PROMPTS, SCORED, compared, told_without_torch
 from tests.worker.test_host_runner import SIZES as SETTINGS
 
-pytestmark = pytest.mark.skipif(not native.has_cpu_kernels(), reason="the C++ kernels are not built")
+pytestmark = pytest.mark.skipif(
+    not native.has_cpu_kernels(), reason="the C++ kernels are not built"
+)
 
 GREEDY_AND_SCORED = [GREEDY, SCORED]
 OTHER_FORMATS = [
@@ -45,6 +53,7 @@ IDS = [str(fmt) for fmt in OTHER_FORMATS]
 
 def parts_of(fmt, rows, inner, random):
     """Codes, scales and zero points as a checkpoint of this format has them, of any value that it can hold."""
+
     def codes(*shape):
         return torch.from_numpy(random.integers(fmt.lowest, fmt.lowest + 2**fmt.bits, shape))
 
@@ -53,7 +62,9 @@ def parts_of(fmt, rows, inner, random):
         made["weight_packed"] = pack_words(codes(rows, inner), fmt.bits)
         made["weight_shape"] = torch.tensor([rows, inner])
     elif fmt.kind == "float":
-        made["weight"] = torch.from_numpy(random.standard_normal((rows, inner), np.float32) * 100).to(torch.float8_e4m3fn)
+        made["weight"] = torch.from_numpy(
+            random.standard_normal((rows, inner), np.float32) * 100
+        ).to(torch.float8_e4m3fn)
     else:
         made["weight"] = codes(rows, inner).to(torch.int8)
     size = 2.0 ** -(fmt.bits if fmt.kind == "int" else 8)
@@ -61,7 +72,9 @@ def parts_of(fmt, rows, inner, random):
     scales = torch.from_numpy(random.uniform(0.5, 1.0, (1,) if fmt.whole else groups) * size)
     made[fmt.scale] = scales.to(torch.bfloat16)
     if not fmt.symmetric:
-        made["weight_zero_point"] = pack_words(codes(fmt.groups(inner), rows), fmt.bits).T.contiguous()
+        made["weight_zero_point"] = pack_words(
+            codes(fmt.groups(inner), rows), fmt.bits
+        ).T.contiguous()
     return made
 
 
@@ -105,7 +118,9 @@ def test_fp8(tmp_path, monkeypatch, family, dtype):
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED, dtype=dtype)
 
 
-@pytest.mark.parametrize(("family", "config"), [("deepseek_v3", ""), ("qwen3_moe", ""), ("qwen3", "compressed")])
+@pytest.mark.parametrize(
+    ("family", "config"), [("deepseek_v3", ""), ("qwen3_moe", ""), ("qwen3", "compressed")]
+)
 def test_fp8_in_blocks(tmp_path, monkeypatch, family, config):
     test_block_scales.write(tmp_path, family, config)
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED)
@@ -125,9 +140,13 @@ def test_without_zeros(tmp_path, monkeypatch, form, rounded):
     assert read_spec(tmp_path).quantization.sparse
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
-        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)] == expected
+        assert [
+            o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)
+        ] == expected
         forms = {form.name for form in llm.ledger.forms}
-    expands = "avx512-vbmi2" in native.instruction_sets()  # without it half of zeros are too few to be left out
+    expands = (
+        "avx512-vbmi2" in native.instruction_sets()
+    )  # without it half of zeros are too few to be left out
     held = "sparse int8" if expands or form == "sparse-bitmask" else "int8"
     assert forms == ({held, "float32"} if rounded == "int8" else {"float32"})
 
@@ -150,11 +169,15 @@ def test_random_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
     compress(tmp_path, kind)
     forms = []
     for load_format in ("auto", "dummy"):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, load_format=load_format, **SETTINGS) as llm:
+        with LLM(
+            str(tmp_path), skip_tokenizer_init=True, load_format=load_format, **SETTINGS
+        ) as llm:
             assert type(llm.core.executor.runner) is HostRunner
             forms.append({form.name for form in llm.ledger.forms})
     assert ("int8" in forms[0]) == (kind == "int8")
-    if kind != "int4-g32":  # random numbers get a minimum a group, which a symmetric checkpoint has not
+    if (
+        kind != "int4-g32"
+    ):  # random numbers get a minimum a group, which a symmetric checkpoint has not
         assert forms[0] == forms[1]
 
 
@@ -165,7 +188,9 @@ def test_random_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
 @pytest.mark.parametrize("num_codes", [1, 31, 32, 33, 96, 100])
 def test_words_come_back(bits, num_codes):
     random = np.random.default_rng(bits)
-    codes = random.integers(-(1 << bits - 1), 1 << bits - 1, (1030, num_codes))  # more than are unpacked together
+    codes = random.integers(
+        -(1 << bits - 1), 1 << bits - 1, (1030, num_codes)
+    )  # more than are unpacked together
     words = pack_words(torch.from_numpy(codes), bits).numpy()
     found = unpack_words(words, bits, num_codes)
     assert found.dtype == np.int8
@@ -173,14 +198,21 @@ def test_words_come_back(bits, num_codes):
     np.testing.assert_array_equal(unpack_words(np.asfortranarray(words), bits, num_codes), codes)
 
 
-@pytest.mark.parametrize("fmt", [*OTHER_FORMATS, FORMATS["fp8"], FORMATS["fp8-block"], FORMATS["int8"]], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [*OTHER_FORMATS, FORMATS["fp8"], FORMATS["fp8-block"], FORMATS["int8"]], ids=str
+)
 def test_numbers_are_torchs(fmt):
     """Exactly: both multiply in float32."""
     rows, inner = 144, 192  # of blocks the last are cut off
     given = parts_of(fmt, rows, inner, np.random.default_rng(1))
-    assert all(fmt.whole or given[p].shape == stored_shape(fmt, p, rows, inner) for p in stored_parts(fmt))
+    assert all(
+        fmt.whole or given[p].shape == stored_shape(fmt, p, rows, inner) for p in stored_parts(fmt)
+    )
     theirs = tensor_numbers(fmt, given, rows, inner)
-    kinds = {torch.bfloat16: (torch.int16, ml_dtypes.bfloat16), torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn)}
+    kinds = {
+        torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+        torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
+    }
 
     def array(x):
         bits, kind = kinds.get(x.dtype, (x.dtype, None))
@@ -194,7 +226,10 @@ def test_numbers_are_torchs(fmt):
 def test_what_does_not_fit_is_named():
     fmt = FORMATS["fp8"]
     formats = StoredFormats(((("Linear",), fmt),))
-    given = {"a.weight": np.zeros((4, 8), ml_dtypes.float8_e4m3fn), "a.weight_scale": np.ones((3, 1), np.float32)}
+    given = {
+        "a.weight": np.zeros((4, 8), ml_dtypes.float8_e4m3fn),
+        "a.weight_scale": np.ones((3, 1), np.float32),
+    }
     stored = [(name, x.shape, lambda x=x: x) for name, x in given.items()]
     with pytest.raises(CheckpointError, match=re.escape("a.weight_scale has the shape [3, 1]")):
         list(expanded(stored, formats, lambda module: True))
@@ -215,6 +250,8 @@ def test_no_torch_is_needed(tmp_path, kind):
         prune(tmp_path, "2:4")
         if kind == "sparse int8":
             compress(tmp_path, "int8")
-        leave_zeros_out(tmp_path, "sparse-24-bitmask", **({"format": "dense"} if kind == "sparse" else {}))
+        leave_zeros_out(
+            tmp_path, "sparse-24-bitmask", **({"format": "dense"} if kind == "sparse" else {})
+        )
     given = ["run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"]
     assert told_without_torch(*given)["text"] is not None

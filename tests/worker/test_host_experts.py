@@ -25,7 +25,9 @@ QWEN, LLAMA = CONFIGS / "qwen3-30b-a3b", CONFIGS / "llama-3-8b"
 
 
 def gpu(memory=141 * GIB, free=140 * GIB):
-    return DeviceInfo(device="cuda:0", name="a GPU", memory_bytes=memory, free_bytes=free, best_dtype="bfloat16")
+    return DeviceInfo(
+        device="cuda:0", name="a GPU", memory_bytes=memory, free_bytes=free, best_dtype="bfloat16"
+    )
 
 
 def resolved(path=QWEN, device=None, **settings):
@@ -35,7 +37,9 @@ def resolved(path=QWEN, device=None, **settings):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
-    how = dict(device="cpu", kernels="torch", dtype="float32", max_model_len=128, kv_cache_bytes=2**20)
+    how = dict(
+        device="cpu", kernels="torch", dtype="float32", max_model_len=128, kv_cache_bytes=2**20
+    )
     how |= dict(skip_tokenizer_init=True, num_threads=1)
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     prompts = [{"prompt_token_ids": [(5 * i + n) % 250 + 4 for i in range(n)]} for n in (1, 9, 40)]
@@ -69,7 +73,11 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
 def test_how_many_layers():
     assert resolved().model.host_experts == 0
     assert resolved(host_experts="all").model.host_experts == 48
-    assert resolved(host_experts=7).model.host_experts == resolved(host_experts="7").model.host_experts == 7
+    assert (
+        resolved(host_experts=7).model.host_experts
+        == resolved(host_experts="7").model.host_experts
+        == 7
+    )
     assert resolved(host_experts="auto").model.host_experts == 0  # all fits
     half = resolved(host_experts="auto", device=gpu(40 * GIB, 39 * GIB)).model.host_experts
     assert 20 < half < 48
@@ -99,7 +107,9 @@ def test_what_it_does_not_go_with(settings, names):
     assert error.value.field == "host_experts"
 
 
-@pytest.mark.parametrize("settings", [dict(hot_expert_bytes=GIB), dict(host_experts="all", hot_expert_bytes=0)])
+@pytest.mark.parametrize(
+    "settings", [dict(hot_expert_bytes=GIB), dict(host_experts="all", hot_expert_bytes=0)]
+)
 def test_memory_for_hot_experts(settings):
     with pytest.raises(ConfigError, match="hot_expert_bytes"):
         resolved(**settings)
@@ -113,7 +123,10 @@ def test_the_ledger_and_what_fits(monkeypatch):
         fit.check_weights_fit(whole, description)
     config, ledger = estimate(EngineArgs(model=str(QWEN), host_experts="all"), description, device)
     assert ledger.host_expert_bytes == 48 * 128 * 3 * 2048 * 768 * 2
-    assert ledger.weights_bytes == resident_weights_bytes(whole, description) - ledger.host_expert_bytes
+    assert (
+        ledger.weights_bytes
+        == resident_weights_bytes(whole, description) - ledger.host_expert_bytes
+    )
     monkeypatch.setattr(fit, "host_memory", lambda: (128 * GIB, 100 * GIB))
     fit.check_weights_fit(config, description)
     monkeypatch.setattr(fit, "host_memory", lambda: (64 * GIB, 50 * GIB))

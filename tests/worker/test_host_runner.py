@@ -32,17 +32,43 @@ from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compr
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
 from tests.waiting import free_port
 
-pytestmark = pytest.mark.skipif(not native.has_cpu_kernels(), reason="the C++ kernels are not built")
-
-SIZES = dict(device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4, num_threads=1, kv_cache_bytes=2**20)
-REFUSED = {"granite": "residual_scale", "olmo2": "qk_norm", "olmo3": "qk_norm"}
-PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 9, 200, 41, 7, 7, 3], [11] * 20, [4, 8], [30, 31, 32, 33, 34])]
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-DRAWN = SamplingParams(temperature=0.9, top_p=0.9, top_k=30, min_p=0.02, seed=5, max_tokens=12, ignore_eos=True)
-PENALISED = SamplingParams(
-    temperature=1.0, seed=2, max_tokens=12, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, min_tokens=5
+pytestmark = pytest.mark.skipif(
+    not native.has_cpu_kernels(), reason="the C++ kernels are not built"
 )
-BIASED = SamplingParams(temperature=0.8, seed=9, max_tokens=8, logit_bias={7: 4.0, 9: -100.0}, allowed_token_ids=[7, 9, 40, 50])
+
+SIZES = dict(
+    device="cpu",
+    dtype="float32",
+    max_model_len=64,
+    max_num_seqs=4,
+    num_threads=1,
+    kv_cache_bytes=2**20,
+)
+REFUSED = {"granite": "residual_scale", "olmo2": "qk_norm", "olmo3": "qk_norm"}
+PROMPTS = [
+    {"prompt_token_ids": ids}
+    for ids in ([5, 9, 200, 41, 7, 7, 3], [11] * 20, [4, 8], [30, 31, 32, 33, 34])
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=0.9, top_p=0.9, top_k=30, min_p=0.02, seed=5, max_tokens=12, ignore_eos=True
+)
+PENALISED = SamplingParams(
+    temperature=1.0,
+    seed=2,
+    max_tokens=12,
+    repetition_penalty=1.3,
+    frequency_penalty=0.4,
+    presence_penalty=0.2,
+    min_tokens=5,
+)
+BIASED = SamplingParams(
+    temperature=0.8,
+    seed=9,
+    max_tokens=8,
+    logit_bias={7: 4.0, 9: -100.0},
+    allowed_token_ids=[7, 9, 40, 50],
+)
 SCORED = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
 SAMPLINGS = [GREEDY, DRAWN, PENALISED, BIASED, SCORED]
 
@@ -67,13 +93,18 @@ def compared(model, monkeypatch, runner=HostRunner, samplings=SAMPLINGS, **setti
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         for x, y in zip(positions(a), positions(b), strict=True):
             assert [e.token_id for e in x] == [e.token_id for e in y]
-            np.testing.assert_allclose([e.logprob for e in x], [e.logprob for e in y], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(
+                [e.logprob for e in x], [e.logprob for e in y], rtol=0, atol=1e-5
+            )
             assert [e.rank for e in x] == [e.rank for e in y]
     return stats
 
 
 def positions(output):
-    found = [*(output.outputs[0].logprobs or ()), *(p for p in output.prompt_logprobs or () if p is not None)]
+    found = [
+        *(output.outputs[0].logprobs or ()),
+        *(p for p in output.prompt_logprobs or () if p is not None),
+    ]
     return [(p.chosen, *p.top) for p in found]
 
 
@@ -88,7 +119,11 @@ def test_every_family(tmp_path, monkeypatch, family):
     [
         {"dtype": "bfloat16"},
         {"max_num_batched_tokens": 6},
-        {"kv_cache_bytes": 24 * 2**10, "block_size": 4, "max_model_len": 36},  # too few blocks for all four: some begin again
+        {
+            "kv_cache_bytes": 24 * 2**10,
+            "block_size": 4,
+            "max_model_len": 36,
+        },  # too few blocks for all four: some begin again
         {"quantization": "int8"},
         {"quantization": "int4-g32"},
         {"speculative_model": "ngram", "num_speculative_tokens": 3},
@@ -109,8 +144,15 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     """The same tokens, as many drafts, and as many of them right."""
     model, folder = tmp_path / "model", tmp_path / "drafts"
     method, write = draft_heads.BY_KIND.get(kind, (kind, None))
-    tiny_models.write(model, **({"family": "deepseek_v3"} if method == "mtp" else {"num_hidden_layers": 6}))
-    speculation = {"method": method, "num_speculative_tokens": 3, "model": str(folder), "quantization": "none"}
+    tiny_models.write(
+        model, **({"family": "deepseek_v3"} if method == "mtp" else {"num_hidden_layers": 6})
+    )
+    speculation = {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "model": str(folder),
+        "quantization": "none",
+    }
     if method == "mtp":
         draft_heads.mtp(model)
         del speculation["model"], speculation["quantization"]
@@ -119,7 +161,11 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
         del speculation["quantization"]
     else:
         write(folder)
-    settings = {"speculative_config": speculation, "max_num_batched_tokens": 16, "block_size": block_size}
+    settings = {
+        "speculative_config": speculation,
+        "max_num_batched_tokens": 16,
+        "block_size": block_size,
+    }
     counts = []
     for runner in ("ours", "torchs"):
         with monkeypatch.context() as patch:
@@ -127,8 +173,12 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
                 patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
                 patch.setattr(HostRunner, "launch", None)
             with LLM(str(model), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
-                assert type(llm.core.executor.runner) is (HostRunner if runner == "ours" else ModelRunner)
-                found = [[o.outputs[0].token_ids for o in outputs] for outputs in answers(llm, SAMPLINGS)]
+                assert type(llm.core.executor.runner) is (
+                    HostRunner if runner == "ours" else ModelRunner
+                )
+                found = [
+                    [o.outputs[0].token_ids for o in outputs] for outputs in answers(llm, SAMPLINGS)
+                ]
                 stats = llm.stats()
                 counts.append((found, stats.spec_draft_tokens, stats.spec_accepted_tokens))
     assert counts[0] == counts[1]
@@ -141,7 +191,9 @@ def test_what_the_program_lacks_is_torchs(tmp_path, caplog, family):
     caplog.set_level("INFO", logger="slipstream.engine")
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
         assert type(llm.core.executor.runner) is ModelRunner
-    assert any(m.startswith("torch runs the steps: ") and REFUSED[family] in m for m in caplog.messages)
+    assert any(
+        m.startswith("torch runs the steps: ") and REFUSED[family] in m for m in caplog.messages
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +209,9 @@ def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings,
     with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
         assert type(llm.core.executor.runner) is ModelRunner
     assert any(why in m for m in caplog.messages)
-    config = estimate(EngineArgs(model=str(tmp_path), **{**SIZES, **settings}), read_spec(tmp_path))[0]
+    config = estimate(
+        EngineArgs(model=str(tmp_path), **{**SIZES, **settings}), read_spec(tmp_path)
+    )[0]
     assert why in str(torch_reason(config, read_spec(tmp_path)))
 
 
@@ -168,9 +222,14 @@ def test_random_weights(config_only):
         with LLM(str(config_only), seed=seed, quantization="int8", **settings) as llm:
             runner = llm.core.executor.runner
             assert type(runner) is HostRunner
-            found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)])
+            found.append(
+                [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)]
+            )
     assert found[0] == found[1] != found[2]
-    norms, products = runner.model.decoder.final_norm, dummy_arrays(runner.model.description, "float32", 2)
+    norms, products = (
+        runner.model.decoder.final_norm,
+        dummy_arrays(runner.model.description, "float32", 2),
+    )
     assert (norms.weight == 1).all()
     assert np.std(products["layers.0.mlp.down.weight"]) == pytest.approx(0.02, rel=0.1)
 
@@ -186,7 +245,10 @@ def test_checkpoints_that_hold_rounded_weights(tmp_path, monkeypatch, kind, dtyp
 def test_zero_points_of_4_bits(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
-    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    config, tensors = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
     (tmp_path / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
@@ -202,14 +264,20 @@ def test_zero_points_of_4_bits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("tool", ["gptq", "gptq_v2", "awq", "awq by 32"])
 def test_weights_that_gptq_and_awq_rounded(tmp_path, monkeypatch, tool, family):
     experts = {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
-    tiny_models.write(tmp_path, family, **(AWQ_SIZES if tool.startswith("awq") else ROUNDED_SIZES), **experts)
+    tiny_models.write(
+        tmp_path, family, **(AWQ_SIZES if tool.startswith("awq") else ROUNDED_SIZES), **experts
+    )
     if tool.startswith("awq"):
         compress_awq(tmp_path, 32 if "32" in tool else 128)
     else:
         compress_gptq(tmp_path, **({"checkpoint_format": "gptq_v2"} if tool == "gptq_v2" else {}))
     if tool == "gptq_v2":  # writes its zero points as they are
         tensors = {n: np.asarray(t) for n, t in load_file(tmp_path / "model.safetensors").items()}
-        eights = {n: np.full_like(t, 0x88888888 - 2**32) for n, t in tensors.items() if n.endswith("qzeros")}
+        eights = {
+            n: np.full_like(t, 0x88888888 - 2**32)
+            for n, t in tensors.items()
+            if n.endswith("qzeros")
+        }
         save_file(tensors | eights, tmp_path / "model.safetensors")
     compared(tmp_path, monkeypatch, samplings=[GREEDY, SCORED])
 
@@ -231,13 +299,18 @@ def test_gptqs_tensors_that_do_not_fit_are_named(tmp_path, part, change, named):
     tensors = {n: np.asarray(t) for n, t in load_file(tmp_path / "model.safetensors").items()}
     name = f"model.layers.1.self_attn.k_proj.{part}"
     value = tensors.pop(name)
-    save_file(tensors if change is None else {**tensors, name: change(value)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors if change is None else {**tensors, name: change(value)},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(CheckpointError, match=re.escape(named)) as error:
         LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES)
     assert error.value.field == name
 
 
-@pytest.mark.parametrize(("change", "named"), [("lost", "weight_scale"), ("shape", "is [8, "), ("zeros", "zero points")])
+@pytest.mark.parametrize(
+    ("change", "named"), [("lost", "weight_scale"), ("shape", "is [8, "), ("zeros", "zero points")]
+)
 def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
     tiny_models.write(tmp_path, **ROUNDED_SIZES)
     compress(tmp_path, "int4-g32")
@@ -258,12 +331,18 @@ def test_rounded_tensors_that_do_not_fit_are_named(tmp_path, change, named):
 def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
     tiny_models.write(tmp_path)
     for number in (None, 2):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": number}) as llm:
+        with LLM(
+            str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": number}
+        ) as llm:
             runner = llm.core.executor.runner
-            assert (runner._governor is None) == (number is not None or runner.config.device.num_threads == 1)
+            assert (runner._governor is None) == (
+                number is not None or runner.config.device.num_threads == 1
+            )
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str
+)
 def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, settings):
     """Bit by bit, with a number that changes after every decode."""
     tiny_models.write(tmp_path, hidden_size=64)
@@ -275,10 +354,15 @@ def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, s
         self._threads.use(changes[-1])
 
     monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.note", note)
-    monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.begin_prompts", lambda self: prompts.append(self))
+    monkeypatch.setattr(
+        "slipstream.worker.host_runner.ThreadGovernor.begin_prompts",
+        lambda self: prompts.append(self),
+    )
     found = []
     for follows in (False, True):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": 2, **settings}) as llm:
+        with LLM(
+            str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": 2, **settings}
+        ) as llm:
             runner = llm.core.executor.runner
             runner._governor = ThreadGovernor(runner.ops.pool) if follows else None
             outputs = list(chain(*answers(llm)))
@@ -309,7 +393,11 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
     def embedded(llm):
         return [o.embedding for o in llm.embed(TEXTS)]
 
-    settings = {"dtype": "float32", "max_num_batched_tokens": 64, "max_num_seqs": 4}  # several steps
+    settings = {
+        "dtype": "float32",
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 4,
+    }  # several steps
     ours = vectors(tmp_path, HostRunner, embedded, **settings)
     rounded = vectors(tmp_path, HostRunner, embedded, dtype="bfloat16")
     monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
@@ -327,7 +415,9 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
     def scores(kind):
         with LLM(str(tmp_path), device="cpu", dtype="float32", num_threads=1) as llm:
             assert type(llm.core.executor.runner) is kind
-            return [o.score for o in llm.score("hello world", ["a b c", "hello", "what is this world"])]
+            return [
+                o.score for o in llm.score("hello world", ["a b c", "hello", "what is this world"])
+            ]
 
     ours = scores(HostRunner)
     monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
@@ -339,20 +429,28 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
 
 
 @pytest.mark.parametrize("family", tiny_models.T5S)
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"kv_cache_bytes": 45 * 2**10, "block_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"kv_cache_bytes": 45 * 2**10, "block_size": 4}],
+    ids=str,
+)
 def test_encoder_decoders_give_torchs_answers(tmp_path, monkeypatch, family, settings):
     """Also where too few blocks make some begin again, which encodes their prompts a second time."""
     tiny_models.build_t5(tmp_path, family)
     scored = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
     settings = {"max_model_len": 32, **settings}
-    stats = compared(tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, PENALISED, scored], **settings)
+    stats = compared(
+        tmp_path, monkeypatch, samplings=[GREEDY, DRAWN, PENALISED, scored], **settings
+    )
     assert (stats.num_preemptions > 0) == ("block_size" in settings)
 
 
 def test_an_encoder_decoder_needs_no_torch(tmp_path):
     tiny_models.build_t5(tmp_path)
     tiny_models.write_tokenizer(tmp_path)
-    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    answer = told_without_torch(
+        "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"
+    )
     assert answer["text"] is not None
 
 
@@ -368,13 +466,18 @@ def test_an_8_bit_cache(tmp_path):
         (ours,) = llm.generate(PROMPTS[:1], SCORED, progress=False)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
         (theirs,) = llm.generate(PROMPTS[:1], SCORED, progress=False)
-    pairs = [(a.chosen, b.chosen) for a, b in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)]
+    pairs = [
+        (a.chosen, b.chosen)
+        for a, b in zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)
+    ]
     assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 0.3
 
 
 def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
     tiny_models.write_with_tokenizer(tmp_path)
-    grammar = SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{3}"))
+    grammar = SamplingParams(
+        temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(regex="[ab]{3}")
+    )
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=5)
     found = []
     for by_torch in (False, True):
@@ -383,7 +486,10 @@ def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
                 patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
             with LLM(str(tmp_path), block_size=4, **SIZES) as llm:
                 text = "hello hello hello hello hello"
-                outputs = [llm.generate(text, s, progress=False)[0] for s in (GREEDY, grammar, several, GREEDY)]
+                outputs = [
+                    llm.generate(text, s, progress=False)[0]
+                    for s in (GREEDY, grammar, several, GREEDY)
+                ]
                 assert outputs[-1].num_cached_tokens > 0
                 assert set(outputs[1].outputs[0].text) <= set("ab")
                 found.append([[c.token_ids for c in o.outputs] for o in outputs])
@@ -391,7 +497,9 @@ def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
 
 
 def python(program, *arguments):
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -402,15 +510,22 @@ def told_without_torch(*words):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("more", [[], ["--speculative-model", "ngram"], ["--load-format", "dummy"], ["--quantization", "int4"]])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--speculative-model", "ngram"], ["--load-format", "dummy"], ["--quantization", "int4"]],
+)
 def test_run_needs_no_torch(tmp_path, more):
     tiny_models.write_with_tokenizer(tmp_path, hidden_size=128, intermediate_size=128)
-    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    answer = told_without_torch(
+        "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more
+    )
     assert answer["text"] is not None
 
 
 def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
-    program = "import sys\nimport slipstream.worker.device as d\nd.driver_sees_gpu = lambda: False\n"
+    program = (
+        "import sys\nimport slipstream.worker.device as d\nd.driver_sees_gpu = lambda: False\n"
+    )
     program += "sys.modules['torch'] = None\nfrom pathlib import Path\nfrom slipstream.errors import ConfigError\n"
     program += "try: d.detect('cuda', Path(sys.argv[1]))\nexcept ConfigError as error: print(error.field, error)"
     told = python(program, str(tmp_path))
@@ -422,19 +537,25 @@ def test_a_gpu_that_is_not_there_comes_before_torch_that_is_not(tmp_path):
 def test_gptqs_weights_need_no_torch(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path, **ROUNDED_SIZES)
     compress_gptq(tmp_path)
-    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu")
+    answer = told_without_torch(
+        "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu"
+    )
     assert answer["text"] is not None
 
 
 def test_an_encoder_needs_no_torch(tiny_encoder):
-    answer = told_without_torch("embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu")
+    answer = told_without_torch(
+        "embed", str(tiny_encoder), "hello", "a b c", "--json", "--device", "cpu"
+    )
     assert len(answer["embeddings"]) == 2
 
 
 def test_a_draft_model_needs_no_torch(tmp_path):
     tiny_models.write_with_tokenizer(tmp_path)
     more = ["--speculative-model", str(tmp_path), "--num-speculative-tokens", "2"]
-    answer = told_without_torch("run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more)
+    answer = told_without_torch(
+        "run", str(tmp_path), "hello", "--max-tokens", "4", "--json", "--device", "cpu", *more
+    )
     assert answer["text"] is not None
 
 
@@ -443,7 +564,9 @@ def test_a_draft_head_needs_no_torch(tmp_path, kind):
     tiny_models.write_with_tokenizer(tmp_path / "model", num_hidden_layers=6)
     method, write = draft_heads.BY_KIND[kind]
     write(tmp_path / "head")
-    given = json.dumps({"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2})
+    given = json.dumps(
+        {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
+    )
     more = ["--speculative-config", given, "--max-tokens", "4", "--json", "--device", "cpu"]
     answer = told_without_torch("run", str(tmp_path / "model"), "hello", *more)
     assert answer["text"] is not None
@@ -456,7 +579,9 @@ def test_what_needs_torch_says_how_to_get_it(tmp_path, what):
         vision_models.build_vision(tmp_path, "gemma3")
         vision_models.write_tokenizer(tmp_path, "gemma3")
     else:
-        tiny_models.write_with_tokenizer(tmp_path, **({"family": "olmo2"} if what == "family" else {}))
+        tiny_models.write_with_tokenizer(
+            tmp_path, **({"family": "olmo2"} if what == "family" else {})
+        )
     if what == "draft":  # whose own model torch runs
         tiny_models.write(tmp_path / "drafts", "olmo2")
         more = ["--speculative-model", str(tmp_path / "drafts")]

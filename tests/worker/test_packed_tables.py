@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from slipstream.worker.packed_tables import PackedTables
 
-TABLES = {"tokens": ("int32", (3, 7)), "floats": ("float32", (2, 5)), "seeds": ("int64", (4, 3)), "empty": ("int64", (0,))}
+TABLES = {
+    "tokens": ("int32", (3, 7)),
+    "floats": ("float32", (2, 5)),
+    "seeds": ("int64", (4, 3)),
+    "empty": ("int64", (0,)),
+}
 DEVICES = {"none": None, "cpu": torch.device("cpu"), "uploaded": torch.device("cpu")}
 
 

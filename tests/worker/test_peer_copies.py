@@ -43,7 +43,11 @@ class Memory:
 
     def wait_signal(self, rank, channel):
         assert rank != self.rank
-        assert self.signals[self.rank].setdefault(channel, threading.Semaphore(0)).acquire(timeout=PATIENCE_S)
+        assert (
+            self.signals[self.rank]
+            .setdefault(channel, threading.Semaphore(0))
+            .acquire(timeout=PATIENCE_S)
+        )
 
 
 def shared_by(group, signals):
@@ -86,12 +90,20 @@ def test_what_one_rank_copies_the_other_adds():
         assert copies.pieces(FROM_TOKENS - 1) == copies.pieces(6001) == ()
         for step, num_tokens in enumerate((6000, 2048, 2700)):
             for place in (0, 1):
-                x = torch.arange(num_tokens)[:, None] * (1.0 + group.rank) + step + place + torch.arange(SIZE)
+                x = (
+                    torch.arange(num_tokens)[:, None] * (1.0 + group.rank)
+                    + step
+                    + place
+                    + torch.arange(SIZE)
+                )
                 begun = [
-                    copies.begin(x[rows], place=place, index=i, rows=rows) for i, rows in enumerate(copies.pieces(num_tokens))
+                    copies.begin(x[rows], place=place, index=i, rows=rows)
+                    for i, rows in enumerate(copies.pieces(num_tokens))
                 ]
                 found = torch.cat([sum(one.parts()) for one in begun])
-                wanted = torch.arange(num_tokens)[:, None] * 3.0 + 2 * (step + place + torch.arange(SIZE))
+                wanted = torch.arange(num_tokens)[:, None] * 3.0 + 2 * (
+                    step + place + torch.arange(SIZE)
+                )
                 assert torch.equal(found, wanted)
         return True
 
@@ -99,7 +111,11 @@ def test_what_one_rank_copies_the_other_adds():
 
 
 def test_only_two_ranks_that_share_memory_copy(caplog, monkeypatch):
-    monkeypatch.setattr(peer_copies, "agrees", lambda copies, platform: copies.group.rank == 0 or "right" in caplog.text)
+    monkeypatch.setattr(
+        peer_copies,
+        "agrees",
+        lambda copies, platform: copies.group.rank == 0 or "right" in caplog.text,
+    )
     how = PLATFORM, FROM_TOKENS, SIZE, torch.float32
     signals = [{}, {}]
 
@@ -161,7 +177,11 @@ def test_without_memory_for_their_test_no_rank_copies(caplog, free, can_capture,
                 raise torch.OutOfMemoryError("CUDA error: out of memory\nmore")
             return Replays(work, output), output
 
-        group.share_tensor, group.library_sum, group.sums = shared_by(group, signals), group.all_reduce, "there"
+        group.share_tensor, group.library_sum, group.sums = (
+            shared_by(group, signals),
+            group.all_reduce,
+            "there",
+        )
         platform = SimpleNamespace(
             device=PLATFORM.device,
             copy_queue=PLATFORM.copy_queue,
@@ -214,7 +234,9 @@ def test_memory_that_one_rank_cant_share_no_rank_shares(monkeypatch, step):
     fake("rendezvous", lambda own, name: "mapped")
 
     def run(threads):
-        group = RankGroup(threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x"))
+        group = RankGroup(
+            threads.rank, threads.size, PLATFORM.device, SimpleNamespace(group_name="x")
+        )
         group.least, failing.now = threads.least, threads.rank == 1
         with pytest.raises(RuntimeError) as caught:
             group.share_tensor((4,), torch.float32)

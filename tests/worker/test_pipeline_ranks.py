@@ -57,8 +57,12 @@ def test_each_stage_holds_its_layers(pipeline, tiny_model):
 
 def test_a_request_that_is_cancelled_between_two_steps(pipeline, wanted):
     core = pipeline.core
-    core.add([EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=50)])
-    core.add([EngineRequest(request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50)])
+    core.add(
+        [EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=GREEDY, max_tokens=50)]
+    )
+    core.add(
+        [EngineRequest(request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50)]
+    )
     for _ in range(5):
         core.step()
     core.abort(["a", "b"])
@@ -79,10 +83,24 @@ def test_after_an_error_in_the_middle_of_a_step(pipeline, wanted, monkeypatch):
         failed.append(given)
         raise RuntimeError("as if")
 
-    grammar = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]*"))
+    grammar = SamplingParams(
+        temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]*")
+    )
     for place, sampling in (("_constrain", grammar), (None, GREEDY)):
-        core.add([EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50)])
-        core.add([EngineRequest(request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50)])
+        core.add(
+            [
+                EngineRequest(
+                    request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50
+                )
+            ]
+        )
+        core.add(
+            [
+                EngineRequest(
+                    request_id="b", prompt_token_ids=(8, 6, 7), sampling=GREEDY, max_tokens=50
+                )
+            ]
+        )
         with monkeypatch.context() as patched:
             if place is not None:
                 patched.setattr(core, place, fail)

@@ -14,8 +14,12 @@ def test_millions_of_sequences_are_refused_by_a_small_step(tiny_model, monkeypat
     """It computed a million tokens, and sampled as many: minutes, and all memory."""
     sizes, dummy_prefill, dummy_sampling = [], probe_steps.dummy_prefill, probe_steps.dummy_sampling
     monkeypatch.setattr(probe_steps, "LOGITS_PROBED", 2**12)
-    monkeypatch.setattr(probe_steps, "dummy_prefill", lambda n, *how: sizes.append(n) or dummy_prefill(n, *how))
-    monkeypatch.setattr(probe_steps, "dummy_sampling", lambda n, *how: sizes.append(n) or dummy_sampling(n, *how))
+    monkeypatch.setattr(
+        probe_steps, "dummy_prefill", lambda n, *how: sizes.append(n) or dummy_prefill(n, *how)
+    )
+    monkeypatch.setattr(
+        probe_steps, "dummy_sampling", lambda n, *how: sizes.append(n) or dummy_sampling(n, *how)
+    )
     how = dict(device="cpu", dtype="float32", kernels=kernels, num_threads=1)
     with pytest.raises(OutOfMemoryError, match=r"no memory is left.*lower max_num_seqs") as caught:
         LLM(str(tiny_model), max_num_seqs=10**8, **how)

@@ -14,14 +14,22 @@ import pytest
 
 from slipstream import LLM, SamplingParams, __version__
 from slipstream.errors import ConfigError, EngineError
-from slipstream.worker import child_ranks, process_executor, rank_joining, rank_mailbox, rank_process
+from slipstream.worker import (
+    child_ranks,
+    process_executor,
+    rank_joining,
+    rank_mailbox,
+    rank_process,
+)
 from slipstream.worker.rank_joining import accept_ranks, join, parse_address
 from slipstream.worker.rank_messages import Join, RankFailed, Refused
 from tests import forked_ranks
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")  # those that an engine starts; others are started by hand
+pytestmark = pytest.mark.usefixtures(
+    "forked_ranks"
+)  # those that an engine starts; others are started by hand
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -72,14 +80,18 @@ def test_a_rank_of_another_host_takes_part(tiny_model, address, start):
     other = start(address, "--world-size", "2")
     how = dict(tensor_parallel_size=2, rank_address=address, local_ranks=1)
     with LLM(str(tiny_model), **how, **SETTINGS) as llm:
-        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)] == wanted
+        assert [
+            o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)
+        ] == wanted
     assert other.wait(PATIENCE_S) == 0  # it ends with the executor
 
 
 def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
     command = [sys.executable, "-m", "slipstream.worker.rank_process", "--join", address]
     other = forked_ranks.Popen(command, stdin=subprocess.PIPE, pass_fds=(), env=dict(os.environ))
-    with LLM(str(tiny_model), pipeline_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS) as llm:
+    with LLM(
+        str(tiny_model), pipeline_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS
+    ) as llm:
         other.kill()
         with pytest.raises(EngineError, match=r"rank 1 at 127.0.0.1:\d+ is gone"):
             llm.generate(PROMPTS, GREEDY, progress=False)
@@ -98,8 +110,12 @@ def test_a_rank_that_lost_another_is_not_named_as_the_first():
 
 def test_a_rank_that_does_not_come(tiny_model, address, monkeypatch):
     monkeypatch.setattr(process_executor, "accept_ranks", lambda *a: accept_ranks(*a, wait_s=0.3))
-    with pytest.raises(EngineError, match=r"0 of 1 ranks have come to .* within 0 s; start the others with"):
-        LLM(str(tiny_model), tensor_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS)
+    with pytest.raises(
+        EngineError, match=r"0 of 1 ranks have come to .* within 0 s; start the others with"
+    ):
+        LLM(
+            str(tiny_model), tensor_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS
+        )
 
 
 def test_a_rank_that_nobody_waits_for(address, start):
@@ -110,10 +126,19 @@ def test_a_rank_that_nobody_waits_for(address, start):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [([], "--join"), (["--world-size", "1"], "2 or more"), (["--local-rank", "-1"], "or more"), (["--wait-s", "0"], "above 0")],
+    [
+        ([], "--join"),
+        (["--world-size", "1"], "2 or more"),
+        (["--local-rank", "-1"], "or more"),
+        (["--wait-s", "0"], "above 0"),
+    ],
 )
-def test_wrong_words_are_refused_before_anybody_is_looked_for(words, says, address, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rank_process", *(["--join", address] if words else []), *words])
+def test_wrong_words_are_refused_before_anybody_is_looked_for(
+    words, says, address, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        sys, "argv", ["rank_process", *(["--join", address] if words else []), *words]
+    )
     with pytest.raises(SystemExit):
         rank_process.main()
     assert says in capsys.readouterr().err
@@ -121,7 +146,10 @@ def test_wrong_words_are_refused_before_anybody_is_looked_for(words, says, addre
 
 @pytest.mark.parametrize(
     ("version", "world_size", "says"),
-    [(__version__, 4, "started for 4 ranks (--world-size), and there are 2"), ("0.0", 2, "it has Slipstream 0.0")],
+    [
+        (__version__, 4, "started for 4 ranks (--world-size), and there are 2"),
+        ("0.0", 2, "it has Slipstream 0.0"),
+    ],
 )
 def test_a_rank_that_does_not_fit_is_sent_away(address, version, world_size, says):
     with ThreadPoolExecutor(1) as pool:
@@ -157,7 +185,11 @@ def test_who_says_only_the_beginning_holds_nobody_up(address, monkeypatch):
     ("settings", "field", "says"),
     [
         (dict(rank_address="127.0.0.1:1"), "rank_address", "go together"),
-        (dict(rank_address="127.0.0.1:1", local_ranks=2), "local_ranks", "at least one must be here"),
+        (
+            dict(rank_address="127.0.0.1:1", local_ranks=2),
+            "local_ranks",
+            "at least one must be here",
+        ),
         (dict(rank_address="nowhere", local_ranks=1), "rank_address", "HOST:PORT"),
     ],
     ids=str,

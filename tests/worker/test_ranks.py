@@ -20,13 +20,33 @@ from slipstream.worker import process_executor
 from tests import forked_ranks, tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
-SETTINGS = dict(device="cpu", dtype="float32", max_model_len=256, kv_cache_bytes=4 * 2**20, max_num_batched_tokens=64)
+SETTINGS = dict(
+    device="cpu",
+    dtype="float32",
+    max_model_len=256,
+    kv_cache_bytes=4 * 2**20,
+    max_num_batched_tokens=64,
+)
 PROMPTS = ["The capital of France is", "in the hour " * 20, "hello"]
 SAMPLINGS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=7, top_p=0.9, max_tokens=12, ignore_eos=True, presence_penalty=0.5, logprobs=3),
-    SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=2, repetition_penalty=1.3, min_tokens=2, n=1),
-    SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="[ab]{3,6}")),
+    SamplingParams(
+        temperature=0.9,
+        seed=7,
+        top_p=0.9,
+        max_tokens=12,
+        ignore_eos=True,
+        presence_penalty=0.5,
+        logprobs=3,
+    ),
+    SamplingParams(
+        temperature=0.0, max_tokens=6, prompt_logprobs=2, repetition_penalty=1.3, min_tokens=2, n=1
+    ),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        structured_outputs=StructuredOutputsParams(regex="[ab]{3,6}"),
+    ),
 ]
 
 
@@ -36,7 +56,10 @@ def answers(llm):
     for sampling in SAMPLINGS:
         for output in llm.generate(PROMPTS, sampling, progress=False):
             one = output.outputs[0]
-            told = [*(one.logprobs or ()), *(p for p in output.prompt_logprobs or () if p is not None)]
+            told = [
+                *(one.logprobs or ()),
+                *(p for p in output.prompt_logprobs or () if p is not None),
+            ]
             texts.append((one.text, one.token_ids, one.finish_reason, len(told)))
             logprobs += [p.chosen.logprob for p in told]
     return texts, logprobs
@@ -70,7 +93,9 @@ def test_each_rank_holds_its_part(tiny_model, split):
     assert (first.num_blocks, first.block_bytes) == (second.num_blocks, second.block_bytes)
     with LLM(str(tiny_model), **SETTINGS) as llm:
         assert 2 * first.block_bytes == llm.core.ledger.block_bytes
-        assert first.weights_bytes < 0.62 * llm.core.ledger.weights_bytes  # norms and position tables are whole
+        assert (
+            first.weights_bytes < 0.62 * llm.core.ledger.weights_bytes
+        )  # norms and position tables are whole
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -88,7 +113,9 @@ def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
     monkeypatch.setattr(device, "choose_cpu", choose)
     sent = []
     send = process_executor.ProcessExecutor._send
-    monkeypatch.setattr(process_executor.ProcessExecutor, "_send", lambda *a: (sent.append(a[2]), send(*a)))
+    monkeypatch.setattr(
+        process_executor.ProcessExecutor, "_send", lambda *a: (sent.append(a[2]), send(*a))
+    )
     with LLM(str(tiny_model), **{**SETTINGS, "dtype": "auto"}, tensor_parallel_size=2) as llm:
         assert llm.core.config.model.dtype == "float32"
     assert len(measured) == 1
@@ -102,7 +129,13 @@ def test_a_step_that_was_interrupted_leaves_nothing(split, monkeypatch):
     sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     wanted = split.generate(["hello"], sampling, progress=False)[0].outputs[0].token_ids
     core = split.core
-    core.add([EngineRequest(request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50)])
+    core.add(
+        [
+            EngineRequest(
+                request_id="a", prompt_token_ids=(5, 6, 7), sampling=sampling, max_tokens=50
+            )
+        ]
+    )
     core.step()
     monkeypatch.setattr(core.scheduler, "update", _stop)
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -151,7 +184,9 @@ def test_a_draft_model_of_each_rank(tiny_model, tmp_path, count):
     drafting = {"method": "draft", "model": str(tmp_path), "num_speculative_tokens": count}
     with LLM(str(tiny_model), **SETTINGS) as llm:
         wanted = answers(llm)
-    with LLM(str(tiny_model), tensor_parallel_size=2, speculative_config=drafting, **SETTINGS) as llm:
+    with LLM(
+        str(tiny_model), tensor_parallel_size=2, speculative_config=drafting, **SETTINGS
+    ) as llm:
         assert agree(answers(llm), wanted)
         assert llm.stats().spec_draft_tokens > 20
     with pytest.raises(ConfigError, match="does not run over stages; use 'ngram'"):
@@ -202,21 +237,34 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
         ({"expert_parallel_size": 2}, "expert_parallel_size", "no experts"),
         ({"pipeline_parallel_size": 9}, "pipeline_parallel_size", "more than the model's layers"),
         ({"pipeline_layers": "1,1"}, "pipeline_layers", "only with pipeline_parallel_size"),
-        ({"pipeline_parallel_size": 2, "pipeline_layers": "1,x"}, "pipeline_layers", "2 numbers above 0"),
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layers": "1,x"},
+            "pipeline_layers",
+            "2 numbers above 0",
+        ),
         ({"sequence_parallel": True}, "sequence_parallel", "only with tensor_parallel_size"),
         ({"tensor_parallel_size": 2, "deterministic": True}, "deterministic", "deterministic"),
         (
-            {"tensor_parallel_size": 2, "local_ranks": 1, "rank_address": "127.0.0.1:1", "speculative_model": "draft"},
+            {
+                "tensor_parallel_size": 2,
+                "local_ranks": 1,
+                "rank_address": "127.0.0.1:1",
+                "speculative_model": "draft",
+            },
             "rank_address",
             "drafts of a model.*ranks of one host",
         ),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_a_process_starts(tiny_model, monkeypatch, settings, field, says):
+def test_what_cannot_be_is_refused_before_a_process_starts(
+    tiny_model, monkeypatch, settings, field, says
+):
     from slipstream.worker import process_executor
 
-    monkeypatch.setattr(process_executor, "spawn", lambda number: pytest.fail("a process was started"))
+    monkeypatch.setattr(
+        process_executor, "spawn", lambda number: pytest.fail("a process was started")
+    )
     with pytest.raises(ConfigError, match=says) as error:
         LLM(str(tiny_model), **{**SETTINGS, **settings})
     assert error.value.field == field

@@ -21,7 +21,12 @@ import torch
 from slipstream import SamplingParams
 from slipstream.core.proposer import LookUp, RecentAnswers
 from slipstream.kernels.metadata import SamplingTensors
-from slipstream.kernels.reference import ReferenceOps, apply_bias_and_penalties, filter_probs, scaled_probs
+from slipstream.kernels.reference import (
+    ReferenceOps,
+    apply_bias_and_penalties,
+    filter_probs,
+    scaled_probs,
+)
 from slipstream.platform import platform_of
 from slipstream.types import FROM_MODEL, NewRequest, ScheduledRequest, StepPlan, TokenMask
 from slipstream.worker.constrained import apply_mask
@@ -33,10 +38,16 @@ from tests import naive_samplers
 
 VOCAB, START, LENGTH, NUM_DRAFTS = 5, (0, 3), 3, 2
 CPU, OPS = torch.device("cpu"), ReferenceOps()
-SAMPLER = Sampler(OPS.sample, lambda logits, mask: None, OPS.best_logprobs, lambda x: x, lambda x: x.numpy())
-LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2  # of the token behind each
+SAMPLER = Sampler(
+    OPS.sample, lambda logits, mask: None, OPS.best_logprobs, lambda x: x, lambda x: x.numpy()
+)
+LOGITS = (
+    torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.2
+)  # of the token behind each
 DRAFT_LOGITS = LOGITS + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
-BLOCK_LOGITS = LOGITS + torch.randn(NUM_DRAFTS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(2))  # by place
+BLOCK_LOGITS = LOGITS + torch.randn(
+    NUM_DRAFTS, VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)
+)  # by place
 SETTINGS = {
     "plain": {},
     "temperature": {"temperature": 0.6},
@@ -45,12 +56,24 @@ SETTINGS = {
     "min_p": {"min_p": 0.2},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.9},
     "bias": {"logit_bias": {1: 1.5, 2: -1.0}},
-    "all": {"temperature": 1.4, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 0.5, "logit_bias": {4: 1.0}},
+    "all": {
+        "temperature": 1.4,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "logit_bias": {4: 1.0},
+    },
     "grammar": {},
     "typical": {"typical_p": 0.6},
     "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.15, "temperature": 0.8},
     "top_n_sigma": {"top_n_sigma": 1.0, "temperature": 1.3},
-    "dry": {"dry_multiplier": 1.5, "dry_base": 1.4, "dry_allowed_length": 1, "dry_breaker_token_ids": (4,)},
+    "dry": {
+        "dry_multiplier": 1.5,
+        "dry_base": 1.4,
+        "dry_allowed_length": 1,
+        "dry_breaker_token_ids": (4,),
+    },
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "samplers": {
         "samplers": ["top_k", "typical_p", "temperature"],
@@ -60,17 +83,37 @@ SETTINGS = {
         "min_p": 1.0,
     },
     "chain and all": {
-        "temperature": 1.4, "top_k": 4, "top_p": 0.95, "min_p": 0.02, "presence_penalty": 0.5, "logit_bias": {4: 1.0},
-        "typical_p": 0.95, "xtc_probability": 0.3, "top_n_sigma": 2.5, "dry_multiplier": 0.5, "no_repeat_ngram_size": 3,
+        "temperature": 1.4,
+        "top_k": 4,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "presence_penalty": 0.5,
+        "logit_bias": {4: 1.0},
+        "typical_p": 0.95,
+        "xtc_probability": 0.3,
+        "top_n_sigma": 2.5,
+        "dry_multiplier": 0.5,
+        "no_repeat_ngram_size": 3,
     },
-    "processors": {"logits_processors": [lambda prompt, past, logits: logits - 0.5 * np.bincount(past, minlength=VOCAB)]},
+    "processors": {
+        "logits_processors": [
+            lambda prompt, past, logits: logits - 0.5 * np.bincount(past, minlength=VOCAB)
+        ]
+    },
     "seeds": {},  # each request has its own, one behind the other
     "n": {},  # four choices of each request
 }
 FROM_MODELS = ("draft", "block")  # token by token; all places at once
 PROPOSERS = ("ngram", "suffix", *FROM_MODELS, "right at times", "always the same")
-CHAINED = [name for name in SETTINGS if SamplingParams(**SETTINGS[name]).by_chain]  # drawn row by row, which takes longer
-FAST = [(name, p) for name in SETTINGS for p in PROPOSERS if name not in CHAINED or p in ("draft", "right at times")]
+CHAINED = [
+    name for name in SETTINGS if SamplingParams(**SETTINGS[name]).by_chain
+]  # drawn row by row, which takes longer
+FAST = [
+    (name, p)
+    for name in SETTINGS
+    for p in PROPOSERS
+    if name not in CHAINED or p in ("draft", "right at times")
+]
 Answer = tuple[int, ...]
 
 
@@ -99,7 +142,9 @@ def expected_shares(name: str) -> dict[Answer, float]:
         for answer, share in shares.items():
             table, tokens = RowTable(1, 16, 4, OPS, CPU, seed=0), (*START, *answer)
             step = ScheduledRequest("a", 0, len(tokens), 1)
-            plan = StepPlan(1, (step,), (NewRequest("a", tokens, len(START), sampling_of(name, 0)),))
+            plan = StepPlan(
+                1, (step,), (NewRequest("a", tokens, len(START), sampling_of(name, 0)),)
+            )
             table.apply(plan)
             params = sampling_tensors(table, gather(table, plan).sampled)
             assert isinstance(params, SamplingTensors)
@@ -114,7 +159,11 @@ def expected_shares(name: str) -> dict[Answer, float]:
             if name == "grammar":
                 mask(logits, [0], [bits_of(allowed(tokens))])
             logits = apply_bias_and_penalties(logits, params)
-            weights = logits.softmax(-1) if params.all_greedy else filter_probs(logits, scaled_probs(logits, params), params)
+            weights = (
+                logits.softmax(-1)
+                if params.all_greedy
+                else filter_probs(logits, scaled_probs(logits, params), params)
+            )
             for token, p in enumerate((weights[0] / weights[0].sum()).tolist()):
                 if p:
                     longer[*answer, token] = share * p
@@ -123,7 +172,12 @@ def expected_shares(name: str) -> dict[Answer, float]:
 
 
 def mask(logits: torch.Tensor, positions: list[int], bits: list[int]) -> None:
-    apply_mask(logits, TokenMask(tuple(positions), np.array(bits, np.int32).tobytes()), OPS, platform_of(CPU))
+    apply_mask(
+        logits,
+        TokenMask(tuple(positions), np.array(bits, np.int32).tobytes()),
+        OPS,
+        platform_of(CPU),
+    )
 
 
 def drawn(name: str, proposer: str, total: int, check: Callable = verified) -> list[Answer]:
@@ -131,14 +185,21 @@ def drawn(name: str, proposer: str, total: int, check: Callable = verified) -> l
     table = RowTable(total, 16, 4, OPS, CPU, seed=0)
     texts = {f"r{i}": list(START) for i in range(total)}
     answers: dict[str, Answer] = {}
-    new = tuple(NewRequest(r, tuple(t), len(START), sampling_of(name, i)) for i, (r, t) in enumerate(texts.items()))
+    new = tuple(
+        NewRequest(r, tuple(t), len(START), sampling_of(name, i))
+        for i, (r, t) in enumerate(texts.items())
+    )
     guess = guesses(proposer)
     while texts:
         shares = []
         for request_id, text in texts.items():
             room = len(START) + LENGTH - 1 - len(text)
             drafts = guess(text, min(NUM_DRAFTS, room))
-            shares.append(ScheduledRequest(request_id, len(text) - 1, 1 + len(drafts), 1 + len(drafts), (), drafts))
+            shares.append(
+                ScheduledRequest(
+                    request_id, len(text) - 1, 1 + len(drafts), 1 + len(drafts), (), drafts
+                )
+            )
         shares.sort(key=lambda s: s.num_tokens > 1)
         plan, new = StepPlan(1, tuple(shares), new), ()
         table.apply(plan)
@@ -147,7 +208,11 @@ def drawn(name: str, proposer: str, total: int, check: Callable = verified) -> l
         logits = LOGITS[batch.token_ids.long()].clone()
         if name == "grammar":
             found = [proposed.get(s.request_id, s.drafts) for s in shares]
-            rows = [bits for s, d in zip(shares, found, strict=True) for bits in masks(tuple(texts[s.request_id]), d)]
+            rows = [
+                bits
+                for s, d in zip(shares, found, strict=True)
+                for bits in masks(tuple(texts[s.request_id]), d)
+            ]
             mask(logits, list(range(len(rows))), rows)
         tokens = draw(SAMPLER, table, batch.sampled, logits, None).tokens
         table.write(batch.sampled.rows, batch.sampled.positions, tokens)
@@ -195,23 +260,36 @@ def from_model(proposer: str, table: RowTable, plan: StepPlan) -> dict[str, Answ
     know the drafts before a place, as `HeadBlock`'s."""
     if proposer == "block":
         some = [s for s in plan.scheduled if s.drafts]
-        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts), n) for s in some]
+        steps = [
+            ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts), n)
+            for s in some
+        ]
         if steps:
             batch = gather(table, StepPlan(0, tuple(sorted(steps, key=lambda s: s.num_tokens > 1))))
             starts = batch.meta.query_start_loc.long()
             first = starts[:-1].repeat_interleave(starts.diff())
-            logits = BLOCK_LOGITS[torch.arange(len(first)) - first, batch.token_ids.long()[first]].clone()
+            logits = BLOCK_LOGITS[
+                torch.arange(len(first)) - first, batch.token_ids.long()[first]
+            ].clone()
             tokens = OPS.sample(logits, sampling_tensors(table, batch.sampled))
             table.write(batch.sampled.rows, batch.sampled.positions, tokens)
     for i in range(NUM_DRAFTS if proposer == "draft" else 0):
-        steps = [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in plan.scheduled if len(s.drafts) > i]
+        steps = [
+            ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1)
+            for s in plan.scheduled
+            if len(s.drafts) > i
+        ]
         if steps:
             batch = gather(table, StepPlan(0, tuple(steps)))
-            tokens = OPS.sample(DRAFT_LOGITS[batch.token_ids.long()].clone(), sampling_tensors(table, batch.sampled))
+            tokens = OPS.sample(
+                DRAFT_LOGITS[batch.token_ids.long()].clone(), sampling_tensors(table, batch.sampled)
+            )
             table.write(batch.sampled.rows, batch.sampled.positions, tokens)
     rows = table.tokens.tolist()
     return {
-        s.request_id: tuple(rows[table.rows[s.request_id].index][s.num_computed_tokens + 1 :][: len(s.drafts)])
+        s.request_id: tuple(
+            rows[table.rows[s.request_id].index][s.num_computed_tokens + 1 :][: len(s.drafts)]
+        )
         for s in plan.scheduled
     }
 
@@ -240,7 +318,13 @@ def kolmogorov_p(values: list[float]) -> float:
     n = len(values)
     far = max(max((i + 1) / n - v, v - i / n) for i, v in enumerate(sorted(values)))
     x = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * far
-    return 1.0 if x < 0.3 else min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101)))
+    return (
+        1.0
+        if x < 0.3
+        else min(
+            1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101))
+        )
+    )
 
 
 def accepts_the_first(requests, tokens, from_model=()):
@@ -260,7 +344,9 @@ def keeps_one_too_many(requests, tokens, from_model=()):
     for s in requests:
         drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in s.drafts]
         own, begin = tokens[begin : begin + s.num_sampled], begin + s.num_sampled
-        right = next((i for i, (d, t) in enumerate(zip(drafts, own, strict=False)) if d != t), len(drafts))
+        right = next(
+            (i for i, (d, t) in enumerate(zip(drafts, own, strict=False)) if d != t), len(drafts)
+        )
         kept += own[: right + 2]
         counts.append(len(own[: right + 2]))
     return kept, counts
@@ -274,7 +360,12 @@ def test_the_distribution_is_that_of_plain_sampling(name, proposer):
 @pytest.mark.parametrize("broken", [accepts_the_first, keeps_one_too_many])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_broken_verification_is_seen(broken, proposer):
-    assert chi_squared_p(Counter(drawn("plain", proposer, NUM_ANSWERS, broken)), expected_shares("plain")) < 1e-6
+    assert (
+        chi_squared_p(
+            Counter(drawn("plain", proposer, NUM_ANSWERS, broken)), expected_shares("plain")
+        )
+        < 1e-6
+    )
 
 
 @pytest.mark.slow
@@ -285,7 +376,9 @@ def test_p_is_uniform_over_200_seeds(name, proposer):
     shares, each = expected_shares(name), 400
     answers = drawn(name, proposer, 200 * each)
     assert chi_squared_p(Counter(answers), shares) > 1e-3
-    values = [chi_squared_p(Counter(answers[i : i + each]), shares) for i in range(0, len(answers), each)]
+    values = [
+        chi_squared_p(Counter(answers[i : i + each]), shares) for i in range(0, len(answers), each)
+    ]
     assert kolmogorov_p(values) > 1e-3
 
 

@@ -13,7 +13,12 @@ from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.step_costs import Step, measure_steps
 
 PROMPT = ((0, 16),)
-STEPS = [Step(decodes=(32, 32, 32)), Step(prompts=PROMPT), Step(decodes=(32,), prompts=PROMPT), Step(verified=((32, 3),))]
+STEPS = [
+    Step(decodes=(32, 32, 32)),
+    Step(prompts=PROMPT),
+    Step(decodes=(32,), prompts=PROMPT),
+    Step(verified=((32, 3),)),
+]
 
 
 def executor(model, *, by_torch, **settings):
@@ -28,7 +33,9 @@ def test_either_runner_is_measured(tiny_model, by_torch, runner, cache):
     made = executor(tiny_model, by_torch=by_torch, kv_cache_dtype=cache)
     assert isinstance(made.runner, runner)
     measure_steps(made, STEPS[:1], rounds=1, least_s=0.001)
-    assert made.runner.kv[0].k[1].any(), "the cache was never written: its memory is one page of zeros"  # decodes write block 3
+    assert made.runner.kv[0].k[1].any(), (
+        "the cache was never written: its memory is one page of zeros"
+    )  # decodes write block 3
     found = measure_steps(made, STEPS, rounds=1, least_s=0.001)
     assert [p.shape for p in found] == [s.shape for s in STEPS]
     assert all(p.seconds > 0 for p in found)
@@ -37,6 +44,10 @@ def test_either_runner_is_measured(tiny_model, by_torch, runner, cache):
 def test_by_a_clock_of_the_callers(tiny_model):
     ticks = itertools.count()
     found = measure_steps(
-        executor(tiny_model, by_torch=False), STEPS[:1], rounds=1, least_s=4.0, clock=lambda: float(next(ticks))
+        executor(tiny_model, by_torch=False),
+        STEPS[:1],
+        rounds=1,
+        least_s=4.0,
+        clock=lambda: float(next(ticks)),
     )
     assert found[0].seconds == pytest.approx(1 / 4)  # four steps between two ticks

@@ -25,11 +25,21 @@ def test_each_token_has_a_slot_of_its_own_that_its_text_finds(lengths, pairs):
     token_ids, meta = text_batch(plan, BLOCK, torch.device("cpu"))
     assert token_ids.tolist() == tokens
     assert meta.seq_lens.tolist() == meta.query_start_loc.diff().tolist() == lengths
-    assert (meta.num_decodes, meta.max_query_len, meta.max_seq_len) == (0, max(lengths), max(lengths))
+    assert (meta.num_decodes, meta.max_query_len, meta.max_seq_len) == (
+        0,
+        max(lengths),
+        max(lengths),
+    )
     assert meta.positions.tolist() == [i for n in lengths for i in range(n)]
-    assert (meta.positions.dtype, meta.slot_mapping.dtype, meta.block_table.dtype) == (torch.int64, torch.int64, torch.int32)
+    assert (meta.positions.dtype, meta.slot_mapping.dtype, meta.block_table.dtype) == (
+        torch.int64,
+        torch.int64,
+        torch.int32,
+    )
     num_blocks = sum(-(-n // BLOCK) for n in lengths)
-    assert set((meta.slot_mapping // BLOCK).tolist()) == set(range(1, num_blocks + 1))  # never the null block
+    assert set((meta.slot_mapping // BLOCK).tolist()) == set(
+        range(1, num_blocks + 1)
+    )  # never the null block
     assert len(set(meta.slot_mapping.tolist())) == len(tokens)
     assert meta.block_table.min() > 0
     assert meta.block_table.max() == num_blocks

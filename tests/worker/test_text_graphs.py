@@ -15,7 +15,14 @@ from slipstream.spec.description import read_spec
 from slipstream.types import TextsPlan
 from slipstream.worker.input_batch import text_batch
 from slipstream.worker.model_runner import GRAPH_BYTES
-from slipstream.worker.texts import EagerTexts, TextGraphs, lay_out, most_texts, text_inputs, text_ladder
+from slipstream.worker.texts import (
+    EagerTexts,
+    TextGraphs,
+    lay_out,
+    most_texts,
+    text_inputs,
+    text_ladder,
+)
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)
@@ -38,13 +45,17 @@ class Replayed(TextGraphs):
             output.copy_(forward(inputs))
 
         used = self.__dict__.setdefault("used", [])
-        captured = types.SimpleNamespace(inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay))
+        captured = types.SimpleNamespace(
+            inputs=inputs, output=output, graph=types.SimpleNamespace(replay=replay)
+        )
         return self._captured.setdefault(size, captured)
 
 
 def replayed(llm):
     runner = llm.core.executor.runner
-    runner.texts = Replayed(runner.forwards, runner.model.description.pooling, runner.kv, runner.config)
+    runner.texts = Replayed(
+        runner.forwards, runner.model.description.pooling, runner.kv, runner.config
+    )
     return runner.texts
 
 
@@ -53,7 +64,9 @@ def ints(numbers):
 
 
 def eager(runner, plan):
-    return EagerTexts(runner.forwards, runner.model.description.pooling, runner.kv, runner.config).run(plan)
+    return EagerTexts(
+        runner.forwards, runner.model.description.pooling, runner.kv, runner.config
+    ).run(plan)
 
 
 def vectors(llm):
@@ -96,15 +109,22 @@ def test_pairs_and_scores(tmp_path, family):
     with LLM(str(tmp_path), **SETTINGS) as llm:
         expected = {r.index: r.relevance_score for r in llm.rerank("the cat", documents)}
         graphs = replayed(llm)
-        assert {r.index: r.relevance_score for r in llm.rerank("the cat", documents)} == pytest.approx(expected, rel=1e-4)
+        assert {
+            r.index: r.relevance_score for r in llm.rerank("the cat", documents)
+        } == pytest.approx(expected, rel=1e-4)
         # Texts that are no pairs, too, which no call of ours gives such a model.
         assert graphs.pairs == (llm.core.executor.runner.model.spec.num_token_types > 1)
         plan = TextsPlan(1, ints([5, 6, 7, 8, 9]), ints([2, 3]))
         with torch.inference_mode():
-            torch.testing.assert_close(graphs.run(plan).clone(), eager(llm.core.executor.runner, plan))
+            torch.testing.assert_close(
+                graphs.run(plan).clone(), eager(llm.core.executor.runner, plan)
+            )
 
 
-@pytest.mark.parametrize(("lengths", "num_tokens", "num_texts"), [([1], 32, 1), ([4, 1, 9], 14, 3), ([5, 8, 1, 17, 3], 64, 7)])
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens", "num_texts"),
+    [([1], 32, 1), ([4, 1, 9], 14, 3), ([5, 8, 1, 17, 3], 64, 7)],
+)
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_step_is_the_same_laid_out_on_either_side(lengths, num_tokens, num_texts, pairs):
     total, count, block_size = sum(lengths), len(lengths), 4
@@ -112,7 +132,9 @@ def test_a_step_is_the_same_laid_out_on_either_side(lengths, num_tokens, num_tex
     plan = TextsPlan(1, ints(range(100, 100 + total)), ints(lengths), first)
     token_ids, expected = text_batch(plan, block_size, torch.device("cpu"))
     inputs = torch.from_numpy(text_inputs(plan, num_tokens, num_texts, block_size))
-    ids, meta = lay_out(inputs, num_tokens, num_texts, block_size=block_size, longest=max(lengths), pairs=pairs)
+    ids, meta = lay_out(
+        inputs, num_tokens, num_texts, block_size=block_size, longest=max(lengths), pairs=pairs
+    )
     assert ids.tolist() == token_ids.tolist() + [0] * (num_tokens - total)
     for name in ("positions", "slot_mapping", "text_ends", *(["token_types"] if pairs else [])):
         ours, theirs = getattr(meta, name), getattr(expected, name)
@@ -155,7 +177,11 @@ def test_what_graphs_hold(tmp_path):
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
         graphs, runner = replayed(llm), llm.core.executor.runner
         outputs = [graphs._of(size).output for size in graphs.sizes]
-        assert [len(t) for t in outputs] == [most_texts(runner.config, n) for n in graphs.sizes] == [6] * len(outputs)
+        assert (
+            [len(t) for t in outputs]
+            == [most_texts(runner.config, n) for n in graphs.sizes]
+            == [6] * len(outputs)
+        )
         room = runner.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES
         assert room == sum(t.numel() * t.element_size() for t in outputs) + 2000
 
@@ -173,6 +199,8 @@ def test_what_graphs_hold(tmp_path):
 def test_whose_steps_are_graphs(tmp_path, build, family, more, has_graphs):
     """On a GPU: a decoder that gives scores has none yet."""
     build(tmp_path, family)
-    gpu = DeviceInfo(device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16")
+    gpu = DeviceInfo(
+        device="cuda:0", name="H200", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16"
+    )
     config = resolve(EngineArgs(model=str(tmp_path), **more), read_spec(tmp_path), gpu)
     assert config.device.enforce_eager != has_graphs

@@ -53,7 +53,9 @@ def test_a_neighbour_takes_a_core_and_gives_it_back(threads):
         def note(self, *_):
             pass
 
-    assert machine.run(governor, steps) < 0.75 * fixed.run(Never(), steps)  # (threads − 1) / threads instead of a half
+    assert machine.run(governor, steps) < 0.75 * fixed.run(
+        Never(), steps
+    )  # (threads − 1) / threads instead of a half
     machine.neighbour = False
     machine.run(governor, (MOST_WAIT + 3) * WINDOW)
     assert machine.num_used == threads

@@ -12,12 +12,25 @@ from tests import draft_heads, tiny_models
 pytestmark = pytest.mark.usefixtures("by_torch")
 
 PROMPT = {"prompt_token_ids": [7, 8, 9, 10, 11, 12]}
-SIZES = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, block_size=4, max_model_len=32, max_num_seqs=4)
+SIZES = dict(
+    device="cpu",
+    dtype="float32",
+    skip_tokenizer_init=True,
+    block_size=4,
+    max_model_len=32,
+    max_num_seqs=4,
+)
 
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("llama", None), ("gemma3_text", None), ("mixtral", None), ("llama", "draft"), ("mixtral", "ngram")],
+    [
+        ("llama", None),
+        ("gemma3_text", None),
+        ("mixtral", None),
+        ("llama", "draft"),
+        ("mixtral", "ngram"),
+    ],
 )
 def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
     tiny_models.write(tmp_path, family)
@@ -32,10 +45,15 @@ def test_warm_up_leaves_nothing_behind(tmp_path, monkeypatch, family, method):
         launched = []
         monkeypatch.setattr(type(runner.platform), "is_asynchronous", True)
         launch = type(runner).launch
-        monkeypatch.setattr(type(runner), "launch", lambda self, plan: launched.append(plan) or launch(self, plan))
+        monkeypatch.setattr(
+            type(runner), "launch", lambda self, plan: launched.append(plan) or launch(self, plan)
+        )
         warm_up(runner)
         monkeypatch.undo()
-        assert {len(plan.scheduled) for plan in launched} == {1, 3}  # sixteen are more than this engine takes
+        assert {len(plan.scheduled) for plan in launched} == {
+            1,
+            3,
+        }  # sixteen are more than this engine takes
         assert len(launched) == 2 * (4 if method else 2) * len(module.SAMPLINGS)
         assert not runner.rows.rows
         assert all(not any(counts) for _, counts in llm.core.executor.expert_load()) or not load
@@ -67,5 +85,7 @@ def test_nothing_is_run_where_nothing_is_compiled(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), num_threads=1, **SIZES) as llm:
         runner = llm.core.executor.runner
-        monkeypatch.setattr(type(runner), "launch", lambda *given: pytest.fail("a step was launched"))
+        monkeypatch.setattr(
+            type(runner), "launch", lambda *given: pytest.fail("a step was launched")
+        )
         warm_up(runner)

@@ -54,13 +54,19 @@ def test_steps_that_begin_their_prompts(tmp_path, monkeypatch):
         ((lens, from_start),) = run(prompt(100))  # 96 of them are there
         assert (sum(lens), from_start) == (4, False)
         assert run(prompt(20, 1), prompt(30, 2)) == [([20, 30], True)]
-        ((lens, from_start),) = run(prompt(40, 3), prompt(100))  # one of the two has something in the cache
+        ((lens, from_start),) = run(
+            prompt(40, 3), prompt(100)
+        )  # one of the two has something in the cache
         assert (len(lens), from_start) == (2, False)
         # the second begins behind a block that the same step fills
         assert run(prompt(33, 6), prompt(33, 6)) == [([33, 17], False)]
         run(prompt(64, 4), prompt(30, 5))  # the second begins beside the first one's decode
         assert ([1, 30], [0], True) in seen
-        assert all(from_start == (not any(contexts)) for lens, contexts, from_start in seen if max(lens) > 1)
+        assert all(
+            from_start == (not any(contexts))
+            for lens, contexts, from_start in seen
+            if max(lens) > 1
+        )
         assert not any(from_start for lens, _, from_start in seen if max(lens) == 1)
 
 
@@ -77,5 +83,9 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
     tiny_models.write(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
-        assert asked == [step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)]
-        assert max(num_tokens for num_tokens, _ in compiled_steps(llm.core.executor.runner)) == 64  # no more than was measured
+        assert asked == [
+            step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)
+        ]
+        assert (
+            max(num_tokens for num_tokens, _ in compiled_steps(llm.core.executor.runner)) == 64
+        )  # no more than was measured

@@ -14,7 +14,16 @@ from typing import Any, Self
 import msgspec
 
 from slipstream.bench.adapters.openai import Endpoint
-from slipstream.bench.client import Begin, Done, FromClient, Progress, Ready, RunLoad, ToClient, frame
+from slipstream.bench.client import (
+    Begin,
+    Done,
+    FromClient,
+    Progress,
+    Ready,
+    RunLoad,
+    ToClient,
+    frame,
+)
 from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
@@ -55,7 +64,9 @@ def num_clients(arrivals: Arrivals, num_requests: int) -> int:
         case Burst():
             wanted = num_requests / USERS_EACH
         case _:
-            wanted = (arrivals.rate if isinstance(arrivals, (Poisson, Gamma)) else arrivals.end_rate) / RATE_EACH
+            wanted = (
+                arrivals.rate if isinstance(arrivals, (Poisson, Gamma)) else arrivals.end_rate
+            ) / RATE_EACH
     return max(1, min(-int(-wanted // 1), available_cores() // 2))
 
 
@@ -97,10 +108,17 @@ class Clients:
         job = RunLoad(endpoint=endpoint, requests=tuple(requests))
         if isinstance(arrivals, ClosedLoop):
             self._turns.truncate(0)
-            os.pwrite(self._turns.fileno(), b"".join(i.to_bytes(4, "little") for i in range(len(requests))), 0)
+            os.pwrite(
+                self._turns.fileno(),
+                b"".join(i.to_bytes(4, "little") for i in range(len(requests))),
+                0,
+            )
             os.lseek(self._turns.fileno(), 0, os.SEEK_SET)
             users = min(arrivals.concurrency, len(requests))
-            jobs = [msgspec.structs.replace(job, users=len(range(i, users, count))) for i in range(count)]
+            jobs = [
+                msgspec.structs.replace(job, users=len(range(i, users, count)))
+                for i in range(count)
+            ]
         else:
             times = tuple(enumerate(send_times(arrivals, len(requests), seed)))
             jobs = [msgspec.structs.replace(job, times=times[i::count]) for i in range(count)]
@@ -120,7 +138,11 @@ class Clients:
         await asyncio.gather(*(self._send(i, begin) for i in range(count)))
         results = await asyncio.gather(*(finish(i) for i in range(count)))
         records = dict(pair for result in results for pair in result.records)
-        load = ClientLoad(num_clients=count, cpu=max(r.cpu for r in results), busiest=max(r.busiest for r in results))
+        load = ClientLoad(
+            num_clients=count,
+            cpu=max(r.cpu for r in results),
+            busiest=max(r.busiest for r in results),
+        )
         return [records[i] for i in range(len(requests))], load
 
     async def _send(self, client: int, message: ToClient) -> None:

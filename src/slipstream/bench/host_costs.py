@@ -17,7 +17,12 @@ LONE = 9
 
 
 async def measure_host(
-    engine: StreamingEngine, table: StepCost, *, vocab_size: int, run_ahead: int | None, users: Sequence[int] = USERS
+    engine: StreamingEngine,
+    table: StepCost,
+    *,
+    vocab_size: int,
+    run_ahead: int | None,
+    users: Sequence[int] = USERS,
 ) -> HostCost:
     """Bursts of short requests. The mean gap between their tokens, less the table's step, is the host's: of each step and
     sequence where steps don't overlap with it (`run_ahead` as in `plan.simulate.SimulatedEngine`), and otherwise since it works
@@ -42,12 +47,18 @@ async def measure_host(
     ahead_s = statistics.median(overlapping) if overlapping else 0.0
     lone = fixed(LONE, 2, ANSWER // 4, vocab_size=vocab_size, seed=1)
     records = [r for one in lone.requests for r in await run_load(engine, [one], Burst())]
-    first = statistics.median(r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s)
+    first = statistics.median(
+        r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s
+    )
     first -= table.seconds(StepShape.of((), ((0, 2),))) - table.seconds(StepShape.of((8,)))
     if overlapping:  # the next tokens' steps overlap, the first one's does not
         first += ahead_s - step_s - sequence_s
     return HostCost(
-        step_s=step_s, sequence_s=sequence_s, ahead_s=ahead_s, request_s=max(0.0, first), label="measured"
+        step_s=step_s,
+        sequence_s=sequence_s,
+        ahead_s=ahead_s,
+        request_s=max(0.0, first),
+        label="measured",
     )
 
 

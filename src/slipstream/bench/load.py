@@ -107,7 +107,8 @@ def parse_arrivals(text: str) -> Arrivals:
     except ValueError:
         pass  # no numbers: told below
     raise ConfigError(
-        f"arrivals={text!r} is not burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS", field="arrivals"
+        f"arrivals={text!r} is not burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS",
+        field="arrivals",
     )
 
 
@@ -158,7 +159,9 @@ async def run_load(
 
     indices = range(len(requests))
     if isinstance(arrivals, ClosedLoop):
-        await send_in_turn(engine, requests, iter(indices), min(arrivals.concurrency, len(requests)), on_record)
+        await send_in_turn(
+            engine, requests, iter(indices), min(arrivals.concurrency, len(requests)), on_record
+        )
     else:
         times = zip(indices, send_times(arrivals, len(requests), seed), strict=True)
         await send_at(engine, requests, times, time.monotonic(), on_record)

@@ -24,7 +24,13 @@ DEFINITIONS = {
     "wall time": "first send to last token",
 }
 OBJECTIVES = ("ttft_s", "tpot_s", "e2e_s")
-DISTRIBUTIONS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s", "worst gap": "worst_gap_s", "E2E": "e2e_s"}
+DISTRIBUTIONS = {
+    "TTFT": "ttft_s",
+    "TPOT": "tpot_s",
+    "ITL": "itl_s",
+    "worst gap": "worst_gap_s",
+    "E2E": "e2e_s",
+}
 """Fields of `Summary` by their names for people."""
 
 PERCENTILES = ("p50", "p90", "p99")
@@ -82,7 +88,8 @@ class RequestRecord:
     def meets(self, objectives: dict[str, float]) -> bool:
         """Every objective is met; one that can't be computed (TPOT of a single token) is."""
         return self.ok and all(
-            (value := getattr(self, name)) is None or value <= most for name, most in objectives.items()
+            (value := getattr(self, name)) is None or value <= most
+            for name, most in objectives.items()
         )
 
 
@@ -108,7 +115,9 @@ class Summary:
     wall_s: float
     requests_per_s: float
     output_throughput: float
-    steady_throughput: float | None  # None where only the first and last tokens are timed, or too few came
+    steady_throughput: (
+        float | None
+    )  # None where only the first and last tokens are timed, or too few came
     total_throughput: float
     ttft_s: Distribution | None
     tpot_s: Distribution | None
@@ -122,11 +131,14 @@ class Summary:
         return asdict(self)
 
 
-def summarize(records: Sequence[RequestRecord], objectives: dict[str, float] | None = None) -> Summary:
+def summarize(
+    records: Sequence[RequestRecord], objectives: dict[str, float] | None = None
+) -> Summary:
     done = [r for r in records if r.ok]
     errors = Counter(r.error or "no token came" for r in records if not r.ok)
     wall_s = (
-        max((r.last_token or 0.0 for r in done), default=0.0) - min((r.sent for r in records), default=0.0)
+        max((r.last_token or 0.0 for r in done), default=0.0)
+        - min((r.sent for r in records), default=0.0)
         if done
         else 0.0
     )
@@ -166,7 +178,9 @@ def steady_throughput(done: Sequence[RequestRecord]) -> float | None:
         if r.gaps_s is None or r.first_token is None:
             return None
         tokens = r.output_tokens / (len(r.gaps_s) + 1)
-        deliveries += [(time, tokens) for time in itertools.accumulate(r.gaps_s, initial=r.first_token)]
+        deliveries += [
+            (time, tokens) for time in itertools.accumulate(r.gaps_s, initial=r.first_token)
+        ]
     return steady_rate(sorted(deliveries))
 
 
@@ -186,7 +200,9 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
     if not known:
         return None
     mean = sum(known) / len(known)
-    return Distribution(mean=mean, p50=percentile(known, 50), p90=percentile(known, 90), p99=percentile(known, 99))
+    return Distribution(
+        mean=mean, p50=percentile(known, 50), p90=percentile(known, 90), p99=percentile(known, 99)
+    )
 
 
 def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution | None:
@@ -199,10 +215,14 @@ def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution |
     def at(q: float) -> float:
         place = (ends[-1] - 1) * q / 100
         low = int(place)
-        first, second = (ordered[bisect_right(ends, i)][0] for i in (low, min(low + 1, ends[-1] - 1)))
+        first, second = (
+            ordered[bisect_right(ends, i)][0] for i in (low, min(low + 1, ends[-1] - 1))
+        )
         return first + (second - first) * (place - low)
 
-    return Distribution(mean=sum(v * n for v, n in ordered) / ends[-1], p50=at(50), p90=at(90), p99=at(99))
+    return Distribution(
+        mean=sum(v * n for v, n in ordered) / ends[-1], p50=at(50), p90=at(90), p99=at(99)
+    )
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -223,5 +243,8 @@ def parse_objectives(text: str) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"slo: {part!r} is not NAME=SECONDS", field="slo") from None
         if name not in OBJECTIVES or not found[name] > 0:
-            raise ConfigError(f"slo: {part!r} is not one of {', '.join(OBJECTIVES)} with a value above 0", field="slo")
+            raise ConfigError(
+                f"slo: {part!r} is not one of {', '.join(OBJECTIVES)} with a value above 0",
+                field="slo",
+            )
     return found

@@ -52,7 +52,9 @@ class Reading:
 
     def of(self, kind: str) -> Reading:
         """The counters of `CPU` or `GPU` alone; "": all."""
-        return Reading({name: counter for name, counter in self.counters.items() if name.startswith(kind)})
+        return Reading(
+            {name: counter for name, counter in self.counters.items() if name.startswith(kind)}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,13 @@ class EnergyMeter:
     nothing can be read."""
 
     def __init__(self, powercap: Path = POWERCAP, *, devices: Sequence[str] | None = None) -> None:
-        numbers = None if devices is None else [n for n in map(_gpu_number, devices) if n is not None]
+        numbers = (
+            None if devices is None else [n for n in map(_gpu_number, devices) if n is not None]
+        )
         self.counted = "" if numbers is None else GPU if numbers else CPU
-        found = (zone for zone in sorted(powercap.glob("intel-rapl:?*")) if zone.name.count(":") == 1)
+        found = (
+            zone for zone in sorted(powercap.glob("intel-rapl:?*")) if zone.name.count(":") == 1
+        )
         self._zones = [zone for zone in found if _zone(zone) is not None and _is_package(zone)]
         packages = None if numbers is None else packages_in_use()
         if packages is not None:
@@ -96,14 +102,22 @@ class EnergyMeter:
             )
         return meter
 
-    def energy(self, before: Reading, after: Reading, seconds: float, num_output_tokens: int) -> Energy | None:
+    def energy(
+        self, before: Reading, after: Reading, seconds: float, num_output_tokens: int
+    ) -> Energy | None:
         """None if a counter could not be read any more."""
         joules = before.of(self.counted).joules_until(after.of(self.counted))
         if joules is None or seconds <= 0:
             return None
         each = joules / num_output_tokens if num_output_tokens else None
         beside = before.of(CPU).joules_until(after.of(CPU)) if self.counted == GPU else None
-        return Energy(joules, joules / seconds, each, self.sources, None if beside is None else beside / seconds)
+        return Energy(
+            joules,
+            joules / seconds,
+            each,
+            self.sources,
+            None if beside is None else beside / seconds,
+        )
 
     def read(self) -> Reading:
         found = {}
@@ -112,7 +126,10 @@ class EnergyMeter:
                 found[f"rapl {_text(zone / 'name') or zone.name}"] = counter
         for number, handle in self._gpus:
             millijoules = ctypes.c_ulonglong()
-            if self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) == 0:
+            if (
+                self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+                == 0
+            ):
                 found[f"nvml {number}"] = Counter(millijoules.value / 1e3)
         return Reading(found)
 
@@ -121,7 +138,9 @@ def _zone(folder: Path) -> Counter | None:
     used, most = _text(folder / "energy_uj"), _text(folder / "max_energy_range_uj")
     if used is None or not used.isdecimal():
         return None
-    return Counter(int(used) / 1e6, int(most) / 1e6 if most is not None and most.isdecimal() else None)
+    return Counter(
+        int(used) / 1e6, int(most) / 1e6 if most is not None and most.isdecimal() else None
+    )
 
 
 def _is_package(zone: Path) -> bool:
@@ -165,7 +184,10 @@ def _open_nvml(numbers: Sequence[int] | None) -> tuple[Any, list[tuple[int, ctyp
     if numbers is not None:  # CUDA's order may be another, and need not have all
         for number in dict.fromkeys(numbers):
             handle, name = ctypes.c_void_p(), _cuda_uuid(number)
-            if name is not None and lib.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0:
+            if (
+                name is not None
+                and lib.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)) == 0
+            ):
                 handles.append((number, handle))
         return lib, handles
     for number in range(count.value):
@@ -182,6 +204,10 @@ def _cuda_uuid(number: int) -> str | None:
     except OSError:
         return None
     device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number) or cuda.cuDeviceGetUuid_v2(found, device):
+    if (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(device), number)
+        or cuda.cuDeviceGetUuid_v2(found, device)
+    ):
         return None
     return f"GPU-{uuid.UUID(bytes=bytes(found))}"

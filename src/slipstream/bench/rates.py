@@ -10,7 +10,11 @@ from slipstream.errors import ConfigError
 PRECISION = 1.05
 """The search ends when the lowest rate that failed is at most this much above the highest that held."""
 
-_FIELDS = {f"{field.removesuffix('_s')}_{q}": (field, q) for field in DISTRIBUTIONS.values() for q in PERCENTILES}
+_FIELDS = {
+    f"{field.removesuffix('_s')}_{q}": (field, q)
+    for field in DISTRIBUTIONS.values()
+    for q in PERCENTILES
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ def parse_rate_objectives(text: str) -> tuple[RateObjective, ...]:
             objective = RateObjective(name, 0.0)
         if name not in _FIELDS or not objective.most > 0:
             raise ConfigError(
-                f"find_rate: {part!r} is not NAME=SECONDS with a NAME of {', '.join(_FIELDS)}", field="find_rate"
+                f"find_rate: {part!r} is not NAME=SECONDS with a NAME of {', '.join(_FIELDS)}",
+                field="find_rate",
             )
         found.append(objective)
     return tuple(found)
@@ -73,6 +78,10 @@ class RateSearch:
             self.rate /= 2
         else:
             self.rate = (self.best + self._failed) / 2
-        found = self.best is not None and self._failed is not None and self._failed <= self.best * PRECISION
+        found = (
+            self.best is not None
+            and self._failed is not None
+            and self._failed <= self.best * PRECISION
+        )
         if found or not self._runs_left:
             self.rate = None

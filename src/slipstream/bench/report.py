@@ -49,7 +49,12 @@ def print_summary(title: str, summary: Summary) -> None:
 def compare_rows(ours: Summary, theirs: Summary) -> list[tuple[str, ...]]:
     """Rows of (name, ours, theirs, ours over theirs) of two servers' figures."""
     pairs: list[tuple[str, float | None, float | None, float]] = [
-        (f"{name} throughput, tok/s", getattr(ours, f"{name}_throughput"), getattr(theirs, f"{name}_throughput"), 1)
+        (
+            f"{name} throughput, tok/s",
+            getattr(ours, f"{name}_throughput"),
+            getattr(theirs, f"{name}_throughput"),
+            1,
+        )
         for name in ("output", "steady", "total")
     ]
     for name, field in DISTRIBUTIONS.items():
@@ -67,7 +72,9 @@ def print_energy(energy: Energy | None) -> None:
     if energy is not None:
         each = energy.joules_per_output_token
         per_token = "" if each is None else f"{each:.4g} J an output token, "
-        print(f"energy              {per_token}{energy.joules:,.1f} J at {energy.watts:,.1f} W ({', '.join(energy.sources)})")
+        print(
+            f"energy              {per_token}{energy.joules:,.1f} J at {energy.watts:,.1f} W ({', '.join(energy.sources)})"
+        )
         if energy.cpu_watts is not None:
             print(f"CPU beside it       {energy.cpu_watts:,.1f} W")
 

@@ -26,7 +26,12 @@ class DecodeCost:
 
 
 def decode_step(
-    description: ModelDescription, *, batch_size: int, context: float, scheme: str | None = None, kv_bytes: int = 2
+    description: ModelDescription,
+    *,
+    batch_size: int,
+    context: float,
+    scheme: str | None = None,
+    kv_bytes: int = 2,
 ) -> DecodeCost:
     """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
     held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""
@@ -34,7 +39,10 @@ def decode_step(
     parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
     stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
     of_step = products(spec, {part: stored * size for part, size in parts.items()})
-    cached = [(layer.attention, batch_size * min(context, window_of(layer.attention))) for layer in spec.layers]
+    cached = [
+        (layer.attention, batch_size * min(context, window_of(layer.attention)))
+        for layer in spec.layers
+    ]
     return DecodeCost(
         num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
         + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached),

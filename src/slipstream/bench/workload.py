@@ -61,26 +61,42 @@ def warmup(workload: Workload, count: int, *, output_tokens: int = 8) -> list[Be
     """`count` short requests like those of `workload`, their prompts reversed: they must not fill the prefix cache."""
     return [
         replace(
-            r, prompt=None, prompt_token_ids=r.prompt_token_ids[::-1], output_tokens=min(r.output_tokens, output_tokens)
+            r,
+            prompt=None,
+            prompt_token_ids=r.prompt_token_ids[::-1],
+            output_tokens=min(r.output_tokens, output_tokens),
         )
         for r in workload.requests[:count]
     ]
 
 
-def from_lengths(name: str, lengths: Sequence[Length], *, vocab_size: int, seed: int, **settings: Any) -> Workload:
+def from_lengths(
+    name: str, lengths: Sequence[Length], *, vocab_size: int, seed: int, **settings: Any
+) -> Workload:
     """Random token ids of the given lengths."""
     rng = random.Random(seed)
     requests = tuple(
-        BenchRequest(prompt_token_ids=tuple(rng.choices(range(vocab_size), k=n_in)), output_tokens=n_out)
+        BenchRequest(
+            prompt_token_ids=tuple(rng.choices(range(vocab_size), k=n_in)), output_tokens=n_out
+        )
         for n_in, n_out in lengths
     )
     return Workload(name=name, requests=requests, settings={**settings, "seed": seed})
 
 
-def fixed(num_requests: int, input_len: int, output_len: int, *, vocab_size: int, seed: int = 0) -> Workload:
+def fixed(
+    num_requests: int, input_len: int, output_len: int, *, vocab_size: int, seed: int = 0
+) -> Workload:
     """All requests alike in length."""
     lengths = [(input_len, output_len)] * num_requests
-    return from_lengths("fixed", lengths, vocab_size=vocab_size, seed=seed, input_len=input_len, output_len=output_len)
+    return from_lengths(
+        "fixed",
+        lengths,
+        vocab_size=vocab_size,
+        seed=seed,
+        input_len=input_len,
+        output_len=output_len,
+    )
 
 
 def uniform(
@@ -94,18 +110,30 @@ def uniform(
 
 
 def shared_prefix(
-    num_requests: int, prefix_len: int, input_len: int, output_len: int, *, vocab_size: int, seed: int = 0
+    num_requests: int,
+    prefix_len: int,
+    input_len: int,
+    output_len: int,
+    *,
+    vocab_size: int,
+    seed: int = 0,
 ) -> Workload:
     """A system prompt of `prefix_len` tokens that all share, then `input_len` tokens of their own."""
     rng = random.Random(seed)
     prefix = tuple(rng.choices(range(vocab_size), k=prefix_len))
     requests = tuple(
         BenchRequest(
-            prompt_token_ids=prefix + tuple(rng.choices(range(vocab_size), k=input_len)), output_tokens=output_len
+            prompt_token_ids=prefix + tuple(rng.choices(range(vocab_size), k=input_len)),
+            output_tokens=output_len,
         )
         for _ in range(num_requests)
     )
-    settings = {"prefix_len": prefix_len, "input_len": input_len, "output_len": output_len, "seed": seed}
+    settings = {
+        "prefix_len": prefix_len,
+        "input_len": input_len,
+        "output_len": output_len,
+        "seed": seed,
+    }
     return Workload(name="shared-prefix", requests=requests, settings=settings)
 
 
@@ -114,9 +142,12 @@ def recorded(path: Path, num_requests: int, *, vocab_size: int, seed: int = 0) -
     lengths = read_lengths(path)
     if num_requests > len(lengths):
         raise ConfigError(
-            f"{path} holds {len(lengths)} lengths, fewer than {num_requests} requests", field="num_requests"
+            f"{path} holds {len(lengths)} lengths, fewer than {num_requests} requests",
+            field="num_requests",
         )
-    return from_lengths("lengths", lengths[:num_requests], vocab_size=vocab_size, seed=seed, file=str(path))
+    return from_lengths(
+        "lengths", lengths[:num_requests], vocab_size=vocab_size, seed=seed, file=str(path)
+    )
 
 
 def read_lengths(path: Path) -> list[Length]:
@@ -125,15 +156,22 @@ def read_lengths(path: Path) -> list[Length]:
         lengths = [(int(n_in), int(n_out)) for n_in, n_out in rows]
     except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'{path} is no file of lengths {{"lengths": [[input, output], …]}}: {error}', field="lengths"
+            f'{path} is no file of lengths {{"lengths": [[input, output], …]}}: {error}',
+            field="lengths",
         ) from None
     if not lengths or any(n_in < 1 or n_out < 1 for n_in, n_out in lengths):
-        raise ConfigError(f"{path} holds {'a length below 1' if lengths else 'no lengths'}", field="lengths")
+        raise ConfigError(
+            f"{path} holds {'a length below 1' if lengths else 'no lengths'}", field="lengths"
+        )
     return lengths
 
 
 def sharegpt(
-    turns: Iterable[tuple[str, str]], encode: Callable[[str], Sequence[int]], num_requests: int, *, seed: int = 0
+    turns: Iterable[tuple[str, str]],
+    encode: Callable[[str], Sequence[int]],
+    num_requests: int,
+    *,
+    seed: int = 0,
 ) -> Workload:
     """Real conversations: the first human turn is the prompt, the first answer gives the output length.
 
@@ -146,10 +184,13 @@ def sharegpt(
         if len(requests) == num_requests:
             break
         ids, n_out = tuple(encode(prompt)), len(encode(answer))
-        if SHAREGPT_INPUT[0] <= len(ids) <= SHAREGPT_INPUT[1] and 1 <= n_out <= SHAREGPT_TOTAL - len(ids):
+        if SHAREGPT_INPUT[0] <= len(ids) <= SHAREGPT_INPUT[
+            1
+        ] and 1 <= n_out <= SHAREGPT_TOTAL - len(ids):
             requests.append(BenchRequest(prompt_token_ids=ids, output_tokens=n_out, prompt=prompt))
     if len(requests) < num_requests:
         raise ConfigError(
-            f"the data set holds {len(requests)} fitting conversations, not {num_requests}", field="num_requests"
+            f"the data set holds {len(requests)} fitting conversations, not {num_requests}",
+            field="num_requests",
         )
     return Workload(name="sharegpt", requests=tuple(requests), settings={"seed": seed})

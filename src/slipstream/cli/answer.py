@@ -39,7 +39,11 @@ class Speed:
         parts = [f"{self.prompt_tokens} prompt tokens{cached}"]
         if self.ttft_s is not None:
             parts.append(f"first token after {self.ttft_s:.3f} s")
-        speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s is not None else ""
+        speed = (
+            f" at {self.decode_tokens_per_s:.1f} tok/s"
+            if self.decode_tokens_per_s is not None
+            else ""
+        )
         parts.append(f"{self.output_tokens} tokens{speed}")
         if self.drafted_tokens:
             parts.append(f"{self.accepted_tokens} of {self.drafted_tokens} guessed tokens accepted")

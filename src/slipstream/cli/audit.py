@@ -13,7 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="what to do", metavar="KIND", required=True)
     verify = kinds.add_parser("verify", help="check the chain, through all rotated files")
     verify.add_argument("file", metavar="FILE")
-    verify.add_argument("--expect", metavar="HASH", help="a hash noted earlier, which must still be there")
+    verify.add_argument(
+        "--expect", metavar="HASH", help="a hash noted earlier, which must still be there"
+    )
     verify.set_defaults(handler=run_verify)
     show = kinds.add_parser("show", help="the lines of a request, with the feedback on it")
     show.add_argument("file", metavar="FILE")
@@ -32,7 +34,9 @@ def run_verify(args: argparse.Namespace) -> int:
         kinds[record["kind"]] = kinds.get(record["kind"], 0) + 1
         seen = seen or record["hash"] == args.expect
     if not seen:
-        message = f"the hash {args.expect[:64]!r} is not there: lines were cut off, or it is another log"
+        message = (
+            f"the hash {args.expect[:64]!r} is not there: lines were cut off, or it is another log"
+        )
         raise ChainError(message, field="expect")
     if args.json:
         print_json({"lines": count, "head": last, "kinds": kinds})
@@ -47,12 +51,20 @@ def run_show(args: argparse.Namespace) -> int:
     from slipstream.server.audit import records
 
     id_ = args.request[-32:]
-    found: list[dict[str, Any]] = [r for r in records(Path(args.file)) if id_ in (r.get("id"), r.get("request"))]
+    found: list[dict[str, Any]] = [
+        r for r in records(Path(args.file)) if id_ in (r.get("id"), r.get("request"))
+    ]
     if not found:
         raise ConfigError(f"{args.file} says nothing of {args.request[:100]!r}", field="request")
     if args.json:
         print_json({"records": found})
     else:
         for record in found:
-            print("  ".join(f"{name}={value}" for name, value in record.items() if name not in ("hash", "previous")))
+            print(
+                "  ".join(
+                    f"{name}={value}"
+                    for name, value in record.items()
+                    if name not in ("hash", "previous")
+                )
+            )
     return 0

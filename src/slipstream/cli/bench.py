@@ -43,11 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     latency = kinds.add_parser("latency", help="time to first token and decode step, by batch size")
     latency.add_argument("model", help=MODEL_HELP)
-    latency.add_argument("--batch-sizes", default="1,2,4,8", metavar="N,…", help="(default: 1,2,4,8)")
-    latency.add_argument("--input-len", type=int, default=128, metavar="X", help="prompt tokens (default: 128)")
-    latency.add_argument("--output-len", type=int, default=128, metavar="X", help="answer tokens (default: 128)")
     latency.add_argument(
-        "--repeat", type=int, default=3, metavar="X", help="runs, of which the median counts (default: 3)"
+        "--batch-sizes", default="1,2,4,8", metavar="N,…", help="(default: 1,2,4,8)"
+    )
+    latency.add_argument(
+        "--input-len", type=int, default=128, metavar="X", help="prompt tokens (default: 128)"
+    )
+    latency.add_argument(
+        "--output-len", type=int, default=128, metavar="X", help="answer tokens (default: 128)"
+    )
+    latency.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        metavar="X",
+        help="runs, of which the median counts (default: 3)",
     )
     finish(latency, run_latency)
 
@@ -55,20 +65,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("model", help=MODEL_HELP)
     throughput.add_argument("--engine", choices=("slipstream", *PEERS), default="slipstream")
     throughput.add_argument(
-        "--batch-size", type=int, default=argparse.SUPPRESS, metavar="X", help="of the other engines (default: 8)"
+        "--batch-size",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="X",
+        help="of the other engines (default: 8)",
     )
     throughput.add_argument(
-        "--repeat", type=int, default=1, metavar="X", help="runs, of which the median counts (default: 1)"
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="X",
+        help="runs, of which the median counts (default: 1)",
     )
     add_workload(throughput)
     finish(throughput, run_throughput)
 
-    roofline = kinds.add_parser("roofline", help="a CPU's ceilings, and each operator's share of them", description=__doc__)
+    roofline = kinds.add_parser(
+        "roofline", help="a CPU's ceilings, and each operator's share of them", description=__doc__
+    )
     add_roofline(roofline)
     finish(roofline, run_roofline)
 
-    add_serve(kinds.add_parser("serve", help="requests over time, to servers or an engine started here"))
-    add_folder(kinds.add_parser("folder", help="whether a folder of `slipstream optimize` keeps here what it promised"))
+    add_serve(
+        kinds.add_parser("serve", help="requests over time, to servers or an engine started here")
+    )
+    add_folder(
+        kinds.add_parser(
+            "folder", help="whether a folder of `slipstream optimize` keeps here what it promised"
+        )
+    )
 
 
 # --- Two of the kinds --------------------------------------------------------------------------------------------------
@@ -89,13 +115,26 @@ def run_latency(args: argparse.Namespace) -> int:
     rows = []
     try:
         for size in sizes:
-            workload = fixed(size, args.input_len, args.output_len, vocab_size=vocab, seed=settings.seed)
+            workload = fixed(
+                size, args.input_len, args.output_len, vocab_size=vocab, seed=settings.seed
+            )
             engine.run(warmup(workload, size))
-            rows.append({"batch_size": size, **latency_of([engine.run(workload.requests) for _ in range(args.repeat)])})
+            rows.append(
+                {
+                    "batch_size": size,
+                    **latency_of([engine.run(workload.requests) for _ in range(args.repeat)]),
+                }
+            )
         description = engine.describe()
     finally:
         engine.close()
-    result = document("latency", input_len=args.input_len, output_len=args.output_len, engine=description, results=rows)
+    result = document(
+        "latency",
+        input_len=args.input_len,
+        output_len=args.output_len,
+        engine=description,
+        results=rows,
+    )
     if not args.json:
         columns = ("batch", "TTFT, ms", "decode, ms/token", "output tok/s", "E2E, ms")
         cells = [
@@ -109,9 +148,13 @@ def run_latency(args: argparse.Namespace) -> int:
             for r in rows
         ]
         print_table(
-            f"{args.model}, {args.input_len} in, {args.output_len} out, {args.repeat} runs, medians", columns, cells
+            f"{args.model}, {args.input_len} in, {args.output_len} out, {args.repeat} runs, medians",
+            columns,
+            cells,
         )
-        print("decode counts from a request's first token. Where the batch's prompts take several steps, it holds the later of")
+        print(
+            "decode counts from a request's first token. Where the batch's prompts take several steps, it holds the later of"
+        )
         print("these; --max-num-batched-tokens of all prompts together makes them one")
         print_definitions()
     deliver(args, result)
@@ -127,7 +170,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     positive(args, "repeat")
     meter = EnergyMeter.required([getattr(args, "device", "auto")]) if args.energy else None
     settle(args)
-    settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
+    settings = bench_args(
+        args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix"
+    )
     workload = make_workload(args, settings)
     with phases(f"starting {args.engine}") as on_phase:
         engine = offline_engine(args, settings, on_phase)
@@ -157,14 +202,19 @@ def run_throughput(args: argparse.Namespace) -> int:
         **({"energy": energy} if meter is not None else {}),
     )
     if not args.json:
-        print_summary(f"{args.model} on {description['name']}, {workload.name} × {len(workload.requests)}", summary)
+        print_summary(
+            f"{args.model} on {description['name']}, {workload.name} × {len(workload.requests)}",
+            summary,
+        )
         print_energy(energy)
         print_definitions()
     deliver(args, result)
     return verdict(summary)
 
 
-def offline_engine(args: argparse.Namespace, settings: EngineArgs, on_phase: Callable[[str], None]) -> Any:
+def offline_engine(
+    args: argparse.Namespace, settings: EngineArgs, on_phase: Callable[[str], None]
+) -> Any:
     from slipstream.bench.adapters import ENGINES, EngineSetup, make_engine
 
     if args.engine == "slipstream":

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("folder", metavar="DIR", help="what `slipstream optimize … --out DIR` made")
-    parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
     parser.add_argument(
-        "--against", metavar="MODEL", help="measure its quality again, against the model that it was made of (default: no)"
+        "--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="measure its quality again, against the model that it was made of (default: no)",
     )
     add_output_options(parser)
     parser.set_defaults(handler=run)
@@ -40,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
         resolve_model(args.against)  # a name that is none is said before anything is measured
     with phases(f"measuring {folder.name}") as on_phase:
         on_phase("its engine under its traffic" + (", and its quality" if args.against else ""))
-        found = check_folder(folder, device=args.device, speed=speed, quality=quality, original=args.against)
+        found = check_folder(
+            folder, device=args.device, speed=speed, quality=quality, original=args.against
+        )
     if args.json:
         print_json({"folder": folder, "holds": found.holds, **dataclasses.asdict(found)})
     else:
@@ -55,33 +61,49 @@ def _show(folder: Path, found: Checked) -> None:
         (o.name, f"{o.wanted * 1e3:,.1f}", _ms(o.made), _ms(o.here), "met" if o.met else "missed")
         for o in found.objectives
     ]
-    title = "objectives, ms at the 99th percentile" if rows else "no objectives (--slo) were given when it was made"
+    title = (
+        "objectives, ms at the 99th percentile"
+        if rows
+        else "no objectives (--slo) were given when it was made"
+    )
     if rows:
         print_table(title, ("", "at most", "as it was made", "here", ""), rows)
     else:
         print(title)
     here, made = (f["output_throughput"] for f in (found.figures, found.made))
-    print(f"\nthroughput  {here:,.1f} output tok/s here, {made:,.1f} as it was made ({here / made:.0%})")
+    print(
+        f"\nthroughput  {here:,.1f} output tok/s here, {made:,.1f} as it was made ({here / made:.0%})"
+    )
     if (joules := found.figures.get("j_per_output_token")) is not None:
         print(f"energy      {joules:.4g} J an output token")
     q = found.quality
     if q["not_measured"]:
         print(f"quality     {q['not_measured']}")
     else:
-        print(f"quality     as measured: KL {q['kl']:.4f} nats, perplexity {q['perplexity_ratio'] - 1:+.2%}")
+        print(
+            f"quality     as measured: KL {q['kl']:.4f} nats, perplexity {q['perplexity_ratio'] - 1:+.2%}"
+        )
     if (h := found.quality_here) is not None:
-        print(f"            here:        KL {h['kl']:.4f} nats, perplexity {h['perplexity_ratio'] - 1:+.2%}")
+        print(
+            f"            here:        KL {h['kl']:.4f} nats, perplexity {h['perplexity_ratio'] - 1:+.2%}"
+        )
     for fault in found.faults:
         print(f"            {fault}")
     if found.canary is None:
-        print("answers     no canary lies in the folder: the weights are the original's, and were not measured against it")
+        print(
+            "answers     no canary lies in the folder: the weights are the original's, and were not measured against it"
+        )
     else:
         c = found.canary
         verdict = "as where it was measured" if c["ok"] else "NOT as where it was measured"
         print(f"answers     {verdict} (the canary's KL {c['kl']:.4g}, at most {c['most']:g})")
     for difference in found.differences:
         print(f"machine     another one: {difference}")
-    print(f"{folder.name} keeps what it promised" if found.holds else f"{folder.name} does NOT keep what it promised here")
+    print(
+        f"{folder.name} keeps what it promised"
+        if found.holds
+        else f"{folder.name} does NOT keep what it promised here"
+    )
 
 
 def _ms(seconds: float | None) -> str:

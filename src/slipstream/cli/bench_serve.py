@@ -39,18 +39,54 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use")
-    parser.add_argument("--url", help="an endpoint with OpenAI's API; without it an engine is started here")
+    parser.add_argument(
+        "model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use"
+    )
+    parser.add_argument(
+        "--url", help="an endpoint with OpenAI's API; without it an engine is started here"
+    )
     for name, how in (
-        ("--served-model-name", {"metavar": "NAME", "help": "its name at --url (default: the first it lists)"}),
+        (
+            "--served-model-name",
+            {"metavar": "NAME", "help": "its name at --url (default: the first it lists)"},
+        ),
         ("--api-key", {"metavar": "KEY", "help": "the endpoint's key"}),
-        ("--compare", {"metavar": "URL", "help": "a second endpoint, which takes turns with the first"}),
-        ("--compare-model", {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"}),
+        (
+            "--compare",
+            {"metavar": "URL", "help": "a second endpoint, which takes turns with the first"},
+        ),
+        (
+            "--compare-model",
+            {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"},
+        ),
         ("--compare-api-key", {"metavar": "KEY", "help": "the key there"}),
-        ("--clients", {"metavar": "N", "help": "processes that send requests (default: auto, by the load and the cores)"}),
-        ("--vocab-size", {"type": int, "metavar": "X", "help": "random token ids below this (default: as the server says)"}),
-        ("--rounds", {"type": int, "metavar": "N", "help": "runs of each, of which the median counts (default: 1)"}),
-        ("--find-rate-runs", {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"}),
+        (
+            "--clients",
+            {
+                "metavar": "N",
+                "help": "processes that send requests (default: auto, by the load and the cores)",
+            },
+        ),
+        (
+            "--vocab-size",
+            {
+                "type": int,
+                "metavar": "X",
+                "help": "random token ids below this (default: as the server says)",
+            },
+        ),
+        (
+            "--rounds",
+            {
+                "type": int,
+                "metavar": "N",
+                "help": "runs of each, of which the median counts (default: 1)",
+            },
+        ),
+        (
+            "--find-rate-runs",
+            {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"},
+        ),
     ):
         parser.add_argument(name, default=argparse.SUPPRESS, **how)
     parser.add_argument(
@@ -61,12 +97,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arrivals = parser.add_mutually_exclusive_group()
     for name, metavar, kind, text in (
-        ("--arrivals", "HOW", str, "burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS (default: burst)"),
+        (
+            "--arrivals",
+            "HOW",
+            str,
+            "burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS (default: burst)",
+        ),
         ("--concurrency", "USERS", "closed:{}".format, "the same as --arrivals closed:USERS"),
         ("--request-rate", "RATE", "poisson:{}".format, "the same as --arrivals poisson:RATE"),
     ):
         arrivals.add_argument(name, dest="arrivals", type=kind, metavar=metavar, help=text)
-    parser.add_argument("--slo", metavar="NAME=S,…", default="", help="objectives for goodput: ttft_s, tpot_s, e2e_s")
+    parser.add_argument(
+        "--slo",
+        metavar="NAME=S,…",
+        default="",
+        help="objectives for goodput: ttft_s, tpot_s, e2e_s",
+    )
     parser.add_argument(
         "--find-rate",
         metavar="NAME=S,…",
@@ -85,14 +131,21 @@ def run(args: argparse.Namespace) -> int:
     arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
     rate_objectives = parse_rate_objectives(args.find_rate) if args.find_rate is not None else ()
     if args.energy and args.url is not None:
-        raise ConfigError("--energy counts this machine's joules, and --url is a server that may be elsewhere", field="energy")
+        raise ConfigError(
+            "--energy counts this machine's joules, and --url is a server that may be elsewhere",
+            field="energy",
+        )
     if args.url is None and args.model is None:
         raise ConfigError("give a model to start here, or the --url of a server", field="model")
     if rate_objectives and not isinstance(arrivals, Poisson):
-        raise ConfigError("--find-rate needs --request-rate, the first rate to try", field="find_rate")
+        raise ConfigError(
+            "--find-rate needs --request-rate, the first rate to try", field="find_rate"
+        )
     settle(args)
     positive(args, "rounds", "find_rate_runs")
-    settings = bench_args(args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix")
+    settings = bench_args(
+        args, needs_text=args.workload == "sharegpt", sharing=args.workload == "shared-prefix"
+    )
     return asyncio.run(_Bench(args, settings, arrivals, objectives).run(rate_objectives))
 
 
@@ -103,36 +156,59 @@ class _Target:
     name: str
     engine: Endpoint | AsyncSlipstream
     rounds: list[tuple[Summary, ClientLoad | None]] = dataclasses.field(default_factory=list)
-    energies: dict[int, Energy | None] = dataclasses.field(default_factory=dict)  # by the identity of a round's summary
+    energies: dict[int, Energy | None] = dataclasses.field(
+        default_factory=dict
+    )  # by the identity of a round's summary
     tried: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     async def describe(self) -> dict[str, Any]:
         from slipstream.bench.adapters.openai import Endpoint
 
-        return self.engine.describe() if isinstance(self.engine, Endpoint) else await self.engine.describe()
+        return (
+            self.engine.describe()
+            if isinstance(self.engine, Endpoint)
+            else await self.engine.describe()
+        )
 
     def median(self) -> tuple[Summary, ClientLoad | None]:
-        return sorted(self.rounds, key=lambda done: done[0].output_throughput)[(len(self.rounds) - 1) // 2]
+        return sorted(self.rounds, key=lambda done: done[0].output_throughput)[
+            (len(self.rounds) - 1) // 2
+        ]
 
 
 class _Bench:
     """One call of the command. Each round has prompts of its own, so that no server finds them in a prefix cache."""
 
     def __init__(
-        self, args: argparse.Namespace, settings: EngineArgs, arrivals: Arrivals, objectives: dict[str, float]
+        self,
+        args: argparse.Namespace,
+        settings: EngineArgs,
+        arrivals: Arrivals,
+        objectives: dict[str, float],
     ) -> None:
-        self.args, self.settings, self.arrivals, self.objectives = args, settings, arrivals, objectives
+        self.args, self.settings, self.arrivals, self.objectives = (
+            args,
+            settings,
+            arrivals,
+            objectives,
+        )
         self.workload: Workload
-        if not needs_vocab_size(args, settings):  # what is wrong with it is said before anyone is asked
+        if not needs_vocab_size(
+            args, settings
+        ):  # what is wrong with it is said before anyone is asked
             self.workload = make_workload(args, settings)
         self.clients: Clients | None = None
-        self.meter = EnergyMeter.required(None if args.url else [settings.device]) if args.energy else None
+        self.meter = (
+            EnergyMeter.required(None if args.url else [settings.device]) if args.energy else None
+        )
 
     async def run(self, rate_objectives: tuple[RateObjective, ...]) -> int:
         async with AsyncExitStack() as stack:
             targets = await self._targets(stack)
             if needs_vocab_size(self.args, self.settings):
-                self.args.vocab_size = min([await self._vocab_size(target.engine) for target in targets])
+                self.args.vocab_size = min(
+                    [await self._vocab_size(target.engine) for target in targets]
+                )
                 self.workload = make_workload(self.args, self.settings)
             if rate_objectives:
                 return await self._find_rate(targets, rate_objectives)
@@ -142,7 +218,9 @@ class _Bench:
                     target.rounds.append((summary, load))
                     if len(targets) > 1 or self.args.rounds > 1:
                         said = f"round {number + 1} of {self.args.rounds}, {target.name}: "
-                        say(f"{said}{summary.output_throughput:,.1f} output tok/s, {summary.num_failed} failed")
+                        say(
+                            f"{said}{summary.output_throughput:,.1f} output tok/s, {summary.num_failed} failed"
+                        )
             return await self._report(targets)
 
     async def _targets(self, stack: AsyncExitStack) -> list[_Target]:
@@ -158,8 +236,14 @@ class _Bench:
         servers = [(args.url, args.served_model_name, args.api_key)]
         if args.compare is not None:
             servers.append((args.compare, args.compare_model, args.compare_api_key))
-        targets = [_Target(url, await self._endpoint(url, model, key)) for url, model, key in servers]
-        count = num_clients(self.arrivals, args.num_requests) if args.clients == "auto" else _whole(args.clients)
+        targets = [
+            _Target(url, await self._endpoint(url, model, key)) for url, model, key in servers
+        ]
+        count = (
+            num_clients(self.arrivals, args.num_requests)
+            if args.clients == "auto"
+            else _whole(args.clients)
+        )
         self.clients = await stack.enter_async_context(await Clients.start(count))
         return targets
 
@@ -169,7 +253,11 @@ class _Bench:
         from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 
         endpoint = Endpoint(
-            url=url, model=model or "", api_key=api_key, ignore_eos=self.args.ignore_eos, send_text=True
+            url=url,
+            model=model or "",
+            api_key=api_key,
+            ignore_eos=self.args.ignore_eos,
+            send_text=True,
         )
         if model is None:
             async with OpenAIEndpoint(endpoint) as server:
@@ -185,7 +273,9 @@ class _Bench:
 
         assert isinstance(endpoint, Endpoint), "an engine that is started here has a model"
         async with OpenAIEndpoint(endpoint) as server:
-            found = {model.id: model.num_token_ids for model in await server.served_models()}.get(endpoint.model)
+            found = {model.id: model.num_token_ids for model in await server.served_models()}.get(
+                endpoint.model
+            )
         if found is None:
             raise ConfigError(
                 f"{endpoint.url} does not say how many token ids {endpoint.model} has; give --vocab-size, or a model with the "
@@ -194,7 +284,9 @@ class _Bench:
             )
         return found
 
-    async def _measure(self, target: _Target, arrivals: Arrivals, number: int) -> tuple[Summary, ClientLoad | None]:
+    async def _measure(
+        self, target: _Target, arrivals: Arrivals, number: int
+    ) -> tuple[Summary, ClientLoad | None]:
         """The warm-up and one run, the `number`th."""
         from slipstream.bench.load import Burst
         from slipstream.bench.metrics import summarize
@@ -204,11 +296,15 @@ class _Bench:
         if self.args.warmup:
             first, _ = await self._send(target, warmup(workload, self.args.warmup), Burst())
             if all(not record.ok for record in first):
-                raise ConfigError(f"{target.name}: every warm-up request failed: {first[0].error}", field="url")
+                raise ConfigError(
+                    f"{target.name}: every warm-up request failed: {first[0].error}", field="url"
+                )
         with progress_bar(f"{target.name}: requests") as advance:
             total, begin = len(workload.requests), time.monotonic()
             before = None if self.meter is None else self.meter.read()
-            records, load = await self._send(target, workload.requests, arrivals, lambda done: advance(done, total))
+            records, load = await self._send(
+                target, workload.requests, arrivals, lambda done: advance(done, total)
+            )
             seconds = time.monotonic() - begin
         summary = summarize(records, self.objectives)
         if self.meter is not None and before is not None:
@@ -219,7 +315,9 @@ class _Bench:
     def _workload(self, number: int) -> Workload:
         if number == 0:
             return self.workload
-        return make_workload(self.args, dataclasses.replace(self.settings, seed=self.settings.seed + number))
+        return make_workload(
+            self.args, dataclasses.replace(self.settings, seed=self.settings.seed + number)
+        )
 
     async def _send(
         self,
@@ -257,7 +355,9 @@ class _Bench:
                     "results": summary,
                     "clients": load,
                     **({"energy": target.energies[id(summary)]} if self.meter is not None else {}),
-                    "output_throughput_of_each_round": [done.output_throughput for done, _ in target.rounds],
+                    "output_throughput_of_each_round": [
+                        done.output_throughput for done, _ in target.rounds
+                    ],
                 }
             )
         result = document(
@@ -270,7 +370,10 @@ class _Bench:
         for target in targets:
             summary, load = target.median()
             if not args.json:
-                print_summary(f"{target.name}, {workload.name} × {len(workload.requests)}, {args.arrivals}", summary)
+                print_summary(
+                    f"{target.name}, {workload.name} × {len(workload.requests)}, {args.arrivals}",
+                    summary,
+                )
                 print_energy(target.energies.get(id(summary)))
                 if summary.cached_tokens and args.workload != "shared-prefix":
                     print(
@@ -281,13 +384,17 @@ class _Bench:
         if len(targets) > 1 and not args.json:
             ours, theirs = (target.median()[0] for target in targets)
             columns = ("", *(target.name for target in targets), "first / second")
-            print_table(f"median of {args.rounds} alternating rounds", columns, compare_rows(ours, theirs))
+            print_table(
+                f"median of {args.rounds} alternating rounds", columns, compare_rows(ours, theirs)
+            )
         if not args.json:
             print_definitions()
         deliver(args, result)
         return max(verdict(summary) for target in targets for summary, _ in target.rounds)
 
-    async def _find_rate(self, targets: list[_Target], objectives: tuple[RateObjective, ...]) -> int:
+    async def _find_rate(
+        self, targets: list[_Target], objectives: tuple[RateObjective, ...]
+    ) -> int:
         from slipstream.bench.load import Poisson
         from slipstream.bench.rates import RateSearch, holds
         from slipstream.bench.report import document, print_table
@@ -303,10 +410,14 @@ class _Bench:
                 held = holds(summary, objectives)
                 search.record(held)
                 values = {objective.name: objective.value(summary) for objective in objectives}
-                target.tried.append({"rate": rate, "held": held, **values, "results": summary, "clients": load})
+                target.tried.append(
+                    {"rate": rate, "held": held, **values, "results": summary, "clients": load}
+                )
                 shown = ", ".join(f"{name} {_ms(value)}" for name, value in values.items())
                 failed = f", {summary.num_failed} failed" if summary.num_failed else ""
-                say(f"{target.name}, {rate:g} requests/s: {shown}{failed}: {'holds' if held else 'does not hold'}")
+                say(
+                    f"{target.name}, {rate:g} requests/s: {shown}{failed}: {'holds' if held else 'does not hold'}"
+                )
                 _warn(load)
         found = [
             {"engine": await target.describe(), "rate": search.best, "runs": target.tried}
@@ -316,11 +427,23 @@ class _Bench:
         if not args.json:
             for target, search in zip(targets, searches, strict=True):
                 self._print_search(target, search, wanted, print_table)
-        deliver(args, document("find-rate", workload=self.workload.describe(), objectives=wanted, results=found))
+        deliver(
+            args,
+            document(
+                "find-rate", workload=self.workload.describe(), objectives=wanted, results=found
+            ),
+        )
         return 0 if all(search.best is not None for search in searches) else 1
 
-    def _print_search(self, target: _Target, search: RateSearch, wanted: dict[str, float], table: Any) -> None:
-        columns = ("requests/s", *(f"{name} ≤ {_ms(most)}" for name, most in wanted.items()), "failed", "held")
+    def _print_search(
+        self, target: _Target, search: RateSearch, wanted: dict[str, float], table: Any
+    ) -> None:
+        columns = (
+            "requests/s",
+            *(f"{name} ≤ {_ms(most)}" for name, most in wanted.items()),
+            "failed",
+            "held",
+        )
         rows = [
             (
                 f"{run['rate']:g}",
@@ -341,7 +464,9 @@ def _warn(load: ClientLoad | None) -> None:
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"clients={text!r} is neither auto nor a whole number above 0", field="clients")
+        raise ConfigError(
+            f"clients={text!r} is neither auto nor a whole number above 0", field="clients"
+        )
     return int(text)
 
 

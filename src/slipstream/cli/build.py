@@ -78,12 +78,17 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         ("size", size(built.num_bytes)),
         ("packed weights", size(built.packed_bytes) if built.packed_bytes else f"none: {unpacked}"),
-        ("settings", ", ".join(f"{k}={v}" for k, v in folder.settings.items()) or "none of your own"),
+        (
+            "settings",
+            ", ".join(f"{k}={v}" for k, v in folder.settings.items()) or "none of your own",
+        ),
         ("chosen for this machine", ", ".join(f"{k}={v}" for k, v in folder.chosen.items())),
         ("an engine starts in", f"{built.start_s:.2f} s"),
         ("serve it", f"slipstream serve {out}"),
     ]
     if folder.graph_sizes:
-        rows.insert(4, ("graphs", f"{len(folder.graph_sizes)} sizes up to {max(folder.graph_sizes)}"))
+        rows.insert(
+            4, ("graphs", f"{len(folder.graph_sizes)} sizes up to {max(folder.graph_sizes)}")
+        )
     print_info(str(out), rows)
     return 0

@@ -41,10 +41,17 @@ HELP = """/reset        forget the conversation (the system message stays)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = "commands in the chat:\n" + HELP, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.epilog, parser.formatter_class = (
+        "commands in the chat:\n" + HELP,
+        argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
     parser.add_argument("prompt", nargs="*", help=argparse.SUPPRESS)  # who writes one means `run`
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="what the model is told before the conversation"
+    )
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser, without=TEXT_ONLY)
@@ -55,17 +62,27 @@ def run(args: argparse.Namespace) -> int:
 
     if args.prompt:
         hint = f"slipstream run {args.model} {shlex.quote(' '.join(args.prompt))}"
-        raise ConfigError(f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt")
+        raise ConfigError(
+            f"chat takes no prompt: type it in the conversation, or write {hint}", field="prompt"
+        )
     sampling_params(args, **DEFAULTS)  # refuses a wrong value before the start
     with open_llm(engine_args(args, max_num_seqs=1)) as (llm, _):
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         conversation = Conversation(llm, sampling, args.system, quiet=args.json)
-        conversation.template("")  # a model without a chat template is refused before the first turn
+        conversation.template(
+            ""
+        )  # a model without a chat template is refused before the first turn
         if sys.stdin.isatty():
             say(f"{args.model} on {llm.config.device.info.name}. /help lists the commands.")
         conversation.loop()
         if args.json:
-            print_json({"model": args.model, "messages": conversation.messages, "turns": conversation.speeds})
+            print_json(
+                {
+                    "model": args.model,
+                    "messages": conversation.messages,
+                    "turns": conversation.speeds,
+                }
+            )
     return 0
 
 
@@ -82,7 +99,10 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
+        return [
+            *([{"role": "system", "content": self.system}] if self.system else []),
+            *self.history,
+        ]
 
     def template(self, text: str) -> str:
         from slipstream.cli.answer import apply_template
@@ -162,7 +182,9 @@ class Conversation:
             say("/save needs a file name")
             return
         try:
-            Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", "utf-8")
+            Path(name).expanduser().write_text(
+                json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", "utf-8"
+            )
             say(f"saved {len(self.messages)} messages to {name}")
         except OSError as error:
             say(f"cannot save to {name}: {error.strerror}")

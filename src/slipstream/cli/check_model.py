@@ -16,14 +16,32 @@ from slipstream.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--num-tokens", type=int, metavar="N", help="length of the compared text (default: 64)")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, metavar="X", help="largest |ours − theirs| / largest |theirs| (default: 1e-4)"
+        "--num-tokens", type=int, metavar="N", help="length of the compared text (default: 64)"
     )
-    parser.add_argument("--kernels", default="auto", metavar="X", help="auto, reference, cpu, torch or triton (default: auto)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="largest |ours − theirs| / largest |theirs| (default: 1e-4)",
+    )
+    parser.add_argument(
+        "--kernels",
+        default="auto",
+        metavar="X",
+        help="auto, reference, cpu, torch or triton (default: auto)",
+    )
     parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda:N (default: cpu)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the tokens (default: 0)")
-    parser.add_argument("--download-dir", default=None, metavar="X", help="where models are kept, instead of the user's cache")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the tokens (default: 0)"
+    )
+    parser.add_argument(
+        "--download-dir",
+        default=None,
+        metavar="X",
+        help="where models are kept, instead of the user's cache",
+    )
     add_output_options(parser)
 
 
@@ -41,19 +59,25 @@ def run(args: argparse.Namespace) -> int:
         phase("description")
         description = read_spec(path)
         spec, kernels = description.spec, args.kernels
-        is_rounded = description.quantization is not None or any(t.name in CPU_BLOCK_BYTES for t in description.stored)
+        is_rounded = description.quantization is not None or any(
+            t.name in CPU_BLOCK_BYTES for t in description.stored
+        )
         if kernels == "auto" and args.device == "cpu" and is_rounded:
             kernels = "reference"
         num_tokens = min(64, spec.max_position) if args.num_tokens is None else args.num_tokens
         if not 1 <= num_tokens <= spec.max_position:
-            message = f"num_tokens must be from 1 to the model's {spec.max_position}, got {num_tokens}"
+            message = (
+                f"num_tokens must be from 1 to the model's {spec.max_position}, got {num_tokens}"
+            )
             raise ConfigError(message, field="num_tokens")
         rng = random.Random(args.seed)
         tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
         phase("transformers")
         theirs = load_folder(path, "float32", spec.kind)
         phase("slipstream")
-        report = check(path, theirs, tokens, device=args.device, kernels=kernels, tolerance=args.tolerance)
+        report = check(
+            path, theirs, tokens, device=args.device, kernels=kernels, tolerance=args.tolerance
+        )
     if args.json:
         print_json(
             {
@@ -70,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return int(not report.same)
     parted = report.first_divergence
-    rows = [(d.where, f"{d.error:.1e}" + ("  < they part here" if d.where == parted else "")) for d in report.differences]
+    rows = [
+        (d.where, f"{d.error:.1e}" + ("  < they part here" if d.where == parted else ""))
+        for d in report.differences
+    ]
     title = f"{args.model} against transformers in float32, {len(tokens)} random tokens"
     if kernels != args.kernels:
         title += f", by the {kernels}'s kernels (its weights are rounded)"
@@ -79,8 +106,12 @@ def run(args: argparse.Namespace) -> int:
     if report.top1_agreement is not None:
         print(f"both find the same token likeliest after {report.top1_agreement:.0%} of the tokens")
     if report.same:
-        print(f"the same: no difference is more than {report.tolerance:.0e} of the largest number there")
+        print(
+            f"the same: no difference is more than {report.tolerance:.0e} of the largest number there"
+        )
         return 0
-    print(f"they part at: {parted}, the first with more than {report.tolerance:.0e} of the largest number there")
-    print("what to look at: docs/adding-a-model.md, \"Checking it\"")
+    print(
+        f"they part at: {parted}, the first with more than {report.tolerance:.0e} of the largest number there"
+    )
+    print('what to look at: docs/adding-a-model.md, "Checking it"')
     return 1

@@ -34,29 +34,54 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps")
-    parser.add_argument("--out", metavar="DIR", help="the folder to make; needed unless --dry-run is given")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
-    parser.add_argument("--restart", action="store_true", help="drop what an interrupted run had finished")
-    parser.add_argument("--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.add_argument(
+        "--recipe", required=True, metavar="R", help="a preset, or a YAML file of steps"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="the folder to make; needed unless --dry-run is given"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be done, and write nothing"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted run had finished"
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="X", help="auto, cpu, cuda or cuda:N (default: auto)"
+    )
     parser.add_argument(
         *("--dtype",),
         default="auto",
         metavar="X",
         help="type of the products in calibration: float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 on a GPU)",
     )
-    parser.add_argument("--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache")
+    parser.add_argument(
+        "--download-dir", metavar="DIR", help="where models are kept, instead of the user's cache"
+    )
     report = parser.add_argument_group("report")
     report.add_argument("--no-report", action="store_true", help="measure nothing")
     report.add_argument(
-        "--text", default="sharegpt", metavar="X", help="what to measure on, as in `slipstream eval` (its evaluation part)"
+        "--text",
+        default="sharegpt",
+        metavar="X",
+        help="what to measure on, as in `slipstream eval` (its evaluation part)",
     )
-    report.add_argument("--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats")
-    report.add_argument("--back-off", action="store_true", help="with --max-kl: try again with more bits instead")
     report.add_argument(
-        "--eval-windows", type=int, default=16, metavar="N", help="windows of 512 tokens to measure (default: 16)"
+        "--max-kl", type=float, metavar="X", help="write nothing if the mean KL is above X nats"
     )
-    report.add_argument("--speed", action="store_true", help="measure tokens/s before and after, too")
+    report.add_argument(
+        "--back-off", action="store_true", help="with --max-kl: try again with more bits instead"
+    )
+    report.add_argument(
+        "--eval-windows",
+        type=int,
+        default=16,
+        metavar="N",
+        help="windows of 512 tokens to measure (default: 16)",
+    )
+    report.add_argument(
+        "--speed", action="store_true", help="measure tokens/s before and after, too"
+    )
     limits = QualityLimits()
     report.add_argument(
         *("--max-perplexity-ratio",),
@@ -72,7 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"broken: MODEL's likeliest token first for a smaller share of tokens (default: {limits.min_top1_agreement:g})",
     )
-    report.add_argument("--allow-any-quality", action="store_true", help="a broken result is no failure: warn, and exit with 0")
+    report.add_argument(
+        "--allow-any-quality",
+        action="store_true",
+        help="a broken result is no failure: warn, and exit with 0",
+    )
     add_task_options(parser)
     add_output_options(parser)
 
@@ -82,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
         return _compress(args)
     except KeyboardInterrupt:
         if not args.dry_run:
-            say("slipstream: interrupted; what was finished is kept, and the same command goes on from there")
+            say(
+                "slipstream: interrupted; what was finished is kept, and the same command goes on from there"
+            )
         raise
 
 
@@ -94,7 +125,9 @@ def _compress(args: argparse.Namespace) -> int:
     from slipstream.spec.description import read_spec
 
     if args.out is None and not args.dry_run:
-        raise ConfigError("say where to write the result: --out DIR (or --dry-run to write nothing)", field="out")
+        raise ConfigError(
+            "say where to write the result: --out DIR (or --dry-run to write nothing)", field="out"
+        )
     recipe = read_recipe(args.recipe)
     if args.max_kl is not None and args.no_report:
         raise ConfigError("--max-kl needs what --no-report leaves out; drop one", field="max_kl")
@@ -106,9 +139,13 @@ def _compress(args: argparse.Namespace) -> int:
         )
     _limits(args).check()
     if task_names(args) and args.no_report:
-        raise ConfigError("--tasks stand in the report, which --no-report leaves out; drop one", field="tasks")
+        raise ConfigError(
+            "--tasks stand in the report, which --no-report leaves out; drop one", field="tasks"
+        )
     if args.back_off and args.max_kl is None:
-        raise ConfigError("--back-off tries again where --max-kl is broken; give it, too", field="back_off")
+        raise ConfigError(
+            "--back-off tries again where --max-kl is broken; give it, too", field="back_off"
+        )
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if (head := recipe.one(DraftHead)) is not None:
         return _train_head(args, recipe, head, original)
@@ -120,11 +157,17 @@ def _compress(args: argparse.Namespace) -> int:
         # What the layers' part will find: the sizes are known beforehand.
         source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
     planned = plan(source, recipe)
-    dense = original.spec.num_parameters * planned.scale_bytes if recipe.reshapes else planned.bytes_before
+    dense = (
+        original.spec.num_parameters * planned.scale_bytes
+        if recipe.reshapes
+        else planned.bytes_before
+    )
     before = input_bytes(original) or dense
     start = rounded_before(original)
     if start is not None and not args.json:
-        say(f"slipstream: {args.model} is {start}; what follows is rounded or thinned a second time")
+        say(
+            f"slipstream: {args.model} is {start}; what follows is rounded or thinned a second time"
+        )
     shown_input = Input(args.model, before, dense, start)
     if args.dry_run:
         _show(args, recipe, planned, shown_input, None)
@@ -133,7 +176,9 @@ def _compress(args: argparse.Namespace) -> int:
     if not args.no_report:
         _check_report(args, original)
     with shown(Progress(f"compress {args.model}")) as progress:
-        attempt, planned, report = _carry_out(args, recipe, original, source, planned, Path(args.out).expanduser(), progress)
+        attempt, planned, report = _carry_out(
+            args, recipe, original, source, planned, Path(args.out).expanduser(), progress
+        )
     return _show(args, attempt, planned, shown_input, report)
 
 
@@ -200,7 +245,11 @@ def _carry_out(
         "models": [fingerprint(original), fingerprint(source)],
         "calibration": windows,
         "computed": [str(device), str(dtype)],
-        "text": [args.text, measured.stat().st_mtime_ns if measured.is_file() else None, args.eval_windows],
+        "text": [
+            args.text,
+            measured.stat().st_mtime_ns if measured.is_file() else None,
+            args.eval_windows,
+        ],
     }
     for attempt in attempts:
         described = {**conditions, "recipe": attempt.as_data()}
@@ -223,7 +272,9 @@ def _carry_out(
             break
         except BudgetError as error:
             if not args.back_off:
-                error.add_note(f"nothing was written to {out}; with another limit, only the measuring is done again")
+                error.add_note(
+                    f"nothing was written to {out}; with another limit, only the measuring is done again"
+                )
                 raise
             tried.append((attempt.name, reports[-1].divergence.kl.mean))
             known.add(described, tried[-1][1])
@@ -259,7 +310,10 @@ def _trained(
         return None
     with shown(Progress(f"compress {args.model}")) as progress:
         receipt = train(
-            Path(args.out).expanduser(), restart=args.restart, download_dir=args.download_dir, progress=progress.update
+            Path(args.out).expanduser(),
+            restart=args.restart,
+            download_dir=args.download_dir,
+            progress=progress.update,
         )
     if args.json:
         print_json({**about, "out": args.out, "receipt": receipt})
@@ -267,7 +321,9 @@ def _trained(
     return receipt
 
 
-def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription) -> int:
+def _train_head(
+    args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription
+) -> int:
     """A head that drafts is no smaller checkpoint: it has a receipt of its own, and takes no report."""
     from slipstream.compress.draft import train_head
     from slipstream.compress.run import resolve_device
@@ -287,14 +343,27 @@ def _train_head(args: argparse.Namespace, recipe: Recipe, head: DraftHead, sourc
         return 0
     done, found = receipt["training"], receipt.get("acceptance")
     rows[2:] = [
-        ("text", f"{done['num_answers']:,} answers of the model, {done['num_tokens']:,} tokens, to questions of {head.text}"),
-        ("training", f"{done['num_steps']:,} steps; {done['seconds'] / 60:.1f} minutes with the answers, on {device}"),
+        (
+            "text",
+            f"{done['num_answers']:,} answers of the model, {done['num_tokens']:,} tokens, to questions of {head.text}",
+        ),
+        (
+            "training",
+            f"{done['num_steps']:,} steps; {done['seconds'] / 60:.1f} minutes with the answers, on {device}",
+        ),
     ]
     if found is not None:
         shares = ", ".join(f"{p:.0%}" for p in found["by_position"])
-        rows.append(("accepted", f"{found['accepted_length']:.2f} tokens a verification; by position {shares}"))
+        rows.append(
+            (
+                "accepted",
+                f"{found['accepted_length']:.2f} tokens a verification; by position {shares}",
+            )
+        )
         for kind, x in found["by_text"].items():
-            rows.append(("", f"{kind}: {x['accepted_length']:.2f}, of {x['num_prompts']} questions"))
+            rows.append(
+                ("", f"{kind}: {x['accepted_length']:.2f}, of {x['num_prompts']} questions")
+            )
     print_info(f"{args.out}: a head that drafts for {args.model}", rows)
     config = {"method": head.kind, "model": args.out}
     say(f"slipstream: wrote {args.out}; use it with --speculative-config '{json.dumps(config)}'")
@@ -306,13 +375,26 @@ def _refuse_report(args: argparse.Namespace, what: str) -> None:
     off = ("speed", "no_report", "back_off", "allow_any_quality")
     report: dict[str, object] = {"max_kl": None, **dict.fromkeys(off, False)}
     limits = QualityLimits()
-    report |= {"dtype": "auto", "text": "sharegpt", "eval_windows": 16}  # the recipe has a text of its own
-    report |= {"max_perplexity_ratio": limits.max_perplexity_ratio, "min_top1": limits.min_top1_agreement}
-    if given := [name for name, unset in report.items() if getattr(args, name) != unset] or task_names(args):
-        raise ConfigError(f"{given[0]} is for smaller models; {what} has a receipt of its own", field=given[0])
+    report |= {
+        "dtype": "auto",
+        "text": "sharegpt",
+        "eval_windows": 16,
+    }  # the recipe has a text of its own
+    report |= {
+        "max_perplexity_ratio": limits.max_perplexity_ratio,
+        "min_top1": limits.min_top1_agreement,
+    }
+    if given := [
+        name for name, unset in report.items() if getattr(args, name) != unset
+    ] or task_names(args):
+        raise ConfigError(
+            f"{given[0]} is for smaller models; {what} has a receipt of its own", field=given[0]
+        )
 
 
-def _train_adapter(args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription) -> int:
+def _train_adapter(
+    args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription
+) -> int:
     """An adapter has a receipt of its own, too."""
     from slipstream.compress.lora import adapted_modules, train_adapter
     from slipstream.compress.run import resolve_device
@@ -321,7 +403,9 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe, adapter: LoRA, sour
     device, _ = resolve_device(args.device, "auto")
     modules = adapted_modules(source, adapter)
     targets = sorted({module.name.rpartition(".")[2] for module in modules})
-    until = f"{adapter.num_steps:,} steps" + ("" if adapter.minutes is None else f", or {adapter.minutes:g} minutes")
+    until = f"{adapter.num_steps:,} steps" + (
+        "" if adapter.minutes is None else f", or {adapter.minutes:g} minutes"
+    )
     rows = [
         ("recipe", recipe.name),
         ("adapter", f"rank {adapter.rank} for {len(modules)} products: {', '.join(targets)}"),
@@ -335,10 +419,19 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe, adapter: LoRA, sour
         return 0
     done, data, held = receipt["training"], receipt["data"], receipt["held_out"]
     rows[3:] = [
-        ("text", f"{data['num_documents']:,} documents of {adapter.text}, {data['num_learned_tokens']:,} tokens to learn"),
-        ("training", f"{done['num_steps']:,} steps in {done['seconds'] / 60:.1f} minutes on {device}"),
+        (
+            "text",
+            f"{data['num_documents']:,} documents of {adapter.text}, {data['num_learned_tokens']:,} tokens to learn",
+        ),
+        (
+            "training",
+            f"{done['num_steps']:,} steps in {done['seconds'] / 60:.1f} minutes on {device}",
+        ),
         ("loss", f"{done['loss'][0]:.3f} → {done['loss'][-1]:.3f}"),
-        ("perplexity", f"{held['perplexity_before']:,.3f} → {held['perplexity_after']:,.3f} on what was held out"),
+        (
+            "perplexity",
+            f"{held['perplexity_before']:,.3f} → {held['perplexity_after']:,.3f} on what was held out",
+        ),
     ]
     print_info(f"{args.out}: an adapter for {args.model}", rows)
     say(f"slipstream: wrote {args.out}; use it with --enable-lora --lora NAME={args.out}")
@@ -346,14 +439,18 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe, adapter: LoRA, sour
 
 
 def _limits(args: argparse.Namespace) -> QualityLimits:
-    return QualityLimits(max_perplexity_ratio=args.max_perplexity_ratio, min_top1_agreement=args.min_top1)
+    return QualityLimits(
+        max_perplexity_ratio=args.max_perplexity_ratio, min_top1_agreement=args.min_top1
+    )
 
 
 def _report_text(args: argparse.Namespace, source: ModelDescription) -> TextSettings:
     from slipstream.evals.text import TextSettings
 
     context = min(512, source.spec.max_position)
-    return TextSettings(source=args.text, context=context, stride=context, num_windows=args.eval_windows)
+    return TextSettings(
+        source=args.text, context=context, stride=context, num_windows=args.eval_windows
+    )
 
 
 def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
@@ -362,8 +459,13 @@ def _check_report(args: argparse.Namespace, source: ModelDescription) -> None:
     from slipstream.evals.text import read_documents
 
     text = _report_text(args, source)
-    if next(iter(read_documents(text.source, text.part, download_dir=args.download_dir)), None) is None:
-        raise ConfigError(f"the {text.part} part of {text.source} holds no text to score", field="text")
+    if (
+        next(iter(read_documents(text.source, text.part, download_dir=args.download_dir)), None)
+        is None
+    ):
+        raise ConfigError(
+            f"the {text.part} part of {text.source} holds no text to score", field="text"
+        )
     check_tasks(task_names(args))
 
 
@@ -383,7 +485,9 @@ def _measure(
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     return measure(
         original,
-        dataclasses.replace(original, model=str(folder), weights_cache="off"),  # the folder gets another name
+        dataclasses.replace(
+            original, model=str(folder), weights_cache="off"
+        ),  # the folder gets another name
         name=str(out),
         text=_report_text(args, source),
         speed=args.speed,
@@ -407,19 +511,32 @@ class Input:
     rounded: str | None
 
 
-def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given: Input, report: Report | None) -> int:
+def _show(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    plan: CompressionPlan,
+    given: Input,
+    report: Report | None,
+) -> int:
     """Print the summary, or what would be done; the exit code."""
     from slipstream.compress.recipe import Budget, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
-    done, sparse = [w for w in plan.weights if w.fmt is not None], sum(w.sparse for w in plan.weights)
+    done, sparse = (
+        [w for w in plan.weights if w.fmt is not None],
+        sum(w.sparse for w in plan.weights),
+    )
     faults = () if report is None else report.faults
     code = int(bool(faults) and not args.allow_any_quality)
     if args.json:
         info: dict[str, Any] = {
             "recipe": {"name": recipe.name, "steps": recipe.as_data()},
             "out": None if args.dry_run else args.out,
-            "input": {"model": given.name, "rounded_before": given.rounded, "dense_bytes": given.dense_bytes},
+            "input": {
+                "model": given.name,
+                "rounded_before": given.rounded,
+                "dense_bytes": given.dense_bytes,
+            },
             "bytes_before": given.num_bytes,
             "bytes_after": plan.bytes_after,
             "bits_per_weight": plan.bits_per_weight,
@@ -434,10 +551,14 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given
     after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
         kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
-        if args.dry_run and isinstance(budget, Budget):  # measuring decides which weight gets how many bits
+        if args.dry_run and isinstance(
+            budget, Budget
+        ):  # measuring decides which weight gets how many bits
             kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
             assert p.fmt is not None
-            after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(p.rows, p.inner, plan.scale_bytes)
+            after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(
+                p.rows, p.inner, plan.scale_bytes
+            )
             bits = budget.average
         kinds[kind] = kinds.get(kind, 0) + 1
     cuts = recipe.one(PruneSettings)
@@ -453,23 +574,52 @@ def _show(args: argparse.Namespace, recipe: Recipe, plan: CompressionPlan, given
         ("recipe", recipe.name),
         ("bytes", f"{size(before)} → {size(after)}{dense}"),
         *(("", f"{count} products: {kind}") for kind, count in kinds.items()),
-        *([("bits a weight", f"{bits:.3f} of the rounded products, scales included")] if done else []),
+        *(
+            [("bits a weight", f"{bits:.3f} of the rounded products, scales included")]
+            if done
+            else []
+        ),
         *([("zeros", f"in {sparse} products, written among the others")] if sparse else []),
-        *([("distillation", f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}")] if learns else []),
+        *(
+            [
+                (
+                    "distillation",
+                    f"{learns.num_steps} steps of {learns.batch_size} windows of {learns.text}",
+                )
+            ]
+            if learns
+            else []
+        ),
         ("calibration", calibrated if calibrates else "none is needed"),
     ]
     if report is not None:
         d = report.divergence
         rows += [
-            ("perplexity", f"{d.perplexity_a:,.3f} → {d.perplexity_b:,.3f} ({d.perplexity_ratio - 1:+.2%})"),
-            ("KL", f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}"),
+            (
+                "perplexity",
+                f"{d.perplexity_a:,.3f} → {d.perplexity_b:,.3f} ({d.perplexity_ratio - 1:+.2%})",
+            ),
+            (
+                "KL",
+                f"mean {d.kl.mean:.5f}, p99 {d.kl.p99:.4f}; the same likeliest token {d.top1_agreement:.2%}",
+            ),
         ]
         for batch, rate in report.original.tokens_per_s.items():
             found = report.compressed.tokens_per_s[batch]
-            rows.append(("tokens/s", f"{rate:.1f} → {found:.1f} with {batch} at once ({found / rate:.2f} ×)"))
+            rows.append(
+                (
+                    "tokens/s",
+                    f"{rate:.1f} → {found:.1f} with {batch} at once ({found / rate:.2f} ×)",
+                )
+            )
         rows += task_rows(report)
     first = headline(before, after) if report is None else report.headline
-    print_info(f"would write {args.out or 'a folder'}: {first}" if args.dry_run else f"{args.out}: {first}", rows)
+    print_info(
+        f"would write {args.out or 'a folder'}: {first}"
+        if args.dry_run
+        else f"{args.out}: {first}",
+        rows,
+    )
     if not args.dry_run:
         say(f"slipstream: wrote {args.out}")
     _warn(args, faults)

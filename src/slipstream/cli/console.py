@@ -35,7 +35,9 @@ def print_json(value: Any) -> None:
         drop_output()
         say(text)
         why = error.strerror or error
-        raise ConfigError(f"cannot write to standard output: {why}; its line is above, on standard error") from None
+        raise ConfigError(
+            f"cannot write to standard output: {why}; its line is above, on standard error"
+        ) from None
 
 
 def drop_output() -> None:
@@ -95,7 +97,10 @@ class Progress:
         if self.total:
             parts.append(f"{self.done} of {self.total}")
         left = self.seconds_left()
-        parts.append(f"{time.monotonic() - self._begin:.0f} s" + ("" if left is None else f", about {left:.0f} s left"))
+        parts.append(
+            f"{time.monotonic() - self._begin:.0f} s"
+            + ("" if left is None else f", about {left:.0f} s left")
+        )
         return ", ".join(parts)
 
 

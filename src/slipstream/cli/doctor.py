@@ -21,7 +21,15 @@ from slipstream.plan.hardware import GpuInfo, HostInfo, gpus, host_info
 if TYPE_CHECKING:
     from slipstream.worker.cpu_choice import CpuChoice
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface-hub", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface-hub",
+    "transformers",
+)
 GPU_ONLY = ("triton",)
 
 
@@ -45,13 +53,23 @@ class TorchInfo:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--measure", action="store_true", help="measure anew what the CPU runs fastest, instead of what was found before"
+        "--measure",
+        action="store_true",
+        help="measure anew what the CPU runs fastest, instead of what was found before",
     )
     text = "read servers that run instead, and say what is wrong with them"
     parser.add_argument("--fleet", help=text, nargs="+", metavar="URL")
-    parser.add_argument("--for", help="seconds between two looks at them (default: 10)", type=float, default=10.0, metavar="S",
-                        dest="seconds")
-    parser.add_argument("--api-key-file", help="whose first line is the key that they ask for", metavar="FILE")
+    parser.add_argument(
+        "--for",
+        help="seconds between two looks at them (default: 10)",
+        type=float,
+        default=10.0,
+        metavar="S",
+        dest="seconds",
+    )
+    parser.add_argument(
+        "--api-key-file", help="whose first line is the key that they ask for", metavar="FILE"
+    )
     add_output_options(parser)
 
 
@@ -70,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     runs = built if torch is None else True  # a CPU needs torch or the C++ kernels
     choice = cpu_choice(measure=args.measure) if runs else None
     used = will_use() if runs and (torch is not None or not cards) else None
-    missing = find_missing(host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built)
+    missing = find_missing(
+        host, cards, torch, packages, has_model=model is not None, has_cpu_kernels=built
+    )
     tables, broken = tile_tables(sorted({card.name for card in cards}))
     missing += broken
     if args.json:
@@ -96,20 +116,29 @@ def run(args: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", host.system),
         ("CPU", f"{host.cpu}; {', '.join(host.cpu_features) or 'no known features'}"),
-        ("cores", f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)"),
+        (
+            "cores",
+            f"{host.num_cores} of {host.num_cpus} for this process (affinity and control group)",
+        ),
         ("memory", f"{size(host.memory_bytes)}, of which {size(host.free_bytes)} is free"),
         *(("GPU", f"{g.name}, {size(g.memory_bytes)}, driver {g.driver}") for g in cards),
         *((f"tiles of {name}", found) for name, found in tables.items()),
         *([] if cards else [("GPU", "none that nvidia-smi shows")]),
         ("torch", "not there" if torch is None else f"{torch.version}, {cuda_text(torch)}"),
-        *((name, found or absent(name, cards)) for name, found in packages.items() if name != "torch"),
+        *(
+            (name, found or absent(name, cards))
+            for name, found in packages.items()
+            if name != "torch"
+        ),
         ("cache folder", str(cache_folder())),
         (f"model {DEFAULT_MODEL}", str(model or "not fetched yet")),
     ]
     print_info("this machine", rows)
     if used is not None:
         print()
-        print_info("will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()])
+        print_info(
+            "will be used", [(name.replace("_", " "), str(value)) for name, value in used.items()]
+        )
     if choice is not None:
         print()
         rows = [
@@ -136,7 +165,9 @@ def run_fleet(args: argparse.Namespace) -> int:
     from slipstream.fleet.detection.doctor import examine
 
     if not 0 < args.seconds <= 3600:
-        raise ConfigError(f"--for must be above 0 and at most 3600 seconds, got {args.seconds:g}", field="for")
+        raise ConfigError(
+            f"--for must be above 0 and at most 3600 seconds, got {args.seconds:g}", field="for"
+        )
     urls = [checked(url, field="fleet").rstrip("/") for url in args.fleet]
     key = None if args.api_key_file is None else read_keys(args.api_key_file)[0]
     visits, complaints = examine(urls, args.seconds, key)
@@ -163,11 +194,15 @@ def exit_code(missing: list[Missing]) -> int:
 def cuda_text(torch: TorchInfo) -> str:
     if torch.cuda_build is None:
         return "CPU build"
-    return f"built for CUDA {torch.cuda_build}, " + ("sees a GPU" if torch.sees_gpu else "sees no GPU")
+    return f"built for CUDA {torch.cuda_build}, " + (
+        "sees a GPU" if torch.sees_gpu else "sees no GPU"
+    )
 
 
 def absent(name: str, cards: tuple[GpuInfo, ...]) -> str:
-    return "not there; only a GPU's kernels use it" if name in GPU_ONLY and not cards else "not there"
+    return (
+        "not there; only a GPU's kernels use it" if name in GPU_ONLY and not cards else "not there"
+    )
 
 
 def package_version(name: str) -> str | None:
@@ -191,7 +226,11 @@ def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
             found[name] = load_tiles("auto", name, tiles_folder()).describe()
         except ConfigError as error:
             found[name] = "can't be used"
-            broken.append(Missing(what=str(error), command="delete it, then slipstream tune MODEL", needed=True))
+            broken.append(
+                Missing(
+                    what=str(error), command="delete it, then slipstream tune MODEL", needed=True
+                )
+            )
     return found, broken
 
 
@@ -202,7 +241,9 @@ def torch_info() -> TorchInfo | None:
 
     from slipstream.platform import has_gpu
 
-    return TorchInfo(version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=has_gpu())
+    return TorchInfo(
+        version=str(torch.__version__), cuda_build=torch.version.cuda, sees_gpu=has_gpu()
+    )
 
 
 def will_use() -> dict[str, Any]:
@@ -220,7 +261,9 @@ def will_use() -> dict[str, Any]:
 
         from slipstream.kernels.select import select_ops
 
-        kernels = select_ops(torch.device(info.device), num_threads=info.num_threads, isa=info.isa).describe()
+        kernels = select_ops(
+            torch.device(info.device), num_threads=info.num_threads, isa=info.isa
+        ).describe()
     return {
         "device": f"{info.device} ({info.name})",
         "dtype": info.best_dtype,
@@ -256,13 +299,22 @@ def find_missing(
     GPU needs where there is none. Pure."""
     found = []
     if torch is None:
-        lost = "a GPU" if cards else "compression, evals, adapters, pictures, and what else `slipstream info` names"
+        lost = (
+            "a GPU"
+            if cards
+            else "compression, evals, adapters, pictures, and what else `slipstream info` names"
+        )
         what, extra = f"torch, for {lost}", "gpu" if cards else "torch"
         needed = bool(cards) or not has_cpu_kernels
-        found.append(Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed))
+        found.append(
+            Missing(what=what, command=f"pip install 'slipstream[{extra}]'", needed=needed)
+        )
     elif cards and torch.cuda_build is None:
         found.append(
-            Missing(what="a CUDA build of torch for the GPU", command="pip install --force-reinstall 'torch>=2.11'")
+            Missing(
+                what="a CUDA build of torch for the GPU",
+                command="pip install --force-reinstall 'torch>=2.11'",
+            )
         )
     elif cards and not torch.sees_gpu:
         found.append(
@@ -273,17 +325,23 @@ def find_missing(
             )
         )
     if cards and packages.get("triton") is None:
-        found.append(Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'"))
+        found.append(
+            Missing(what="triton, for the GPU kernels", command="pip install 'slipstream[gpu]'")
+        )
     if not has_cpu_kernels:
         from slipstream.kernels.build import remedy
 
         lost = "no quantization, no 8-bit cache, GGUF's weights expanded, and torch's kernels are several times slower"
-        found.append(Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy()))
+        found.append(
+            Missing(what=f"the C++ kernels for the CPU (without them: {lost})", command=remedy())
+        )
     for name in ("numpy", "safetensors", "tokenizers"):
         if name in packages and packages[name] is None:
             found.append(Missing(what=name, command=f"pip install {name}", needed=True))
     if packages.get("huggingface-hub") is None:
-        found.append(Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'"))
+        found.append(
+            Missing(what="ORG/NAME models from a hub", command="pip install 'slipstream[hub]'")
+        )
     if "transformers" in packages and packages["transformers"] is None:
         uses = "transformers, for check-model and for bench --engine transformers"
         found.append(Missing(what=uses, command="pip install 'slipstream[dev]'"))

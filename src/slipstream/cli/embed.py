@@ -9,15 +9,31 @@ from __future__ import annotations
 import argparse
 
 from slipstream.cli.console import print_json
-from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
+from slipstream.cli.options import (
+    MODEL_HELP,
+    TEXT_ONLY,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="a text; a single - reads them from standard input")
-    parser.add_argument("--similarity", action="store_true", help="print the cosine of each text with each instead")
-    parser.add_argument("--dimensions", type=int, metavar="N", help="shorter vectors, from a model that gives them")
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
+    parser.add_argument(
+        "texts", nargs="+", metavar="TEXT", help="a text; a single - reads them from standard input"
+    )
+    parser.add_argument(
+        "--similarity", action="store_true", help="print the cosine of each text with each instead"
+    )
+    parser.add_argument(
+        "--dimensions", type=int, metavar="N", help="shorter vectors, from a model that gives them"
+    )
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut texts that are too long instead of refusing them",
+    )
     add_output_options(parser)
     add_engine_options(parser, without=TEXT_ONLY)
 
@@ -48,4 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
 def cosine(a: list[float], b: list[float]) -> float:
     norms = sum(x * x for x in a) ** 0.5 * sum(y * y for y in b) ** 0.5
-    return max(-1.0, min(1.0, sum(x * y for x, y in zip(a, b, strict=True)) / norms)) if norms else 0.0
+    return (
+        max(-1.0, min(1.0, sum(x * y for x, y in zip(a, b, strict=True)) / norms)) if norms else 0.0
+    )

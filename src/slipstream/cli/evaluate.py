@@ -12,8 +12,23 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.console import Progress, phases, print_info, print_json, progress_bar, say, shown, size
-from slipstream.cli.options import ENGINE_HELP, MODEL_HELP, add_engine_options, add_output_options, engine_args
+from slipstream.cli.console import (
+    Progress,
+    phases,
+    print_info,
+    print_json,
+    progress_bar,
+    say,
+    shown,
+    size,
+)
+from slipstream.cli.options import (
+    ENGINE_HELP,
+    MODEL_HELP,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
@@ -27,7 +42,16 @@ if TYPE_CHECKING:
     from slipstream.evals.tasks import TaskResult
 
 OPTIONS = (
-    *("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "block_size", "kernels", "tile_table"),
+    *(
+        "tokenizer",
+        "dtype",
+        "device",
+        "quantization",
+        "kv_cache_dtype",
+        "block_size",
+        "kernels",
+        "tile_table",
+    ),
     *("deterministic", "dense_copies", "num_threads", "download_dir", "load_format", "seed"),
 )
 TWINS = ("tokenizer", "dtype", "device", "quantization", "kv_cache_dtype", "kernels")
@@ -37,18 +61,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help=MODEL_HELP)
     parser.add_argument("b", metavar="B", nargs="?", help="what is compared with A")
     add_text_options(parser)
-    parser.add_argument("--max-kl", type=float, metavar="X", help="fail if the mean KL(A‖B) is above X nats")
-    parser.add_argument("--worst", type=int, default=3, metavar="N", help="prompts to show where they part most (default: 3)")
-    parser.add_argument("--no-layers", action="store_true", help="leave out the comparison layer by layer")
-    parser.add_argument("--report", metavar="DIR", help="leave the whole comparison there, as JSON and as a page")
-    parser.add_argument("--speed", action="store_true", help="with --report: also how fast each of the two generates")
+    parser.add_argument(
+        "--max-kl", type=float, metavar="X", help="fail if the mean KL(A‖B) is above X nats"
+    )
+    parser.add_argument(
+        "--worst",
+        type=int,
+        default=3,
+        metavar="N",
+        help="prompts to show where they part most (default: 3)",
+    )
+    parser.add_argument(
+        "--no-layers", action="store_true", help="leave out the comparison layer by layer"
+    )
+    parser.add_argument(
+        "--report", metavar="DIR", help="leave the whole comparison there, as JSON and as a page"
+    )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="with --report: also how fast each of the two generates",
+    )
     add_task_options(parser)
     add_output_options(parser)
     engine = parser.add_argument_group("engine (as in LLM(...))")
-    add_engine_options(engine, without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS))
+    add_engine_options(
+        engine,
+        without=tuple(f.name for f in dataclasses.fields(EngineArgs) if f.name not in OPTIONS),
+    )
     for name in TWINS:
         flag = f"--{name.replace('_', '-')}-b"
-        engine.add_argument(flag, default=argparse.SUPPRESS, metavar="X", help=f"the same for B: {ENGINE_HELP[name]}")
+        engine.add_argument(
+            flag,
+            default=argparse.SUPPRESS,
+            metavar="X",
+            help=f"the same for B: {ENGINE_HELP[name]}",
+        )
 
 
 def add_text_options(parser: argparse._ActionsContainer) -> None:
@@ -68,9 +116,18 @@ def add_text_options(parser: argparse._ActionsContainer) -> None:
         help=f"evaluation, calibration, or all of it (default: {default.part}, which never calibrates)",
     )
     text.add_argument(
-        "--context", type=int, default=default.context, metavar="N", help=f"tokens in a window (default: {default.context})"
+        "--context",
+        type=int,
+        default=default.context,
+        metavar="N",
+        help=f"tokens in a window (default: {default.context})",
     )
-    text.add_argument("--stride", type=int, metavar="N", help="tokens from one window to the next (default: --context)")
+    text.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens from one window to the next (default: --context)",
+    )
     text.add_argument(
         *("--windows",),
         type=int,
@@ -103,7 +160,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("max_kl", "report", "speed"):
         if given[name] is not None and given[name] is not False:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} compares two models; give B, or an option for B such as --quantization-b", field="B")
+            raise ConfigError(
+                f"{option} compares two models; give B, or an option for B such as --quantization-b",
+                field="B",
+            )
     return _exclusive(args, settings)
 
 
@@ -136,7 +196,9 @@ def _compare(args: argparse.Namespace, settings: TextSettings, twins: Mapping[st
     if args.json:
         print_json(report.document)
     if report.within_max_kl is False:
-        say(f"slipstream: the mean KL of {report.divergence.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}")
+        say(
+            f"slipstream: the mean KL of {report.divergence.kl.mean:.4g} nats is above --max-kl {args.max_kl:g}"
+        )
     return int(report.within_max_kl is False)
 
 
@@ -148,7 +210,9 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
     with phases("loading") as phase:
         phase(args.a)
         a = Scorer.load(engine_args(args, model=args.a), context=settings.context)
-        windows = read_windows(settings, a.tokenizer, download_dir=getattr(args, "download_dir", None))
+        windows = read_windows(
+            settings, a.tokenizer, download_dir=getattr(args, "download_dir", None)
+        )
     with progress_bar("reading") as bar:
         found = perplexity(a, windows, progress=bar)
     results = []
@@ -177,7 +241,10 @@ def _exclusive(args: argparse.Namespace, settings: TextSettings) -> int:
 def _about(settings: TextSettings, num_tokens: int, num_windows: int) -> list[tuple[str, str]]:
     part = "all of it" if settings.part == "all" else f"the {settings.part} part"
     cut = f"windows of {settings.context} tokens, stride {settings.stride}"
-    return [("text", f"{settings.source}, {part}"), ("scored", f"{num_tokens:,} tokens in {num_windows} windows; {cut}")]
+    return [
+        ("text", f"{settings.source}, {part}"),
+        ("scored", f"{num_tokens:,} tokens in {num_windows} windows; {cut}"),
+    ]
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
@@ -206,7 +273,10 @@ def _value(result: TaskResult) -> str:
 
 
 def task_rows(report: Report) -> list[tuple[str, str]]:
-    return [(x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions") for x, y in report.tasks]
+    return [
+        (x.name, f"{x.metric} {_value(x)} → {_value(y)} on {x.num_questions} questions")
+        for x, y in report.tasks
+    ]
 
 
 def _run_as(settings: Mapping[str, Any]) -> str:
@@ -218,8 +288,14 @@ def _print(report: Report) -> None:
     a, b, found = report.original, report.compressed, report.divergence
     change, error = found.perplexity_ratio - 1, found.perplexity_ratio_stderr
     rows = [
-        ("perplexity", f"{found.perplexity_a:.3f} → {found.perplexity_b:.3f} ({change:+.2%} ± {error:.2%})"),
-        ("KL(A‖B)", f"mean {found.kl.mean:.5f} ± {found.kl.stderr:.5f}, p99 {found.kl.p99:.4f}, max {found.kl.max:.3f} nats"),
+        (
+            "perplexity",
+            f"{found.perplexity_a:.3f} → {found.perplexity_b:.3f} ({change:+.2%} ± {error:.2%})",
+        ),
+        (
+            "KL(A‖B)",
+            f"mean {found.kl.mean:.5f} ± {found.kl.stderr:.5f}, p99 {found.kl.p99:.4f}, max {found.kl.max:.3f} nats",
+        ),
         ("same likeliest token", f"{found.top1_agreement:.2%}"),
         ("of the five likeliest", f"{found.top5_agreement:.2%} shared"),
         ("weights on disk", f"{size(a.file_bytes)} → {size(b.file_bytes)}"),
@@ -237,12 +313,17 @@ def _print(report: Report) -> None:
     if found.layers:
         worst = sorted(found.layers, key=lambda layer: -layer.own)[:3]
         named = ", ".join(f"layer {w.layer} ({w.own:.2%})" for w in worst)
-        print(f"\nlayers that add the most error of their own: {named}; after the last, {found.layers[-1].state:.2%}")
+        print(
+            f"\nlayers that add the most error of their own: {named}; after the last, {found.layers[-1].state:.2%}"
+        )
     else:
         print(f"\nno comparison layer by layer: {found.why_no_layers}")
     for w in found.worst:
         print(f"\nwindow {w.window}: KL {w.kl:.3f} after …{w.text[-160:]!r}")
         print(f"  the text goes on with {w.actual!r}")
-        for name, expected, ahead in (("A", w.expected_a, w.continuation_a), ("B", w.expected_b, w.continuation_b)):
+        for name, expected, ahead in (
+            ("A", w.expected_a, w.continuation_a),
+            ("B", w.expected_b, w.continuation_b),
+        ):
             likely = ", ".join(f"{c.token!r} {c.probability:.0%}" for c in expected[:3])
             print(f"  {name} expects {likely}; goes on {ahead!r}")

@@ -22,18 +22,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
 
     up = _order(kinds, "up", "start the fleet, and serve until Ctrl-C or `down`", run_up)
-    up.add_argument("file", nargs="?", metavar="FILE", help="fleet.yaml (default: that of a fleet whose head was lost)")
+    up.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="fleet.yaml (default: that of a fleet whose head was lost)",
+    )
 
     _order(kinds, "status", "replicas, their load and state", run_status)
 
-    rollout = _order(kinds, "rollout", "make the running fleet what the file says, without losing a request", run_rollout)
+    rollout = _order(
+        kinds,
+        "rollout",
+        "make the running fleet what the file says, without losing a request",
+        run_rollout,
+    )
     rollout.add_argument("file", metavar="FILE", help="the new fleet.yaml")
 
     scale = _order(kinds, "scale", "have another number of replicas", run_scale)
-    scale.add_argument("pool", metavar="MODEL/VERSION/POOL", help="as `status` names it; a version without pools has `main`")
+    scale.add_argument(
+        "pool",
+        metavar="MODEL/VERSION/POOL",
+        help="as `status` names it; a version without pools has `main`",
+    )
     scale.add_argument("replicas", type=int, metavar="N", help="between the pool's min and max")
 
-    down = _order(kinds, "down", "end the fleet when its requests have ended, and wait for that", run_down)
+    down = _order(
+        kinds, "down", "end the fleet when its requests have ended, and wait for that", run_down
+    )
     down.add_argument("--now", action="store_true", help="do not wait for requests")
 
 
@@ -49,7 +65,9 @@ def _order(kinds: Any, name: str, text: str, handler: Any) -> argparse.ArgumentP
 def _folder(args: argparse.Namespace) -> Path:
     from slipstream.hub import machine_folder
 
-    return Path(args.state_dir).expanduser() if args.state_dir else machine_folder().parent / "fleet"
+    return (
+        Path(args.state_dir).expanduser() if args.state_dir else machine_folder().parent / "fleet"
+    )
 
 
 def run_up(args: argparse.Namespace) -> int:
@@ -80,11 +98,18 @@ def run_up(args: argparse.Namespace) -> int:
         settle()
         shown.__exit__(None, None, None)
         number = len(head.members.all_replicas())
-        info = {"url": url(settings, listener) + "/v1", "models": list(fleet.models), "replicas": number}
+        info = {
+            "url": url(settings, listener) + "/v1",
+            "models": list(fleet.models),
+            "replicas": number,
+        }
         if args.json:
             print_json(info)
         else:
-            print(f"Slipstream serves {', '.join(fleet.models)} at {info['url']} ({counted(number, 'replica')})", flush=True)
+            print(
+                f"Slipstream serves {', '.join(fleet.models)} at {info['url']} ({counted(number, 'replica')})",
+                flush=True,
+            )
 
     async def serve() -> None:
         with stop_signals(head.stop):
@@ -97,7 +122,9 @@ def run_up(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _connected(args: argparse.Namespace, order: dict[str, Any]) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
+def _connected(
+    args: argparse.Namespace, order: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], socket.socket, IO[bytes]]]:
     """The head's answer, and the connection with what reads it on."""
     path = _folder(args) / "control"
     with socket.socket(socket.AF_UNIX) as connection:
@@ -132,7 +159,9 @@ def run_status(args: argparse.Namespace) -> int:
     for model, versions in status["models"].items():
         for version in versions:
             waiting = version["waiting_at_gateway"]
-            print(f"{model} {version['name']}: share {version['share']:g}, {waiting} waiting at the gateway")
+            print(
+                f"{model} {version['name']}: share {version['share']:g}, {waiting} waiting at the gateway"
+            )
             for replica in version["replicas"]:
                 why = f" ({replica['why']})" if replica["why"] else ""
                 load = f"{replica['running']} running, {replica['waiting']} waiting, cache {replica['kv_cache_usage']:.0%}"
@@ -146,7 +175,9 @@ def run_status(args: argparse.Namespace) -> int:
         numbers = f"{one['ready']} ready, {one['starting']} starting, {wanted}"
         print(f"{one['model']} {one['version']} autoscaler: {numbers} ({between}){last}")
     failovers = counted(status["counts"].pop("failovers"), "failover")
-    print(", ".join([failovers, *(f"{number} {name}" for name, number in status["counts"].items())]))
+    print(
+        ", ".join([failovers, *(f"{number} {name}" for name, number in status["counts"].items())])
+    )
     return 0
 
 
@@ -163,7 +194,9 @@ def run_rollout(args: argparse.Namespace) -> int:
 
 def run_scale(args: argparse.Namespace) -> int:
     answer = _ask(args, {"do": "scale", "pool": args.pool, "replicas": args.replicas})
-    print_json(answer) if args.json else print(f"{answer['pool']} will have {counted(answer['replicas'], 'replica')}")
+    print_json(answer) if args.json else print(
+        f"{answer['pool']} will have {counted(answer['replicas'], 'replica')}"
+    )
     return 0
 
 
@@ -172,21 +205,30 @@ def run_down(args: argparse.Namespace) -> int:
     with _connected(args, {"do": "down", "now": args.now}) as (answer, connection, reader):
         pid, within_s = answer["pid"], answer["within_s"]
         if not args.json and answer["in_flight"] and not args.now:
-            print(f"waiting for {counted(answer['in_flight'], 'request')}, {within_s:.0f} s at most", flush=True)
+            print(
+                f"waiting for {counted(answer['in_flight'], 'request')}, {within_s:.0f} s at most",
+                flush=True,
+            )
         connection.settimeout(within_s)
         try:
             line = reader.readline()
             reader.read()  # the kernel closes the connection when the head's process has ended
         except TimeoutError:
             hint = f"`kill -9 {pid}` ends it and its replicas"
-            raise EngineError(f"the fleet's head (process {pid}) has not ended within {within_s:.0f} s; {hint}") from None
+            raise EngineError(
+                f"the fleet's head (process {pid}) has not ended within {within_s:.0f} s; {hint}"
+            ) from None
     if not line:
-        raise EngineError(f"the fleet's head (process {pid}) was killed before it had ended everything; its replicas end, too")
+        raise EngineError(
+            f"the fleet's head (process {pid}) was killed before it had ended everything; its replicas end, too"
+        )
     told: dict[str, Any] = json.loads(line)
     if args.json:
         print_json({**told, "seconds": round(time.monotonic() - began, 3)})
     else:
         requests = {"came to their end": told["finished"], "were cut off": told["cut"]}
-        how = "".join(f", {counted(number, 'request')} {what}" for what, number in requests.items() if number)
+        how = "".join(
+            f", {counted(number, 'request')} {what}" for what, number in requests.items() if number
+        )
         print(f"the fleet has ended: {counted(told['replicas'], 'replica')}{how}")
     return 0

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
     add_output_options(parser)
     add_engine_options(parser, note="as in LLM(...), for the memory part", adapters=True)
 
@@ -55,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
     spec, dtype, scheme = description.spec, config.model.dtype, config.model.quantization
     element = DTYPE_BYTES[config.cache.dtype]
     offload = estimate_offload(config, description)
-    parts, fast, without = bytes_by_part(config, description), fast_paths(config, spec), torch_reason(config, description)
+    parts, fast, without = (
+        bytes_by_part(config, description),
+        fast_paths(config, spec),
+        torch_reason(config, description),
+    )
     recipe, made_by = None, ""
     try:
         if (recipe := recipe_of(path)) is not None:
@@ -79,14 +85,23 @@ def run(args: argparse.Namespace) -> int:
                 "bytes_by_part": parts,
                 "kv_bytes_per_token": spec.kv_bytes_per_token(element),
                 "fast_ways": fast,
-                "parallel": {**dataclasses.asdict(config.parallel), "num_ranks": config.parallel.num_ranks},
-                "host_experts": {"layers": config.model.host_experts, "num_bytes": ledger.host_expert_bytes},
+                "parallel": {
+                    **dataclasses.asdict(config.parallel),
+                    "num_ranks": config.parallel.num_ranks,
+                },
+                "host_experts": {
+                    "layers": config.model.host_experts,
+                    "num_bytes": ledger.host_expert_bytes,
+                },
                 "offload": None
                 if offload is None
                 else {**dataclasses.asdict(offload), "read_rate": offload_rate(config, path)},
                 "needs_torch": without,
                 "spec": spec,
-                "memory_estimate": {**dataclasses.asdict(ledger), "num_full_sequences": ledger.num_full_sequences},
+                "memory_estimate": {
+                    **dataclasses.asdict(ledger),
+                    "num_full_sequences": ledger.num_full_sequences,
+                },
             }
         )
         return 0
@@ -102,9 +117,16 @@ def run(args: argparse.Namespace) -> int:
         ("context", f"{spec.max_position:,} tokens"),
         ("vocabulary", f"{spec.vocab_size:,}{tied}"),
         ("hidden size", f"{spec.hidden_size:,}"),
-        *(("layers", f"{count} × {describe(layer)}") for layer, count in Counter(spec.all_layers).items()),
+        *(
+            ("layers", f"{count} × {describe(layer)}")
+            for layer, count in Counter(spec.all_layers).items()
+        ),
         *([("stored as", stored_as(description))] if description.stored else []),
-        *([("stored as", f"{q.scheme or 'several formats'} ({q.method})")] if q is not None and q.rounds else []),
+        *(
+            [("stored as", f"{q.scheme or 'several formats'} ({q.method})")]
+            if q is not None and q.rounds
+            else []
+        ),
         *([("zeros", zeros)] if (zeros := describe_zeros(q, recipe)) is not None else []),
         *([("made by", made_by)] if made_by else []),
         *([("vectors", describe_vectors(description))] if not spec.generates else []),
@@ -113,14 +135,21 @@ def run(args: argparse.Namespace) -> int:
         *([("experts", text) for text in describe_host_experts(config, description)]),
         *(("steps", describe_path(name, reason)) for name, reason in fast.items()),
         ("torch", "not needed" if without is None else f"needed: {without}"),
-        ("KV cache", f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block" + kept),
+        (
+            "KV cache",
+            f"{spec.kv_bytes_per_token(element):,} B a token, {size(ledger.block_bytes)} a block"
+            + kept,
+        ),
     ]
     print_info(settings.model, rows)
     print()
     print_info(
-        f"weights in {scheme or dtype}", [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))]
+        f"weights in {scheme or dtype}",
+        [*((name, size(n)) for name, n in parts.items()), ("all", size(sum(parts.values())))],
     )
-    print("\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)")
+    print(
+        "\nmemory on this machine (estimated: activations and graphs are measured when an engine starts)"
+    )
     print("\n".join(ledger.describe()))
     return 0
 
@@ -136,7 +165,9 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
     if how.num_ranks == 1:
         return []
     if how.tensor > 1:
-        lines.append(f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks")
+        lines.append(
+            f"each layer's heads and inner dimensions, and the vocabulary, over {how.tensor} ranks"
+        )
     if how.experts > 1:
         also = ", and requests with their keys and values" if how.deals_requests else ""
         lines.append(f"whole experts over {how.experts} ranks{also}")
@@ -165,16 +196,27 @@ def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path)
         free = host_memory()[1]
         room = f"from the host's memory, of which they take {size(plan.read_bytes)}; {size(free)} are free"
         if rate is None:
-            return [plan.describe(), room, f"how fast that is is not known of {config.device.info.name}"]
+            return [
+                plan.describe(),
+                room,
+                f"how fast that is is not known of {config.device.info.name}",
+            ]
         steps = rate / plan.read_bytes
         text = f"at most {steps:,.2f} steps a second (estimated), at {rate / 1e9:.0f} GB/s from host to GPU"
         return [plan.describe(), room, f"{text}; a step computes a token of each sequence"]
     if rate is None:
-        return [plan.describe(), "how fast that is was not measured: the checkpoint has no large file here"]
+        return [
+            plan.describe(),
+            "how fast that is was not measured: the checkpoint has no large file here",
+        ]
     steps = rate / plan.read_bytes
     where = f"{rate / 1e9:.2f} GB/s from where the checkpoint lies (measured now)"
     text = f"at most {steps:,.2f} steps a second (estimated), at {where}"
-    return [plan.describe(), text, "more where the system keeps the file in memory; a step computes a token of each sequence"]
+    return [
+        plan.describe(),
+        text,
+        "more where the system keeps the file in memory; a step computes a token of each sequence",
+    ]
 
 
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
@@ -218,9 +260,13 @@ def describe_vectors(description: ModelDescription) -> str:
     """What an encoder makes of a text."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
-        of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[classifier.pooling]
+        of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[
+            classifier.pooling
+        ]
         return f"{classifier.num_labels} scores of {of}"
-    return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (", length 1" if how.normalize else "")
+    return f"{description.spec.hidden_size:,} numbers, {how.kind} of the tokens" + (
+        ", length 1" if how.normalize else ""
+    )
 
 
 def describe(layer: LayerSpec) -> str:
@@ -241,6 +287,9 @@ def describe(layer: LayerSpec) -> str:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
     dense = m if isinstance(m, DenseSpec) else m.expert
     if isinstance(m, MoESpec):
-        parts.append(f"{m.num_experts_per_token} of {m.num_experts} experts" + (" and a shared one" if m.shared else ""))
+        parts.append(
+            f"{m.num_experts_per_token} of {m.num_experts} experts"
+            + (" and a shared one" if m.shared else "")
+        )
     parts.append(f"{'gated ' if dense.gated else ''}{dense.activation} {dense.intermediate_size:,}")
     return ", ".join(parts)

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream import __version__
-from slipstream.errors import ConfigError, DownloadError, ModelError, RequestError, SlipstreamError, missing_torch
+from slipstream.errors import (
+    ConfigError,
+    DownloadError,
+    ModelError,
+    RequestError,
+    SlipstreamError,
+    missing_torch,
+)
 
 VERBS = {  # the verb: its file, and its line of the help
     "run": ("run", "answer a prompt"),
@@ -47,7 +54,13 @@ VERBS = {  # the verb: its file, and its line of the help
 MANY_OPTIONS = 12
 """With more of them the usage names none: the help has them under headings."""
 
-SHORT = {"-m": "--model", "-c": "--ctx-size", "-t": "--threads", "-np": "--parallel", "-ngl": "--n-gpu-layers"}
+SHORT = {
+    "-m": "--model",
+    "-c": "--ctx-size",
+    "-t": "--threads",
+    "-np": "--parallel",
+    "-ngl": "--n-gpu-layers",
+}
 SHORT |= {"-tp": "--tp", "-pp": "--pp", "-dp": "--dp", "-ep": "--ep"}
 """Options of llama.cpp and SGLang that have a letter or two."""
 
@@ -81,7 +94,10 @@ class Parser(argparse.ArgumentParser):
             if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
                 self.set_defaults(handler=verb.run)
             verb.add_arguments(self)
-        if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS:
+        if (
+            self.usage is None
+            and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS
+        ):
             words = self._get_formatter()
             words.add_usage(None, self._get_positional_actions(), [])
             self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
@@ -90,9 +106,14 @@ class Parser(argparse.ArgumentParser):
         """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
         self._complete()
         found, unknown = super().parse_known_args(args, namespace)
-        several = next((action for action in self._get_positional_actions() if action.nargs in ("+", "*")), None)
+        several = next(
+            (action for action in self._get_positional_actions() if action.nargs in ("+", "*")),
+            None,
+        )
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
-            getattr(found, several.dest).extend(unknown)  # argparse takes words only up to the first option between them
+            getattr(found, several.dest).extend(
+                unknown
+            )  # argparse takes words only up to the first option between them
             unknown = []
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -109,12 +130,20 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             from slipstream.arguments import NEEDLESS, SETTINGS
 
-            words, known = [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)], self._all_options()
+            words, known = (
+                [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)],
+                self._all_options(),
+            )
             if "--model" in words:  # the verbs that know this option take several words
                 return f"; the model stands without it: {self.prog} MODEL"
-            others = {f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-") for name, ours in SETTINGS.items()}
+            others = {
+                f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-")
+                for name, ours in SETTINGS.items()
+            }
             reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
-            if "--max-model-len" in known and (needless := [reasons[word] for word in words if word in reasons]):
+            if "--max-model-len" in known and (
+                needless := [reasons[word] for word in words if word in reasons]
+            ):
                 return f"; {needless[0]}"
             words = [others[word] if others.get(word) in known else word for word in words]
         elif "ignored explicit argument" in message:
@@ -122,8 +151,14 @@ class Parser(argparse.ArgumentParser):
         else:
             words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
             known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
-        bare = {option.removeprefix("--"): option for option in sorted(known)}  # the dashes are alike in all
-        near = [bare[found] for word in words for found in difflib.get_close_matches(word.removeprefix("--"), bare, n=1)]
+        bare = {
+            option.removeprefix("--"): option for option in sorted(known)
+        }  # the dashes are alike in all
+        near = [
+            bare[found]
+            for word in words
+            for found in difflib.get_close_matches(word.removeprefix("--"), bare, n=1)
+        ]
         return f"; did you mean {', '.join(near)}?" if near else ""
 
     def _all_options(self) -> set[str]:
@@ -202,7 +237,11 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
         if (refused := disk_refusal(error)) is not None:
             error = ConfigError(refused)
     known = isinstance(error, SlipstreamError)
-    message = str(error) if known else f"internal error: {type(error).__name__}: {error} (--debug shows where)"
+    message = (
+        str(error)
+        if known
+        else f"internal error: {type(error).__name__}: {error} (--debug shows where)"
+    )
     if debug:
         import traceback
 
@@ -216,7 +255,9 @@ def report(error: Exception, *, json: bool, debug: bool) -> int:
 
         field = getattr(error, "field", None)
         with contextlib.suppress(ConfigError):  # a full disk: it has been told on standard error
-            print_json({"error": {"type": type(error).__name__, "message": message, "field": field}})
+            print_json(
+                {"error": {"type": type(error).__name__, "message": message, "field": field}}
+            )
     return exit_code(error)
 
 

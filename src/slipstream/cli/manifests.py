@@ -34,7 +34,10 @@ GIVEN = {
         ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
         "the container lacks its files, and probes speak HTTP; end TLS before the service (an Ingress, a proxy)",
     ),
-    **dict.fromkeys(("rank_address", "local_ranks"), "ranks of other hosts can't reach it; write the manifests by hand"),
+    **dict.fromkeys(
+        ("rank_address", "local_ranks"),
+        "ranks of other hosts can't reach it; write the manifests by hand",
+    ),
 }
 """Options of `serve` that the manifests set, or that don't work in them, by their destinations, and what to do instead."""
 
@@ -49,22 +52,53 @@ LEAST = {"memory": 2**28, "volume": 2**28}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help=f"where to write {DOCKERFILE}, {COMPOSE} and {KUBERNETES}")
+    parser.add_argument(
+        "dir", metavar="DIR", help=f"where to write {DOCKERFILE}, {COMPOSE} and {KUBERNETES}"
+    )
     add = parser.add_argument
     text = f"what follows `slipstream serve`, such as 'smollm2 --max-model-len 4096' (default: {DEFAULT_MODEL})"
     add("--serve", default=DEFAULT_MODEL, metavar="WORDS", help=text)
     add("--name", default="slipstream", metavar="NAME", help="of the objects (default: slipstream)")
-    add("--image", metavar="NAME", default=argparse.SUPPRESS, help="name and tag (default: slipstream:VERSION)")
-    add("--replicas", type=int, default=1, metavar="N", help="servers behind one address of Kubernetes (default: 1)")
+    add(
+        "--image",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="name and tag (default: slipstream:VERSION)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers behind one address of Kubernetes (default: 1)",
+    )
     add("--cpus", type=int, default=4, metavar="N", help="cores of a replica (default: 4)")
-    add("--memory", type=parse_bytes, default=8 * 2**30, metavar="SIZE", help="of a replica; it keeps within (default: 8GiB)")
+    add(
+        "--memory",
+        type=parse_bytes,
+        default=8 * 2**30,
+        metavar="SIZE",
+        help="of a replica; it keeps within (default: 8GiB)",
+    )
     add("--gpus", type=int, default=0, metavar="N", help="NVIDIA GPUs of a replica (default: 0)")
-    add("--volume", type=parse_bytes, default=50 * 2**30, metavar="SIZE", help="of its models and kernels (default: 50GiB)")
+    add(
+        "--volume",
+        type=parse_bytes,
+        default=50 * 2**30,
+        metavar="SIZE",
+        help="of its models and kernels (default: 50GiB)",
+    )
     text = "an extra of the package to install, such as vision; may be repeated (gpu comes with --gpus)"
     add("--extra", action="append", default=[], metavar="NAME", help=text, dest="extras")
     text = f"a secret whose entry `keys` has one API key a line (for {COMPOSE}: the file `keys` beside it)"
     add("--key-secret", metavar="NAME", help=text)
-    add("--source", type=Path, default=Path("."), metavar="DIR", help="the clone that the image is built from (default: here)")
+    add(
+        "--source",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="the clone that the image is built from (default: here)",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -91,7 +125,10 @@ def run(args: argparse.Namespace) -> int:
         message = f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml; give the clone's folder"
         raise ConfigError(message, field="source")
     if unknown := sorted(set(args.extras) - extras_of(args.source / "pyproject.toml")):
-        raise ConfigError(f"--extra: there is no extra {', '.join(unknown)} (docs/installing.md lists them)", field="extras")
+        raise ConfigError(
+            f"--extra: there is no extra {', '.join(unknown)} (docs/installing.md lists them)",
+            field="extras",
+        )
     try:
         words = shlex.split(args.serve)
     except ValueError as error:
@@ -101,7 +138,10 @@ def run(args: argparse.Namespace) -> int:
         message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {args.image!r}"
         raise ConfigError(message, field="image")
     found, drain_s = _checked(words, args.gpus)
-    extras = [*args.extras, *(extra for option, extra in NEEDS.items() if getattr(found, option, None))]
+    extras = [
+        *args.extras,
+        *(extra for option, extra in NEEDS.items() if getattr(found, option, None)),
+    ]
     made = manifests.Deployment(
         words=words, drain_s=drain_s, name=args.name, replicas=args.replicas, cpus=args.cpus, gpus=args.gpus,
         memory=args.memory, volume=args.volume, extras=extras, key_secret=args.key_secret, **image,
@@ -109,7 +149,9 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.dir)
     clone, here = args.source.resolve(), folder.resolve()
     composed = manifests.compose(
-        made, build_from=os.path.relpath(clone, here), dockerfile_name=os.path.relpath(here / DOCKERFILE, clone)
+        made,
+        build_from=os.path.relpath(clone, here),
+        dockerfile_name=os.path.relpath(here / DOCKERFILE, clone),
     )
     # Each object is copied through JSON: what stands in it twice, such as labels, would become an alias, and an edit of one
     # place an edit of all.
@@ -121,9 +163,16 @@ def run(args: argparse.Namespace) -> int:
     }
     write_files(folder, texts)
     if args.json:
-        print_json({"files": [str(folder / name) for name in texts], "command": ["slipstream", *made.command]})
+        print_json(
+            {
+                "files": [str(folder / name) for name in texts],
+                "command": ["slipstream", *made.command],
+            }
+        )
         return 0
-    print(f"{folder / DOCKERFILE}: docker build -f {folder / DOCKERFILE} -t {made.image} {args.source}")
+    print(
+        f"{folder / DOCKERFILE}: docker build -f {folder / DOCKERFILE} -t {made.image} {args.source}"
+    )
     print(f"{folder / COMPOSE}: docker compose -f {folder / COMPOSE} up")
     print(f"{folder / KUBERNETES}: kubectl apply -f {folder / KUBERNETES}")
     return 0
@@ -132,7 +181,9 @@ def run(args: argparse.Namespace) -> int:
 def extras_of(project: Path) -> set[str]:
     import tomllib
 
-    return set(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+    return set(
+        tomllib.loads(project.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
 
 
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
@@ -148,21 +199,37 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
         if getattr(found, name, None) not in (None, []):  # 0 is a port
             raise ConfigError(f"leave --{name.replace('_', '-')} out: {instead}", field="serve")
     model = found.model or DEFAULT_MODEL
-    if model.startswith((".", "~")) or (not model.startswith("/") and model not in MODELS and Path(model).exists()):
+    if model.startswith((".", "~")) or (
+        not model.startswith("/") and model not in MODELS and Path(model).exists()
+    ):
         message = f"{model!r} is a path of this machine, which the container lacks; name a model that it can fetch"
-        raise ConfigError(f"--serve: {message}, or a path within it, such as {manifests.HOME}/model", field="serve")
+        raise ConfigError(
+            f"--serve: {message}, or a path within it, such as {manifests.HOME}/model",
+            field="serve",
+        )
     for name in WRITTEN:
         path = str(getattr(found, name, None) or "")
-        if path.startswith("/") and not any(Path(path).is_relative_to(folder) for folder in (manifests.HOME, "/tmp")):
+        if path.startswith("/") and not any(
+            Path(path).is_relative_to(folder) for folder in (manifests.HOME, "/tmp")
+        ):
             message = f"the container writes below {manifests.HOME} (its volume) and /tmp alone"
-            raise ConfigError(f"--serve: --{name.replace('_', '-')} {path}: {message}", field="serve")
+            raise ConfigError(
+                f"--serve: --{name.replace('_', '-')} {path}: {message}", field="serve"
+            )
     asked, device = num_ranks(engine_args(found, model=model)), getattr(found, "device", "auto")
     if (device == "cpu" and gpus) or (device.startswith("cuda") and not gpus):
-        raise ConfigError(f"--serve has --device {device}, and --gpus is {gpus}; make them agree", field="gpus")
+        raise ConfigError(
+            f"--serve has --device {device}, and --gpus is {gpus}; make them agree", field="gpus"
+        )
     if asked > max(gpus, 1):
-        raise ConfigError(f"--serve asks for {asked} devices, and --gpus is {gpus}; give --gpus {asked}", field="gpus")
+        raise ConfigError(
+            f"--serve asks for {asked} devices, and --gpus is {gpus}; give --gpus {asked}",
+            field="gpus",
+        )
     check_watch(found)
-    drain_s = server_settings(argparse.Namespace(**{**vars(found), "logits_processors": []})).drain_timeout_s
+    drain_s = server_settings(
+        argparse.Namespace(**{**vars(found), "logits_processors": []})
+    ).drain_timeout_s
     if not drain_s < 1e6:
         message = f"--serve: --drain-timeout {drain_s:g}: whoever ends containers needs a number of seconds"
         raise ConfigError(message, field="serve")

@@ -32,13 +32,25 @@ PEERS = {
 """Other engines and the settings that they have."""
 
 CONDITIONAL: dict[str, tuple[str, Any, Callable[[argparse.Namespace], bool]]] = {
-    "input_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
-    "output_len": (f"the workloads {', '.join(LENGTHS)}", 128, lambda args: args.workload in LENGTHS),
+    "input_len": (
+        f"the workloads {', '.join(LENGTHS)}",
+        128,
+        lambda args: args.workload in LENGTHS,
+    ),
+    "output_len": (
+        f"the workloads {', '.join(LENGTHS)}",
+        128,
+        lambda args: args.workload in LENGTHS,
+    ),
     "range_ratio": ("--workload random", 0.5, lambda args: args.workload == "random"),
     "prefix_len": ("--workload shared-prefix", 400, lambda args: args.workload == "shared-prefix"),
     "lengths_file": ("--workload lengths", None, lambda args: args.workload == "lengths"),
     "vocab_size": ("workloads of random token ids", None, lambda args: args.workload != "sharegpt"),
-    "batch_size": ("--engine transformers, llamacpp, openvino and onnxruntime", 8, lambda args: args.engine != "slipstream"),
+    "batch_size": (
+        "--engine transformers, llamacpp, openvino and onnxruntime",
+        8,
+        lambda args: args.engine != "slipstream",
+    ),
     "served_model_name": ("--url", None, lambda args: args.url is not None),
     "api_key": ("--url", None, lambda args: args.url is not None),
     "ignore_eos": ("--url", True, lambda args: args.url is not None),
@@ -71,13 +83,21 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         help='lengths: {"lengths": [[input, output], …]}',
     )
     group.add_argument(
-        "--warmup", type=int, default=4, metavar="X", help="short requests before, not counted (default: 4)"
+        "--warmup",
+        type=int,
+        default=4,
+        metavar="X",
+        help="short requests before, not counted (default: 4)",
     )
-    parser.add_argument("--energy", action="store_true", help="the run's joules, too, where NVML or RAPL tells them")
+    parser.add_argument(
+        "--energy", action="store_true", help="the run's joules, too, where NVML or RAPL tells them"
+    )
 
 
 def finish(parser: argparse.ArgumentParser, handler: Callable[[argparse.Namespace], int]) -> None:
-    parser.add_argument("--output", metavar="FILE", help="write the result, with all settings, as JSON")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write the result, with all settings, as JSON"
+    )
     add_output_options(parser)
     add_engine_options(parser, note="as in LLM(...); prefix caching is off unless asked for")
 
@@ -100,7 +120,10 @@ def parse_sizes(text: str) -> list[int]:
     except ValueError:
         sizes = [0]
     if any(size < 1 for size in sizes):
-        raise ConfigError(f"batch_sizes={text!r} is not a list of whole numbers such as 1,2,4", field="batch_sizes")
+        raise ConfigError(
+            f"batch_sizes={text!r} is not a list of whole numbers such as 1,2,4",
+            field="batch_sizes",
+        )
     return sizes
 
 
@@ -118,7 +141,9 @@ def check_output(args: argparse.Namespace) -> None:
         if is_there and not path.is_file() and not path.is_dir():
             return  # a pipe, whose reader would get an end, or a device
         with writing(path, "output"):
-            path.open("a", encoding="utf-8").close()  # root may write anywhere, but for where nothing can be written
+            path.open(
+                "a", encoding="utf-8"
+            ).close()  # root may write anywhere, but for where nothing can be written
             if not is_there:
                 path.unlink()
 
@@ -142,9 +167,14 @@ def settle(args: argparse.Namespace) -> None:
     text = args.workload == "sharegpt"
     if getattr(args, "url", None) is not None:
         if args.model is not None and args.vocab_size is not None:
-            raise ConfigError("with --url, --vocab-size takes the place of a model; leave one out", field="vocab_size")
+            raise ConfigError(
+                "with --url, --vocab-size takes the place of a model; leave one out",
+                field="vocab_size",
+            )
         fetches = ("download_dir",) if text or args.model is not None else ()
-        refuse_engine_options(args, text=text, only=("seed", *fetches), owner="an engine started here, without --url")
+        refuse_engine_options(
+            args, text=text, only=("seed", *fetches), owner="an engine started here, without --url"
+        )
     elif (engine := getattr(args, "engine", None)) in PEERS:
         refuse_engine_options(args, text=text, only=PEERS[engine], owner="--engine slipstream")
     else:
@@ -167,14 +197,18 @@ def refuse_engine_options(
 
 def _unused(name: str, owner: str) -> ConfigError:
     option = "--" + name.replace("_", "-")
-    return ConfigError(f"{option} belongs to {owner}, and has no effect here; leave it out", field=name)
+    return ConfigError(
+        f"{option} belongs to {owner}, and has no effect here; leave it out", field=name
+    )
 
 
 def vocab_size(settings: EngineArgs) -> int:
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
 
-    return read_spec(resolve_model(settings.model, download_dir=settings.download_dir)).spec.vocab_size
+    return read_spec(
+        resolve_model(settings.model, download_dir=settings.download_dir)
+    ).spec.vocab_size
 
 
 def needs_vocab_size(args: argparse.Namespace, settings: EngineArgs) -> bool:
@@ -194,7 +228,9 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
         from slipstream.hub import read_sharegpt, resolve_dataset, resolve_model
 
         if not settings.model:
-            raise ConfigError("the sharegpt workload needs a model, for its tokenizer", field="model")
+            raise ConfigError(
+                "the sharegpt workload needs a model, for its tokenizer", field="model"
+            )
         tokenizer = Tokenizer.from_pretrained(
             resolve_model(settings.tokenizer or settings.model, download_dir=settings.download_dir)
         )
@@ -207,11 +243,16 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
             raise ConfigError("the workload lengths needs --lengths-file", field="lengths_file")
         return make.recorded(Path(args.lengths_file), count, vocab_size=vocab, seed=seed)
     if args.workload == "shared-prefix":
-        return make.shared_prefix(count, args.prefix_len, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
+        return make.shared_prefix(
+            count, args.prefix_len, args.input_len, args.output_len, vocab_size=vocab, seed=seed
+        )
     if args.workload == "random":
         if not 0 < args.range_ratio <= 1:
             raise ConfigError("range_ratio must be above 0 and at most 1", field="range_ratio")
-        ranges = [(max(1, int(length * args.range_ratio)), length) for length in (args.input_len, args.output_len)]
+        ranges = [
+            (max(1, int(length * args.range_ratio)), length)
+            for length in (args.input_len, args.output_len)
+        ]
         return make.uniform(count, ranges[0], ranges[1], vocab_size=vocab, seed=seed)
     return make.fixed(count, args.input_len, args.output_len, vocab_size=vocab, seed=seed)
 

@@ -12,8 +12,20 @@ RULES, BOARD = "slipstream-rules.yml", "slipstream-dashboard.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", help=f"where to write {RULES} and {BOARD}")
-    parser.add_argument("--ttft-ms", type=float, default=1000.0, metavar="X", help="objective of the TTFT (default: 1000)")
-    parser.add_argument("--itl-ms", type=float, default=100.0, metavar="X", help="objective of the ITL (default: 100)")
+    parser.add_argument(
+        "--ttft-ms",
+        type=float,
+        default=1000.0,
+        metavar="X",
+        help="objective of the TTFT (default: 1000)",
+    )
+    parser.add_argument(
+        "--itl-ms",
+        type=float,
+        default=100.0,
+        metavar="X",
+        help="objective of the ITL (default: 100)",
+    )
     text = "percent of requests that are to keep each, and to have no error (default: 99)"
     parser.add_argument("--objective", type=float, default=99.0, metavar="X", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -38,5 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(written)
     else:
-        print(f"{written['rules']}: for rule_files of Prometheus\n{written['board']}: for Grafana to import")
+        print(
+            f"{written['rules']}: for rule_files of Prometheus\n{written['board']}: for Grafana to import"
+        )
     return 0

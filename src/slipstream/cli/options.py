@@ -47,18 +47,35 @@ ENGINE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "model and memory",
         (
-            *("device", "dtype", "quantization", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes"),
+            *(
+                "device",
+                "dtype",
+                "quantization",
+                "max_model_len",
+                "max_num_seqs",
+                "gpu_memory_utilization",
+                "kv_cache_bytes",
+            ),
             *("weights_bytes", "cpu_layers", "host_experts", "hot_expert_bytes"),
             *("kv_host_bytes", "kv_disk_bytes", "kv_disk_path"),
             *("kv_cache_dtype", "tokenizer", "download_dir", "num_threads", "seed"),
         ),
     ),
-    ("guessed tokens (speculation)", ("speculative_config", "speculative_model", "num_speculative_tokens")),
+    (
+        "guessed tokens (speculation)",
+        ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    ),
     ("adapters", ADAPTERS),
     (
         "scheduling",
         (
-            *("enable_prefix_caching", "max_num_batched_tokens", "max_num_mixed_tokens", "target_itl_ms", "max_queue"),
+            *(
+                "enable_prefix_caching",
+                "max_num_batched_tokens",
+                "max_num_mixed_tokens",
+                "target_itl_ms",
+                "max_queue",
+            ),
             *("enable_chunked_prefill", "block_size", "scheduling_policy", "batch_window_s"),
         ),
     ),
@@ -84,14 +101,20 @@ def add_engine_options(
     for number, (title, some) in enumerate(groups):
         if some and part in ("all", "others" if number else "first"):
             shown = f"engine: {title}" if number else f"engine: {title} ({note})"
-            own = parser.add_argument_group(shown) if isinstance(parser, argparse.ArgumentParser) else parser
+            own = (
+                parser.add_argument_group(shown)
+                if isinstance(parser, argparse.ArgumentParser)
+                else parser
+            )
             for name in some:
                 _add(own, name, ENGINE_HELP[name], EngineArgs)
 
 
 def engine_args(args: argparse.Namespace, **more: Any) -> EngineArgs:
     """The engine settings among `args`; `more` are used where the user said nothing."""
-    return EngineArgs(**{**more, **{name: value for name, value in vars(args).items() if name in ENGINE_HELP}})
+    return EngineArgs(
+        **{**more, **{name: value for name, value in vars(args).items() if name in ENGINE_HELP}}
+    )
 
 
 def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) -> None:
@@ -100,25 +123,35 @@ def add_sampling_options(parser: argparse._ActionsContainer, **defaults: Any) ->
         shown = f" (default: {defaults[name]})" if defaults.get(name) is not None else ""
         _add(parser, name, text + shown, SamplingParams)
     parser.add_argument(
-        "--stop", action="append", default=argparse.SUPPRESS, metavar="TEXT", help="end the answer here; may be repeated"
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end the answer here; may be repeated",
     )
 
 
-def sampling_params(args: argparse.Namespace, model: SamplingParams | None = None, /, **defaults: Any) -> SamplingParams:
+def sampling_params(
+    args: argparse.Namespace, model: SamplingParams | None = None, /, **defaults: Any
+) -> SamplingParams:
     """What the user gave; else the verb's `defaults`; else the `model`'s."""
     given = {name: getattr(args, name) for name in (*SAMPLING_HELP, "stop") if hasattr(args, name)}
     return dataclasses.replace(model or SamplingParams(), **{**defaults, **given})
 
 
 def add_output_options(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--json", action="store_true", help="print exactly one JSON object on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="print exactly one JSON object on standard output"
+    )
 
 
 def parse_bytes(text: str) -> int:
     """A number of bytes: 1073741824, 1GiB, 1.5g, 512MB (powers of 1024 throughout)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or such as 512MiB, 2GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; write bytes, or such as 512MiB, 2GiB"
+        )
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
@@ -129,19 +162,32 @@ def parse_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text[:200]!r} is no JSON object, such as {{"method": "suffix"}}')
+        raise argparse.ArgumentTypeError(
+            f'{text[:200]!r} is no JSON object, such as {{"method": "suffix"}}'
+        )
     return found
 
 
 def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) -> None:
     hint = types_of(owner)[name]
-    kind = next(t for t in get_args(hint) if t is not type(None)) if isinstance(hint, UnionType) else hint
+    kind = (
+        next(t for t in get_args(hint) if t is not type(None))
+        if isinstance(hint, UnionType)
+        else hint
+    )
     kind = str if get_origin(kind) is Literal else kind
-    how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    how: dict[str, Any] = (
+        {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+    )
     if kind is not bool:
         how["metavar"] = {int: "N", float: "X"}.get(kind, "VALUE")
     if name.endswith("_bytes"):
         how |= {"type": parse_bytes, "metavar": "SIZE"}
     if get_origin(kind) is dict:
         how |= {"type": parse_object, "metavar": "JSON"}
-    parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
+    parser.add_argument(
+        "--" + name.replace("_", "-"),
+        default=argparse.SUPPRESS,
+        help=text.replace("%", "%%"),
+        **how,
+    )

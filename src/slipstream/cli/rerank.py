@@ -9,7 +9,13 @@ from __future__ import annotations
 import argparse
 
 from slipstream.cli.console import print_json
-from slipstream.cli.options import MODEL_HELP, TEXT_ONLY, add_engine_options, add_output_options, engine_args
+from slipstream.cli.options import (
+    MODEL_HELP,
+    TEXT_ONLY,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+)
 from slipstream.errors import ConfigError
 
 MOST_SHOWN = 100
@@ -19,9 +25,18 @@ MOST_SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("query", metavar="QUERY", help="what the documents are to answer")
-    parser.add_argument("documents", nargs="+", metavar="DOC", help="a document; a single - reads them from standard input")
+    parser.add_argument(
+        "documents",
+        nargs="+",
+        metavar="DOC",
+        help="a document; a single - reads them from standard input",
+    )
     parser.add_argument("--top-n", type=int, metavar="N", help="print only so many, the best")
-    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long instead of refusing them")
+    parser.add_argument(
+        "--truncate",
+        action="store_true",
+        help="cut texts that are too long instead of refusing them",
+    )
     add_output_options(parser)
     add_engine_options(parser, without=TEXT_ONLY)
 
@@ -35,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
     with open_llm(engine_args(args)) as (llm, start_s):
         results = llm.rerank(args.query, documents, top_n=args.top_n, truncate=args.truncate)
     if args.json:
-        print_json({"model": args.model, "query": args.query, "results": results, "start_s": start_s})
+        print_json(
+            {"model": args.model, "query": args.query, "results": results, "start_s": start_s}
+        )
         return 0
     places = len(str(len(documents) - 1))
     for result in results:

@@ -21,10 +21,25 @@ UNUSED = ("tokenizer", "skip_tokenizer_init")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    parser.add_argument("--batch-sizes", default="1,16", metavar="N,…", help="sequences of the decode steps (default: 1,16)")
-    parser.add_argument("--context", type=int, default=256, metavar="X", help="tokens that each of them has (default: 256)")
-    parser.add_argument("--prompt", type=int, default=512, metavar="X", help="tokens of the prefill (default: 512)")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default="1,16",
+        metavar="N,…",
+        help="sequences of the decode steps (default: 1,16)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=256,
+        metavar="X",
+        help="tokens that each of them has (default: 256)",
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=512, metavar="X", help="tokens of the prefill (default: 512)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,10 +58,15 @@ def run(args: argparse.Namespace) -> int:
         executor = LocalExecutor.build(settings, progress=on_phase, by_torch=True)
         on_phase("measuring")
         assert isinstance(executor.runner, ModelRunner)
-        found = measure_roofline(executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context)
+        found = measure_roofline(
+            executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context
+        )
     if not args.json:
         _show(args.model, found)
-    deliver(args, document("roofline", model=args.model, context=args.context, results=plain_results(found)))
+    deliver(
+        args,
+        document("roofline", model=args.model, context=args.context, results=plain_results(found)),
+    )
     return 0
 
 
@@ -61,7 +81,10 @@ def _show(model: str, found: Roofline) -> None:
         f"ceilings of {threads}, {found.kernels}",
         [
             ("read", f"{c.read / 1e9:.1f} GB/s"),
-            *((name, f"{getattr(c, name) / 1e9:,.0f} G operations/s") for name in ("int6", "int8", "bfloat16", "float32")),
+            *(
+                (name, f"{getattr(c, name) / 1e9:,.0f} G operations/s")
+                for name in ("int6", "int8", "bfloat16", "float32")
+            ),
         ],
     )
     for step in found.steps:
@@ -88,4 +111,12 @@ def plain_results(found: Roofline) -> dict[str, Any]:
 def _cells(o: OperatorShare, step_seconds: float) -> tuple[str, ...]:
     rates = (f"{n / o.seconds / 1e9:,.1f}" if n else "–" for n in (o.num_bytes, o.operations))
     share = "–" if o.share is None else f"{o.share:.0%}"
-    return o.operator, str(o.count), f"{o.seconds * 1e3:.3f}", f"{o.seconds / step_seconds:.0%}", *rates, o.bound or "–", share
+    return (
+        o.operator,
+        str(o.count),
+        f"{o.seconds * 1e3:.3f}",
+        f"{o.seconds / step_seconds:.0%}",
+        *rates,
+        o.bound or "–",
+        share,
+    )

@@ -31,11 +31,15 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 256}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] PROMPT [options]"
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help=f"MODEL: {MODEL_HELP}")
-    parser.add_argument("--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", dest="model_option", metavar="MODEL", help=f"the same (default: {DEFAULT_MODEL})"
+    )
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the prompt")
     text = "a picture for the prompt, of a model that sees; may be repeated"
     parser.add_argument("--image", action="append", default=[], metavar="FILE", help=text)
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is: no chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is: no chat template"
+    )
     add_output_options(parser)
     add_sampling_options(parser.add_argument_group(SAMPLING_TITLE), **DEFAULTS)
     add_engine_options(parser, without=TEXT_ONLY)
@@ -55,14 +59,23 @@ def run(args: argparse.Namespace) -> int:
         templated = not args.raw and llm.get_tokenizer().chat_template is not None
         if args.system is not None and not templated:
             raise ConfigError(
-                "the model has no chat template, so --system cannot be told; leave it out", field="system"
+                "the model has no chat template, so --system cannot be told; leave it out",
+                field="system",
             )
         if not templated and not args.raw:
-            say(f"slipstream: {model} has no chat template, so the prompt is continued as it is, as with --raw")
+            say(
+                f"slipstream: {model} has no chat template, so the prompt is continued as it is, as with --raw"
+            )
         sampling = sampling_params(args, llm.get_default_sampling_params(), **DEFAULTS)
         if pictures and not templated:
-            raise ConfigError("the model has no chat template, so --image can't be shown; leave it out", field="image")
-        content: Any = [*({"type": "image_pil", "image_pil": x} for x in pictures), {"type": "text", "text": prompt}]
+            raise ConfigError(
+                "the model has no chat template, so --image can't be shown; leave it out",
+                field="image",
+            )
+        content: Any = [
+            *({"type": "image_pil", "image_pil": x} for x in pictures),
+            {"type": "text", "text": prompt},
+        ]
         messages = [{"role": "user", "content": content if pictures else prompt}]
         if args.system is not None:
             messages.insert(0, {"role": "system", "content": args.system})
@@ -71,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(text, end="", flush=True)
 
-        output, speed = stream_answer(llm, messages if templated else prompt, sampling, write, start_s=start_s)
+        output, speed = stream_answer(
+            llm, messages if templated else prompt, sampling, write, start_s=start_s
+        )
         (choice,) = output.outputs
         if args.json:
             print_json(
@@ -105,7 +120,9 @@ def read_picture(name: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"--image {name}: {error.strerror or error}", field="image") from None
     except RequestError as error:
-        raise ConfigError(f"--image {name}: {error.message.removeprefix('a picture: ')}", field="image") from None
+        raise ConfigError(
+            f"--image {name}: {error.message.removeprefix('a picture: ')}", field="image"
+        ) from None
     return data
 
 
@@ -120,16 +137,22 @@ def _is_model(word: str) -> bool:
 def choose(words: list[str], model: str | None, verb: str = "run") -> tuple[str, str]:
     """Model and prompt from the words of `verb`'s command line."""
     if len(words) > 2:
-        raise ConfigError(f"{len(words)} words; quote the prompt: slipstream {verb} 'Tell me a joke'", field="prompt")
+        raise ConfigError(
+            f"{len(words)} words; quote the prompt: slipstream {verb} 'Tell me a joke'",
+            field="prompt",
+        )
     if len(words) == 2 and model is not None:
-        raise ConfigError("the model is given twice, as a word and as --model; leave one out", field="model")
+        raise ConfigError(
+            "the model is given twice, as a word and as --model; leave one out", field="model"
+        )
     prompt = words[-1]
     if len(words) == 2:
         model = words[0]
     elif model is None and _is_model(prompt):
         chat = f", or slipstream chat {prompt}" if verb == "run" else ""
         raise ConfigError(
-            f"{prompt!r} is a model, and there is no prompt; write slipstream {verb} {prompt} 'PROMPT'{chat}", field="prompt"
+            f"{prompt!r} is a model, and there is no prompt; write slipstream {verb} {prompt} 'PROMPT'{chat}",
+            field="prompt",
         )
     if prompt == "-":
         prompt = sys.stdin.read()

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args, parse_bytes
+from slipstream.cli.options import (
+    MODEL_HELP,
+    add_engine_options,
+    add_output_options,
+    engine_args,
+    parse_bytes,
+)
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -25,7 +31,9 @@ MOST_API_SERVERS = 8  # that are chosen by themselves
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Most destinations are fields of ServerSettings, which has the defaults."""
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
     group = parser.add_argument_group("address and name")
 
     def add(flag: str, text: str, **how: Any) -> None:
@@ -36,38 +44,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--host", "address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", "port; 0 takes a free one and prints it (default: 8000)", type=int, metavar="N")
-    add("--grpc-port", "speak KServe's protocol over gRPC there, too (extra kserve; default: no)", type=int, metavar="N")
+    add(
+        "--grpc-port",
+        "speak KServe's protocol over gRPC there, too (extra kserve; default: no)",
+        type=int,
+        metavar="N",
+    )
     add_several("--served-model-name", "NAME", "name of the model (default: as it is given)")
     add_engine_options(parser, part="first")
 
     group = parser.add_argument_group("who may ask")
     add("--api-key-file", "ask for a key; the file has one a line", default=None, metavar="FILE")
-    add("--keys-file", "ask for a key of `slipstream keys`, with its role and limits", metavar="FILE")
+    add(
+        "--keys-file",
+        "ask for a key of `slipstream keys`, with its role and limits",
+        metavar="FILE",
+    )
     add_several("--api-key", "KEY", "the same, where other users of the machine can see it")
-    add_several("--cors-origin", "ORIGIN", "whose pages may ask from a browser, such as https://chat.example; * for any")
+    add_several(
+        "--cors-origin",
+        "ORIGIN",
+        "whose pages may ask from a browser, such as https://chat.example; * for any",
+    )
     text = "a host that pictures of requests may be fetched from (default: none; data URIs are always taken)"
     add_several("--allowed-media-hosts", "HOST[:PORT]", text)
     add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
     add("--ssl-keyfile", "its key, if it is in a file of its own", metavar="FILE")
-    add("--enable-sleep-mode", "let them give the model's memory back (POST /sleep, /wake_up)", action="store_true")
+    add(
+        "--enable-sleep-mode",
+        "let them give the model's memory back (POST /sleep, /wake_up)",
+        action="store_true",
+    )
 
     group = parser.add_argument_group("answers")
-    add("--tool-call-parser", "format of tool calls (default: as the chat template says); none: off", metavar="NAME")
-    add("--reasoning-parser", "format of reasoning (default: as the chat template says); none: off", metavar="NAME")
+    add(
+        "--tool-call-parser",
+        "format of tool calls (default: as the chat template says); none: off",
+        metavar="NAME",
+    )
+    add(
+        "--reasoning-parser",
+        "format of reasoning (default: as the chat template says); none: off",
+        metavar="NAME",
+    )
     text = "a function of an installed package (entry point of slipstream.logits_processors) that requests may name in "
     add_several("--logits-processors", "NAME", text + "logits_processors; slow")
     text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"
     add("--context-model", text, default=None, metavar="MODEL")
 
     group = parser.add_argument_group("state")
-    text = "folder for what outlives the server: answers of /v1/responses (default: they end with it)"
+    text = (
+        "folder for what outlives the server: answers of /v1/responses (default: they end with it)"
+    )
     add("--state-dir", text, metavar="DIR")
-    add("--max-stored-responses", "answers kept, the least used go first; 0: none (default: 1000)", type=int, metavar="N")
+    add(
+        "--max-stored-responses",
+        "answers kept, the least used go first; 0: none (default: 1000)",
+        type=int,
+        metavar="N",
+    )
     add("--max-stored-bytes", "of them together (default: 256 MiB)", type=int, metavar="N")
 
     group = parser.add_argument_group("records of what was asked")
-    add("--audit-log", "append who asked for what to a file, in a chain (`slipstream audit`)", metavar="FILE")
-    add("--audit-max-bytes", "of the file, before the next begins (default: 64MiB)", type=parse_bytes, metavar="N")
+    add(
+        "--audit-log",
+        "append who asked for what to a file, in a chain (`slipstream audit`)",
+        metavar="FILE",
+    )
+    add(
+        "--audit-max-bytes",
+        "of the file, before the next begins (default: 64MiB)",
+        type=parse_bytes,
+        metavar="N",
+    )
     add("--audit-prompts", "write the requests' bodies, too", action="store_true")
     text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
     add("--audit-failure", text, choices=("refuse", "serve"))
@@ -75,19 +124,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--otlp-endpoint", text, metavar="URL")
 
     group = parser.add_argument_group("files and batches")
-    add("--files-dir", "folder for /v1/files and /v1/batches, which outlive the server (default: none)", metavar="DIR")
+    add(
+        "--files-dir",
+        "folder for /v1/files and /v1/batches, which outlive the server (default: none)",
+        metavar="DIR",
+    )
     add("--max-files-bytes", "of all files together (default: 1GiB)", type=parse_bytes, metavar="N")
     add("--max-file-bytes", "of one upload (default: 100MiB)", type=parse_bytes, metavar="N")
     text = "lines of batches at once, when nobody else asks (default: half of --max-num-seqs)"
     add("--batch-max-concurrent", text, type=int, metavar="N")
-    add("--batch-beside", "how many of them run beside requests of clients (default: 0)", type=int, metavar="N")
+    add(
+        "--batch-beside",
+        "how many of them run beside requests of clients (default: 0)",
+        type=int,
+        metavar="N",
+    )
 
     group = parser.add_argument_group("processes and log")
     text = "processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
     text += f"{MOST_API_SERVERS} at most (default: auto)"
     add("--api-servers", text, default=None, type=_number_or_auto, metavar="N")
-    add("--drain-timeout", "seconds for requests in flight (default: 30)", type=float, metavar="S", dest="drain_timeout_s")
-    add("--log-format", "one line a request, on standard error (default: text)", choices=("text", "json"))
+    add(
+        "--drain-timeout",
+        "seconds for requests in flight (default: 30)",
+        type=float,
+        metavar="S",
+        dest="drain_timeout_s",
+    )
+    add(
+        "--log-format",
+        "one line a request, on standard error (default: text)",
+        choices=("text", "json"),
+    )
     add_output_options(group)
 
     group = parser.add_argument_group("trouble")
@@ -97,9 +165,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("limits")
     add("--max-concurrent-requests", "beyond it: 429 (default: 4096)", type=int, metavar="N")
-    add("--max-choices-per-request", "prompts times n, or texts to embed or to rerank (default: 2048)", type=int, metavar="N")
+    add(
+        "--max-choices-per-request",
+        "prompts times n, or texts to embed or to rerank (default: 2048)",
+        type=int,
+        metavar="N",
+    )
     add("--max-body-bytes", "beyond it: 413 (default: 8MiB)", type=parse_bytes, metavar="N")
-    add("--body-timeout", "seconds for a body to arrive (default: 30)", type=float, metavar="S", dest="body_timeout_s")
+    add(
+        "--body-timeout",
+        "seconds for a body to arrive (default: 30)",
+        type=float,
+        metavar="S",
+        dest="body_timeout_s",
+    )
     add_engine_options(parser, part="others", adapters=True)
 
     group = parser.add_argument_group("adapters to serve (with --enable-lora)")
@@ -156,8 +235,12 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
     names_served, origins = tuple(args.served_model_name), tuple(args.cors_origin)
     given["logits_processors"] = logits_processors(args.logits_processors)
-    given["allowed_media_hosts"] = tuple(h for text in args.allowed_media_hosts for h in text.split(",") if h)
-    return ServerSettings(**given, api_keys=keys, served_model_names=names_served, cors_origins=origins)
+    given["allowed_media_hosts"] = tuple(
+        h for text in args.allowed_media_hosts for h in text.split(",") if h
+    )
+    return ServerSettings(
+        **given, api_keys=keys, served_model_names=names_served, cors_origins=origins
+    )
 
 
 def logits_processors(names: Sequence[str]) -> dict[str, str]:
@@ -170,7 +253,9 @@ def logits_processors(names: Sequence[str]) -> dict[str, str]:
     from slipstream.engine.sampler_params import importable
     from slipstream.errors import ConfigError, RequestError
 
-    installed = {point.name: point.value for point in entry_points(group="slipstream.logits_processors")}
+    installed = {
+        point.name: point.value for point in entry_points(group="slipstream.logits_processors")
+    }
     found = {}
     for name in names:
         if name not in installed:
@@ -190,12 +275,18 @@ def check_adapters(args: argparse.Namespace, settings: ServerSettings) -> None:
 
     names = settings.served_model_names or (args.model,)
     if taken := set(getattr(args, "lora_modules", {})) & set(names):
-        raise ConfigError(f"--lora: {min(taken)!r} is the model's own name; take another", field="lora_modules")
+        raise ConfigError(
+            f"--lora: {min(taken)!r} is the model's own name; take another", field="lora_modules"
+        )
     if settings.lora_folder is not None:
         if not getattr(args, "enable_lora", False):
-            raise ConfigError("--lora-folder has an effect only with --enable-lora", field="lora_folder")
+            raise ConfigError(
+                "--lora-folder has an effect only with --enable-lora", field="lora_folder"
+            )
         if not Path(settings.lora_folder).is_dir():
-            raise ConfigError(f"--lora-folder: {settings.lora_folder} is no folder", field="lora_folder")
+            raise ConfigError(
+                f"--lora-folder: {settings.lora_folder} is no folder", field="lora_folder"
+            )
 
 
 def given_options(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
@@ -212,7 +303,9 @@ def make_watch(args: argparse.Namespace) -> ServerWatch:
     except ImportError as error:
         if error.name != "river":
             raise
-        raise ConfigError("--detect needs river: pip install 'slipstream[detect]'", field="detect") from None
+        raise ConfigError(
+            "--detect needs river: pip install 'slipstream[detect]'", field="detect"
+        ) from None
     return ServerWatch(args.alert_url, source=(args.served_model_name or [args.model])[0])
 
 
@@ -237,7 +330,9 @@ def check_watch(args: argparse.Namespace) -> None:
     from slipstream.errors import ConfigError
 
     if args.detect and args.api_servers not in (None, 1):
-        raise ConfigError("--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers")
+        raise ConfigError(
+            "--detect needs one process that speaks HTTP: --api-servers 1", field="api_servers"
+        )
     if args.alert_url and not args.detect:
         raise ConfigError("--alert-url has an effect only with --detect", field="alert_url")
 
@@ -260,8 +355,14 @@ def run(args: argparse.Namespace) -> int:
     check_adapters(args, settings)
     configure_logging(settings)
     logger = logging.getLogger("slipstream.server")
-    if not (settings.api_keys or settings.keys_file) and settings.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("anyone who reaches %s can use this server; --keys-file asks for a key", settings.host)
+    if not (settings.api_keys or settings.keys_file) and settings.host not in (
+        "127.0.0.1",
+        "localhost",
+        "::1",
+    ):
+        logger.warning(
+            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
+        )
     check_watch(args)
     watch = None
     if args.detect:
@@ -275,7 +376,9 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
 
     def announce(engine: AsyncLLM | Supervisor) -> None:
-        info = Banner.of(engine, settings, number, url(settings, listener), time.monotonic() - start)
+        info = Banner.of(
+            engine, settings, number, url(settings, listener), time.monotonic() - start
+        )
         print_json(info) if args.json else print(info, flush=True)
 
     async def one() -> None:
@@ -297,7 +400,9 @@ def run(args: argparse.Namespace) -> int:
                     raise
         shortener = None if args.context_model is None else Shortener(small)
         try:
-            await serve(engine, settings, listener, on_ready=on_ready, shortener=shortener, watch=watch)
+            await serve(
+                engine, settings, listener, on_ready=on_ready, shortener=shortener, watch=watch
+            )
         finally:
             if small is not engine:
                 await small.shutdown()
@@ -305,7 +410,9 @@ def run(args: argparse.Namespace) -> int:
     async def several() -> None:
         from slipstream.frontend.supervisor import Supervisor
 
-        supervisor = Supervisor(engines, settings, listener, number, shortens=args.context_model is not None)
+        supervisor = Supervisor(
+            engines, settings, listener, number, shortens=args.context_model is not None
+        )
         with contextlib.ExitStack() as shown:
             progress = shown.enter_context(phases("starting"))
 
@@ -336,7 +443,12 @@ class Banner:
 
     @classmethod
     def of(
-        cls, engine: AsyncLLM | Supervisor, settings: ServerSettings, api_servers: int, url: str, seconds: float
+        cls,
+        engine: AsyncLLM | Supervisor,
+        settings: ServerSettings,
+        api_servers: int,
+        url: str,
+        seconds: float,
     ) -> Banner:
         return cls(
             url=f"{url}/v1",

@@ -26,17 +26,27 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what to measure (TOML), or results (Parquet) to show")
     parser.add_argument(
-        "--out", metavar="DIR", help="where rows, results and the page go (default: FILE without its ending)"
+        "file", metavar="FILE", help="what to measure (TOML), or results (Parquet) to show"
     )
     parser.add_argument(
-        "--baseline", metavar="FILE", help="results (Parquet) of another sweep, to compare with on the page"
+        "--out",
+        metavar="DIR",
+        help="where rows, results and the page go (default: FILE without its ending)",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="FILE",
+        help="results (Parquet) of another sweep, to compare with on the page",
     )
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and measure nothing")
     parser.add_argument(
-        "--no-ceilings", action="store_true", help="leave out this machine's ceilings, for the roofline"
+        "--dry-run", action="store_true", help="say what would be measured, and measure nothing"
+    )
+    parser.add_argument(
+        "--no-ceilings",
+        action="store_true",
+        help="leave out this machine's ceilings, for the roofline",
     )
     add_output_options(parser)
 
@@ -65,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             rows = run_sweep(grid, folder, retry=args.retry, on_row=progress.update)
         except KeyboardInterrupt:
-            say("slipstream: interrupted; what was measured is kept, and the same command goes on from there")
+            say(
+                "slipstream: interrupted; what was measured is kept, and the same command goes on from there"
+            )
             raise
         ceilings = None
         if not args.no_ceilings:
@@ -75,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document
     from slipstream.bench.sweep.results import write_parquet
 
-    meta = json.loads(json.dumps(document("sweep", name=grid.name, ceilings=ceilings), default=plain))
+    meta = json.loads(
+        json.dumps(document("sweep", name=grid.name, ceilings=ceilings), default=plain)
+    )
     with writing(folder, "out"):
         write_parquet(rows, folder / PARQUET_NAME, meta)
         _write_page([*_runs(grid.name, rows, meta), *baseline], folder / PAGE_NAME)
@@ -122,12 +136,22 @@ def _dry_run(args: argparse.Namespace, grid: Any) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, rows: list[dict[str, Any]], page: Path, parquet: Path | None) -> int:
+def _show(
+    args: argparse.Namespace, rows: list[dict[str, Any]], page: Path, parquet: Path | None
+) -> int:
     from slipstream.bench.report import print_definitions, print_table
 
     failed = [row for row in rows if "error" in row]
     if args.json:
-        print_json({"num_rows": len(rows), "num_failed": len(failed), "results": parquet, "page": page, "rows": rows})
+        print_json(
+            {
+                "num_rows": len(rows),
+                "num_failed": len(failed),
+                "results": parquet,
+                "page": page,
+                "rows": rows,
+            }
+        )
     else:
         names = ("output_throughput", "total_throughput", "ttft_s_p50", "tpot_s_p50", "power_w")
         columns = ("", "out tok/s", "all tok/s", "TTFT, ms", "TPOT, ms", "W")
@@ -137,7 +161,15 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]], page: Path, parq
             name += f" · {row['input_len']}/{row['output_len']} × {row['batch_size']}"
             values = [row.get(column) for column in names]
             scale = [1, 1, 1e3, 1e3, 1]
-            cells.append((name, *("–" if v is None else f"{v * s:,.2f}" for v, s in zip(values, scale, strict=True))))
+            cells.append(
+                (
+                    name,
+                    *(
+                        "–" if v is None else f"{v * s:,.2f}"
+                        for v, s in zip(values, scale, strict=True)
+                    ),
+                )
+            )
         print_table(f"{len(rows)} rows, {len(failed)} of them failed", columns, cells)
         for error in dict.fromkeys(row["error"] for row in failed):
             say(f"slipstream: {sum(row['error'] == error for row in failed)} rows: {error}")

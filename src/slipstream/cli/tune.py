@@ -28,9 +28,19 @@ UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="X", help="begin no measurement later (default: 120)")
-    parser.add_argument("--out", metavar="FILE", help="write the table here, instead of the user's cache folder")
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        metavar="X",
+        help="begin no measurement later (default: 120)",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the table here, instead of the user's cache folder"
+    )
     add_output_options(parser)
     add_engine_options(parser, without=UNUSED)
 
@@ -43,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_args(args)
     info = detect(settings.device, machine_folder())
     if not info.is_cuda:
-        raise ConfigError("only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`", field="device")
+        raise ConfigError(
+            "only a GPU's kernels have tiles, and this device is a CPU; see `slipstream doctor`",
+            field="device",
+        )
     if args.seconds <= 0:
         raise ConfigError("seconds must be above 0", field="seconds")
     path = Path(args.out) if args.out else tiles_folder() / file_name(info.name)
@@ -58,17 +71,32 @@ def run(args: argparse.Namespace) -> int:
                 "num_measured": len(tuning.measured),
                 "num_left": tuning.num_left,
                 "found": [
-                    {"op": op, "kind": kind, "shape": shape, "tile": m.tile, "us": m.us, "before_us": m.before_us}
+                    {
+                        "op": op,
+                        "kind": kind,
+                        "shape": shape,
+                        "tile": m.tile,
+                        "us": m.us,
+                        "before_us": m.before_us,
+                    }
                     for (op, kind, shape), m in tuning.found.items()
                 ],
             }
         )
         return 0
     rows = [
-        (f"{op} {kind} {' × '.join(map(str, shape))}", f"{m.before_us:.1f} → {m.us:.1f} µs with {m.tile}")
+        (
+            f"{op} {kind} {' × '.join(map(str, shape))}",
+            f"{m.before_us:.1f} → {m.us:.1f} µs with {m.tile}",
+        )
         for (op, kind, shape), m in tuning.found.items()
     ]
-    rows.append(("measured", f"{len(tuning.measured)} shapes, {len(tuning.found)} of them with a faster tile"))
+    rows.append(
+        (
+            "measured",
+            f"{len(tuning.measured)} shapes, {len(tuning.found)} of them with a faster tile",
+        )
+    )
     if tuning.num_left:
         rows.append(("no time or memory for", f"{tuning.num_left} shapes; give more --seconds"))
     rows.append(("table", f"{path}, {table.over(base).describe()} with those shipped"))
@@ -77,7 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune_tiles(
-    settings: EngineArgs, info: DeviceInfo, path: Path, seconds: float, progress: Callable[[int, int], None]
+    settings: EngineArgs,
+    info: DeviceInfo,
+    path: Path,
+    seconds: float,
+    progress: Callable[[int, int], None],
 ) -> tuple[Tuning, TileTable, TileTable]:
     """Measure tiles for a model's shapes and write them to `path`, over those that are there: what was measured, the table
     written, and the one shipped."""
@@ -92,7 +124,8 @@ def tune_tiles(
     config = resolve(settings, description, info)
     shard = config.parallel.shard(0)
     spec = dataclasses.replace(
-        split_spec(description.spec, shard), vocab_size=shard.vocabulary(description.spec.vocab_size)
+        split_spec(description.spec, shard),
+        vocab_size=shard.vocabulary(description.spec.vocab_size),
     )
     base = load_tiles("shipped", info.name, tiles_folder())
     if path.is_file():
@@ -110,7 +143,11 @@ def tune_tiles(
         seconds=seconds,
         progress=progress,
     )
-    own = read_tiles(path, info.name) if path.is_file() else load_tiles("none", info.name, tiles_folder())
+    own = (
+        read_tiles(path, info.name)
+        if path.is_file()
+        else load_tiles("none", info.name, tiles_folder())
+    )
     table = own.tuned(tuning.measured, tuning.found, made_by)
     write_tiles(table, path)
     return tuning, table, base

@@ -53,7 +53,9 @@ class InputStats:
     @classmethod
     def empty(cls, inner: int, device: torch.device) -> InputStats:
         zeros = torch.zeros(inner, device=device)
-        return cls(torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device))
+        return cls(
+            torch.zeros(inner, inner, device=device), zeros, 0, torch.empty(0, inner, device=device)
+        )
 
     def add(self, x: Tensor, share: float, original: Tensor | None = None) -> None:
         """Add x [T, in], and the x° of the same tokens. `share` of the rows go to the sample."""
@@ -81,7 +83,13 @@ class InputStats:
     def scaled(self, by: Tensor) -> InputStats:
         """The statistics of the inputs times `by` [in]."""
         shift = None if self.shift is None else self.shift * by * by[:, None]
-        return InputStats(self.hessian * by * by[:, None], self.absmax * by, self.num_rows, self.sample * by, shift)
+        return InputStats(
+            self.hessian * by * by[:, None],
+            self.absmax * by,
+            self.num_rows,
+            self.sample * by,
+            shift,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,9 @@ class FakeInputs:
     def __call__(self, x: Tensor) -> Tensor:
         if self.columns:
             at = torch.tensor(self.columns, device=x.device)
-            return FakeInputs(self.form, self.scale)(x.index_fill(1, at, 0.0)).index_copy(1, at, x[:, at])
+            return FakeInputs(self.form, self.scale)(x.index_fill(1, at, 0.0)).index_copy(
+                1, at, x[:, at]
+            )
         if self.scale is None:
             q = quantize_rows(x, self.form)
             return numbers(q).to(x.dtype)
@@ -134,7 +144,12 @@ class ObservingOps(AutogradOps):
         inputs: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         on_cache: Callable[[LayerKV], None] | None = None,
     ) -> None:
-        self._watch, self._last, self._inputs, self._on_cache = watch or {}, last, inputs or {}, on_cache
+        self._watch, self._last, self._inputs, self._on_cache = (
+            watch or {},
+            last,
+            inputs or {},
+            on_cache,
+        )
         self._names: dict[int, str] = {}
 
     def bind(self, layer: Layer) -> None:
@@ -151,7 +166,9 @@ class ObservingOps(AutogradOps):
         fake = self._inputs.get(name.partition("@")[0])
         return super().linear(x if fake is None else fake(x), w)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         if self._on_cache is not None:
             self._on_cache(kv)
         return super().attention(q, kv, meta, params)
@@ -182,7 +199,12 @@ class Stream:
     """
 
     def __init__(
-        self, description: ModelDescription, windows: Sequence[Sequence[int]], *, device: torch.device, dtype: torch.dtype
+        self,
+        description: ModelDescription,
+        windows: Sequence[Sequence[int]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self.spec, self.device, self.dtype = description.spec, device, dtype
         longest = max(len(w) for w in windows)
@@ -207,7 +229,10 @@ class Stream:
         """The layer inputs whose outputs learned rounding aims at; None: the `states`."""
         if not self.catch_up:
             return None
-        return [torch.lerp(now, was, self.catch_up) for now, was in zip(self.states, self.original, strict=True)]
+        return [
+            torch.lerp(now, was, self.catch_up)
+            for now, was in zip(self.states, self.original, strict=True)
+        ]
 
     def advance(
         self,
@@ -230,13 +255,21 @@ class Stream:
 
     @torch.no_grad()
     def run(
-        self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor] | None = None
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        ops: ObservingOps,
+        states: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """The outputs of layer `index` for `states`, or for its current inputs. A batch that stopped early gives its inputs."""
         return list(self._each(index, parameters, ops, self.states if states is None else states))
 
     def _each(
-        self, index: int, parameters: Mapping[str, Tensor], ops: ObservingOps, states: Sequence[Tensor]
+        self,
+        index: int,
+        parameters: Mapping[str, Tensor],
+        ops: ObservingOps,
+        states: Sequence[Tensor],
     ) -> Iterator[Tensor]:
         layer = self.layer(index, parameters, ops)
         for batch, state in zip(self.batches, states, strict=True):
@@ -272,7 +305,11 @@ class Stream:
 
         names = [name for name, _ in product_weights(self.layer(index, parameters, ObservingOps()))]
         wanted = [name for name in names if name.partition("@")[0] in products]
-        last = wanted[-1] if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.") else None
+        last = (
+            wanted[-1]
+            if wanted and "@" not in wanted[-1] and not wanted[-1].startswith("shared.")
+            else None
+        )
         watching = ObservingOps({n: watcher(n) for n in wanted}, last=last, inputs=inputs)
         ours = self._each(index, parameters, watching, self.states)
         if original is None or not self.original:
@@ -280,7 +317,14 @@ class Stream:
             return stats
         paired = {n: partial(theirs.__setitem__, n) for n in wanted if "@" not in n}
         # Batch by batch, the original first: its inputs are there when ours are observed.
-        deque(zip(self._each(index, original, ObservingOps(paired, last=last), self.original), ours, strict=True), maxlen=0)
+        deque(
+            zip(
+                self._each(index, original, ObservingOps(paired, last=last), self.original),
+                ours,
+                strict=True,
+            ),
+            maxlen=0,
+        )
         return stats
 
     def cache_range(self, index: int, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -295,14 +339,22 @@ class Stream:
         return torch.stack(keys).amax(0), torch.stack(values).amax(0)
 
 
-def load_layer(description: ModelDescription, index: int, device: torch.device) -> dict[str, Tensor]:
+def load_layer(
+    description: ModelDescription, index: int, device: torch.device
+) -> dict[str, Tensor]:
     """A layer's parameters in float32, by their names in the layer."""
     prefix = f"layers.{index}."
-    found = load_parameters(description, dtype=torch.float32, device=device, wanted=lambda n: n.startswith(prefix))
+    found = load_parameters(
+        description, dtype=torch.float32, device=device, wanted=lambda n: n.startswith(prefix)
+    )
     return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
-def load_ends(description: ModelDescription, *, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_ends(
+    description: ModelDescription, *, device: torch.device, dtype: torch.dtype
+) -> Decoder:
     """The model without its layers: embeddings, last norm and output head."""
-    own = load_parameters(description, dtype=dtype, device=device, wanted=lambda n: not n.startswith("layers."))
+    own = load_parameters(
+        description, dtype=dtype, device=device, wanted=lambda n: not n.startswith("layers.")
+    )
     return Decoder(description.spec, own, AutogradOps(), max_model_len=1, layers=())

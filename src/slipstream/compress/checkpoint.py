@@ -43,7 +43,8 @@ class Names:
         prefix = family.prefixes[-1]  # the first are for files whose writers leave it out
         self.tied = description.spec.tied_embeddings
         self.places: dict[str, Placement] = {
-            ("" if at.target.startswith("head.") else prefix) + name: at for name, at in family.names(description.spec).items()
+            ("" if at.target.startswith("head.") else prefix) + name: at
+            for name, at in family.names(description.spec).items()
         }
         self.shapes = parameters(description.spec)
 
@@ -55,7 +56,9 @@ class Names:
         """UnsupportedModelError if compressed-tensors has no format for the way in which one of these weights is stored."""
         wanted = set(targets)
         for name, at in self.places.items():
-            if at.target in wanted and (isinstance(at.transform, Transpose) or at.copies is not None):
+            if at.target in wanted and (
+                isinstance(at.transform, Transpose) or at.copies is not None
+            ):
                 raise UnsupportedModelError(
                     f"{name} is not the [out, in] matrix of one module, and compressed-tensors has no other format; this kind "
                     "of model can't be quantised",
@@ -75,11 +78,16 @@ class Names:
                 module = name.removesuffix(".weight")
                 yield from _module_tensors(module, at, rounded[at.target])
                 if at.target in input_scales:
-                    yield f"{module}.input_scale", torch.tensor([input_scales[at.target]], dtype=dtype)
+                    yield (
+                        f"{module}.input_scale",
+                        torch.tensor([input_scales[at.target]], dtype=dtype),
+                    )
             elif at.target in values:
                 yield name, stored(values[at.target].to(dtype), at).contiguous()
 
-    def read(self, file: Path, formats: StoredFormats, *, device: torch.device) -> dict[str, Tensor]:
+    def read(
+        self, file: Path, formats: StoredFormats, *, device: torch.device
+    ) -> dict[str, Tensor]:
         """Parameters from a file of `tensors`, in float32."""
         from safetensors import safe_open
 
@@ -91,7 +99,9 @@ class Names:
             given = [(n, tuple(opened.get_slice(n).get_shape()), reader(n)) for n in opened.keys()]  # noqa: SIM118
 
             def wanted(module: str) -> bool:
-                return f"{module}.weight" in self.places and is_product(self.places[f"{module}.weight"].target)
+                return f"{module}.weight" in self.places and is_product(
+                    self.places[f"{module}.weight"].target
+                )
 
             found: dict[str, Tensor] = {}
             for name, _, read in expanded(given, formats, wanted, tensor_numbers):
@@ -103,7 +113,9 @@ class Names:
                 place(found[at.target], at).copy_(transform(read().float(), at.transform))
         return found
 
-    def read_grids(self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device) -> dict[str, QuantGrid]:
+    def read_grids(
+        self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device
+    ) -> dict[str, QuantGrid]:
         """The grids of the rounded weights in a file of `tensors`; `formats` are by parameter name."""
         from safetensors import safe_open
 
@@ -117,8 +129,14 @@ class Names:
                 scales = opened.get_tensor(f"{module}.weight_scale")
                 if at.target not in found:
                     shape = (self.shapes[at.target][0], fmt.groups(self.shapes[at.target][1]))
-                    zeros = None if fmt.symmetric else torch.empty(shape, dtype=torch.int8, device=device)
-                    found[at.target] = QuantGrid(fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros)
+                    zeros = (
+                        None
+                        if fmt.symmetric
+                        else torch.empty(shape, dtype=torch.int8, device=device)
+                    )
+                    found[at.target] = QuantGrid(
+                        fmt, torch.empty(shape, dtype=scales.dtype, device=device), zeros
+                    )
                 grid = found[at.target]
                 place(grid.scales, at).copy_(transform(scales, at.transform))
                 if grid.zeros is not None:
@@ -139,7 +157,10 @@ def _module_tensors(module: str, at: Placement, rounded: Rounded) -> Iterator[tu
         yield f"{module}.weight", codes.contiguous().view(rounded.codes.dtype)
     yield f"{module}.weight_scale", scales.reshape(-1).clone() if fmt.whole else scales.contiguous()
     if grid.zeros is not None:
-        yield f"{module}.weight_zero_point", pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous()
+        yield (
+            f"{module}.weight_zero_point",
+            pack_words(stored(grid.zeros, at).T.contiguous(), fmt.bits).T.contiguous(),
+        )
 
 
 # --- The config -------------------------------------------------------------------------------------------------------
@@ -159,11 +180,16 @@ def stored_formats(names: Names, formats: Mapping[str, WeightFormat]) -> StoredF
         else:
             ignored.append(module)
     most = max(modules, key=lambda fmt: len(modules[fmt]))
-    groups = [(("Linear",), most), *((tuple(m), fmt) for fmt, m in modules.items() if fmt is not most)]
+    groups = [
+        (("Linear",), most),
+        *((tuple(m), fmt) for fmt, m in modules.items() if fmt is not most),
+    ]
     return StoredFormats(tuple(groups), tuple(ignored))
 
 
-def quantization_config(formats: StoredFormats, kv_cache: Mapping[str, Any] | None) -> dict[str, Any]:
+def quantization_config(
+    formats: StoredFormats, kv_cache: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The quantization_config of config.json. Without formats, only the cache is quantised."""
     kinds = [_format_name(fmt) for _, fmt in formats.groups] or ["dense"]
     return {
@@ -192,7 +218,13 @@ def cache_config(form: RowFormat, per: str) -> dict[str, Any]:
 
 
 def _format_name(fmt: WeightFormat) -> str:
-    return "float-quantized" if fmt.kind == "float" else "pack-quantized" if fmt.packed else "int-quantized"
+    return (
+        "float-quantized"
+        if fmt.kind == "float"
+        else "pack-quantized"
+        if fmt.packed
+        else "int-quantized"
+    )
 
 
 def _weights(fmt: WeightFormat) -> dict[str, Any]:
@@ -211,7 +243,13 @@ def _inputs(fmt: WeightFormat) -> dict[str, Any] | None:
     if fmt.inputs is None:
         return None
     strategy = "tensor" if fmt.static_inputs else "token"
-    return {"num_bits": 8, "type": fmt.kind, "symmetric": True, "strategy": strategy, "dynamic": not fmt.static_inputs}
+    return {
+        "num_bits": 8,
+        "type": fmt.kind,
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": not fmt.static_inputs,
+    }
 
 
 # --- The folder -------------------------------------------------------------------------------------------------------
@@ -230,7 +268,9 @@ class Attempts:
         self.out, self.path = out, out.parent / f".{out.name}.tried.json"
         if restart:
             self.clear()
-        self.costs: dict[str, float] = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        self.costs: dict[str, float] = (
+            json.loads(self.path.read_text()) if self.path.is_file() else {}
+        )
 
     def cost(self, attempt: Mapping[str, Any]) -> float | None:
         """The KL of an attempt; None if it was not made."""
@@ -265,7 +305,9 @@ def claim(work: Path, out: Path, plan: Mapping[str, Any], *, restart: bool) -> N
         work.mkdir(parents=True, exist_ok=True)
         write_whole(kept, text)
     except OSError as error:
-        raise ConfigError(f"out={str(out)!r}: {out.parent} can't be written to ({error.strerror})", field="out") from error
+        raise ConfigError(
+            f"out={str(out)!r}: {out.parent} can't be written to ({error.strerror})", field="out"
+        ) from error
 
 
 class WorkFolder:
@@ -293,11 +335,16 @@ class WorkFolder:
             return None
         return found
 
-    def finish(self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]) -> None:
+    def finish(
+        self, name: str, tensors: Iterable[tuple[str, Tensor]], note: Mapping[str, Any]
+    ) -> None:
         """Write a part. It is finished when its note is written."""
         from safetensors.torch import save_file
 
-        held = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors}
+        held = {
+            key: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for key, value in tensors
+        }
         temporary = self.path / f"{name}.unfinished"
         save_file(held, temporary, metadata={"format": "pt"})
         os.replace(temporary, self.part(name))
@@ -333,6 +380,8 @@ class WorkFolder:
 def fingerprint(source: ModelDescription) -> str:
     """A hash of the names, sizes and times of a checkpoint's files."""
     files = (
-        [source.path] if source.path.is_file() else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+        [source.path]
+        if source.path.is_file()
+        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
     )
     return digest([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

@@ -69,18 +69,26 @@ class ContextSettings:
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ConfigError(f"keep={self.keep} must be a share above 0, at most 1", field="keep")
-        for name, value, allowed in (("method", self.method, get_args(Method)), ("unit", self.unit, get_args(Unit))):
+        for name, value, allowed in (
+            ("method", self.method, get_args(Method)),
+            ("unit", self.unit, get_args(Unit)),
+        ):
             if value not in allowed:
-                raise ConfigError(f"{name}={value!r} is not one of {', '.join(allowed)}", field=name)
+                raise ConfigError(
+                    f"{name}={value!r} is not one of {', '.join(allowed)}", field=name
+                )
         if self.segment < 1 or self.context < 2 * self.segment:
             raise ConfigError(
-                f"segment={self.segment} must be at least 1, and at most half of context={self.context}", field="segment"
+                f"segment={self.segment} must be at least 1, and at most half of context={self.context}",
+                field="segment",
             )
         for pattern in self.protect:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"protect: {pattern!r} is no regular expression: {error}", field="protect") from error
+                raise ConfigError(
+                    f"protect: {pattern!r} is no regular expression: {error}", field="protect"
+                ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,10 @@ class _TextUnit:
 
 
 def compress(
-    prompt: str | Sequence[PromptPart], tokenizer: Encoder, score: Score, settings: ContextSettings | None = None
+    prompt: str | Sequence[PromptPart],
+    tokenizer: Encoder,
+    score: Score,
+    settings: ContextSettings | None = None,
 ) -> Compressed:
     """Shorten the prompt. `score` is called as often as the method needs."""
     steps = compressing(prompt, tokenizer, settings or ContextSettings())
@@ -151,14 +162,18 @@ async def compress_async(
         return result
 
 
-def compressing(prompt: str | Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings) -> Steps:
+def compressing(
+    prompt: str | Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings
+) -> Steps:
     """The method as a generator, which yields token ids to score."""
     parts = [PromptPart(prompt)] if isinstance(prompt, str) else list(prompt)
     units = _split_units(parts, tokenizer, settings)
     before = sum(len(p.token_ids) for p in units)
     if settings.keep < 1 and any(not p.protected for p in units):
         first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        yield from (_selective if settings.method == "selective" else _iterative)(units, first, settings)
+        yield from (_selective if settings.method == "selective" else _iterative)(
+            units, first, settings
+        )
     texts = ["" for _ in parts]
     for unit in units:
         if unit.stays:
@@ -167,7 +182,9 @@ def compressing(prompt: str | Sequence[PromptPart], tokenizer: Encoder, settings
     return Compressed(parts=tuple(texts), num_tokens_before=before, num_tokens_after=after)
 
 
-def _selective(units: list[_TextUnit], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
+def _selective(
+    units: list[_TextUnit], first: list[int], settings: ContextSettings
+) -> Generator[list[int], list[float], None]:
     """Score windows that overlap by half, so that every token after the first window has half a window before it."""
     half = settings.context // 2
     done: list[_TextUnit] = []
@@ -177,7 +194,9 @@ def _selective(units: list[_TextUnit], first: list[int], settings: ContextSettin
     _choose(units, settings.keep)
 
 
-def _iterative(units: list[_TextUnit], first: list[int], settings: ContextSettings) -> Generator[list[int], list[float], None]:
+def _iterative(
+    units: list[_TextUnit], first: list[int], settings: ContextSettings
+) -> Generator[list[int], list[float], None]:
     done: list[_TextUnit] = []
     for chunk in _segments(units, settings.segment):
         yield from _inform([p for p in done if p.stays], chunk, first, settings.context)
@@ -233,7 +252,9 @@ def _choose(units: Sequence[_TextUnit], keep: float) -> None:
 # --- Units ------------------------------------------------------------------------------------------------------------
 
 
-def _split_units(parts: Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings) -> list[_TextUnit]:
+def _split_units(
+    parts: Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings
+) -> list[_TextUnit]:
     """The units of all parts, with the tokens of the whole text that begin in each. A unit without tokens joins its
     neighbour."""
     spans = [span for i, part in enumerate(parts) for span in _spans(i, part, settings)]
@@ -244,7 +265,10 @@ def _split_units(parts: Sequence[PromptPart], tokenizer: Encoder, settings: Cont
     # SentencePiece adds a space before the text.
     begin = len(whole) - len(text.encode())
     if begin not in (0, 1) or whole[begin:] != text.encode():
-        raise ConfigError("the small model's tokenizer changes the text: use a model whose tokenizer does not", field="model")
+        raise ConfigError(
+            "the small model's tokenizer changes the text: use a model whose tokenizer does not",
+            field="model",
+        )
     starts, at = [], -begin
     for word in spelled:
         starts.append(max(0, at))
@@ -277,10 +301,17 @@ def _spans(index: int, part: PromptPart, settings: ContextSettings) -> list[tupl
     """(part, text, protected) of each unit of a part."""
     if part.protected:
         return [(index, part.text, True)] if part.text else []
-    guarded = [m.span() for pattern in settings.protect for m in re.finditer(pattern, part.text) if m.group()]
+    guarded = [
+        m.span()
+        for pattern in settings.protect
+        for m in re.finditer(pattern, part.text)
+        if m.group()
+    ]
     split = _SENTENCE if settings.unit == "sentence" else _WORD
     units = [m for m in split.finditer(part.text) if m.group()]
-    return [(index, m.group(), any(a < m.end() and b > m.start() for a, b in guarded)) for m in units]
+    return [
+        (index, m.group(), any(a < m.end() and b > m.start() for a, b in guarded)) for m in units
+    ]
 
 
 def _at_bytes(spans: Sequence[tuple[int, str, bool]]) -> list[tuple[int, int, str, bool]]:
@@ -295,8 +326,14 @@ def _cut(span: tuple[int, int, str, bool], starts: Sequence[int]) -> list[tuple[
     """Split a word at the tokens that begin in it, but not inside a character."""
     begin, part, text, protected = span
     raw = text.encode()
-    inner = starts[bisect.bisect_right(starts, begin) : bisect.bisect_left(starts, begin + len(raw))]
-    cuts = [0, *(s - begin for s in dict.fromkeys(inner) if raw[s - begin] & 0xC0 != 0x80), len(raw)]
+    inner = starts[
+        bisect.bisect_right(starts, begin) : bisect.bisect_left(starts, begin + len(raw))
+    ]
+    cuts = [
+        0,
+        *(s - begin for s in dict.fromkeys(inner) if raw[s - begin] & 0xC0 != 0x80),
+        len(raw),
+    ]
     return [(part, raw[a:b].decode(), protected) for a, b in pairwise(cuts) if b > a]
 
 
@@ -318,17 +355,33 @@ class Shortener:
         self._engine = engine
 
     async def __call__(
-        self, parts: Sequence[tuple[str, bool]], *, keep: float, method: Method, unit: Unit, protect: tuple[str, ...]
+        self,
+        parts: Sequence[tuple[str, bool]],
+        *,
+        keep: float,
+        method: Method,
+        unit: Unit,
+        protect: tuple[str, ...],
     ) -> Compressed:
         """`parts` are texts, and whether each is protected. ConfigError or RequestError say what is wrong."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
-            raise RequestError("the small model has no tokenizer (skip_tokenizer_init is set)", field="compress_prompt")
+            raise RequestError(
+                "the small model has no tokenizer (skip_tokenizer_init is set)",
+                field="compress_prompt",
+            )
         context = min(2048, self._engine.config.model.max_model_len - 1)
         chosen = ContextSettings(
-            keep=keep, method=method, unit=unit, protect=protect, segment=min(200, context // 2), context=context
+            keep=keep,
+            method=method,
+            unit=unit,
+            protect=protect,
+            segment=min(200, context // 2),
+            context=context,
         )
-        return await compress_async([PromptPart(*part) for part in parts], tokenizer, self._score, chosen)
+        return await compress_async(
+            [PromptPart(*part) for part in parts], tokenizer, self._score, chosen
+        )
 
     async def _score(self, token_ids: list[int]) -> list[float]:
         async for output in self._engine.generate({"prompt_token_ids": token_ids}, SCORED):
@@ -371,7 +424,10 @@ def answer_change(llm: LLM, before: str, after: str, *, max_tokens: int = 64) ->
         nats.append(sum(values) / max(1, len(values)))
     texts = first.outputs[0].text, second.outputs[0].text
     return AnswerChange(
-        answer_before=texts[0], answer_after=texts[1], extra_nats=nats[1] - nats[0], overlap=word_overlap(*texts)
+        answer_before=texts[0],
+        answer_after=texts[1],
+        extra_nats=nats[1] - nats[0],
+        overlap=word_overlap(*texts),
     )
 
 

@@ -13,7 +13,10 @@ STYLE = "text{font:12px sans-serif;fill:#777}.grid{stroke:#8884;stroke-width:1}.
 
 def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> str:
     """Lines of (step, value) by name, on a logarithmic axis. Values that are not positive and finite are left out."""
-    kept = {name: [(x, y) for x, y in points if y > 0 and math.isfinite(y)] for name, points in series.items()}
+    kept = {
+        name: [(x, y) for x, y in points if y > 0 and math.isfinite(y)]
+        for name, points in series.items()
+    }
     kept = {name: points for name, points in kept.items() if points}
     values = [y for points in kept.values() for _, y in points] or [1.0]
     low, high = math.log10(min(values)), math.log10(max(values))
@@ -23,16 +26,22 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
 
     def at(x: float, y: float) -> tuple[float, float]:
         across, up = (x - first) / (last - first), (math.log10(y) - low) / (high - low)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (
+            HEIGHT - TOP - BOTTOM
+        )
 
     parts = []
     for i in range(5):
         value = 10 ** (low + (high - low) * i / 4)
         _, y = at(first, value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
         step = first + (last - first) * i // 4
-        parts.append(f'<text x="{at(step, value)[0]:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{step}</text>')
+        parts.append(
+            f'<text x="{at(step, value)[0]:.1f}" y="{HEIGHT - 16}" text-anchor="middle">{step}</text>'
+        )
     bottom = 0.0
     for i, (name, points) in enumerate(sorted(kept.items(), key=lambda item: -item[1][-1][1])):
         colour = COLOURS[i % len(COLOURS)]
@@ -40,8 +49,12 @@ def curves(series: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> 
         parts.append(f'<polyline class="line" stroke="{colour}" points="{drawn}"/>')
         end = at(*points[-1])
         bottom = max(end[1] + 4, bottom + 14)  # labels must not overlap
-        parts.append(f'<text x="{WIDTH - RIGHT + 6}" y="{bottom:.1f}" style="fill:{colour}">{escape(name)}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">step</text>')
+        parts.append(
+            f'<text x="{WIDTH - RIGHT + 6}" y="{bottom:.1f}" style="fill:{colour}">{escape(name)}</text>'
+        )
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">step</text>'
+    )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
     return f"{head}<title>{escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</svg>"
 

@@ -48,12 +48,21 @@ class DenseModel:
         kind = dtype or self.parameters["embed.weight"].dtype
         tensors = stored_tensors(self.family, self.spec, self.parameters)
         write_tensors(folder, ((name, tensor.to(kind)) for name, tensor in tensors))
-        config = {key: value for key, value in self.config.items() if key != "torch_dtype"}  # its name before "dtype"
+        config = {
+            key: value for key, value in self.config.items() if key != "torch_dtype"
+        }  # its name before "dtype"
         write_config(folder, {**config, "dtype": str(kind).removeprefix("torch.")})
         write_tokenizer(folder, self.source)
 
 
-def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device, load_format: str = "auto", seed: int = 0) -> DenseModel:
+def load_dense(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> DenseModel:
     """The model at `path`. A GGUF file is dequantised; other quantised checkpoints are refused. With load_format="dummy" the
     weights are random."""
     description = read_spec(path)
@@ -62,7 +71,12 @@ def load_dense(path: Path, *, dtype: torch.dtype, device: torch.device, load_for
         values = dummy_parameters(description, dtype=dtype, device=device, seed=seed)
     else:
         values = load_parameters(description, dtype=dtype, device=device)
-    return DenseModel(source=description, config=huggingface_config(description), spec=description.spec, parameters=values)
+    return DenseModel(
+        source=description,
+        config=huggingface_config(description),
+        spec=description.spec,
+        parameters=values,
+    )
 
 
 def write_tokenizer(folder: Path, source: ModelDescription) -> None:

@@ -24,10 +24,30 @@ from torch import Tensor
 
 from slipstream.compress.curves import curves
 from slipstream.compress.dense import DenseModel, load_dense
-from slipstream.compress.objective import LayerOutputs, Matching, TappedOps, TopK, layer_pairs, token_losses
+from slipstream.compress.objective import (
+    LayerOutputs,
+    Matching,
+    TappedOps,
+    TopK,
+    layer_pairs,
+    token_losses,
+)
 from slipstream.compress.steps import DistillSettings, Divergence
-from slipstream.compress.teacher import Example, LogitCache, check_examples, fingerprint, read_examples
-from slipstream.compress.training import Epochs, full, parameter_groups, read_state, restore_state, save_state
+from slipstream.compress.teacher import (
+    Example,
+    LogitCache,
+    check_examples,
+    fingerprint,
+    read_examples,
+)
+from slipstream.compress.training import (
+    Epochs,
+    full,
+    parameter_groups,
+    read_state,
+    restore_state,
+    save_state,
+)
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel
@@ -93,29 +113,47 @@ class Training:
     ) -> None:
         settings.check()
         check_examples(examples)
-        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self.settings, self.examples, self.device, self.held_out = settings, examples, device, held_out
+        self.world, self.rank = (
+            (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        )
+        self.settings, self.examples, self.device, self.held_out = (
+            settings,
+            examples,
+            device,
+            held_out,
+        )
         self.student, self.work = student, work
         self._check(student, teacher)
         longest = max(len(e.token_ids) for e in (*examples, *held_out))
         # Training must not change the caller's weights.
-        values = {n: p.detach().to(device, torch.float32, copy=True) for n, p in student.parameters.items()}
+        values = {
+            n: p.detach().to(device, torch.float32, copy=True)
+            for n, p in student.parameters.items()
+        }
         self.ops, self.teacher_ops = TappedOps(), TappedOps()
-        self.model = WholeModel(student.spec, values, max_len=longest, recompute=settings.recompute, ops=self.ops)
+        self.model = WholeModel(
+            student.spec, values, max_len=longest, recompute=settings.recompute, ops=self.ops
+        )
         self.cache = teacher if isinstance(teacher, LogitCache) else None
         self.teacher: WholeModel | None = None
         self.matching: Matching | None = None
         if isinstance(teacher, DenseModel):
             dtype = getattr(torch, settings.dtype)
             fixed = {n: p.detach().to(device, dtype) for n, p in teacher.parameters.items()}
-            self.teacher = WholeModel(teacher.spec, fixed, max_len=longest, ops=self.teacher_ops).requires_grad_(False)
+            self.teacher = WholeModel(
+                teacher.spec, fixed, max_len=longest, ops=self.teacher_ops
+            ).requires_grad_(False)
             if settings.state_weight or settings.attention_weight:
                 pairs = layer_pairs(student.spec.num_layers, teacher.spec.num_layers, kept_layers)
-                self.matching = Matching(student.spec, teacher.spec, pairs, attention=settings.attention_weight > 0).to(device)
+                self.matching = Matching(
+                    student.spec, teacher.spec, pairs, attention=settings.attention_weight > 0
+                ).to(device)
         if self.world > 1:
             self._shard()
         modules = [self.model, *([self.matching] if self.matching is not None else [])]
-        self.named = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
+        self.named = {
+            f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()
+        }
         groups = parameter_groups(self.named.values(), settings.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
         self.step, self.history = 0, list[StepRecord]()
@@ -129,13 +167,20 @@ class Training:
             have = f"the student has {student.spec.vocab_size} tokens, the teacher {vocab}"
             raise ConfigError(f"{have}: they must share them", field="student")
         if s.batch_size % self.world:
-            raise ConfigError(f"batch_size={s.batch_size} must be a multiple of the {self.world} processes", field="batch_size")
+            raise ConfigError(
+                f"batch_size={s.batch_size} must be a multiple of the {self.world} processes",
+                field="batch_size",
+            )
         if isinstance(teacher, LogitCache):
             if s.state_weight or s.attention_weight:
-                raise ConfigError("hidden states and attention are not on disk: give the teacher itself", field="state_weight")
+                raise ConfigError(
+                    "hidden states and attention are not on disk: give the teacher itself",
+                    field="state_weight",
+                )
             if s.temperature != teacher.temperature:
                 raise ConfigError(
-                    f"temperature={s.temperature}, but the cached logits are of {teacher.temperature}", field="temperature"
+                    f"temperature={s.temperature}, but the cached logits are of {teacher.temperature}",
+                    field="temperature",
                 )
 
     def _shard(self) -> None:
@@ -167,7 +212,10 @@ class Training:
 
     def _train_step(self) -> StepRecord:
         s, indices = self.settings, self.epochs.indices(self.step)
-        total = sum((len(e.token_ids) - e.num_context) * e.weight for e in (self.examples[i] for i in indices))
+        total = sum(
+            (len(e.token_ids) - e.num_context) * e.weight
+            for e in (self.examples[i] for i in indices)
+        )
         num_tokens = sum(len(self.examples[i].token_ids) for i in indices)
         own = indices[self.rank :: self.world]
         parts = [own[i : i + s.micro_batch] for i in range(0, len(own), s.micro_batch)]
@@ -175,8 +223,12 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
         for part in parts:
             div, nll, states, attention = self._losses(part)
-            terms = torch.stack((div / total, nll / total, states / num_tokens, attention / num_tokens))
-            weights = terms.new_tensor((s.divergence_weight, s.nll_weight, s.state_weight, s.attention_weight))
+            terms = torch.stack(
+                (div / total, nll / total, states / num_tokens, attention / num_tokens)
+            )
+            weights = terms.new_tensor(
+                (s.divergence_weight, s.nll_weight, s.state_weight, s.attention_weight)
+            )
             ((terms * weights).sum() * self.world).backward()  # FSDP averages over processes
             sums += terms.detach()
         if self.world > 1:
@@ -186,12 +238,27 @@ class Training:
             group["lr"] = s.rate(self.step)
         self.optimizer.step()
         div, nll, states, attention = sums.tolist()
-        loss = div * s.divergence_weight + nll * s.nll_weight + states * s.state_weight + attention * s.attention_weight
+        loss = (
+            div * s.divergence_weight
+            + nll * s.nll_weight
+            + states * s.state_weight
+            + attention * s.attention_weight
+        )
         if not math.isfinite(loss):
             what = f"the loss of step {self.step} is {loss}"
-            raise ConfigError(f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate")
-        means = {"loss": loss, "divergence": div, "nll": nll, "states": states, "attention": attention}
-        return StepRecord(step=self.step, **means, rate=s.rate(self.step), grad_norm=float(full(norm)))
+            raise ConfigError(
+                f"{what}: lower learning_rate, or use dtype='float32'", field="learning_rate"
+            )
+        means = {
+            "loss": loss,
+            "divergence": div,
+            "nll": nll,
+            "states": states,
+            "attention": attention,
+        }
+        return StepRecord(
+            step=self.step, **means, rate=s.rate(self.step), grad_norm=float(full(norm))
+        )
 
     def _losses(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(divergence, negative log-likelihood, states, attention), sums over tokens."""
@@ -200,12 +267,18 @@ class Training:
         batch, weights, targets = _batch(some, self.device)
         with_attention = s.attention_weight > 0
         pairs = matching.pairs if matching is not None else ()
-        ours, each = LayerOutputs.record(self.ops, batch, [a for a, _ in pairs], attention=with_attention)
+        ours, each = LayerOutputs.record(
+            self.ops, batch, [a for a, _ in pairs], attention=with_attention
+        )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=s.dtype == "bfloat16"):
-            theirs, teacher = self._teacher(indices, batch, [b for _, b in pairs], attention=with_attention)
+            theirs, teacher = self._teacher(
+                indices, batch, [b for _, b in pairs], attention=with_attention
+            )
 
             def read(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-                div, nll = self._token_losses(hidden, teacher, targets, weights, s.divergence, s.temperature)
+                div, nll = self._token_losses(
+                    hidden, teacher, targets, weights, s.divergence, s.temperature
+                )
                 zero = nll.new_zeros(())
                 self.ops.tap = None  # the recomputation in the backward pass is not to be recorded
                 with torch.autocast(self.device.type, enabled=False):
@@ -225,10 +298,24 @@ class Training:
         temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         head, vocab_size = self.model.logits, self.model.spec.vocab_size
-        return token_losses(head, hidden, teacher, targets, weights, vocab_size=vocab_size, kind=kind, temperature=temperature)
+        return token_losses(
+            head,
+            hidden,
+            teacher,
+            targets,
+            weights,
+            vocab_size=vocab_size,
+            kind=kind,
+            temperature=temperature,
+        )
 
     def _teacher(
-        self, indices: Sequence[int], batch: SequenceBatch, layers: Sequence[int], *, attention: bool
+        self,
+        indices: Sequence[int],
+        batch: SequenceBatch,
+        layers: Sequence[int],
+        *,
+        attention: bool,
     ) -> tuple[LayerOutputs, Callable[[slice], Tensor] | TopK]:
         """(the teacher's layer outputs, its logits)."""
         if self.cache is not None:
@@ -244,16 +331,29 @@ class Training:
     def evaluate(self) -> tuple[float | None, float]:
         """(forward KL, negative log-likelihood) on held-out text. The KL is None without a teacher in memory."""
         sums = torch.zeros(3, device=self.device)
-        for begin in range(0, len(self.held_out), self.settings.micro_batch):  # every process runs all, since FSDP gathers
-            batch, weights, targets = _batch(self.held_out[begin : begin + self.settings.micro_batch], self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"):
+        for begin in range(
+            0, len(self.held_out), self.settings.micro_batch
+        ):  # every process runs all, since FSDP gathers
+            batch, weights, targets = _batch(
+                self.held_out[begin : begin + self.settings.micro_batch], self.device
+            )
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bfloat16"
+            ):
                 theirs = None if self.teacher is None else self.teacher.hidden(batch)
 
                 def read(
-                    ours: Tensor, theirs: Any = theirs, targets: Tensor = targets, weights: Tensor = weights
+                    ours: Tensor,
+                    theirs: Any = theirs,
+                    targets: Tensor = targets,
+                    weights: Tensor = weights,
                 ) -> tuple[Tensor, Tensor]:
-                    model, h = (self.model, ours) if self.teacher is None else (self.teacher, theirs)
-                    return self._token_losses(ours, lambda rows: model.logits(h[rows]), targets, weights)
+                    model, h = (
+                        (self.model, ours) if self.teacher is None else (self.teacher, theirs)
+                    )
+                    return self._token_losses(
+                        ours, lambda rows: model.logits(h[rows]), targets, weights
+                    )
 
                 kl, nll = self.model(batch, read)
             sums += torch.stack((kl, nll, weights.sum()))
@@ -270,12 +370,20 @@ class Training:
     def _plan(self) -> dict[str, Any]:
         """What a continued run must have in common with the interrupted one."""
         shapes = {n: list(p.shape) for n, p in self.named.items()}
-        plan = {"settings": asdict(self.settings), "examples": fingerprint(self.examples), "shapes": shapes}
+        plan = {
+            "settings": asdict(self.settings),
+            "examples": fingerprint(self.examples),
+            "shapes": shapes,
+        }
         found: dict[str, Any] = json.loads(json.dumps(plan))
         return found
 
     def _save(self, work: Path) -> None:
-        about = {"step": self.step, "plan": self._plan(), "history": [asdict(r) for r in self.history]}
+        about = {
+            "step": self.step,
+            "plan": self._plan(),
+            "history": [asdict(r) for r in self.history],
+        }
         save_state(work, self.named, self.optimizer, about, write=self.rank == 0)
         if self.world > 1:
             dist.barrier()
@@ -323,7 +431,9 @@ def distill_files(
     """Do the run that `files` describe; the records of its steps. Several processes take one GPU each, or share the CPU; then
     `progress` is not called."""
     if num_processes < 1:
-        raise ConfigError(f"num_processes={num_processes} must be at least 1", field="num_processes")
+        raise ConfigError(
+            f"num_processes={num_processes} must be at least 1", field="num_processes"
+        )
     if num_processes == 1:
         _worker(0, files, settings, device, 1, None, progress)
     else:
@@ -331,10 +441,14 @@ def distill_files(
 
         from torch.multiprocessing.spawn import start_processes
 
-        with tempfile.TemporaryDirectory() as meeting:  # a file, not a port: no other process can join
+        with (
+            tempfile.TemporaryDirectory() as meeting
+        ):  # a file, not a port: no other process can join
             args = (files, settings, device, num_processes, f"file://{meeting}/group")
             start_processes(_worker, args=args, nprocs=num_processes, start_method="spawn")
-    return tuple(StepRecord(**row) for row in json.loads((files.out / "distill.json").read_text())["history"])
+    return tuple(
+        StepRecord(**row) for row in json.loads((files.out / "distill.json").read_text())["history"]
+    )
 
 
 def _worker(
@@ -350,7 +464,9 @@ def _worker(
     if meeting is not None:
         platform = platform_of(place)
         platform.activate(torch.get_num_threads())
-        dist.init_process_group(platform.collectives, init_method=meeting, world_size=world, rank=rank)
+        dist.init_process_group(
+            platform.collectives, init_method=meeting, world_size=world, rank=rank
+        )
     try:
         examples = read_examples(files.examples)
         held_out = read_examples(files.held_out) if files.held_out is not None else []
@@ -361,7 +477,12 @@ def _worker(
             teacher = LogitCache(files.logits, examples)
         else:
             teacher = load_dense(files.teacher, dtype=getattr(torch, settings.dtype), device=cpu)
-        more: dict[str, Any] = {"device": place, "held_out": held_out, "kept_layers": files.kept_layers, "work": files.work}
+        more: dict[str, Any] = {
+            "device": place,
+            "held_out": held_out,
+            "kept_layers": files.kept_layers,
+            "work": files.work,
+        }
         found = distill(student, teacher, examples, settings, progress=progress, **more)
         if rank == 0:
             write(files.out, found, settings, dtype=getattr(torch, files.dtype))
@@ -381,13 +502,21 @@ def write(out: Path, found: Distilled, settings: DistillSettings, *, dtype: torc
         record = {"settings": asdict(settings), "history": [asdict(r) for r in found.history]}
         (folder / "distill.json").write_text(json.dumps(record, indent=1))
         named = {"loss": "loss", "held-out KL": "held_out_kl", "held-out NLL": "held_out_nll"}
-        values = {name: [(r.step + 1, getattr(r, key)) for r in found.history] for name, key in named.items()}
-        series = {name: [(step, value) for step, value in points if value is not None] for name, points in values.items()}
+        values = {
+            name: [(r.step + 1, getattr(r, key)) for r in found.history]
+            for name, key in named.items()
+        }
+        series = {
+            name: [(step, value) for step, value in points if value is not None]
+            for name, points in values.items()
+        }
         title = "Distillation: loss of each step, and on held-out text"
         (folder / "distill.svg").write_text(curves(series, title=title))
 
 
-def _batch(examples: Sequence[Example], device: torch.device) -> tuple[SequenceBatch, Tensor, Tensor]:
+def _batch(
+    examples: Sequence[Example], device: torch.device
+) -> tuple[SequenceBatch, Tensor, Tensor]:
     """(batch, the weight of each position's prediction, float32 [T], the tokens to predict [T])."""
     batch = SequenceBatch.of([e.token_ids for e in examples], device)
     weights = []

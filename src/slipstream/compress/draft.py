@@ -23,9 +23,23 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.checkpoint import claim, fingerprint, work_folder
-from slipstream.compress.heads import EagleNet, MedusaNet, eagle_for, eagle_start, losses, medusa_for, medusa_start
+from slipstream.compress.heads import (
+    EagleNet,
+    MedusaNet,
+    eagle_for,
+    eagle_start,
+    losses,
+    medusa_for,
+    medusa_start,
+)
 from slipstream.compress.steps import DraftHead, warmup_cosine
-from slipstream.compress.teacher import Example, read_examples, read_questions, teacher_examples, write_examples
+from slipstream.compress.teacher import (
+    Example,
+    read_examples,
+    read_questions,
+    teacher_examples,
+    write_examples,
+)
 from slipstream.compress.training import in_bfloat16, parameter_groups, write_receipt
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
@@ -64,11 +78,21 @@ def train_head(
     claim(work, out, {"settings": asdict(settings), "source": fingerprint(source)}, restart=restart)
     begin = time.perf_counter()
     examples = _answers(
-        source, settings, work / "answers.jsonl", device, download_dir, begin + ANSWER_SHARE * seconds, progress
+        source,
+        settings,
+        work / "answers.jsonl",
+        device,
+        download_dir,
+        begin + ANSWER_SHARE * seconds,
+        progress,
     )
     if settings.num_questions_held_out:  # found missing before the work, not after it
         held_out = read_questions(
-            settings.text, "evaluation", settings.num_questions_held_out, settings.context, download_dir=download_dir
+            settings.text,
+            "evaluation",
+            settings.num_questions_held_out,
+            settings.context,
+            download_dir=download_dir,
         )
     else:
         held_out = []
@@ -88,7 +112,9 @@ def train_head(
         }
         if held_out:
             training.forget()
-            parts["acceptance"] = measure_head(source, settings, folder, held_out, device=device, progress=progress)
+            parts["acceptance"] = measure_head(
+                source, settings, folder, held_out, device=device, progress=progress
+            )
         receipt = write_receipt(folder / RECEIPT_NAME, source, settings, **parts)
     shutil.rmtree(work, ignore_errors=True)
     return receipt
@@ -112,7 +138,11 @@ def _answers(
 
     found = read_examples(kept) if kept.is_file() else []
     asked = read_questions(
-        settings.text, "calibration", settings.num_answers, settings.context, download_dir=download_dir
+        settings.text,
+        "calibration",
+        settings.num_answers,
+        settings.context,
+        download_dir=download_dir,
     )
     total, sizes = settings.num_answers, _engine(source, settings, device)
     if len(found) >= total or (found and time.perf_counter() >= until):
@@ -120,14 +150,24 @@ def _answers(
     with LLM(str(source.path), **sizes) as llm:
         while len(found) < total and (not found or time.perf_counter() < until):
             begin = len(found)
-            some = [asked[i % len(asked)] for i in range(begin, min(begin + 4 * sizes["max_num_seqs"], total))]
-            temperature = settings.temperature if begin < len(asked) else max(1.0, settings.temperature)
+            some = [
+                asked[i % len(asked)]
+                for i in range(begin, min(begin + 4 * sizes["max_num_seqs"], total))
+            ]
+            temperature = (
+                settings.temperature if begin < len(asked) else max(1.0, settings.temperature)
+            )
             answers = teacher_examples(
-                llm, some, max_tokens=settings.max_tokens, temperature=temperature, seed=settings.seed + begin
+                llm,
+                some,
+                max_tokens=settings.max_tokens,
+                temperature=temperature,
+                seed=settings.seed + begin,
             )
             if not answers:
                 raise ConfigError(
-                    f"{source.name} answers nothing to {len(some)} questions of {settings.text}", field="text"
+                    f"{source.name} answers nothing to {len(some)} questions of {settings.text}",
+                    field="text",
                 )
             found += answers
             write_examples(kept, answers, append=True)
@@ -137,7 +177,11 @@ def _answers(
 
 def _engine(source: ModelDescription, settings: DraftHead, device: torch.device) -> dict[str, Any]:
     length = min(source.spec.max_position, 2 * settings.context + settings.max_tokens)
-    return {"device": str(device), "max_model_len": length, "max_num_seqs": 16 if device.type == "cpu" else 256}
+    return {
+        "device": str(device),
+        "max_model_len": length,
+        "max_num_seqs": 16 if device.type == "cpu" else 256,
+    }
 
 
 # --- Training -------------------------------------------------------------------------------------------------------------
@@ -147,7 +191,11 @@ class HeadTraining:
     """One run. The head is in float32; products are in bfloat16 where that is faster."""
 
     def __init__(
-        self, source: ModelDescription, examples: Sequence[Example], settings: DraftHead, device: torch.device
+        self,
+        source: ModelDescription,
+        examples: Sequence[Example],
+        settings: DraftHead,
+        device: torch.device,
     ) -> None:
         self.source, self.settings, self.device = source, settings, device
         self.examples = [e for e in examples if 3 < len(e.token_ids) <= settings.batch_tokens]
@@ -158,29 +206,46 @@ class HeadTraining:
         dense = load_parameters(source, dtype=torch.bfloat16, device=device, wanted=self.is_read)
         table = dense["embed.weight"]
         rows = dense.get("head.weight", table)
-        self.tokens = frequent_tokens(examples, spec.vocab_size, settings.vocab_size(spec.vocab_size))
+        self.tokens = frequent_tokens(
+            examples, spec.vocab_size, settings.vocab_size(spec.vocab_size)
+        )
         self.place = (
-            torch.full((spec.vocab_size,), -1).scatter(0, self.tokens, torch.arange(len(self.tokens))).to(device)
+            torch.full((spec.vocab_size,), -1)
+            .scatter(0, self.tokens, torch.arange(len(self.tokens)))
+            .to(device)
         )
         self.rows = rows[self.tokens.to(rows.device)].detach().to(device)
         self.net: EagleNet | MedusaNet
         if settings.kind == "eagle3":
-            fc_norm: Any = "joint" if settings.norm_before_fc else "each" if settings.fc_norm else None
-            head = eagle_for(spec, len(self.tokens), fc_norm=fc_norm, norm_output=settings.norm_output)
+            fc_norm: Any = (
+                "joint" if settings.norm_before_fc else "each" if settings.fc_norm else None
+            )
+            head = eagle_for(
+                spec, len(self.tokens), fc_norm=fc_norm, norm_output=settings.norm_output
+            )
             start = eagle_start(head, spec, dense, self.rows, settings.seed)
             self.spec: LayeredSpec | MedusaSpec = head
             self.net = EagleNet(
-                head, start, table.detach().float().to(device), max_len=longest + settings.num_places
+                head,
+                start,
+                table.detach().float().to(device),
+                max_len=longest + settings.num_places,
             ).to(device)
         else:
             self.spec = medusa_for(spec, settings.num_places)
-            self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float(), spec).to(device)
+            self.net = MedusaNet(self.spec, medusa_start(self.spec), self.rows.float(), spec).to(
+                device
+            )
         aux = () if isinstance(self.spec, MedusaSpec) else self.spec.aux_layers or ()
         args = EngineArgs(model=str(source.path), device=str(device))
-        self.model: States | None = States(args, aux, context=longest, step_tokens=2 * settings.batch_tokens)
+        self.model: States | None = States(
+            args, aux, context=longest, step_tokens=2 * settings.batch_tokens
+        )
         taken = 1 + len(aux)
         total = sum(len(e.token_ids) for e in self.examples) * taken * spec.hidden_size * 2
-        self.cache: list[Tensor | None] | None = [None] * len(self.examples) if total <= CACHE_BYTES else None
+        self.cache: list[Tensor | None] | None = (
+            [None] * len(self.examples) if total <= CACHE_BYTES else None
+        )
 
     def is_read(self, name: str) -> bool:
         """Of the model's parameters those that a head begins with, or is to agree with."""
@@ -219,7 +284,11 @@ class HeadTraining:
             for group in groups:
                 now: list[int] = []
                 for i in group:
-                    if now and (len(now) + 1) * len(self.examples[i].token_ids) > self.settings.batch_tokens:
+                    if (
+                        now
+                        and (len(now) + 1) * len(self.examples[i].token_ids)
+                        > self.settings.batch_tokens
+                    ):
                         found.append(now)
                         now = []
                     now.append(i)
@@ -237,9 +306,14 @@ class HeadTraining:
             tokens[row, : len(x.token_ids)] = torch.tensor(x.token_ids)
             answered[row, x.num_context - 1 : len(x.token_ids) - 1] = True
         tokens = tokens.to(self.device)
-        states = torch.nn.utils.rnn.pad_sequence(list(self.states(indices)), batch_first=True).to(self.device)
+        states = torch.nn.utils.rnn.pad_sequence(list(self.states(indices)), batch_first=True).to(
+            self.device
+        )
         final, rest = states[..., :e], states[..., e:]
-        wanted = as_model(torch.nn.functional.linear(final.to(self.rows.dtype), self.rows).float(), self.source.spec)
+        wanted = as_model(
+            torch.nn.functional.linear(final.to(self.rows.dtype), self.rows).float(),
+            self.source.spec,
+        )
         following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
         counted = answered.to(self.device) & (self.place[following] >= 0)
         return tokens, (rest if rest.shape[-1] else final).float(), final.float(), wanted, counted
@@ -250,18 +324,23 @@ class HeadTraining:
         groups = parameter_groups(self.net.parameters(), s.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95))
         for step, indices in enumerate(self.batches()):
-            share = max(step / s.num_steps, (time.perf_counter() - begin) / max(1e-9, until - begin))
+            share = max(
+                step / s.num_steps, (time.perf_counter() - begin) / max(1e-9, until - begin)
+            )
             if share >= 1 and step:
                 break
             tokens, states, final, wanted, counted = self.padded(indices)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=in_bfloat16(self.device)):
                 hidden = self.net(tokens, states, s.num_places)
-                loss, hits, counts = losses(self.net, hidden, wanted, counted, final, s.state_weight)
+                loss, hits, counts = losses(
+                    self.net, hidden, wanted, counted, final, s.state_weight
+                )
             if not counts.any():  # no answer has a token of the head's
                 continue
             if not torch.isfinite(loss):
                 raise ConfigError(
-                    f"the loss of step {step} is {float(loss)}: lower learning_rate", field="learning_rate"
+                    f"the loss of step {step} is {float(loss)}: lower learning_rate",
+                    field="learning_rate",
                 )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -273,7 +352,14 @@ class HeadTraining:
                 group["lr"] = rate
             optimizer.step()
             agreement = [round(x, 4) for x in (hits / counts.clamp(min=1)).tolist()]
-            history.append({"step": step, "loss": round(float(loss.detach()), 4), "agreement": agreement, "rate": rate})
+            history.append(
+                {
+                    "step": step,
+                    "loss": round(float(loss.detach()), 4),
+                    "agreement": agreement,
+                    "rate": rate,
+                }
+            )
             progress(
                 f"training, loss {float(loss.detach()):.3f}, right {agreement[0]:.0%}",
                 round(share * s.num_steps),
@@ -310,7 +396,10 @@ class HeadTraining:
             )
             chosen = torch.zeros(spec.vocab_size, dtype=torch.bool).scatter(0, self.tokens, True)
             maps = {"d2t": self.tokens - torch.arange(len(self.tokens)), "t2d": chosen}
-        tensors = {name: stored(values[place.target].detach(), place).bfloat16() for name, place in names.items()}
+        tensors = {
+            name: stored(values[place.target].detach(), place).bfloat16()
+            for name, place in names.items()
+        }
         write_tensors(folder, (*tensors.items(), *maps.items()))
         write_config(folder, {**config, "dtype": "bfloat16"})
 
@@ -392,10 +481,14 @@ def measure_head(
     config = {"method": settings.kind, "model": str(folder), "num_speculative_tokens": most}
     kinds: dict[str, list[str]] = {}
     with LLM(str(source.path), **_engine(source, settings, device)) as llm:
-        for question, text in zip(questions, _texts(llm, questions, settings.max_tokens), strict=True):
+        for question, text in zip(
+            questions, _texts(llm, questions, settings.max_tokens), strict=True
+        ):
             kinds.setdefault(kind_of(text), []).append(question)
     found: dict[str, Accepted] = {}
-    with LLM(str(source.path), speculative_config=config, **_engine(source, settings, device)) as llm:
+    with LLM(
+        str(source.path), speculative_config=config, **_engine(source, settings, device)
+    ) as llm:
         for i, (kind, some) in enumerate(sorted(kinds.items())):
             progress("acceptance", i, len(kinds))
             before = llm.core.stats()
@@ -404,10 +497,13 @@ def measure_head(
             runs = after.spec_num_drafts - before.spec_num_drafts
             earlier = (*before.spec_accepted_by_position, *(0,) * most)
             places = zip(after.spec_accepted_by_position, earlier, strict=False)
-            found[kind] = Accepted(len(some), runs, tuple((a - b) / max(1, runs) for a, b in places))
+            found[kind] = Accepted(
+                len(some), runs, tuple((a - b) / max(1, runs) for a, b in places)
+            )
     runs = sum(x.num_runs for x in found.values())
     shares = [
-        sum(x.by_position[i] * x.num_runs for x in found.values() if i < len(x.by_position)) / max(1, runs)
+        sum(x.by_position[i] * x.num_runs for x in found.values() if i < len(x.by_position))
+        / max(1, runs)
         for i in range(most)
     ]
     overall = Accepted(len(questions), runs, tuple(shares))
@@ -422,7 +518,10 @@ def _texts(llm: LLM, questions: Sequence[str], max_tokens: int) -> list[str]:
     from slipstream.types import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return [a.outputs[0].text for a in llm.chat([[{"role": "user", "content": q}] for q in questions], sampling)]
+    return [
+        a.outputs[0].text
+        for a in llm.chat([[{"role": "user", "content": q}] for q in questions], sampling)
+    ]
 
 
 def kind_of(text: str) -> str:

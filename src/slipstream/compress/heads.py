@@ -37,13 +37,17 @@ DECAY = 0.8
 class EagleNet(nn.Module):
     """`parameters` are by the names of `spec.shapes`; `embed` [V, E] is the model's table, and is not trained."""
 
-    def __init__(self, spec: LayeredSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int) -> None:
+    def __init__(
+        self, spec: LayeredSpec, parameters: Mapping[str, Tensor], embed: Tensor, *, max_len: int
+    ) -> None:
         super().__init__()
         self.spec = spec
         register(self, {name: nn.Parameter(value) for name, value in parameters.items()})
         position = spec.layers[0].attention.position
         assert isinstance(position, RopeSpec)
-        self.register_buffer("angles", rope_table(position, max_len).to(embed.device), persistent=False)
+        self.register_buffer(
+            "angles", rope_table(position, max_len).to(embed.device), persistent=False
+        )
         self.register_buffer("embed", embed, persistent=False)
 
     def forward(self, token_ids: Tensor, aux: Tensor, num_steps: int) -> list[Tensor]:
@@ -57,7 +61,13 @@ class EagleNet(nn.Module):
         own: list[tuple[Tensor, Tensor]] = []
         for step in range(num_steps):
             tokens = F.pad(token_ids[:, 1 + step :], (0, 1 + step))
-            hidden, states, keys = self.layer(F.embedding(tokens, self.embed), states, first, own, step)  # type: ignore[arg-type]
+            hidden, states, keys = self.layer(
+                F.embedding(tokens, self.embed),  # type: ignore[arg-type]
+                states,
+                first,
+                own,
+                step,
+            )
             first, own = (keys, own) if first is None else (first, [*own, keys])
             found.append(hidden)
         return found
@@ -74,7 +84,10 @@ class EagleNet(nn.Module):
         rows = self.norm(states, "hidden_norm")
         residual = rows if self.spec.norm_before_residual else states
         a = self.spec.layers[0].attention
-        qkv = F.linear(torch.cat((self.norm(embedded, "embed_norm"), rows), -1), self.of("layers.0.attention.qkv.weight"))
+        qkv = F.linear(
+            torch.cat((self.norm(embedded, "embed_norm"), rows), -1),
+            self.of("layers.0.attention.qkv.weight"),
+        )
         heads = qkv.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
         q, k, v = heads.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
         q, k = self.rotate(q, step), self.rotate(k, step)
@@ -84,14 +97,20 @@ class EagleNet(nn.Module):
             mixed = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=a.scale)
         else:
             mixed = along(q, first, [*own, (k, v)], group, a.scale)
-        x = residual + F.linear(mixed.transpose(1, 2).flatten(2), self.of("layers.0.attention.out.weight"))
-        gate, up = F.linear(self.norm(x, "layers.0.pre_mlp"), self.of("layers.0.mlp.up.weight")).chunk(2, -1)
+        x = residual + F.linear(
+            mixed.transpose(1, 2).flatten(2), self.of("layers.0.attention.out.weight")
+        )
+        gate, up = F.linear(
+            self.norm(x, "layers.0.pre_mlp"), self.of("layers.0.mlp.up.weight")
+        ).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, self.of("layers.0.mlp.down.weight"))
         hidden = self.norm(x, "final_norm")
         return hidden, hidden if self.spec.norm_output else x, (k, v)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.of(f"{name}.weight").float(), self.spec.norm.eps)
+        return F.rms_norm(
+            x.float(), x.shape[-1:], self.of(f"{name}.weight").float(), self.spec.norm.eps
+        )
 
     def rotate(self, x: Tensor, step: int) -> Tensor:
         cos, sin = self.angles[step : step + x.shape[2]].chunk(2, -1)  # type: ignore[index]
@@ -106,7 +125,11 @@ class EagleNet(nn.Module):
 
 
 def along(
-    q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], group: int, scale: float
+    q: Tensor,
+    first: tuple[Tensor, Tensor],
+    own: list[tuple[Tensor, Tensor]],
+    group: int,
+    scale: float,
 ) -> Tensor:
     """Queries [B, H, L, D] over the keys of step 0 up to their places, and those of the later steps at their own."""
     k, v = (t.repeat_interleave(group, 1) for t in first)
@@ -124,7 +147,9 @@ def along(
 class MedusaNet(nn.Module):
     """The blocks of heads that share the model's output head (Cai et al. 2024, "Medusa-1")."""
 
-    def __init__(self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor, model: ModelSpec) -> None:
+    def __init__(
+        self, spec: MedusaSpec, parameters: Mapping[str, Tensor], rows: Tensor, model: ModelSpec
+    ) -> None:
         """`rows`: of the output head of `model`, those of the tokens that training counts; they are not trained."""
         super().__init__()
         self.spec, self.model = spec, model
@@ -138,7 +163,11 @@ class MedusaNet(nn.Module):
             x = states
             for j in range(self.spec.num_layers):
                 name = f"head{i}.blocks.{j}"
-                x = x + F.silu(F.linear(x, self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")))
+                x = x + F.silu(
+                    F.linear(
+                        x, self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")
+                    )
+                )
             found.append(x)
         return found
 
@@ -197,14 +226,20 @@ def eagle_for(
         heads = QKVLayout(a.num_heads, a.num_kv_heads, a.head_dim)
     theta = a.position.theta if isinstance(a.position, RopeSpec) else 10000.0
     position = RopeSpec(theta=theta, rotary_dim=heads.head_dim)
-    wide = m.intermediate_size if isinstance(m, DenseSpec) and m.gated else -(-8 * e // 3 // 64) * 64
-    norm = NormSpec(kind="rms", size=e, eps=spec.final_norm.eps if spec.final_norm is not None else 1e-6)
+    wide = (
+        m.intermediate_size if isinstance(m, DenseSpec) and m.gated else -(-8 * e // 3 // 64) * 64
+    )
+    norm = NormSpec(
+        kind="rms", size=e, eps=spec.final_norm.eps if spec.final_norm is not None else 1e-6
+    )
     layer = LayerSpec(
         attention=attention(heads, position),
         mlp=DenseSpec(intermediate_size=wide, activation="silu"),
         block=SequentialBlock(pre_mlp=norm),
     )
-    aux = tuple(sorted({min(max(0, i), spec.num_layers) for i in default_aux_layers(spec.num_layers)}))
+    aux = tuple(
+        sorted({min(max(0, i), spec.num_layers) for i in default_aux_layers(spec.num_layers)})
+    )
     return LayeredSpec(
         hidden_size=e,
         vocab_size=spec.vocab_size,
@@ -226,10 +261,18 @@ def eagle_start(
     as its logits do. What reads embeddings is random and small."""
     g = torch.Generator().manual_seed(seed)
     e, last = head.hidden_size, f"layers.{spec.num_layers - 1}."
-    values = {n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=g) * 0.02 for n, s in head.shapes.items()}
+    values = {
+        n: torch.ones(s) if len(s) == 1 else torch.randn(s, generator=g) * 0.02
+        for n, s in head.shapes.items()
+    }
     values["fc.weight"][:, -e:] += torch.eye(e)
     values["head.weight"] = rows.float().cpu() * spec.logit_scale
-    for name in ("attention.out.weight", "mlp.up.weight", "mlp.down.weight", "attention.qkv.weight"):
+    for name in (
+        "attention.out.weight",
+        "mlp.up.weight",
+        "mlp.down.weight",
+        "attention.qkv.weight",
+    ):
         own = model.get(f"{last}{name}")
         if own is None:
             continue

@@ -22,7 +22,14 @@ from torch import Tensor
 from slipstream.compress.calibrate import FakeInputs, InputStats, Stream
 from slipstream.compress.planning import ORDER, PlannedWeight
 from slipstream.compress.quantize.learned import Offsets, learn
-from slipstream.compress.quantize.rounding import Rounded, compensate, fit, gptq_trace, nearest, round_weight
+from slipstream.compress.quantize.rounding import (
+    Rounded,
+    compensate,
+    fit,
+    gptq_trace,
+    nearest,
+    round_weight,
+)
 from slipstream.compress.quantize.scaling import scale_inputs, scaled_products, search_scale
 from slipstream.compress.recipe import KVCache, Quantize, Recipe
 from slipstream.compress.sparsify import sparsegpt, sparsify_weight
@@ -49,8 +56,12 @@ class LayerState:
     exact: dict[str, Tensor] = field(default_factory=dict)  # `values` before rounding
     rounded: dict[str, Rounded] = field(default_factory=dict)
     offsets: dict[str, Offsets] = field(default_factory=dict)  # where learned rounding begins
-    inputs: dict[str, FakeInputs] = field(default_factory=dict)  # how the inputs of products are rounded
-    cache_scales: dict[str, Tensor] = field(default_factory=dict)  # "k" and "v", as they are written
+    inputs: dict[str, FakeInputs] = field(
+        default_factory=dict
+    )  # how the inputs of products are rounded
+    cache_scales: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # "k" and "v", as they are written
     note: dict[str, dict[str, Any]] = field(default_factory=lambda: {key: {} for key in NOTES})
 
     def set_weight(self, name: str, made: Rounded) -> None:
@@ -115,7 +126,9 @@ class RoundWeights:
         for group in [names] if at_once and names else [[name] for name in names]:
             stats: Mapping[str, InputStats] = {}
             if layer.text is not None:
-                stats = layer.text.observe(layer.index, layer.values, group, inputs=layer.inputs, original=layer.exact)
+                stats = layer.text.observe(
+                    layer.index, layer.values, group, inputs=layer.inputs, original=layer.exact
+                )
             for name in group:
                 self._compress(layer, name, stats)
 
@@ -139,41 +152,73 @@ class RoundWeights:
         if planned.fmt is not None and planned.fmt.inputs is not None:
             if self.quantize is not None and self.quantize.outliers is not None and own is not None:
                 note["columns"][name] = outlier_columns(own.absmax, self.quantize.outliers)
-            layer.inputs[name] = FakeInputs(planned.fmt.inputs, columns=tuple(note["columns"].get(name, ())))
+            layer.inputs[name] = FakeInputs(
+                planned.fmt.inputs, columns=tuple(note["columns"].get(name, ()))
+            )
             if planned.fmt.static_inputs:
-                note["input_scales"][name] = float(stats[name].absmax.max()) / FORMAT_MAX[planned.fmt.inputs]
+                note["input_scales"][name] = (
+                    float(stats[name].absmax.max()) / FORMAT_MAX[planned.fmt.inputs]
+                )
 
-    def _begin_learning(self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None) -> Offsets:
+    def _begin_learning(
+        self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None
+    ) -> Offsets:
         """Learning begins at GPTQ's result, or at rounding to nearest. Experts have no statistics and begin at nearest."""
         settings, fmt = planned.rounding
         if stats is None or settings.begin == "nearest":
             return Offsets.fitted(weight, fmt, self.written, clip=settings.clip)
         more = {"act_order": settings.act_order, "clip": settings.clip}
-        made, compensated = gptq_trace(weight, fmt, self.written, stats, damping=settings.damping, **more)
+        made, compensated = gptq_trace(
+            weight, fmt, self.written, stats, damping=settings.damping, **more
+        )
         return Offsets.of(compensated, made.grid)
 
-    def _new_weight(self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]) -> Rounded | Tensor:
+    def _new_weight(
+        self, layer: LayerState, name: str, weight: Tensor, stats: Mapping[str, InputStats]
+    ) -> Rounded | Tensor:
         """Experts are compressed one by one; those that no token reached have no statistics."""
         planned, mlp = layer.planned[name], layer.spec.mlp
         if not (name.startswith("experts.") and isinstance(mlp, MoESpec)):
             return self._matrix(planned, weight, stats.get(name), layer)
         experts = [
-            self._matrix(planned, w, stats.get(f"{name}@{i}"), layer) for i, w in enumerate(weight.chunk(mlp.num_experts))
+            self._matrix(planned, w, stats.get(f"{name}@{i}"), layer)
+            for i, w in enumerate(weight.chunk(mlp.num_experts))
         ]
         rounded = [expert for expert in experts if isinstance(expert, Rounded)]
-        return Rounded.cat(rounded) if rounded else torch.cat([expert for expert in experts if isinstance(expert, Tensor)])
+        return (
+            Rounded.cat(rounded)
+            if rounded
+            else torch.cat([expert for expert in experts if isinstance(expert, Tensor)])
+        )
 
-    def _matrix(self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState) -> Rounded | Tensor:
-        settings, fmt, sparse = planned.settings, planned.fmt, self.sparsify if planned.sparse else None
+    def _matrix(
+        self, planned: PlannedWeight, weight: Tensor, stats: InputStats | None, layer: LayerState
+    ) -> Rounded | Tensor:
+        settings, fmt, sparse = (
+            planned.settings,
+            planned.fmt,
+            self.sparsify if planned.sparse else None,
+        )
         if stats is not None and (chosen := settings or sparse) is not None:
             share = layer.text.catch_up if layer.text is not None else 0.0
             weight = compensate(weight, stats, share, damping=chosen.damping)
         if sparse is None:
-            return weight if settings is None or fmt is None else round_weight(weight, settings, fmt, self.written, stats)
-        if settings is not None and fmt is not None and settings.rounding == "gptq" and stats is not None:
+            return (
+                weight
+                if settings is None or fmt is None
+                else round_weight(weight, settings, fmt, self.written, stats)
+            )
+        if (
+            settings is not None
+            and fmt is not None
+            and settings.rounding == "gptq"
+            and stats is not None
+        ):
             # One solution for zeros and codes: the columns after them compensate for both.
             grid = fit(weight, fmt, self.written, clip=settings.clip, importance=stats.mean_square)
-            found = sparsegpt(weight, stats, layer.sparsity, sparse.pattern, damping=sparse.damping, grid=grid)
+            found = sparsegpt(
+                weight, stats, layer.sparsity, sparse.pattern, damping=sparse.damping, grid=grid
+            )
             return Rounded(grid, grid.codes(found))
         weight = sparsify_weight(weight, sparse, stats, layer.sparsity)
         if settings is None or fmt is None:
@@ -203,7 +248,9 @@ class LearnRounding:
             states=layer.text.target_states(),
         )
         if error_left == 1.0:
-            _logger.warning("layer %d: learned rounding is no better than its start, which is kept", layer.index)
+            _logger.warning(
+                "layer %d: learned rounding is no better than its start, which is kept", layer.index
+            )
         for name, made in learned.items():
             layer.set_weight(name, made)
             layer.note["learned"][name] = error_left
@@ -220,9 +267,15 @@ class CacheScales:
     def __call__(self, layer: LayerState) -> None:
         assert layer.text is not None
         per_head = self.settings.per == "head"
-        for part, top in zip(("k", "v"), layer.text.cache_range(layer.index, layer.values), strict=True):
+        for part, top in zip(
+            ("k", "v"), layer.text.cache_range(layer.index, layer.values), strict=True
+        ):
             largest = top if per_head else top.max()[None]
-            scale = (largest * self.settings.margin / FORMAT_MAX[self.settings.form]).clamp(min=1e-6).to(self.written)
+            scale = (
+                (largest * self.settings.margin / FORMAT_MAX[self.settings.form])
+                .clamp(min=1e-6)
+                .to(self.written)
+            )
             layer.cache_scales[part] = scale[:, None, None] if per_head else scale
 
 

@@ -33,7 +33,14 @@ from torch.nn import functional as F
 
 from slipstream.compress.checkpoint import claim, fingerprint, work_folder
 from slipstream.compress.steps import LoRA, warmup_cosine
-from slipstream.compress.training import Epochs, in_bfloat16, read_state, restore_state, save_state, write_receipt
+from slipstream.compress.training import (
+    Epochs,
+    in_bfloat16,
+    read_state,
+    restore_state,
+    save_state,
+    write_receipt,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
@@ -94,10 +101,19 @@ def train_adapter(
     modules = adapted_modules(source, settings)
     progress("reading the data", 0, 0)
     tokenizer = Tokenizer.for_model(source)
-    train, held_out, skipped = read_samples(settings, tokenizer, source.spec.max_position, download_dir)
-    digest = hashlib.sha256(json.dumps([asdict(sample) for sample in (*train, *held_out)]).encode()).hexdigest()
+    train, held_out, skipped = read_samples(
+        settings, tokenizer, source.spec.max_position, download_dir
+    )
+    digest = hashlib.sha256(
+        json.dumps([asdict(sample) for sample in (*train, *held_out)]).encode()
+    ).hexdigest()
     work = work_folder(out, "lora")
-    claim(work, out, {"settings": asdict(settings), "source": fingerprint(source), "data": digest}, restart=restart)
+    claim(
+        work,
+        out,
+        {"settings": asdict(settings), "source": fingerprint(source), "data": digest},
+        restart=restart,
+    )
     training = Training(source, settings, modules, train, work, device)
     before = training.evaluate(held_out) if training.step == 0 else training.before
     training.before = before
@@ -117,9 +133,19 @@ def train_adapter(
                 "num_held_out": len(held_out),
                 "num_skipped": skipped,
             },
-            adapter={"num_modules": len(modules), "num_parameters": sum(v.numel() for v in training.values.values())},
-            held_out={"perplexity_before": round(math.exp(before), 4), "perplexity_after": round(math.exp(after), 4)},
-            training={"num_steps": training.step, "seconds": round(training.seconds, 1), "loss": training.history},
+            adapter={
+                "num_modules": len(modules),
+                "num_parameters": sum(v.numel() for v in training.values.values()),
+            },
+            held_out={
+                "perplexity_before": round(math.exp(before), 4),
+                "perplexity_after": round(math.exp(after), 4),
+            },
+            training={
+                "num_steps": training.step,
+                "seconds": round(training.seconds, 1),
+                "loss": training.history,
+            },
         )
     shutil.rmtree(work, ignore_errors=True)
     return receipt
@@ -129,7 +155,10 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
     """The products that get an adapter. ConfigError names a target that the model lacks, or can't have."""
     spec = source.spec
     if spec.kind != "a decoder":
-        raise ConfigError(f"lora: {source.name} is {spec.kind}, and adapters are for decoders that write text", field="lora")
+        raise ConfigError(
+            f"lora: {source.name} is {spec.kind}, and adapters are for decoders that write text",
+            field="lora",
+        )
     for layer in spec.layers:
         attention_of(layer)
     shapes, names = parameters(spec), source.family.names(spec)
@@ -144,7 +173,10 @@ def adapted_modules(source: ModelDescription, settings: LoRA) -> list[Module]:
     for target in settings.targets:
         if target not in known:
             has = ", ".join(known)
-            raise ConfigError(f"targets: this model has no {target!r} for an adapter; it has {has}", field="targets")
+            raise ConfigError(
+                f"targets: this model has no {target!r} for an adapter; it has {has}",
+                field="targets",
+            )
     found = []
     for name, place in every.items():
         last = name.rpartition(".")[2]
@@ -172,12 +204,15 @@ def read_samples(
     documents = [
         document
         for part in PARTS
-        for document in islice(read_documents(settings.text, part, download_dir=download_dir), count)
+        for document in islice(
+            read_documents(settings.text, part, download_dir=download_dir), count
+        )
     ]
     unique = {hashlib.sha256(repr(d).encode("utf-8", "replace")).hexdigest(): d for d in documents}
     if len(unique) < 2:
         raise ConfigError(
-            f"{settings.text} holds {len(unique)} documents; one at least is learned and one held out", field="text"
+            f"{settings.text} holds {len(unique)} documents; one at least is learned and one held out",
+            field="text",
         )
     num_held_out = min(settings.held_out, max(1, len(unique) // 10))
     held = set(sorted(unique)[:num_held_out])
@@ -211,10 +246,15 @@ def _samples(document: Document, tokenizer: Tokenizer, context: int) -> Iterator
             yield Sample(part, (False, *[True] * (len(part) - 1)))
 
 
-def _conversation(turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int) -> Sample | None:
+def _conversation(
+    turns: Sequence[tuple[str, str]], tokenizer: Tokenizer, context: int
+) -> Sample | None:
     """None: nothing of an answer is within the context, or the template changes what came before an answer."""
     if tokenizer.chat_template is None:
-        raise ConfigError("the data has conversations, and the model has no chat template; give texts", field="text")
+        raise ConfigError(
+            "the data has conversations, and the model has no chat template; give texts",
+            field="text",
+        )
     messages = [{"role": role, "content": content} for role, content in turns]
     ids: list[int] = []
     learned: list[bool] = []
@@ -258,7 +298,11 @@ class LoRAOps(AutogradOps):
         parts, end = [], 0
         for module, a, b in modules:
             dropped = F.dropout(x, self.dropout) if self.training and self.dropout else x
-            b = b if isinstance(module.place.transform, Transpose) else transform(b, module.place.transform)
+            b = (
+                b
+                if isinstance(module.place.transform, Transpose)
+                else transform(b, module.place.transform)
+            )
             if module.rows.start > end:
                 parts.append(y.new_zeros(len(y), module.rows.start - end))
             parts.append(F.linear(F.linear(dropped, a), b * module.scale))
@@ -282,10 +326,14 @@ class Training:
     ) -> None:
         self.settings, self.samples, self.work, self.device = settings, samples, work, device
         self.in_bfloat16 = in_bfloat16(device)
-        base = frozen_base(source, settings, torch.bfloat16 if self.in_bfloat16 else torch.float32, device)
+        base = frozen_base(
+            source, settings, torch.bfloat16 if self.in_bfloat16 else torch.float32, device
+        )
         self.ops = LoRAOps(settings.dropout)
         longest = min(settings.context, source.spec.max_position)
-        self.model = WholeModel(source.spec, base, max_len=longest, recompute=settings.recompute, ops=self.ops)
+        self.model = WholeModel(
+            source.spec, base, max_len=longest, recompute=settings.recompute, ops=self.ops
+        )
         self.model.requires_grad_(False)
         weights = dict(self.model.named_parameters())
         generator = torch.Generator().manual_seed(settings.seed)
@@ -298,7 +346,10 @@ class Training:
             self.values |= {f"{m.name}.lora_A.weight": down, f"{m.name}.lora_B.weight": up}
             self.ops.own.setdefault(weights[m.place.target].data_ptr(), []).append((m, down, up))
         self.optimizer = torch.optim.AdamW(
-            self.values.values(), lr=settings.learning_rate, betas=(0.9, 0.999), weight_decay=settings.weight_decay
+            self.values.values(),
+            lr=settings.learning_rate,
+            betas=(0.9, 0.999),
+            weight_decay=settings.weight_decay,
         )
         self.step, self.seconds, self.before = 0, 0.0, math.nan
         self.history: list[float] = []
@@ -312,12 +363,18 @@ class Training:
         limit = math.inf if s.minutes is None else 60 * s.minutes
         while self.step < s.num_steps and (self.seconds < limit or not self.step):
             share = max(self.step / s.num_steps, self.seconds / limit)
-            loss = self._train_step(s.learning_rate * warmup_cosine(round(1000 * share), 1000, round(1000 * s.warmup)))
+            loss = self._train_step(
+                s.learning_rate * warmup_cosine(round(1000 * share), 1000, round(1000 * s.warmup))
+            )
             self.history.append(round(loss, 5))
             self.step += 1
             now = time.perf_counter()
             self.seconds = before + now - begin
-            progress(f"training, loss {loss:.3f}", round(max(self.step / s.num_steps, self.seconds / limit) * 1000), 1000)
+            progress(
+                f"training, loss {loss:.3f}",
+                round(max(self.step / s.num_steps, self.seconds / limit) * 1000),
+                1000,
+            )
             if now - saved > SAVE_S:
                 self._save()
                 saved = now
@@ -326,7 +383,10 @@ class Training:
         """The loss: nats of a learned token."""
         s = self.settings
         torch.manual_seed(s.seed * 1_000_003 + self.step)  # dropout's
-        some = sorted((self.samples[i] for i in self.epochs.indices(self.step)), key=lambda sample: len(sample.token_ids))
+        some = sorted(
+            (self.samples[i] for i in self.epochs.indices(self.step)),
+            key=lambda sample: len(sample.token_ids),
+        )
         total = sum(sum(sample.learned) for sample in some)
         self.ops.training = True
         self.optimizer.zero_grad(set_to_none=True)
@@ -336,7 +396,10 @@ class Training:
             part.backward()
             loss += float(part.detach())
         if not math.isfinite(loss):
-            raise ConfigError(f"the loss of step {self.step} is {loss}: lower learning_rate", field="learning_rate")
+            raise ConfigError(
+                f"the loss of step {self.step} is {loss}: lower learning_rate",
+                field="learning_rate",
+            )
         torch.nn.utils.clip_grad_norm_(self.values.values(), s.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -346,11 +409,15 @@ class Training:
     def _nll(self, some: Sequence[Sample]) -> Tensor:
         """Nats of the learned tokens, summed."""
         batch = SequenceBatch.of([sample.token_ids for sample in some], self.device)
-        learned = torch.tensor([flag for sample in some for flag in (*sample.learned[1:], False)], device=self.device)
+        learned = torch.tensor(
+            [flag for sample in some for flag in (*sample.learned[1:], False)], device=self.device
+        )
         targets = batch.token_ids.roll(-1)[learned]
 
         def read(hidden: Tensor) -> Tensor:
-            return F.cross_entropy(self.model.logits(hidden[learned]).float(), targets, reduction="sum")
+            return F.cross_entropy(
+                self.model.logits(hidden[learned]).float(), targets, reduction="sum"
+            )
 
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             found: Tensor = self.model(batch, read)
@@ -368,7 +435,12 @@ class Training:
     # --- Saved state ------------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        about = {"step": self.step, "seconds": self.seconds, "before": self.before, "history": self.history}
+        about = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "before": self.before,
+            "history": self.history,
+        }
         save_state(self.work, self.values, self.optimizer, about)
 
     def _resume(self) -> None:
@@ -394,12 +466,19 @@ def frozen_base(
 
 
 def write_adapter(
-    folder: Path, source: ModelDescription, settings: LoRA, modules: Sequence[Module], values: Mapping[str, Tensor]
+    folder: Path,
+    source: ModelDescription,
+    settings: LoRA,
+    modules: Sequence[Module],
+    values: Mapping[str, Tensor],
 ) -> None:
     """PEFT's two files, in float32 as PEFT saves them."""
     from safetensors.torch import save_file
 
-    tensors = {f"base_model.model.{name}": value.detach().cpu().contiguous() for name, value in values.items()}
+    tensors = {
+        f"base_model.model.{name}": value.detach().cpu().contiguous()
+        for name, value in values.items()
+    }
     save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",

@@ -61,8 +61,12 @@ class TopK:
     def outcomes(self, student: Tensor) -> tuple[Tensor, Tensor]:
         """(teacher, student) log-probabilities [N, k + 1]. The last outcome is all other tokens. `student` is [N, V]."""
         rest = (-self.logprobs.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-7).log1p()
-        others = student.scatter(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-100.0)
-        return torch.cat((self.logprobs, rest), -1), torch.cat((student.gather(-1, self.ids), others), -1)
+        others = (
+            student.scatter(-1, self.ids, -torch.inf).logsumexp(-1, keepdim=True).clamp(min=-100.0)
+        )
+        return torch.cat((self.logprobs, rest), -1), torch.cat(
+            (student.gather(-1, self.ids), others), -1
+        )
 
 
 def token_losses(
@@ -101,7 +105,11 @@ def token_losses(
         rows = slice(begin, begin + at_once)
         part = hidden[rows]
         recompute = torch.is_grad_enabled()
-        parts = checkpoint(losses_of, part, rows, use_reentrant=False) if recompute else losses_of(part, rows)
+        parts = (
+            checkpoint(losses_of, part, rows, use_reentrant=False)
+            if recompute
+            else losses_of(part, rows)
+        )
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return sums[0], sums[1]
 
@@ -113,15 +121,21 @@ class TappedOps(AutogradOps):
     """Calls `tap(q, kv, meta, params)` before every attention, if it is set."""
 
     def __init__(self) -> None:
-        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, AttentionParams], None] | None = None
+        self.tap: Callable[[Tensor, LayerKV, AttentionMetadata, AttentionParams], None] | None = (
+            None
+        )
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         if self.tap is not None:
             self.tap(q, kv, meta, params)
         return super().attention(q, kv, meta, params)
 
 
-def attention_weights(q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]) -> list[Tensor]:
+def attention_weights(
+    q: Tensor, kv: LayerKV, s: AttentionParams, lengths: Sequence[int]
+) -> list[Tensor]:
     """The attention weights of each sequence, float32 [H, n, n], as `OpSet.attention` computes them."""
     found = []
     for i, part in enumerate(q.split(list(lengths))):
@@ -147,7 +161,9 @@ class LayerOutputs:
 
     lengths: tuple[int, ...]  # of the sequences
     states: dict[int, Tensor]  # [T, E] after the layer
-    attention: dict[int, tuple[Tensor, LayerKV, AttentionParams]]  # arguments of `attention_weights`
+    attention: dict[
+        int, tuple[Tensor, LayerKV, AttentionParams]
+    ]  # arguments of `attention_weights`
 
     @classmethod
     def record(
@@ -182,14 +198,24 @@ class Matching(nn.Module):
     Eq. 8). Attention: a learned mixture of the student's heads for each of the teacher's, and the KL of the attention weights.
     """
 
-    def __init__(self, student: ModelSpec, teacher: ModelSpec, pairs: Sequence[tuple[int, int]], *, attention: bool) -> None:
+    def __init__(
+        self,
+        student: ModelSpec,
+        teacher: ModelSpec,
+        pairs: Sequence[tuple[int, int]],
+        *,
+        attention: bool,
+    ) -> None:
         super().__init__()
         self.pairs = tuple(pairs)
         e, width = student.hidden_size, teacher.hidden_size
         self.maps = nn.ParameterList([torch.eye(width, e) for _ in pairs])
         self.mixtures = nn.ParameterList()
         for s, t in pairs if attention else ():
-            heads, others = student.layers[s].attention.num_heads, teacher.layers[t].attention.num_heads
+            heads, others = (
+                student.layers[s].attention.num_heads,
+                teacher.layers[t].attention.num_heads,
+            )
             near = torch.arange(others) * heads // others  # each head begins as the nearest one
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())
 
@@ -204,12 +230,19 @@ class Matching(nn.Module):
                 mix = self.mixtures[i].softmax(-1)
                 for ours, theirs in zip(student.weights(s), teacher.weights(t), strict=True):
                     mixed = torch.einsum("ts,snl->tnl", mix, ours)
-                    attention = attention + F.kl_div((mixed + 1e-9).log(), theirs.detach(), reduction="sum") / len(mix)
+                    attention = attention + F.kl_div(
+                        (mixed + 1e-9).log(), theirs.detach(), reduction="sum"
+                    ) / len(mix)
         return states / len(self.pairs), attention / len(self.pairs)
 
 
-def layer_pairs(student: int, teacher: int, kept: Sequence[int] | None = None) -> list[tuple[int, int]]:
+def layer_pairs(
+    student: int, teacher: int, kept: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
     """(student's layer, teacher's layer) for each of the student's: the layer it came from, or the one at the same depth."""
     if kept is not None:
         return list(enumerate(kept))
-    return [(i, (i + 1) * teacher // student - 1 if student <= teacher else i * teacher // student) for i in range(student)]
+    return [
+        (i, (i + 1) * teacher // student - 1 if student <= teacher else i * teacher // student)
+        for i in range(student)
+    ]

@@ -21,10 +21,20 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34
 
 def render(document: Mapping[str, Any]) -> str:
     """The page of a `Report.document`."""
-    filters = {"size": size, "percent": percent, "number": number, "change": change, "token": token, "passage": passage}
+    filters = {
+        "size": size,
+        "percent": percent,
+        "number": number,
+        "change": change,
+        "token": token,
+        "passage": passage,
+    }
     a, b = document["original"], document["compressed"]
     names = labels(document)
-    sizes = [("on disk", a["file_bytes"], b["file_bytes"]), ("in memory", a["weights_bytes"], b["weights_bytes"])]
+    sizes = [
+        ("on disk", a["file_bytes"], b["file_bytes"]),
+        ("in memory", a["weights_bytes"], b["weights_bytes"]),
+    ]
     speeds = [
         (f"{batch} at once", value, b["tokens_per_s"][batch])
         for batch, value in a["tokens_per_s"].items()
@@ -39,7 +49,9 @@ def render(document: Mapping[str, Any]) -> str:
         histogram=Markup(histogram(document["kl"])),
         layers=Markup(layers(document["layers"])) if document["layers"] else "",
         sizes=Markup(pairs(sizes, size, names)),
-        speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s", names)) if speeds else "",
+        speeds=Markup(pairs(speeds, lambda value: f"{number(value)} tok/s", names))
+        if speeds
+        else "",
         speed_rows=speeds,
         size_rows=sizes,
         recipe=json.dumps(document["recipe"], ensure_ascii=False, indent=2, default=plain),
@@ -52,7 +64,9 @@ def labels(document: Mapping[str, Any]) -> tuple[str, str]:
     if a["model"] != b["model"]:
         return a["model"], b["model"]
     differ = [name for name in a["run_as"] if a["run_as"][name] != b["run_as"][name]]
-    told = [", ".join(f"{name}={side['run_as'][name] or 'none'}" for name in differ) for side in (a, b)]
+    told = [
+        ", ".join(f"{name}={side['run_as'][name] or 'none'}" for name in differ) for side in (a, b)
+    ]
     return f"{a['model']} ({told[0] or 'first'})", f"{b['model']} ({told[1] or 'second'})"
 
 
@@ -97,7 +111,11 @@ def number(value: float) -> str:
     """Four significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}" if abs(value) >= 1e-4 else f"{value:.2e}"
+    return (
+        f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+        if abs(value) >= 1e-4
+        else f"{value:.2e}"
+    )
 
 
 SIGNS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -105,7 +123,11 @@ SIGNS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 def token(text: str) -> Markup:
     """A token with its white space and control characters as signs."""
-    return Markup("").join(_sign(c) for c in text) if text else Markup('<span class="ws">nothing</span>')
+    return (
+        Markup("").join(_sign(c) for c in text)
+        if text
+        else Markup('<span class="ws">nothing</span>')
+    )
 
 
 def passage(text: str) -> Markup:
@@ -113,14 +135,18 @@ def passage(text: str) -> Markup:
     if not text or text.isspace():
         return token(text)
     begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-    inside = Markup("").join(c if c == " " else _sign(c) + ("\n" if c == "\n" else "") for c in text[begin:end])
+    inside = Markup("").join(
+        c if c == " " else _sign(c) + ("\n" if c == "\n" else "") for c in text[begin:end]
+    )
     return Markup("").join([*map(_sign, text[:begin]), inside, *map(_sign, text[end:])])
 
 
 def _sign(character: str) -> Markup | str:
     if character.isprintable() and not character.isspace():
         return character
-    return Markup('<span class="ws">{}</span>').format(SIGNS.get(character, f"U+{ord(character):04X}"))
+    return Markup('<span class="ws">{}</span>').format(
+        SIGNS.get(character, f"U+{ord(character):04X}")
+    )
 
 
 # --- Plots ------------------------------------------------------------------------------------------------------------
@@ -144,13 +170,28 @@ def histogram(kl: Mapping[str, Any]) -> str:
         if count:
             least = "below" if i == 0 else f"{edges[i]:.1e} to"
             told = f"{least} {edges[i + 1]:.1e} nats: {percent(count / total)} of tokens"
-            parts.append(_bar(x(edges[i]) + 0.5, y(count), x(edges[i + 1]) - x(edges[i]) - 1, HEIGHT - BOTTOM, "b", told))
+            parts.append(
+                _bar(
+                    x(edges[i]) + 0.5,
+                    y(count),
+                    x(edges[i + 1]) - x(edges[i]) - 1,
+                    HEIGHT - BOTTOM,
+                    "b",
+                    told,
+                )
+            )
     for power in range(math.ceil(low), math.floor(high) + 1):
-        parts.append(_text(x(10.0**power), HEIGHT - 16, f"1e{power}" if power < 0 else str(10**power), "middle"))
+        parts.append(
+            _text(
+                x(10.0**power), HEIGHT - 16, f"1e{power}" if power < 0 else str(10**power), "middle"
+            )
+        )
     for i, (label, value) in enumerate((("mean", kl["mean"]), ("p99", kl["p99"]))):
         at, anchor = x(value), "end" if x(value) > WIDTH * 0.8 else "start"
         top = 4 + 15 * i
-        parts.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(
+            f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{HEIGHT - BOTTOM}"/>'
+        )
         shift = -5 if anchor == "end" else 5
         parts.append(_text(at + shift, top + 9, f"{label} {number(value)}", anchor, "told"))
     parts.append(_text(WIDTH - RIGHT, HEIGHT - 2, "KL of a token, nats", "end"))
@@ -171,7 +212,9 @@ def layers(found: Sequence[Mapping[str, Any]]) -> str:
     for i, layer in enumerate(found):
         left = LEFT + i * step
         told = f"layer {layer['layer']}: own {percent(layer['own'])}, residual {percent(layer['state'])}"
-        parts.append(_bar(left + step * 0.15, y(layer["own"]), step * 0.7, HEIGHT - BOTTOM, "b", told))
+        parts.append(
+            _bar(left + step * 0.15, y(layer["own"]), step * 0.7, HEIGHT - BOTTOM, "b", told)
+        )
         dots.append((left + step / 2, y(layer["state"])))
         if i % every == 0:
             parts.append(_text(left + step / 2, HEIGHT - 18, str(layer["layer"]), "middle"))
@@ -192,7 +235,9 @@ def pairs(rows: Sequence[tuple[str, float, float]], show: Any, names: tuple[str,
         parts.append(_text(left - 8, y + bar + 4, label, "end"))
         for value, css in zip(values, "ab", strict=True):
             length = value / most * (width - left - 96)
-            parts.append(f'<rect class="{css}" x="{left}" y="{y}" width="{max(length, 1):.1f}" height="{bar - 2}"/>')
+            parts.append(
+                f'<rect class="{css}" x="{left}" y="{y}" width="{max(length, 1):.1f}" height="{bar - 2}"/>'
+            )
             parts.append(_text(left + length + 6, y + bar - 4, show(value), "start", "told"))
             y += bar
     return _svg(" and ".join(names), parts, width, len(rows) * (2 * bar + gap))
@@ -206,7 +251,8 @@ def _svg(title: str, parts: Sequence[str], width: int = WIDTH, height: int = HEI
 def _grid(lines: Sequence[tuple[float, str]]) -> str:
     ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}"'
     return "".join(
-        f'<line class="grid" {ends} y1="{y:.1f}" y2="{y:.1f}"/>{_text(LEFT - 6, y + 4, label, "end")}' for y, label in lines
+        f'<line class="grid" {ends} y1="{y:.1f}" y2="{y:.1f}"/>{_text(LEFT - 6, y + 4, label, "end")}'
+        for y, label in lines
     )
 
 
@@ -218,4 +264,6 @@ def _bar(x: float, y: float, width: float, bottom: float, css: str, told: str) -
 
 
 def _text(x: float, y: float, text: str, anchor: str, css: str = "label") -> str:
-    return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )

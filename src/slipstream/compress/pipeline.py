@@ -52,8 +52,14 @@ def layer_recipe(recipe: Recipe) -> Recipe | None:
     others = [step for step, first in zip(recipe.steps, kinds, strict=True) if not first]
     acting = [i for i, step in enumerate(recipe.steps) if not kinds[i] and names[i] != "Calibrate"]
     if acting and any(kinds[acting[0] :]):
-        raise ConfigError("prune and distill come before the steps that round or zero weights", field="steps")
-    if "Distill" in names and "PruneSettings" in names and names.index("Distill") < names.index("PruneSettings"):
+        raise ConfigError(
+            "prune and distill come before the steps that round or zero weights", field="steps"
+        )
+    if (
+        "Distill" in names
+        and "PruneSettings" in names
+        and names.index("Distill") < names.index("PruneSettings")
+    ):
         raise ConfigError("distill comes after prune: it recovers what pruning lost", field="steps")
     if "Distill" in names and "PruneSettings" not in names:
         raise ConfigError("distill has nothing to recover: prune before it", field="steps")
@@ -98,13 +104,19 @@ def reshape(
 
         def report(record: StepRecord) -> None:
             held = "" if record.held_out_kl is None else f", held-out KL {record.held_out_kl:.4f}"
-            progress(f"distilling, loss {record.loss:.4f}{held}", record.step + 1, distill.num_steps)
+            progress(
+                f"distilling, loss {record.loss:.4f}{held}", record.step + 1, distill.num_steps
+            )
 
-        distill_files(files, distill, device=str(device), num_processes=distill.num_processes, progress=report)
+        distill_files(
+            files, distill, device=str(device), num_processes=distill.num_processes, progress=report
+        )
     return read_spec(done)
 
 
-def publish(made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]) -> None:
+def publish(
+    made: ModelDescription, recipe: Recipe, out: Path, finish: Callable[[Path], None]
+) -> None:
     """Make the first part's checkpoint the result. `finish` gets the folder before, and may raise."""
     with new_folder(out) as folder:
         shutil.copytree(made.path, folder, dirs_exist_ok=True)
@@ -161,7 +173,11 @@ def _written(source: ModelDescription, recipe: Recipe) -> torch.dtype:
 
 
 def _prepare(
-    source: ModelDescription, settings: Distill, work: Path, device: torch.device, download_dir: str | None
+    source: ModelDescription,
+    settings: Distill,
+    work: Path,
+    device: torch.device,
+    download_dir: str | None,
 ) -> DistillFiles:
     """Write the examples, and the teacher's logits if the recipe caches them."""
     tokenizer = Tokenizer.for_model(source)
@@ -170,8 +186,12 @@ def _prepare(
 
     def windows(part: Part, count: int) -> list[Example]:
         """Also windows of short documents, since examples may differ in length."""
-        asked = TextSettings(source=settings.text, part=part, context=context, stride=context, num_windows=count)
-        return text_examples(w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir))
+        asked = TextSettings(
+            source=settings.text, part=part, context=context, stride=context, num_windows=count
+        )
+        return text_examples(
+            w.token_ids for w in read_windows(asked, tokenizer, download_dir=download_dir)
+        )
 
     if not train.is_file():
         examples = windows("calibration", settings.num_windows) if settings.num_windows else []
@@ -206,19 +226,29 @@ def _prepare(
 
 
 def _answers(
-    source: ModelDescription, settings: Distill, device: torch.device, context: int, download_dir: str | None
+    source: ModelDescription,
+    settings: Distill,
+    device: torch.device,
+    context: int,
+    download_dir: str | None,
 ) -> list[Example]:
     """The teacher's answers to the first questions of the calibration text that leave room for an answer."""
     from slipstream.engine.llm import LLM
 
     # A token has at least one character.
-    questions = read_questions(settings.text, "calibration", settings.num_answers, context, download_dir=download_dir)
+    questions = read_questions(
+        settings.text, "calibration", settings.num_answers, context, download_dir=download_dir
+    )
     if len(questions) < settings.num_answers:
         raise ConfigError(
             f"{settings.text} holds {len(questions)} short questions, not {settings.num_answers}; ask for fewer",
             field="num_answers",
         )
-    with LLM(str(source.path), device=str(device), max_model_len=min(source.spec.max_position, 4 * context)) as llm:
+    with LLM(
+        str(source.path),
+        device=str(device),
+        max_model_len=min(source.spec.max_position, 4 * context),
+    ) as llm:
         found = teacher_examples(
             llm,
             questions,
@@ -230,11 +260,21 @@ def _answers(
     return found
 
 
-def _keep_logits(source: ModelDescription, settings: Distill, train: Path, folder: Path, device: torch.device) -> None:
+def _keep_logits(
+    source: ModelDescription, settings: Distill, train: Path, folder: Path, device: torch.device
+) -> None:
     assert settings.top_k is not None
     examples = read_examples(train)
     dtype = getattr(torch, settings.dtype)
     teacher: DenseModel = load_dense(source.path, dtype=dtype, device=device)
     longest = max(len(e.token_ids) for e in examples)
     model = WholeModel(teacher.spec, teacher.parameters, max_len=longest).requires_grad_(False)
-    cache_logits(model, examples, folder, k=settings.top_k, temperature=settings.temperature, device=device, dtype=dtype)
+    cache_logits(
+        model,
+        examples,
+        folder,
+        k=settings.top_k,
+        temperature=settings.temperature,
+        device=device,
+        dtype=dtype,
+    )

@@ -25,7 +25,16 @@ from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import WeightFormat
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ORDER = ("attention.qkv", "attention.out", "mlp.up", "mlp.down", "experts.up", "experts.down", "shared.up", "shared.down")
+ORDER = (
+    "attention.qkv",
+    "attention.out",
+    "mlp.up",
+    "mlp.down",
+    "experts.up",
+    "experts.down",
+    "shared.up",
+    "shared.down",
+)
 """A layer's products in the order in which they are compressed."""
 
 
@@ -72,7 +81,9 @@ class CompressionPlan:
         return 8 * num_bytes / max(1, sum(w.rows * w.inner for w, _ in done))
 
 
-def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None) -> CompressionPlan:
+def plan(
+    source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | None = None
+) -> CompressionPlan:
     """Apply the recipe; `bits` are those that a budget allocated, by product. ConfigError or UnsupportedModelError if the
     recipe can't be carried out on the model."""
     check_writable(source)
@@ -91,18 +102,28 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
             if isinstance(settings.bits, int):
                 fmt = settings.format(inner)
             else:
-                fmt = settings.format(inner, bits[name] if bits is not None else settings.bits.nearest)
+                fmt = settings.format(
+                    inner, bits[name] if bits is not None else settings.bits.nearest
+                )
         sparse = sparsify is not None and sparsify.takes(name)
-        weights.append(PlannedWeight(name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse))
+        weights.append(
+            PlannedWeight(
+                name=name, rows=rows, inner=inner, settings=settings, fmt=fmt, sparse=sparse
+            )
+        )
     names = [w.name for w in weights]
     if sparsify is not None:
         _check_patterns(sparsify.ignore, names)
         if not any(w.sparse for w in weights):
-            raise ConfigError("the recipe leaves no product to be sparsified; ignore fewer", field="ignore")
+            raise ConfigError(
+                "the recipe leaves no product to be sparsified; ignore fewer", field="ignore"
+            )
         if recipe.one(QAT) is not None:
             raise ConfigError("qat would fill the zeros again; leave one of them out", field="qat")
         if recipe.one(Rotate) is not None and sparsify.ratios == "outliers":
-            raise ConfigError("a rotation removes the outliers; use ratios='uniform'", field="ratios")
+            raise ConfigError(
+                "a rotation removes the outliers; use ratios='uniform'", field="ratios"
+            )
         for weight in weights:
             if weight.sparse and sparsify.pattern is not None:
                 check_inner(weight.inner, sparsify.pattern)
@@ -111,19 +132,30 @@ def plan(source: ModelDescription, recipe: Recipe, bits: Mapping[str, int] | Non
     if quantize is not None:
         _check_patterns((*quantize.ignore, *quantize.overrides), names)
         if not any(w.fmt for w in weights):
-            raise ConfigError("the recipe leaves no product to be rounded; ignore fewer", field="ignore")
+            raise ConfigError(
+                "the recipe leaves no product to be rounded; ignore fewer", field="ignore"
+            )
         if quantize.head and spec.tied_embeddings:
-            raise ConfigError("head: true, but the output head is the embedding table, which stays as it is", field="head")
+            raise ConfigError(
+                "head: true, but the output head is the embedding table, which stays as it is",
+                field="head",
+            )
         Names(source).check(f"{w.name}.weight" for w in weights if w.fmt is not None)
         _check_parallel(spec.layers, {w.name: w.fmt for w in weights})
     before = sum(math.prod(shape) for shape in before_shapes.values()) * element
     after = sum(math.prod(shape) for shape in shapes.values()) * element + sum(
-        w.fmt.num_bytes(w.rows, w.inner, element) - w.rows * w.inner * element for w in weights if w.fmt is not None
+        w.fmt.num_bytes(w.rows, w.inner, element) - w.rows * w.inner * element
+        for w in weights
+        if w.fmt is not None
     )
     trained = recipe.one(QAT) is not None or recipe.one(KVCache) is not None
     needs = any(step is not None and step.needs_text for step in (quantize, sparsify)) or trained
     return CompressionPlan(
-        weights=tuple(weights), bytes_before=before, bytes_after=after, scale_bytes=element, needs_text=needs
+        weights=tuple(weights),
+        bytes_before=before,
+        bytes_after=after,
+        scale_bytes=element,
+        needs_text=needs,
     )
 
 
@@ -145,16 +177,20 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def _check_parallel(layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]) -> None:
+def _check_parallel(
+    layers: Sequence[LayerSpec], formats: Mapping[str, WeightFormat | None]
+) -> None:
     """Products that read the same norm's output must round their inputs alike."""
     for i, layer in enumerate(layers):
         if isinstance(layer.block, ParallelBlock) and "mlp_norm" not in layer.norms:
             forms = {
-                f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None for n in ("attention.qkv", "mlp.up")
+                f.inputs if (f := formats.get(f"layers.{i}.{n}")) is not None else None
+                for n in ("attention.qkv", "mlp.up")
             }
             if len(forms) > 1:
                 raise ConfigError(
-                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form", field="inputs"
+                    f"layer {i}: attention.qkv and mlp.up read the same inputs; give both one form",
+                    field="inputs",
                 )
 
 
@@ -167,4 +203,7 @@ def _check_together(sparsify: Sparsify, quantize: Quantize) -> None:
             field="rounding",
         )
     if not isinstance(quantize.bits, int):
-        raise ConfigError("a budget of bits does not go with sparsify: give a number of bits or drop sparsify", field="bits")
+        raise ConfigError(
+            "a budget of bits does not go with sparsify: give a number of bits or drop sparsify",
+            field="bits",
+        )

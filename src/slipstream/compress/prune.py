@@ -53,9 +53,15 @@ NEEDS_GRADIENTS = ("taylor", "wactigrad")
 class Measured:
     """Measurements on calibration text. The first three are by name of `structure.split_experts`, in float32."""
 
-    energy: dict[str, Tensor] = field(default_factory=dict)  # Σ x² over tokens, of the inputs of a product or norm [in]
-    taylor: dict[str, Tensor] = field(default_factory=dict)  # Σ |w · g| over batches, the shape of the weight
-    gradient: dict[str, Tensor] = field(default_factory=dict)  # Σ |g| over batches, the shape of the weight
+    energy: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # Σ x² over tokens, of the inputs of a product or norm [in]
+    taylor: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # Σ |w · g| over batches, the shape of the weight
+    gradient: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # Σ |g| over batches, the shape of the weight
     influence: list[float] = field(default_factory=list)  # block influence by layer
 
 
@@ -79,7 +85,10 @@ def prune(
     unless `settings.needs_text` is False."""
     settings.check()
     if settings.needs_text and not batches:
-        raise ConfigError(f"importance={settings.importance!r} and ranked layers need calibration text", field="text")
+        raise ConfigError(
+            f"importance={settings.importance!r} and ranked layers need calibration text",
+            field="text",
+        )
     pruned_spec(model.family, model.config, model.spec, settings)  # before anything is measured
     spec, measured = model.spec, Measured()
     if batches:
@@ -97,15 +106,22 @@ def prune(
     return Pruned(model=result, kept=kept, influence=tuple(measured.influence))
 
 
-def pruned_spec(family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings) -> ModelSpec:
+def pruned_spec(
+    family: Family, config: Mapping[str, Any], spec: ModelSpec, settings: PruneSettings
+) -> ModelSpec:
     """The spec of the pruned model, found without weights. UnsupportedModelError or ConfigError if such a model could not be
     written or would be empty."""
     unknown = [i for i in settings.drop_layers if not 0 <= i < spec.num_layers]
     if unknown:
-        raise ConfigError(f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}", field="drop_layers")
+        raise ConfigError(
+            f"drop_layers: there is no layer {unknown[0]}, only 0 to {spec.num_layers - 1}",
+            field="drop_layers",
+        )
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if not layers:
-        raise ConfigError("drop_layers names every layer; at least one must stay", field="drop_layers")
+        raise ConfigError(
+            "drop_layers names every layer; at least one must stay", field="drop_layers"
+        )
     units = {key: torch.arange(size) for key, size in _sizes(spec, settings).items()}
     layers = layers[: _num_layers(spec, settings, units)]
     kept = PruneSelection(layers=tuple(layers), units=units)
@@ -119,7 +135,10 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
     if settings.size is None:
         count = _count(spec.num_layers, settings.layers, 1)
         if settings.layers and count == spec.num_layers:
-            raise ConfigError(f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more", field="layers")
+            raise ConfigError(
+                f"layers={settings.layers} takes out none of {spec.num_layers}; ask for more",
+                field="layers",
+            )
         return count if settings.layers else spec.num_layers - len(set(settings.drop_layers))
     one = cut_spec(spec, PruneSelection(layers=(0,), units=units))
     each = one.layers[0].num_parameters(one.hidden_size)
@@ -134,13 +153,17 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
     return count
 
 
-def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured) -> PruneSelection:
+def choose(
+    spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured
+) -> PruneSelection:
     """The most important units of each kind, and the layers that change the residual most."""
     sizes = _sizes(spec, settings)
     layers = [i for i in range(spec.num_layers) if i not in settings.drop_layers]
     if measured.influence and not settings.drop_layers:
         ranked = sorted(layers, key=lambda i: measured.influence[i], reverse=True)
-        count = _num_layers(spec, settings, {key: torch.arange(size) for key, size in sizes.items()})
+        count = _num_layers(
+            spec, settings, {key: torch.arange(size) for key, size in sizes.items()}
+        )
         layers = sorted(ranked[:count])
     found = importances(spec, parameters, settings.importance, measured) if sizes else {}
     units = {key: found[key].topk(size).indices.sort().values for key, size in sizes.items()}
@@ -149,7 +172,12 @@ def choose(spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSet
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
     """How many units stay, of the kinds that lose any. ConfigError if a share rounds to none."""
-    shares = {"heads": settings.heads, "channels": settings.channels, "shared": settings.channels, "hidden": settings.hidden}
+    shares = {
+        "heads": settings.heads,
+        "channels": settings.channels,
+        "shared": settings.channels,
+        "hidden": settings.hidden,
+    }
     found, asked = {}, {kind for kind, share in shares.items() if share > 0 and kind != "shared"}
     for key, whole in num_units(spec).items():
         count = _count(whole, shares[key.kind], 1 if key.kind == "heads" else settings.multiple)
@@ -160,7 +188,10 @@ def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
         name = min(idle)
         sizes = max(size for key, size in num_units(spec).items() if key.kind == name)
         step = 1 if name == "heads" else settings.multiple
-        raise ConfigError(f"{name}={shares[name]} takes out none of {sizes}, in steps of {step}; ask for more", field=name)
+        raise ConfigError(
+            f"{name}={shares[name]} takes out none of {sizes}, in steps of {step}; ask for more",
+            field=name,
+        )
     return found
 
 
@@ -203,7 +234,9 @@ def measure(
         before = now
 
     longest = max(batch.meta.max_seq_len for batch in batches)
-    watched = WholeModel(spec, parameters, max_len=longest, ops=WatchedOps(watch)).requires_grad_(gradients)
+    watched = WholeModel(spec, parameters, max_len=longest, ops=WatchedOps(watch)).requires_grad_(
+        gradients
+    )
     total = 0
     for number, batch in enumerate(batches):
         watching, before = True, None
@@ -214,10 +247,16 @@ def measure(
             watching = False
             watched.zero_grad(set_to_none=True)
             next_token_loss(logits, batch).backward()
-            grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in watched.named_parameters()}
+            grads = {
+                n: torch.zeros_like(p) if p.grad is None else p.grad
+                for n, p in watched.named_parameters()
+            }
             for name, grad in split_experts(spec, grads).items():
                 g = grad.float().abs()
-                for into, value in ((found.gradient, g), (found.taylor, g * parts[name].float().abs())):
+                for into, value in (
+                    (found.gradient, g),
+                    (found.taylor, g * parts[name].float().abs()),
+                ):
                     into[name] = into[name] + value if name in into else value
         total += batch.num_tokens
         progress(number + 1, len(batches))
@@ -266,15 +305,25 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
 # --- Hidden width -----------------------------------------------------------------------------------------------------
 
 
-def _keep_scale(spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: Measured) -> None:
+def _keep_scale(
+    spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: Measured
+) -> None:
     """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink."""
     stays = kept.units[HIDDEN]
     number = {old: new for new, old in enumerate(kept.layers)}
-    norms = {name: n for name, n in (("final_norm", spec.final_norm), ("embed_norm", spec.embed_norm)) if n is not None}
-    norms |= {f"layers.{i}.{name}": n for i in kept.layers for name, n in spec.layers[i].norms.items()}
+    norms = {
+        name: n
+        for name, n in (("final_norm", spec.final_norm), ("embed_norm", spec.embed_norm))
+        if n is not None
+    }
+    norms |= {
+        f"layers.{i}.{name}": n for i in kept.layers for name, n in spec.layers[i].norms.items()
+    }
     for name, norm in norms.items():
         energy = measured.energy.get(f"{name}.weight")
-        share = 1.0 if energy is None else float(energy[stays.to(energy.device)].sum() / energy.sum())
+        share = (
+            1.0 if energy is None else float(energy[stays.to(energy.device)].sum() / energy.sum())
+        )
         scale = math.sqrt(share * spec.hidden_size / len(stays))
         target = name
         if name.startswith("layers."):
@@ -292,7 +341,9 @@ def _fold_embed_scale(wanted: ModelSpec, read: ModelSpec, values: dict[str, Tens
         return
     norm = wanted.final_norm
     if wanted.tied_embeddings and norm is None:
-        raise UnsupportedModelError("the embeddings' scale follows from the width, and nothing can undo it", field="hidden")
+        raise UnsupportedModelError(
+            "the embeddings' scale follows from the width, and nothing can undo it", field="hidden"
+        )
     values["embed.weight"].mul_(ratio)
     if wanted.tied_embeddings and norm is not None:
         weight = values["final_norm.weight"]

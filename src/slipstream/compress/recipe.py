@@ -77,11 +77,19 @@ class Budget:
         return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
 
     def check(self) -> None:
-        require(self, lambda choices: set(choices) <= set(range(2, 9)), "numbers of bits from 2 to 8", "choices")
+        require(
+            self,
+            lambda choices: set(choices) <= set(range(2, 9)),
+            "numbers of bits from 2 to 8",
+            "choices",
+        )
         if len(set(self.choices)) < 2:
             raise ConfigError("choices needs two numbers of bits or more", field="choices")
         if not min(self.choices) < self.average <= max(self.choices) + 1:
-            raise ConfigError(f"average={self.average} must lie between the fewest and most bits of choices", field="average")
+            raise ConfigError(
+                f"average={self.average} must lie between the fewest and most bits of choices",
+                field="average",
+            )
         require_at_least(self, 1, "num_windows")
         require_at_least(self, 2, "context")
 
@@ -110,28 +118,45 @@ class Quantize:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     damping: float = 0.01  # GPTQ: added to the Hessian's diagonal, as a share of its mean
     act_order: bool = True  # GPTQ: columns of large inputs first
-    true_sequential: bool = True  # GPTQ: products are calibrated with the layer's earlier ones rounded
-    alpha: float | Literal["search"] = "search"  # SmoothQuant: the share of magnitude that goes to the weights
+    true_sequential: bool = (
+        True  # GPTQ: products are calibrated with the layer's earlier ones rounded
+    )
+    alpha: float | Literal["search"] = (
+        "search"  # SmoothQuant: the share of magnitude that goes to the weights
+    )
     begin: Literal["nearest", "gptq"] = "nearest"  # learned rounding: the start
     num_steps: int = 200  # learned rounding
     step_tokens: int = 2048  # learned rounding
-    outliers: float | None = None  # LLM.int8(): columns of inputs that reach this magnitude are not rounded
-    catch_up: float = 0.0  # the share of the change of a product's inputs that its weight compensates
+    outliers: float | None = (
+        None  # LLM.int8(): columns of inputs that reach this magnitude are not rounded
+    )
+    catch_up: float = (
+        0.0  # the share of the change of a product's inputs that its weight compensates
+    )
 
     def check(self) -> None:
         if isinstance(self.bits, Budget):
             self.bits.check()
             if self.kind != "int" or self.inputs is not None:
-                raise ConfigError("a budget of bits is for integer weights with inputs in the model's type", field="bits")
+                raise ConfigError(
+                    "a budget of bits is for integer weights with inputs in the model's type",
+                    field="bits",
+                )
         else:
             _format(self)
         if self.static_inputs and self.inputs is None:
             raise ConfigError("static_inputs needs inputs: fp8 or int8", field="static_inputs")
         if self.scaling == "smoothquant" and self.inputs is None:
-            raise ConfigError("smoothquant is for rounded inputs: set inputs: int8 or fp8, or use awq", field="scaling")
-        if self.outliers is not None and (self.inputs != "int8" or self.static_inputs or self.outliers <= 0):
             raise ConfigError(
-                f"outliers={self.outliers} must be above 0, and needs inputs: int8 without static_inputs", field="outliers"
+                "smoothquant is for rounded inputs: set inputs: int8 or fp8, or use awq",
+                field="scaling",
+            )
+        if self.outliers is not None and (
+            self.inputs != "int8" or self.static_inputs or self.outliers <= 0
+        ):
+            raise ConfigError(
+                f"outliers={self.outliers} must be above 0, and needs inputs: int8 without static_inputs",
+                field="outliers",
             )
         if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} must lie between 0 and 1", field="alpha")
@@ -142,7 +167,8 @@ class Quantize:
             unknown = given.keys() - OVERRIDABLE
             if unknown:
                 raise ConfigError(
-                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can", field=f"overrides.{pattern}"
+                    f"{min(unknown)!r} can't be overridden; {', '.join(sorted(OVERRIDABLE))} can",
+                    field=f"overrides.{pattern}",
                 )
             base = {name: value for name, value in _shallow(self).items() if name in OVERRIDABLE}
             own = build(Quantize, {**base, **given}, f"overrides.{pattern}")
@@ -151,12 +177,16 @@ class Quantize:
 
     def of(self, product: str) -> Quantize | None:
         """The settings of a product; None if it is not rounded."""
-        if any(fnmatchcase(product, pattern) for pattern in self.ignore) or (product == "head" and not self.head):
+        if any(fnmatchcase(product, pattern) for pattern in self.ignore) or (
+            product == "head" and not self.head
+        ):
             return None
         found = self
         for pattern, given in self.overrides.items():
             if fnmatchcase(product, pattern):
-                found = build(Quantize, {**_shallow(found), "overrides": {}, **given}, f"overrides.{pattern}")
+                found = build(
+                    Quantize, {**_shallow(found), "overrides": {}, **given}, f"overrides.{pattern}"
+                )
         return found
 
     def format(self, inner: int, bits: int | None = None) -> WeightFormat:
@@ -175,8 +205,14 @@ class Quantize:
     @property
     def needs_text(self) -> bool:
         """Whether the step needs calibration text."""
-        asked = (self.rounding, *(given.get("rounding", "nearest") for given in self.overrides.values()))
-        static = (self.static_inputs, *(given.get("static_inputs", False) for given in self.overrides.values()))
+        asked = (
+            self.rounding,
+            *(given.get("rounding", "nearest") for given in self.overrides.values()),
+        )
+        static = (
+            self.static_inputs,
+            *(given.get("static_inputs", False) for given in self.overrides.values()),
+        )
         return (
             any(r != "nearest" for r in asked)
             or any(static)
@@ -188,7 +224,9 @@ class Quantize:
 
 
 GROUP_SIZES = (128, 64, 32)
-OVERRIDABLE = frozenset(("bits", "group_size", "symmetric", "rounding", "clip", "kind", "inputs", "static_inputs"))
+OVERRIDABLE = frozenset(
+    ("bits", "group_size", "symmetric", "rounding", "clip", "kind", "inputs", "static_inputs")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +251,9 @@ class QAT:
     num_steps: int = 200
     step_tokens: int = 2048
     learning_rate: float = 2e-5
-    warmup: float = 0.05  # the share of steps in which the rate rises; then it falls to 0 along a cosine
+    warmup: float = (
+        0.05  # the share of steps in which the rate rises; then it falls to 0 along a cosine
+    )
     seed: int = 0
 
     def check(self) -> None:
@@ -237,7 +277,18 @@ class KVCache:
 
 
 S = TypeVar("S")
-Step: TypeAlias = Calibrate | PruneSettings | Distill | Rotate | Sparsify | Quantize | QAT | KVCache | DraftHead | LoRA
+Step: TypeAlias = (
+    Calibrate
+    | PruneSettings
+    | Distill
+    | Rotate
+    | Sparsify
+    | Quantize
+    | QAT
+    | KVCache
+    | DraftHead
+    | LoRA
+)
 
 STEPS: dict[str, type[Step]] = {
     "calibrate": Calibrate,
@@ -260,12 +311,24 @@ LAYER_STEPS = (Rotate, Sparsify, Quantize, QAT, KVCache)
 PRESETS: dict[str, list[Any]] = {
     "fp8": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8"}}],
     "fp8-gptq": [{"quantize": {"bits": 8, "kind": "float", "inputs": "fp8", "rounding": "gptq"}}],
-    "fp8-static": [{"quantize": {"bits": 8, "kind": "float", "group_size": "tensor", "inputs": "fp8", "static_inputs": True}}],
+    "fp8-static": [
+        {
+            "quantize": {
+                "bits": 8,
+                "kind": "float",
+                "group_size": "tensor",
+                "inputs": "fp8",
+                "static_inputs": True,
+            }
+        }
+    ],
     "int8": [{"quantize": {"bits": 8, "inputs": "int8", "scaling": "smoothquant"}}],
     "int8-outliers": [{"quantize": {"bits": 8, "inputs": "int8", "outliers": 6.0}}],
     "int4-awq": [{"quantize": {"bits": 4, "scaling": "awq"}}],
     "int4-gptq": [{"quantize": {"bits": 4, "rounding": "gptq"}}],
-    "int4-awq-gptq": [{"quantize": {"bits": 4, "scaling": "awq", "rounding": "gptq", "symmetric": False}}],
+    "int4-awq-gptq": [
+        {"quantize": {"bits": 4, "scaling": "awq", "rounding": "gptq", "symmetric": False}}
+    ],
     "2:4": [{"sparsify": {"pattern": "2:4"}}],
     "2:4-int8": [{"sparsify": {"pattern": "2:4"}}, {"quantize": {"bits": 8, "inputs": "int8"}}],
     "int4-learned": [{"quantize": {"bits": 4, "rounding": "learned"}}],
@@ -276,7 +339,13 @@ PRESETS: dict[str, list[Any]] = {
 """By name. There are also `w4a16-mixed:Xbpw`, X bits a weight on average, and `draft:1/3` (or `draft:small`), a draft model
 with this share of the parameters."""
 
-OTHERS = {"awq": "int4-awq", "gptq": "int4-gptq", "w4a16": "int4-gptq", "w8a8": "int8", "smoothquant": "int8"}
+OTHERS = {
+    "awq": "int4-awq",
+    "gptq": "int4-gptq",
+    "w4a16": "int4-gptq",
+    "w8a8": "int8",
+    "smoothquant": "int8",
+}
 """What other libraries call them."""
 
 _DRAFT = re.compile(r"draft:(\d+)/(\d+)")
@@ -330,12 +399,15 @@ def read_recipe(given: str) -> Recipe:
         names = [*PRESETS, "w4a16-mixed:3.5bpw", "draft:1/3"]
         hint = likely_value(OTHERS.get(given.lower(), given), names)
         raise ConfigError(
-            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(names)}{hint}", field="recipe"
+            f"recipe={given!r} is neither a file nor a preset; presets are {', '.join(names)}{hint}",
+            field="recipe",
         )
     try:
         data = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"recipe {path} can't be read as YAML: {error}", field="recipe") from error
+        raise ConfigError(
+            f"recipe {path} can't be read as YAML: {error}", field="recipe"
+        ) from error
     return parse(data, name=path.name)
 
 
@@ -347,7 +419,9 @@ def recipe_of(checkpoint: Path) -> Recipe | None:
     try:
         return parse(parse_json(file.read_bytes()))
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f"{file} is no recipe that this version knows: {error}", field=RECIPE_NAME) from error
+        raise ConfigError(
+            f"{file} is no recipe that this version knows: {error}", field=RECIPE_NAME
+        ) from error
 
 
 def more_bits(recipe: Recipe) -> list[Recipe]:
@@ -376,15 +450,26 @@ def preset(name: str) -> list[Any] | None:
         return [{"quantize": {"bits": {"average": float(found[1])}, "rounding": "gptq"}}]
     name = "draft:1/3" if name == "draft:small" else name
     if (found := _DRAFT.fullmatch(name)) and 0 < int(found[1]) < int(found[2]):
-        steps = {"num_steps": 4000, "batch_size": 32, "micro_batch": 8, "learning_rate": 1e-3, "num_windows": 16384}
-        return [{"prune": {"size": int(found[1]) / int(found[2])}}, {"distill": {**steps, "state_weight": 0.1}}]
+        steps = {
+            "num_steps": 4000,
+            "batch_size": 32,
+            "micro_batch": 8,
+            "learning_rate": 1e-3,
+            "num_windows": 16384,
+        }
+        return [
+            {"prune": {"size": int(found[1]) / int(found[2])}},
+            {"distill": {**steps, "state_weight": 0.1}},
+        ]
     return PRESETS.get(name)
 
 
 def parse(steps: Any, *, name: str = "custom") -> Recipe:
     """A recipe from plain data. ConfigError names the place of what is wrong."""
     if not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
-        raise ConfigError("a recipe is a list of steps, each a name or a name with settings", field="steps")
+        raise ConfigError(
+            "a recipe is a list of steps, each a name or a name with settings", field="steps"
+        )
     found: list[Step] = []
     for i, given in enumerate(steps):
         where = f"steps[{i}]"
@@ -394,20 +479,25 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
         if isinstance(given, str):
             given = {given: {}}
         if not isinstance(given, Mapping) or len(given) != 1:
-            raise ConfigError(f"{where} must be a step's name, or one name with its settings", field=where)
+            raise ConfigError(
+                f"{where} must be a step's name, or one name with its settings", field=where
+            )
         ((kind, settings),) = given.items()
         if kind not in STEPS:
             raise ConfigError(f"{where}: {kind!r} is no step; {', '.join(STEPS)} are", field=where)
         found.append(build(STEPS[kind], settings or {}, f"{where}.{kind}"))
     for kind in {type(s) for s in found}:
         if sum(isinstance(s, kind) for s in found) > 1:
-            raise ConfigError(f"the recipe has the step {kind.__name__} twice; say it once", field="steps")
+            raise ConfigError(
+                f"the recipe has the step {kind.__name__} twice; say it once", field="steps"
+            )
     recipe = Recipe(steps=tuple(found), name=name)
     quantize = recipe.one(Quantize)
     if (qat := recipe.one(QAT)) is not None:
         if quantize is None or quantize.static_inputs or quantize.group_size == "tensor":
             raise ConfigError(
-                "qat needs a quantize step before it, with scales by row or group and without static_inputs", field="qat"
+                "qat needs a quantize step before it, with scales by row or group and without static_inputs",
+                field="qat",
             )
         least = recipe.calibration.num_windows
         if qat.num_windows is not None and qat.num_windows < least:
@@ -418,13 +508,20 @@ def parse(steps: Any, *, name: str = "custom") -> Recipe:
     layers = [kind for kind in LAYER_STEPS if recipe.one(kind) is not None]
     if [type(s) for s in found if isinstance(s, LAYER_STEPS)] != layers:
         order = ", ".join(STEP_NAMES[kind] for kind in layers)
-        raise ConfigError(f"these steps are taken in the order {order}; list them in it", field="steps")
+        raise ConfigError(
+            f"these steps are taken in the order {order}; list them in it", field="steps"
+        )
     fixed = quantize is not None and isinstance(quantize.bits, int) and recipe.one(QAT) is None
     if recipe.one(Rotate) is not None and not fixed:
-        raise ConfigError("rotate needs a quantize step after it, with a number of bits and without qat", field="rotate")
+        raise ConfigError(
+            "rotate needs a quantize step after it, with a number of bits and without qat",
+            field="rotate",
+        )
     for kind, step in (("draft_head", DraftHead), ("lora", LoRA)):
         if recipe.one(step) is not None and len(found) > 1:
-            raise ConfigError(f"{kind} leaves the model as it is; it stands alone in a recipe", field="steps")
+            raise ConfigError(
+                f"{kind} leaves the model as it is; it stands alone in a recipe", field="steps"
+            )
     if all(isinstance(s, Calibrate) for s in found):
         raise ConfigError("the recipe only calibrates; add a step such as quantize", field="steps")
     return recipe
@@ -437,7 +534,10 @@ def build(kind: type[Any], settings: Any, where: str) -> Any:
     hints = get_type_hints(kind)
     unknown = [k for k in settings if k not in hints]
     if unknown:
-        raise ConfigError(f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}", field=f"{where}.{unknown[0]}")
+        raise ConfigError(
+            f"{where} has no setting {unknown[0]!r}; it has {', '.join(hints)}",
+            field=f"{where}.{unknown[0]}",
+        )
     values = {k: _value(v, hints[k], f"{where}.{k}") for k, v in settings.items()}
     lacking = [
         f.name
@@ -476,7 +576,11 @@ def _value(value: Any, hint: Any, where: str) -> Any:
             continue
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+        if (
+            isinstance(option, type)
+            and isinstance(value, option)
+            and (option is bool or not isinstance(value, bool))
+        ):
             return value
     raise ConfigError(f"{where} = {value!r} must be {_describe(options)}", field=where)
 
@@ -490,7 +594,9 @@ def _describe(options: Sequence[Any]) -> str:
             words.append("a list")
         else:
             plain = hasattr(option, "__name__") and not dataclasses.is_dataclass(option)
-            words.append("null" if option is type(None) else option.__name__ if plain else "a table")
+            words.append(
+                "null" if option is type(None) else option.__name__ if plain else "a table"
+            )
     return " or ".join(words)
 
 
@@ -503,10 +609,16 @@ def _format(q: Quantize, bits: int | None = None) -> WeightFormat:
     if q.kind == "float" and not q.symmetric:
         raise ConfigError("kind: float is symmetric", field="symmetric")
     if isinstance(q.group_size, int) and q.group_size not in GROUP_SIZES:
-        raise ConfigError(f"group_size={q.group_size} must be 128, 64, 32, auto, channel or tensor", field="group_size")
+        raise ConfigError(
+            f"group_size={q.group_size} must be 128, 64, 32, auto, channel or tensor",
+            field="group_size",
+        )
     if q.inputs is not None:
         if (q.inputs == "fp8") != (q.kind == "float"):
-            raise ConfigError(f"inputs: {q.inputs} go with kind: {'float' if q.inputs == 'fp8' else 'int'}", field="inputs")
+            raise ConfigError(
+                f"inputs: {q.inputs} go with kind: {'float' if q.inputs == 'fp8' else 'int'}",
+                field="inputs",
+            )
         if bits != 8 or not q.symmetric or isinstance(q.group_size, int):
             raise ConfigError(
                 "weights that meet 8-bit inputs have bits: 8, symmetric: true, and group_size: channel or tensor",

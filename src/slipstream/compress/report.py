@@ -47,6 +47,7 @@ DEFINITIONS = {
     "stderr": "standard error over windows of text",
 }
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """One of the two models. `zeros` is the share of zeros in its sparsified products, None without any. `tokens_per_s` is by
@@ -92,7 +93,9 @@ class Report:
 
     @property
     def headline(self) -> str:
-        return headline(self.original.file_bytes, self.compressed.file_bytes, self.divergence, self.faults)
+        return headline(
+            self.original.file_bytes, self.compressed.file_bytes, self.divergence, self.faults
+        )
 
     @property
     def document(self) -> dict[str, Any]:
@@ -117,7 +120,11 @@ class Report:
             "perplexity_ratio_stderr": d.perplexity_ratio_stderr,
             "top1_agreement": d.top1_agreement,
             "top5_agreement": d.top5_agreement,
-            "text": {**dataclasses.asdict(self.text), "num_tokens": d.num_tokens, "windows_scored": d.num_windows},
+            "text": {
+                **dataclasses.asdict(self.text),
+                "num_tokens": d.num_tokens,
+                "windows_scored": d.num_windows,
+            },
             "original": dataclasses.asdict(self.original),
             "compressed": dataclasses.asdict(self.compressed),
             "tasks": [
@@ -178,10 +185,18 @@ def measure(
     b.name = name or b.name  # for the page's messages
     windows = read_windows(text, a.tokenizer, download_dir=original.download_dir)
     divergence = compare(
-        a, b, windows, num_worst=num_worst, layers=layers, progress=lambda done, total: progress("comparing", done, total)
+        a,
+        b,
+        windows,
+        num_worst=num_worst,
+        layers=layers,
+        progress=lambda done, total: progress("comparing", done, total),
     )
     canary = b.canary(max((w.token_ids for w in windows), key=len))
-    sides = [_side(a, original, divergence.perplexity_a), _side(b, compressed, divergence.perplexity_b, name)]
+    sides = [
+        _side(a, original, divergence.perplexity_a),
+        _side(b, compressed, divergence.perplexity_b, name),
+    ]
     del a, b
     # What "auto" was resolved to, so that both run as they were compared.
     settled = [
@@ -224,7 +239,8 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     from slipstream.compress.page import render
 
     files = {
-        folder / JSON_NAME: json.dumps(report.document, ensure_ascii=False, indent=2, default=plain) + "\n",
+        folder / JSON_NAME: json.dumps(report.document, ensure_ascii=False, indent=2, default=plain)
+        + "\n",
         folder / HTML_NAME: render(report.document),
     }
     for path, content in files.items():
@@ -239,7 +255,11 @@ def tokens_per_s(args: EngineArgs, batches: tuple[int, ...] = SPEED_BATCHES) -> 
     gc.collect()  # free the models loaded before
     length = SPEED_INPUT + SPEED_OUTPUT
     args = dataclasses.replace(
-        args, max_model_len=length, max_num_seqs=max(batches), skip_tokenizer_init=True, enable_prefix_caching=False
+        args,
+        max_model_len=length,
+        max_num_seqs=max(batches),
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
     )
     engine = OfflineSlipstream(args)
     try:
@@ -248,7 +268,9 @@ def tokens_per_s(args: EngineArgs, batches: tuple[int, ...] = SPEED_BATCHES) -> 
             vocab_size = engine.llm.core.description.spec.vocab_size
             work = fixed(batch, SPEED_INPUT, SPEED_OUTPUT, vocab_size=vocab_size)
             engine.run(warmup(work, batch))
-            rates = sorted(summarize(engine.run(work.requests)).output_throughput for _ in range(SPEED_RUNS))
+            rates = sorted(
+                summarize(engine.run(work.requests)).output_throughput for _ in range(SPEED_RUNS)
+            )
             found[str(batch)] = rates[SPEED_RUNS // 2]
         return found
     finally:

@@ -75,7 +75,12 @@ def compress(
     if planned.needs_text and not windows:
         raise ConfigError("this recipe calibrates: give windows of text", field="windows")
     text_hash = digest([list(w) for w in windows]) if planned.needs_text else ""
-    identity = {"recipe": recipe.as_data(), "source": fingerprint(source), "text": text_hash, "dtype": str(dtype)}
+    identity = {
+        "recipe": recipe.as_data(),
+        "source": fingerprint(source),
+        "text": text_hash,
+        "dtype": str(dtype),
+    }
     work = WorkFolder(out, identity, restart=restart)
     run = CompressionRun(source, recipe, planned, work, device, dtype)
     qat, training = recipe.one(QAT), windows
@@ -98,10 +103,14 @@ def compress(
             layer = compress_layer(run, index, text, sparsity[index])
             work.finish(part, run.tensors(layer), layer.note)
         if text is not None:
-            text.advance(index, run.read(part), run.input_rounding(index), partial(run.load_layer, index))
+            text.advance(
+                index, run.read(part), run.input_rounding(index), partial(run.load_layer, index)
+            )
         progress(done := done + 1, total)
     if qat is not None:
-        parts[1:] = train_layers(run, parts[1:], qat, training, lambda n, _: progress(done + n, total))
+        parts[1:] = train_layers(
+            run, parts[1:], qat, training, lambda n, _: progress(done + n, total)
+        )
     publish(run, parts, finish)
     return run.plan
 
@@ -120,7 +129,11 @@ class CompressionRun:
     @cached_property
     def rotation(self) -> Tensor | None:
         step = self.recipe.one(Rotate)
-        return None if step is None else rotate.rotation(self.original.spec.hidden_size, step.seed, self.device)
+        return (
+            None
+            if step is None
+            else rotate.rotation(self.original.spec.hidden_size, step.seed, self.device)
+        )
 
     @cached_property
     def source(self) -> ModelDescription:
@@ -133,7 +146,11 @@ class CompressionRun:
 
     @cached_property
     def stored(self) -> StoredFormats:
-        return stored_formats(self.names, self.plan.formats) if self.plan.formats else StoredFormats(())
+        return (
+            stored_formats(self.names, self.plan.formats)
+            if self.plan.formats
+            else StoredFormats(())
+        )
 
     @property
     def written(self) -> torch.dtype:
@@ -167,10 +184,16 @@ class CompressionRun:
         prefix = f"layers.{layer.index}."
         values = {prefix + name: value for name, value in layer.values.items()}
         rounded = {f"{prefix}{name}.weight": made for name, made in layer.rounded.items()}
-        scales = {f"{prefix}{name}.weight": scale for name, scale in layer.note["input_scales"].items()}
+        scales = {
+            f"{prefix}{name}.weight": scale for name, scale in layer.note["input_scales"].items()
+        }
         found = list(self.names.tensors(values, rounded, scales, self.written))
         for part, scale in layer.cache_scales.items():
-            attention = self.names.of(f"{prefix}attention.qkv.weight")[0].removesuffix(".weight").rpartition(".")[0]
+            attention = (
+                self.names.of(f"{prefix}attention.qkv.weight")[0]
+                .removesuffix(".weight")
+                .rpartition(".")[0]
+            )
             found.append((f"{attention}.{part}_scale", scale))
         return found
 
@@ -182,20 +205,34 @@ class CompressionRun:
         for name in ORDER:
             fmt = self.plan.formats.get(f"layers.{index}.{name}.weight")
             if fmt is not None and fmt.inputs is not None:
-                found[name] = FakeInputs(fmt.inputs, columns=tuple(note.get("columns", {}).get(name, ())))
+                found[name] = FakeInputs(
+                    fmt.inputs, columns=tuple(note.get("columns", {}).get(name, ()))
+                )
         return found
 
 
 # --- The stages -------------------------------------------------------------------------------------------------------
 
 
-def allocate_bits(run: CompressionRun, budget: Budget, windows: Windows, progress: Progress) -> dict[str, int]:
+def allocate_bits(
+    run: CompressionRun, budget: Budget, windows: Windows, progress: Progress
+) -> dict[str, int]:
     """The bits of each product within the budget."""
     if (note := run.work.note("bits")) is None:
-        products = {w.name: (w.rows, w.inner, w.settings) for w in run.plan.weights if w.settings is not None}
-        wanted = {name: settings for name, (_, _, settings) in products.items() if isinstance(settings.bits, Budget)}
+        products = {
+            w.name: (w.rows, w.inner, w.settings)
+            for w in run.plan.weights
+            if w.settings is not None
+        }
+        wanted = {
+            name: settings
+            for name, (_, _, settings) in products.items()
+            if isinstance(settings.bits, Budget)
+        }
         if "head" in wanted:
-            raise ConfigError("a budget does not cover the head; override it with a number of bits", field="head")
+            raise ConfigError(
+                "a budget does not cover the head; override it with a number of bits", field="head"
+            )
         costs = measure(
             run.original,
             wanted,
@@ -239,15 +276,26 @@ def write_ends(run: CompressionRun) -> str:
         fmt = run.plan.formats.get("head.weight")
         # Large tables stay in the type they are written in, unless something is computed with them.
         dtype = run.written if run.rotation is None and fmt is None else torch.float32
-        values = load_parameters(run.original, dtype=dtype, device=run.device, wanted=lambda n: not n.startswith("layers."))
+        values = load_parameters(
+            run.original,
+            dtype=dtype,
+            device=run.device,
+            wanted=lambda n: not n.startswith("layers."),
+        )
         if run.rotation is not None:
             rotate.rotate_ends(run.original.spec, values, run.rotation)
-        rounded = {} if fmt is None else {"head.weight": nearest(values["head.weight"], fmt, run.written, clip=True)}
+        rounded = (
+            {}
+            if fmt is None
+            else {"head.weight": nearest(values["head.weight"], fmt, run.written, clip=True)}
+        )
         run.work.finish("ends", run.names.tensors(values, rounded, {}, run.written), {})
     return "ends"
 
 
-def compress_layer(run: CompressionRun, index: int, text: Stream | None, sparsity: float) -> LayerState:
+def compress_layer(
+    run: CompressionRun, index: int, text: Stream | None, sparsity: float
+) -> LayerState:
     """Take one layer through the recipe's steps."""
     prefix = f"layers.{index}."
     planned = {
@@ -255,13 +303,17 @@ def compress_layer(run: CompressionRun, index: int, text: Stream | None, sparsit
         for w in run.plan.weights
         if w.name.startswith(prefix) and (w.fmt is not None or w.sparse)
     }
-    layer = LayerState(index, run.source.spec.layers[index], run.load_layer(index), planned, text, sparsity)
+    layer = LayerState(
+        index, run.source.spec.layers[index], run.load_layer(index), planned, text, sparsity
+    )
     for step in layer_steps(run.recipe, run.written):
         step(layer)
     return layer
 
 
-def train_layers(run: CompressionRun, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress) -> list[str]:
+def train_layers(
+    run: CompressionRun, parts: Sequence[str], qat: QAT, windows: Windows, progress: Progress
+) -> list[str]:
     """Train the rounded weights of all layers together; the names of the new parts, which are written beside the old ones."""
     files = [run.work.part(part) for part in parts]
     values = [run.names.read(file, run.stored, device=run.device) for file in files]
@@ -282,7 +334,9 @@ def train_layers(run: CompressionRun, parts: Sequence[str], qat: QAT, windows: W
     trained = []
     for i in range(len(files)):
         own = {name: rounded for name, rounded in made.items() if name.startswith(f"layers.{i}.")}
-        cache = [(n, t) for n, t in run.work.tensors([parts[i]]) if n.endswith((".k_scale", ".v_scale"))]
+        cache = [
+            (n, t) for n, t in run.work.tensors([parts[i]]) if n.endswith((".k_scale", ".v_scale"))
+        ]
         trained.append(part := f"trained-{i:05d}")
         run.work.finish(part, [*run.names.tensors(values[i], own, {}, run.written), *cache], {})
     return trained
@@ -306,7 +360,9 @@ def publish(run: CompressionRun, parts: Sequence[str], finish: Callable[[Path], 
     run.work.publish(run.original, parts, config, run.recipe.as_data(), finished)
 
 
-def _products(planned: CompressionPlan, notes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _products(
+    planned: CompressionPlan, notes: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """The format of each product and what was noted of it (before QAT, if there was any)."""
     keys = {"errors": "error", "exponents": "exponent", "zeros": "zeros", "learned": "learned"}
     found: dict[str, dict[str, Any]] = {}
@@ -334,20 +390,34 @@ def zeros_of(checkpoint: Path) -> float | None:
 
 def _columns(names: Names, notes: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     """The outlier columns by the checkpoint's module names."""
-    columns = {f"layers.{i}.{name}.weight": found for i, note in enumerate(notes) for name, found in note["columns"].items()}
-    return {name.removesuffix(".weight"): columns[at.target] for name, at in names.places.items() if columns.get(at.target)}
+    columns = {
+        f"layers.{i}.{name}.weight": found
+        for i, note in enumerate(notes)
+        for name, found in note["columns"].items()
+    }
+    return {
+        name.removesuffix(".weight"): columns[at.target]
+        for name, at in names.places.items()
+        if columns.get(at.target)
+    }
 
 
 def resolve_device(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     """The device and type that "auto" or names stand for. ConfigError if they are not available."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ConfigError(f"device={device!r} is not one of auto, cpu, cuda, cuda:N", field="device")
+        raise ConfigError(
+            f"device={device!r} is not one of auto, cpu, cuda, cuda:N", field="device"
+        )
     if kind == "cuda" and int(index or 0) >= num_gpus():
         raise ConfigError(f"device={device!r}: torch sees no such GPU; use 'cpu'", field="device")
-    found = torch.device("cuda" if kind == "auto" and num_gpus() else "cpu" if kind == "auto" else device)
+    found = torch.device(
+        "cuda" if kind == "auto" and num_gpus() else "cpu" if kind == "auto" else device
+    )
     if dtype == "auto":
         return found, torch.float32 if found.type == "cpu" else torch.bfloat16
     if dtype not in TORCH_DTYPES:
-        raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype")
+        raise ConfigError(
+            f"dtype={dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}", field="dtype"
+        )
     return found, TORCH_DTYPES[dtype]

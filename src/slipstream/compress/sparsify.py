@@ -30,13 +30,17 @@ MASK_COLUMNS = 128
 """SparseGPT chooses the mask of this many columns at a time."""
 
 
-def sparsify_weight(weight: Tensor, settings: Sparsify, stats: InputStats | None, ratio: float | None = None) -> Tensor:
+def sparsify_weight(
+    weight: Tensor, settings: Sparsify, stats: InputStats | None, ratio: float | None = None
+) -> Tensor:
     """The float32 weight with its zeros. Without `stats` (for an expert that no token reached) the method is magnitude."""
     ratio = settings.ratio if ratio is None else ratio
     if settings.method == "sparsegpt" and stats is not None:
         return sparsegpt(weight, stats, ratio, settings.pattern, damping=settings.damping)
     by_row = settings.method != "magnitude" and stats is not None
-    score = weight.abs() * stats.mean_square.sqrt() if by_row and stats is not None else weight.abs()
+    score = (
+        weight.abs() * stats.mean_square.sqrt() if by_row and stats is not None else weight.abs()
+    )
     return weight * keep(score, ratio, settings.pattern, by_row=by_row)
 
 
@@ -66,7 +70,8 @@ def pattern_sizes(pattern: Pattern) -> tuple[int, int]:
 def check_inner(inner: int, pattern: Pattern) -> None:
     if inner % pattern_sizes(pattern)[1]:
         raise ConfigError(
-            f"pattern={pattern!r} does not divide the {inner} inputs of a product; ignore it there", field="pattern"
+            f"pattern={pattern!r} does not divide the {inner} inputs of a product; ignore it there",
+            field="pattern",
         )
 
 
@@ -117,7 +122,9 @@ def sparsegpt(
 # --- Ratios by layer --------------------------------------------------------------------------------------------------
 
 
-def outlier_share(weights: Mapping[str, Tensor], stats: Mapping[str, InputStats], times: float) -> float:
+def outlier_share(
+    weights: Mapping[str, Tensor], stats: Mapping[str, InputStats], times: float
+) -> float:
     """The share of a layer's weights whose |w| · ‖x‖ is above `times` the mean of their product."""
     above = count = 0
     for name, weight in weights.items():

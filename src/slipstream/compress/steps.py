@@ -44,7 +44,9 @@ def require_inside(settings: Any, *fields: str) -> None:
 
 
 def require_one_of(settings: Any, allowed: tuple[Any, ...], *fields: str) -> None:
-    require(settings, lambda value: value in allowed, f"one of {', '.join(map(str, allowed))}", *fields)
+    require(
+        settings, lambda value: value in allowed, f"one of {', '.join(map(str, allowed))}", *fields
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,18 +61,27 @@ class Sparsify:
     spread: float = 0.08
     outlier: float = 5.0  # times the mean
     damping: float = 0.01  # SparseGPT: added to the Hessian's diagonal, as a share of its mean
-    catch_up: float = 0.0  # the share of the change of a product's inputs that its weight compensates
+    catch_up: float = (
+        0.0  # the share of the change of a product's inputs that its weight compensates
+    )
     ignore: tuple[str, ...] = ()
 
     def check(self) -> None:
         require_inside(self, "ratio", "damping")
         require_share(self, "catch_up")
         if self.pattern is not None and self.ratio != 0.5:
-            raise ConfigError(f"pattern={self.pattern!r} zeros half; leave ratio out", field="ratio")
+            raise ConfigError(
+                f"pattern={self.pattern!r} zeros half; leave ratio out", field="ratio"
+            )
         if self.ratios == "outliers" and self.pattern is not None:
-            raise ConfigError("a pattern has one ratio; ratios='outliers' is for weights without one", field="ratios")
+            raise ConfigError(
+                "a pattern has one ratio; ratios='outliers' is for weights without one",
+                field="ratios",
+            )
         if self.ratios == "outliers" and not 0 <= 2 * self.spread < min(self.ratio, 1 - self.ratio):
-            raise ConfigError(f"spread={self.spread} must leave every ratio between 0 and 1", field="spread")
+            raise ConfigError(
+                f"spread={self.spread} must leave every ratio between 0 and 1", field="spread"
+            )
         require(self, lambda value: value > 1, "above 1", "outlier")
 
     @property
@@ -78,7 +89,9 @@ class Sparsify:
         return self.method != "magnitude" or self.ratios == "outliers" or self.catch_up > 0
 
     def takes(self, product: str) -> bool:
-        return product != "head" and not any(fnmatchcase(product, pattern) for pattern in self.ignore)
+        return product != "head" and not any(
+            fnmatchcase(product, pattern) for pattern in self.ignore
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +110,44 @@ class PruneSettings:
     multiple: int = 32
 
     def check(self) -> None:
-        require(self, lambda v: 0 <= v < 1, "a share from 0 to below 1", "heads", "channels", "hidden", "layers")
+        require(
+            self,
+            lambda v: 0 <= v < 1,
+            "a share from 0 to below 1",
+            "heads",
+            "channels",
+            "hidden",
+            "layers",
+        )
         require_one_of(self, get_args(Importance), "importance")
         require_at_least(self, 1, "multiple")
         if (self.layers > 0) + bool(self.drop_layers) + (self.size is not None) > 1:
-            raise ConfigError("give one of layers, a share to rank, drop_layers, their numbers, and size", field="drop_layers")
+            raise ConfigError(
+                "give one of layers, a share to rank, drop_layers, their numbers, and size",
+                field="drop_layers",
+            )
         if self.size is not None:
             require_inside(self, "size")
-        if not (self.heads or self.channels or self.hidden or self.layers or self.drop_layers or self.size):
-            raise ConfigError("nothing to prune: give heads, channels, hidden, layers, drop_layers or size", field="prune")
+        if not (
+            self.heads
+            or self.channels
+            or self.hidden
+            or self.layers
+            or self.drop_layers
+            or self.size
+        ):
+            raise ConfigError(
+                "nothing to prune: give heads, channels, hidden, layers, drop_layers or size",
+                field="prune",
+            )
 
     @property
     def needs_text(self) -> bool:
         """Whether anything is measured on text."""
         units = max(self.heads, self.channels, self.hidden) > 0
-        return self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)
+        return (
+            self.layers > 0 or self.size is not None or (self.importance != "magnitude" and units)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +179,28 @@ class DistillSettings:
 
     def check(self) -> None:
         weights = ("divergence_weight", "nll_weight", "state_weight", "attention_weight")
-        require_at_least(self, 1, "num_steps", "batch_size", "micro_batch", "eval_every", "save_every")
+        require_at_least(
+            self, 1, "num_steps", "batch_size", "micro_batch", "eval_every", "save_every"
+        )
         require_one_of(self, get_args(Divergence), "divergence")
         require_one_of(self, ("bfloat16", "float32"), "dtype")
-        require(self, lambda value: value > 0, "above 0", "temperature", "learning_rate", "clip_norm")
+        require(
+            self, lambda value: value > 0, "above 0", "temperature", "learning_rate", "clip_norm"
+        )
         require(self, lambda value: value >= 0, "0 or more", *weights, "weight_decay")
         require_share(self, "warmup", "final_rate")
-        if not (self.divergence_weight or self.nll_weight or self.state_weight or self.attention_weight):
-            raise ConfigError("nothing to learn from: every weight of the loss is 0", field="divergence_weight")
+        if not (
+            self.divergence_weight or self.nll_weight or self.state_weight or self.attention_weight
+        ):
+            raise ConfigError(
+                "nothing to learn from: every weight of the loss is 0", field="divergence_weight"
+            )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        share = warmup_cosine(step, self.num_steps, round(self.warmup * self.num_steps), self.final_rate)
+        share = warmup_cosine(
+            step, self.num_steps, round(self.warmup * self.num_steps), self.final_rate
+        )
         return self.learning_rate * share
 
 
@@ -187,11 +233,21 @@ class Distill(DistillSettings):
         require_at_least(self, 0, "num_windows", "held_out", "num_answers")
         require_at_least(self, 2, "context")
         if self.num_windows + self.num_answers < 1:
-            raise ConfigError("nothing to learn from: give num_windows or num_answers", field="num_windows")
-        if self.rationale_weight is not None and (self.num_answers < 1 or self.rationale_weight <= 0):
-            raise ConfigError("rationale_weight must be above 0, and needs num_answers", field="rationale_weight")
-        if self.top_k is not None and (self.top_k < 1 or self.state_weight > 0 or self.attention_weight > 0):
-            raise ConfigError("top_k must be at least 1, and keeps no hidden states or attention", field="top_k")
+            raise ConfigError(
+                "nothing to learn from: give num_windows or num_answers", field="num_windows"
+            )
+        if self.rationale_weight is not None and (
+            self.num_answers < 1 or self.rationale_weight <= 0
+        ):
+            raise ConfigError(
+                "rationale_weight must be above 0, and needs num_answers", field="rationale_weight"
+            )
+        if self.top_k is not None and (
+            self.top_k < 1 or self.state_weight > 0 or self.attention_weight > 0
+        ):
+            raise ConfigError(
+                "top_k must be at least 1, and keeps no hidden states or attention", field="top_k"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +286,15 @@ class DraftHead:
         return (9.0 if on_gpu else 50.0) if self.minutes is None else self.minutes
 
     def vocab_size(self, of_model: int) -> int:
-        usual = max(16, min(32_000, of_model // 4) // 16 * 16)  # a GPU's 8-bit products have outputs by 16
+        usual = max(
+            16, min(32_000, of_model // 4) // 16 * 16
+        )  # a GPU's 8-bit products have outputs by 16
         return min(of_model, self.draft_vocab_size or usual)
 
     def check(self) -> None:
-        require_at_least(self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens")
+        require_at_least(
+            self, 1, "num_answers", "num_places", "num_steps", "batch_tokens", "max_tokens"
+        )
         require_at_least(self, 0, "num_questions_held_out", "seed", "warmup_steps")
         require_at_least(self, 0, "temperature", "weight_decay", "state_weight")
         require_at_least(self, 8, "context")
@@ -245,7 +305,12 @@ class DraftHead:
             norms = "fc_norm", "norm_before_fc", "norm_output"
             require(self, lambda value: not value, "false: Medusa has no such norm", *norms)
         if self.fc_norm:
-            require(self, lambda value: not value, "false: with fc_norm each state has a norm of its own", "norm_before_fc")
+            require(
+                self,
+                lambda value: not value,
+                "false: with fc_norm each state has a norm of its own",
+                "norm_before_fc",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,13 +344,22 @@ class LoRA:
     seed: int = 0
 
     def check(self) -> None:
-        require_at_least(self, 1, "num_documents", "held_out", "num_steps", "batch_size", "micro_batch")
+        require_at_least(
+            self, 1, "num_documents", "held_out", "num_steps", "batch_size", "micro_batch"
+        )
         require_at_least(self, 2, "context")
         require_at_least(self, 0, "seed", "weight_decay")
         require(self, lambda value: 1 <= value <= 512, "from 1 to 512", "rank")
-        if any(not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= 512 for r in self.ranks.values()):
-            raise ConfigError(f"ranks={self.ranks!r} must be numbers from 1 to 512 by target", field="ranks")
+        if any(
+            not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= 512
+            for r in self.ranks.values()
+        ):
+            raise ConfigError(
+                f"ranks={self.ranks!r} must be numbers from 1 to 512 by target", field="ranks"
+            )
         require(self, lambda value: value > 0, "above 0", "alpha", "clip_norm")
-        require(self, lambda value: 0 <= value < 1, "a share from 0 to below 1", "dropout", "warmup")
+        require(
+            self, lambda value: 0 <= value < 1, "a share from 0 to below 1", "dropout", "warmup"
+        )
         require_inside(self, "learning_rate")
         require(self, lambda value: value is None or value > 0, "above 0", "minutes")

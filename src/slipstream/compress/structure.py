@@ -57,7 +57,9 @@ def num_units(spec: ModelSpec) -> dict[Units, int]:
         if isinstance(m, DenseSpec):
             found[Units("channels", i)] = m.intermediate_size
         else:
-            found.update({Units("channels", i, e): m.expert.intermediate_size for e in range(m.num_experts)})
+            found.update(
+                {Units("channels", i, e): m.expert.intermediate_size for e in range(m.num_experts)}
+            )
             if m.shared is not None:
                 found[Units("shared", i)] = m.shared.mlp.intermediate_size
     return found
@@ -73,7 +75,11 @@ def split_experts(spec: ModelSpec, parameters: Mapping[str, Tensor]) -> dict[str
     found: dict[str, Tensor] = {}
     for name, value in parameters.items():
         count = _num_experts(spec, name)
-        found.update({name: value} if count is None else {f"{name}#{e}": part for e, part in enumerate(value.chunk(count))})
+        found.update(
+            {name: value}
+            if count is None
+            else {f"{name}#{e}": part for e, part in enumerate(value.chunk(count))}
+        )
     return found
 
 
@@ -82,7 +88,9 @@ def join_experts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for name, value in parts.items():
         found.setdefault(name.partition("#")[0], []).append(value)
-    return {name: values[0] if len(values) == 1 else torch.cat(values) for name, values in found.items()}
+    return {
+        name: values[0] if len(values) == 1 else torch.cat(values) for name, values in found.items()
+    }
 
 
 def _num_experts(spec: ModelSpec, name: str) -> int | None:
@@ -120,7 +128,11 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
         return hidden, None
     if stem in ("router", "shared_weight", "correction"):
         return None, hidden if kind == "weight" and stem != "correction" else None
-    which = Units("shared", i) if stem.startswith("shared.") else Units("channels", i, int(expert) if expert else -1)
+    which = (
+        Units("shared", i)
+        if stem.startswith("shared.")
+        else Units("channels", i, int(expert) if expert else -1)
+    )
     mlp = _mlp(layer, which)
     rows = torch.arange(mlp.intermediate_size)
     if stem.endswith(".up"):
@@ -128,11 +140,17 @@ def axes(spec: ModelSpec, name: str) -> tuple[Axis, Axis]:
     return hidden, (which, rows) if kind == "weight" else None
 
 
-def _attention_axes(a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis) -> tuple[Axis, Axis]:
+def _attention_axes(
+    a: AttentionSpec, units: Units, stem: str, kind: str, hidden: Axis
+) -> tuple[Axis, Axis]:
     single = a.num_kv_heads == 1
     groups = torch.arange(a.num_heads) // (1 if single else a.num_heads // a.num_kv_heads)
     q = groups.repeat_interleave(a.head_dim)
-    kv = torch.full((a.head_dim,), -1) if single else torch.arange(a.num_kv_heads).repeat_interleave(a.head_dim)
+    kv = (
+        torch.full((a.head_dim,), -1)
+        if single
+        else torch.arange(a.num_kv_heads).repeat_interleave(a.head_dim)
+    )
     match stem:
         case "attention.qkv":
             return (units, torch.cat((q, kv, kv))), hidden if kind == "weight" else None
@@ -180,7 +198,10 @@ def cut_spec(spec: ModelSpec, kept: PruneSelection) -> ModelSpec:
 
     def layer(i: int) -> LayerSpec:
         whole = spec.layers[i]
-        block = dataclasses.replace(whole.block, **{name: norm(n) for name, n in whole.norms.items()})  # type: ignore[arg-type]
+        block = dataclasses.replace(
+            whole.block,
+            **{name: norm(n) for name, n in whole.norms.items()},  # type: ignore[arg-type]
+        )
         attention, mlp = _cut_attention(attention_of(whole), i, kept), _cut_mlp(whole, i, kept)
         return dataclasses.replace(whole, attention=attention, mlp=mlp, block=block)
 
@@ -206,23 +227,36 @@ def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionS
         )
     if a.num_kv_heads == 1:
         return dataclasses.replace(a, num_heads=count)
-    return dataclasses.replace(a, num_kv_heads=count, num_heads=count * (a.num_heads // a.num_kv_heads))
+    return dataclasses.replace(
+        a, num_kv_heads=count, num_heads=count * (a.num_heads // a.num_kv_heads)
+    )
 
 
 def _cut_mlp(layer: LayerSpec, i: int, kept: PruneSelection) -> DenseSpec | MoESpec:
     m = layer.mlp
     if isinstance(m, DenseSpec):
-        return dataclasses.replace(m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size))
-    sizes = {kept.count(Units("channels", i, e), m.expert.intermediate_size) for e in range(m.num_experts)}
+        return dataclasses.replace(
+            m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size)
+        )
+    sizes = {
+        kept.count(Units("channels", i, e), m.expert.intermediate_size)
+        for e in range(m.num_experts)
+    }
     assert len(sizes) == 1, "experts of one layer have one size"
     shared = m.shared
     if shared is not None:
         size = kept.count(Units("shared", i), shared.mlp.intermediate_size)
-        shared = SharedExpertSpec(mlp=dataclasses.replace(shared.mlp, intermediate_size=size), weighed=shared.weighed)
-    return dataclasses.replace(m, expert=dataclasses.replace(m.expert, intermediate_size=sizes.pop()), shared=shared)
+        shared = SharedExpertSpec(
+            mlp=dataclasses.replace(shared.mlp, intermediate_size=size), weighed=shared.weighed
+        )
+    return dataclasses.replace(
+        m, expert=dataclasses.replace(m.expert, intermediate_size=sizes.pop()), shared=shared
+    )
 
 
-def cut_parameters(spec: ModelSpec, parameters: Mapping[str, Tensor], kept: PruneSelection) -> dict[str, Tensor]:
+def cut_parameters(
+    spec: ModelSpec, parameters: Mapping[str, Tensor], kept: PruneSelection
+) -> dict[str, Tensor]:
     """Copies of the parameters of `cut_spec(spec, kept)`."""
     found: dict[str, Tensor] = {}
     number = {old: new for new, old in enumerate(kept.layers)}
@@ -255,12 +289,25 @@ KEYS: dict[str, tuple[str, ...]] = {
 """The keys that configs use for these sizes. A family's reader takes only its own."""
 
 HEADS_SHARE_WIDTH = frozenset(
-    ("gpt2", "gpt_bigcode", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel")
+    (
+        "gpt2",
+        "gpt_bigcode",
+        "gptj",
+        "gpt_neox",
+        "opt",
+        "bloom",
+        "mpt",
+        "falcon",
+        "RefinedWeb",
+        "RefinedWebModel",
+    )
 )
 """Model types whose head_dim is always hidden size / heads, so that they can't lose heads alone."""
 
 
-def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: PruneSelection) -> dict[str, Any]:
+def cut_config(
+    family: Family, config: Mapping[str, Any], wanted: ModelSpec, kept: PruneSelection
+) -> dict[str, Any]:
     """The config that reads as `wanted`, except for `embed_scale`, which may follow from the width. UnsupportedModelError if
     the family's configs can't express it."""
     reader = _RecordingReader(config)
@@ -290,15 +337,23 @@ def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kep
             if layer.mlp.shared is not None:
                 put("shared", layer.mlp.shared.mlp.intermediate_size)
     a = first.attention
-    if family.model_type not in HEADS_SHARE_WIDTH and ("head_dim" in config or a.q_size != wanted.hidden_size):
+    if family.model_type not in HEADS_SHARE_WIDTH and (
+        "head_dim" in config or a.q_size != wanted.hidden_size
+    ):
         found["head_dim"] = a.head_dim
     windows = [attention_of(layer).window for layer in wanted.layers]
     if "layer_types" in reader.taken and (len(set(windows)) > 1 or "layer_types" in config):
-        found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        found["layer_types"] = [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ]
     if "no_rope_layers" in reader.taken:
-        found["no_rope_layers"] = [int(attention_of(layer).position is not None) for layer in wanted.layers]
+        found["no_rope_layers"] = [
+            int(attention_of(layer).position is not None) for layer in wanted.layers
+        ]
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
-        found["mlp_only_layers"] = [i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)]
+        found["mlp_only_layers"] = [
+            i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)
+        ]
         found["decoder_sparse_step"] = 1
     differs = _not_expressed(family, found, wanted)
     if differs is not None:
@@ -313,7 +368,11 @@ def cut_config(family: Family, config: Mapping[str, Any], wanted: ModelSpec, kep
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
     """How the config differs from `wanted` when it is read; None if it does not."""
     a = wanted.layers[0].attention
-    if a.q_size != wanted.hidden_size and isinstance(a.position, RopeSpec) and isinstance(a.position.scaling, LongRopeScaling):
+    if (
+        a.q_size != wanted.hidden_size
+        and isinstance(a.position, RopeSpec)
+        and isinstance(a.position.scaling, LongRopeScaling)
+    ):
         return "LongRoPE's factors, of which transformers wants as many as hidden size / heads / 2"
     try:
         read = family.read(ConfigReader(config))
@@ -341,4 +400,8 @@ def _differences(a: Any, b: Any, name: str = "") -> Iterable[str]:
         for x, y in zip(a, b, strict=True):
             yield from _differences(x, y, name)
     elif a != b:
-        yield f"{name} {a}, not {b}" if isinstance(a, (int, float)) and isinstance(b, (int, float)) else name
+        yield (
+            f"{name} {a}, not {b}"
+            if isinstance(a, (int, float)) and isinstance(b, (int, float))
+            else name
+        )

@@ -57,13 +57,18 @@ def teacher_examples(
     tasks: list[tuple[str, float]] = [(question, 1.0) for question in questions]
     if rationale_weight is not None:
         tasks += [(WHY + question, rationale_weight) for question in questions]
-    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + i) for i in range(len(tasks))]
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + i)
+        for i in range(len(tasks))
+    ]
     answers = llm.chat([[{"role": "user", "content": text}] for text, _ in tasks], params)
     found = []
     for (_, weight), answer in zip(tasks, answers, strict=True):
         prompt, generated = tuple(answer.prompt_token_ids), tuple(answer.outputs[0].token_ids)
         if generated:
-            found.append(Example(token_ids=prompt + generated, num_context=len(prompt), weight=weight))
+            found.append(
+                Example(token_ids=prompt + generated, num_context=len(prompt), weight=weight)
+            )
     return found
 
 
@@ -80,13 +85,19 @@ def read_questions(
         if len(found) == count:
             break
     if not found:
-        raise ConfigError(f"the {part} part of {text} holds no questions of up to {longest} characters", field="text")
+        raise ConfigError(
+            f"the {part} part of {text} holds no questions of up to {longest} characters",
+            field="text",
+        )
     return found
 
 
 def write_examples(path: Path, examples: Iterable[Example], *, append: bool = False) -> None:
     """Write a file for `read_examples`, one JSON object a line; `append` to what it has."""
-    lines = (json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight}) for e in examples)
+    lines = (
+        json.dumps({"token_ids": e.token_ids, "num_context": e.num_context, "weight": e.weight})
+        for e in examples
+    )
     with path.open("a" if append else "w") as file:
         file.writelines(f"{line}\n" for line in lines)
 
@@ -94,7 +105,12 @@ def write_examples(path: Path, examples: Iterable[Example], *, append: bool = Fa
 def read_examples(path: Path) -> list[Example]:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        found = [Example(token_ids=tuple(r["token_ids"]), num_context=r["num_context"], weight=r["weight"]) for r in rows]
+        found = [
+            Example(
+                token_ids=tuple(r["token_ids"]), num_context=r["num_context"], weight=r["weight"]
+            )
+            for r in rows
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no examples: {error}", field="examples") from error
     check_examples(found)
@@ -128,9 +144,13 @@ class LogitCache:
         try:
             self.about: dict[str, Any] = json.loads((folder / "logits.json").read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} holds no cached logits: {error}", field="logits") from error
+            raise CheckpointError(
+                f"{folder} holds no cached logits: {error}", field="logits"
+            ) from error
         if self.about["examples"] != fingerprint(examples):
-            raise ConfigError(f"the logits in {folder} are of other examples; make them anew", field="logits")
+            raise ConfigError(
+                f"the logits in {folder} are of other examples; make them anew", field="logits"
+            )
         self.folder = folder
         self._starts = torch.tensor([0, *(len(e.token_ids) for e in examples)]).cumsum(0).tolist()
 
@@ -150,7 +170,9 @@ class LogitCache:
         for i in indices:
             first = self._starts[i // SHARD * SHARD]
             rows = slice(self._starts[i] - first, self._starts[i + 1] - first)
-            with safe_open(self.folder / f"logits-{i // SHARD:05d}.safetensors", framework="pt") as file:
+            with safe_open(
+                self.folder / f"logits-{i // SHARD:05d}.safetensors", framework="pt"
+            ) as file:
                 ids.append(file.get_slice("ids")[rows].long())
                 values.append(file.get_slice("logprobs")[rows].float())
         return TopK(torch.cat(ids).to(device), torch.cat(values).to(device))
@@ -171,7 +193,9 @@ def cache_logits(
     from safetensors.torch import save_file
 
     if not 1 <= k < teacher.spec.vocab_size:
-        raise ConfigError(f"k={k} must be from 1 to below the vocabulary's {teacher.spec.vocab_size}", field="k")
+        raise ConfigError(
+            f"k={k} must be from 1 to below the vocabulary's {teacher.spec.vocab_size}", field="k"
+        )
     with new_folder(folder) as into, torch.no_grad():
         for begin in range(0, len(examples), SHARD):
             shard = examples[begin : begin + SHARD]
@@ -183,8 +207,16 @@ def cache_logits(
                 top = (logits.float() / temperature).log_softmax(-1).topk(k, dim=-1)
                 kept.append((top.indices.int().cpu(), top.values.half().cpu()))
                 progress(begin + i + 1, len(examples))
-            tensors = {"ids": torch.cat([ids for ids, _ in kept]), "logprobs": torch.cat([values for _, values in kept])}
+            tensors = {
+                "ids": torch.cat([ids for ids, _ in kept]),
+                "logprobs": torch.cat([values for _, values in kept]),
+            }
             save_file(tensors, into / f"logits-{begin // SHARD:05d}.safetensors")
-        about = {"k": k, "temperature": temperature, "vocab_size": teacher.spec.vocab_size, "examples": fingerprint(examples)}
+        about = {
+            "k": k,
+            "temperature": temperature,
+            "vocab_size": teacher.spec.vocab_size,
+            "examples": fingerprint(examples),
+        }
         (into / "logits.json").write_text(json.dumps(about, indent=2))
     return LogitCache(folder, examples)

@@ -51,14 +51,25 @@ class Epochs:
             epoch, at = divmod(place, self.count)
             if epoch != self._epoch:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                self._epoch, self._order = epoch, torch.randperm(self.count, generator=generator).tolist()
+                self._epoch, self._order = (
+                    epoch,
+                    torch.randperm(self.count, generator=generator).tolist(),
+                )
             found.append(self._order[at])
         return found
 
 
-def write_receipt(file: Path, source: ModelDescription, settings: DraftHead | LoRA, **parts: Any) -> dict[str, Any]:
+def write_receipt(
+    file: Path, source: ModelDescription, settings: DraftHead | LoRA, **parts: Any
+) -> dict[str, Any]:
     """Write what was made of `source` with these settings, on which machine and how well; the receipt."""
-    receipt = {"format": 1, **environment(), "model": source.name, "settings": asdict(settings), **parts}
+    receipt = {
+        "format": 1,
+        **environment(),
+        "model": source.name,
+        "settings": asdict(settings),
+        **parts,
+    }
     file.write_text(json.dumps(receipt, indent=1, default=plain) + "\n")
     return receipt
 
@@ -100,7 +111,10 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def restore_state(
-    folder: Path, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, about: Mapping[str, Any]
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
 ) -> None:
     """Set parameters and moments to those of the state that `read_state` found."""
     from safetensors.torch import load_file
@@ -124,4 +138,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else value
+    return (
+        distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        if isinstance(parameter, DTensor)
+        else value
+    )

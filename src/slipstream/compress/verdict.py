@@ -29,11 +29,13 @@ class QualityLimits:
     def check(self) -> None:
         if not self.max_perplexity_ratio >= 1:
             raise ConfigError(
-                f"max_perplexity_ratio={self.max_perplexity_ratio} must be 1 or more", field="max_perplexity_ratio"
+                f"max_perplexity_ratio={self.max_perplexity_ratio} must be 1 or more",
+                field="max_perplexity_ratio",
             )
         if not 0 <= self.min_top1_agreement <= 1:
             raise ConfigError(
-                f"min_top1_agreement={self.min_top1_agreement} must be a share from 0 to 1", field="min_top1_agreement"
+                f"min_top1_agreement={self.min_top1_agreement} must be a share from 0 to 1",
+                field="min_top1_agreement",
             )
 
     def faults(self, found: Divergence) -> tuple[str, ...]:
@@ -57,7 +59,12 @@ def is_worse(found: Divergence) -> bool:
     return not found.perplexity_ratio <= 1 + 2 * found.perplexity_ratio_stderr
 
 
-def headline(bytes_before: int, bytes_after: int, found: Divergence | None = None, faults: tuple[str, ...] = ()) -> str:
+def headline(
+    bytes_before: int,
+    bytes_after: int,
+    found: Divergence | None = None,
+    faults: tuple[str, ...] = (),
+) -> str:
     """One line: broken or not, the size and the perplexity against the input's."""
     size = f"{bytes_after / bytes_before:.2f} × the bytes of its input"
     parts = [f"larger than its input: {size}" if bytes_after > bytes_before else size]
@@ -75,7 +82,9 @@ def rounded_before(source: ModelDescription) -> str | None:
     of the values names the bits."""
     if source.gguf is None:
         return None
-    products = [t for name, t in source.gguf.tensors.items() if name.startswith("blk.") and len(t.shape) > 1]
+    products = [
+        t for name, t in source.gguf.tensors.items() if name.startswith("blk.") and len(t.shape) > 1
+    ]
     values: dict[str, int] = {}
     for tensor in products:
         values[tensor.type] = values.get(tensor.type, 0) + tensor.numel

@@ -17,7 +17,9 @@ class Chosen:
         self.args = args
         self.origins: Origins = {}
 
-    def __call__(self, name: str, auto: Any, source: Literal["model", "device", "default"], reason: str) -> Any:
+    def __call__(
+        self, name: str, auto: Any, source: Literal["model", "device", "default"], reason: str
+    ) -> Any:
         given = getattr(self.args, name)
         is_open = given is None or given == "auto"
         self.origins[name] = Origin(auto, source, reason) if is_open else Origin(given, "user")

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 
-def with_cpu_layers(args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: str | None) -> EngineArgs:
+def with_cpu_layers(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, stored: str | None
+) -> EngineArgs:
     """The settings with a number of layers from 1 on, or None where "auto" finds that all layers fit on the GPU. `stored`: the
     scheme that the checkpoint has its weights in."""
     wanted, count = args.cpu_layers, model.spec.num_layers
@@ -33,13 +35,19 @@ def with_cpu_layers(args: EngineArgs, model: ModelDescription, device: DeviceInf
     if args.dtype == "auto" and model.dtype == "float16":
         args = dataclasses.replace(args, dtype="bfloat16")  # a CPU has no fast float16
     if wanted == "auto":
-        return dataclasses.replace(args, cpu_layers=_least(args, model, device, quantization) or None)
+        return dataclasses.replace(
+            args, cpu_layers=_least(args, model, device, quantization) or None
+        )
     if not 0 < int(wanted) < count:
-        raise _refused(f"got {wanted}, and the model has {count} layers: at least one is the CPU's, and one the GPU's")
+        raise _refused(
+            f"got {wanted}, and the model has {count} layers: at least one is the CPU's, and one the GPU's"
+        )
     return dataclasses.replace(args, cpu_layers=int(wanted))
 
 
-def stage_args(args: EngineArgs, config: EngineConfig, num_threads: int) -> tuple[EngineArgs, EngineArgs]:
+def stage_args(
+    args: EngineArgs, config: EngineConfig, num_threads: int
+) -> tuple[EngineArgs, EngineArgs]:
     """The settings of the CPU's stage and of the GPU's, as an ordinary pipeline of two. What the stages have in common is taken
     from `config`, which is resolved for the GPU, since a CPU would choose otherwise."""
     common = dataclasses.replace(
@@ -56,19 +64,35 @@ def stage_args(args: EngineArgs, config: EngineConfig, num_threads: int) -> tupl
         max_num_mixed_tokens=config.scheduling.max_num_mixed_tokens,
         num_threads=None,
     )
-    gpu = dataclasses.replace(common, device="cuda", enforce_eager=True)  # graphs of this stage were not tried on a GPU
-    of_cpu = dict(gpu_memory_utilization=None, kv_cache_bytes=None, tile_table="auto", num_threads=num_threads)
+    gpu = dataclasses.replace(
+        common, device="cuda", enforce_eager=True
+    )  # graphs of this stage were not tried on a GPU
+    of_cpu = dict(
+        gpu_memory_utilization=None, kv_cache_bytes=None, tile_table="auto", num_threads=num_threads
+    )
     return dataclasses.replace(common, device="cpu", **of_cpu), gpu  # type: ignore[arg-type]
 
 
-def _check(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> None:
-    drafts = args.speculative_config is not None or args.speculative_model not in (None, "ngram", "suffix")
+def _check(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> None:
+    drafts = args.speculative_config is not None or args.speculative_model not in (
+        None,
+        "ngram",
+        "suffix",
+    )
     ranks = (args.tensor_parallel_size, args.expert_parallel_size, args.pipeline_parallel_size)
     scheme = None if quantization is None else SCHEMES.get(quantization)
     for applies, why in (
         (not device.is_cuda, "it is for GPUs: on a CPU all layers are the CPU's; leave it out"),
-        (args.device.startswith("cuda:"), "it takes the first GPU that CUDA_VISIBLE_DEVICES leaves; use device='cuda'"),
-        (args.kernels != "auto", f"a CPU and a GPU have kernels of their own; leave out kernels={args.kernels!r}"),
+        (
+            args.device.startswith("cuda:"),
+            "it takes the first GPU that CUDA_VISIBLE_DEVICES leaves; use device='cuda'",
+        ),
+        (
+            args.kernels != "auto",
+            f"a CPU and a GPU have kernels of their own; leave out kernels={args.kernels!r}",
+        ),
         (max(ranks) > 1, "it is for one GPU; leave the parallel sizes at 1"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (model.spec.vision is not None, "pictures were not tried beside it; set max_images=0"),
@@ -76,20 +100,31 @@ def _check(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
         (args.host_experts is not None, "it does not go with host_experts; leave one out"),
         (args.enable_lora, "adapters were not tried beside it; leave out enable_lora"),
         (args.deterministic, "deterministic=True does not cover it; leave one out"),
-        (drafts, "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'"),
+        (
+            drafts,
+            "drafts of a model were not tried beside it; take speculative_model='ngram' or 'suffix'",
+        ),
         (
             scheme is not None and scheme.name not in (*NATIVE_PRODUCTS["cpu"], "mxfp4"),
             f"the CPU's kernels have no {quantization} products; use 'int8', 'int4' or 16 bits",
         ),
-        (args.kv_cache_dtype == "fp8", "a CPU's cache can't be fp8; use kv_cache_dtype='int8', or leave it at 'auto'"),
-        (device.best_dtype == "float16", f"{device.name} has no bfloat16, and a CPU no fast float16"),
+        (
+            args.kv_cache_dtype == "fp8",
+            "a CPU's cache can't be fp8; use kv_cache_dtype='int8', or leave it at 'auto'",
+        ),
+        (
+            device.best_dtype == "float16",
+            f"{device.name} has no bfloat16, and a CPU no fast float16",
+        ),
         (args.dtype == "float16", "float16 is slow and imprecise on a CPU; use dtype='bfloat16'"),
     ):
         if applies:
             raise _refused(why)
 
 
-def _least(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> int:
+def _least(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> int:
     """As few as leave room on the GPU for the other layers and the cache: a GPU reads and computes a layer several times faster
     than the host, whatever the number of tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers

@@ -24,7 +24,12 @@ from slipstream.config.settings import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.files import parse_json, read_yaml
 
-ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = "slipstream-engine.json", "serve.yaml", "packed", "tiles.json"
+ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = (
+    "slipstream-engine.json",
+    "serve.yaml",
+    "packed",
+    "tiles.json",
+)
 FORMAT = 1
 NOT_SAVED = (
     "model",
@@ -106,10 +111,15 @@ class EngineFolder:
         file = self.path / TILES_NAME
         return file if file.is_file() else None
 
-    def settle(self, args: EngineArgs, here: Machine, *, one_device: bool = False) -> tuple[EngineArgs, list[str]]:
+    def settle(
+        self, args: EngineArgs, here: Machine, *, one_device: bool = False
+    ) -> tuple[EngineArgs, list[str]]:
         """`args` with what the folder says of what the user left open, and notices for the user. `one_device`: but for how
         several devices share the model."""
-        notices = [f"{self.path.name} was made on another machine ({d})" for d in self.machine.differences(here)]
+        notices = [
+            f"{self.path.name} was made on another machine ({d})"
+            for d in self.machine.differences(here)
+        ]
         given = dict(self.settings)
         if notices:
             notices.append(
@@ -125,7 +135,9 @@ class EngineFolder:
         if one_device:
             given = {name: value for name, value in given.items() if name not in OF_SEVERAL_DEVICES}
         defaults = {f.name: f.default for f in dataclasses.fields(EngineArgs)}
-        left_open = {name: value for name, value in given.items() if getattr(args, name) == defaults[name]}
+        left_open = {
+            name: value for name, value in given.items() if getattr(args, name) == defaults[name]
+        }
         return dataclasses.replace(args, **left_open), notices
 
 
@@ -146,17 +158,27 @@ def read_engine_folder(path: Path) -> EngineFolder:
         data = parse_json((path / ENGINE_NAME).read_bytes())
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, and this version reads {FORMAT}")
-        known: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()}
+        known: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data["machine"].items()
+        }
         machine = Machine(**known)
-        chosen, versions, measured = (dict(data[name]) for name in ("chosen", "versions", "measured"))
+        chosen, versions, measured = (
+            dict(data[name]) for name in ("chosen", "versions", "measured")
+        )
         sizes = tuple(data["graph_sizes"])
         reading, file = SERVE_NAME, path / SERVE_NAME
         serve = (read_yaml(file) if file.is_file() else None) or {}
-        if not isinstance(serve, dict) or serve.keys() - {"engine"} or not isinstance(serve.get("engine", {}), dict):
+        if (
+            not isinstance(serve, dict)
+            or serve.keys() - {"engine"}
+            or not isinstance(serve.get("engine", {}), dict)
+        ):
             raise ValueError("it must hold engine: with settings below it, and nothing else")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"the engine folder {path} can't be used: {reading}: {what}", field="model") from None
+        raise ConfigError(
+            f"the engine folder {path} can't be used: {reading}: {what}", field="model"
+        ) from None
     settings = serve.get("engine", {})
     for given, where in ((settings, SERVE_NAME), (chosen, ENGINE_NAME)):
         try:
@@ -165,7 +187,8 @@ def read_engine_folder(path: Path) -> EngineFolder:
             raise ConfigError(f"{path / where}: {error}", field="model") from None
         if refused := given.keys() & set(NOT_SAVED):
             raise ConfigError(
-                f"{path / where}: {min(refused)} is for each start to say; leave it out", field=min(refused)
+                f"{path / where}: {min(refused)} is for each start to say; leave it out",
+                field=min(refused),
             )
     return EngineFolder(
         path=path,
@@ -199,7 +222,9 @@ def write_engine_folder(folder: EngineFolder) -> None:
         "versions": dict(folder.versions),
         "measured": dict(folder.measured),
     }
-    (folder.path / ENGINE_NAME).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder.path / ENGINE_NAME).write_text(
+        json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     text = "# Settings of `slipstream serve` in this folder; those of the command line go first.\n"
     text += yaml.safe_dump({"engine": dict(folder.settings)}, sort_keys=False, allow_unicode=True)
     (folder.path / SERVE_NAME).write_text(text, encoding="utf-8")

@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 def check_offload(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> None:
     """ConfigError: layers of this model can't be read as they are needed, with these settings, or on this device."""
     on_cpu = not device.is_cuda
-    drafts = args.speculative_config is not None or args.speculative_model not in (None, "ngram", "suffix")
+    drafts = args.speculative_config is not None or args.speculative_model not in (
+        None,
+        "ngram",
+        "suffix",
+    )
     if not isinstance(args.weights_bytes, int) or args.weights_bytes < 1:
         raise _refused(f"it must be a number of bytes above 0, got {args.weights_bytes!r}")
     for applies, why in (
-        (on_cpu and args.kernels not in ("auto", "cpu"), f"it needs the CPU's C++ kernels, not kernels={args.kernels!r}"),
+        (
+            on_cpu and args.kernels not in ("auto", "cpu"),
+            f"it needs the CPU's C++ kernels, not kernels={args.kernels!r}",
+        ),
         (num_ranks(args) > 1, f"it is for one device; leave {split_setting(args)} at 1"),
         (model.spec.kind != "a decoder", f"it is for decoders, and this is {model.spec.kind}"),
         (args.enable_lora, "adapters need all weights in memory; leave out enable_lora"),
@@ -26,7 +33,10 @@ def check_offload(args: EngineArgs, model: ModelDescription, device: DeviceInfo)
             model.spec.vision is not None and args.max_images != 0,
             "a model with an image encoder needs all weights in memory; set max_images=0",
         ),
-        (drafts, "drafts of a model need all weights in memory; take speculative_model='ngram' or 'suffix'"),
+        (
+            drafts,
+            "drafts of a model need all weights in memory; take speculative_model='ngram' or 'suffix'",
+        ),
         (
             on_cpu and model.quantization is not None and model.quantization.rounds,
             "on a CPU it covers dense and GGUF checkpoints, and this one's weights are rounded in another way; convert it to "

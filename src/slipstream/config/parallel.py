@@ -35,7 +35,8 @@ def parallel_section(
     ranks = num_ranks(args)
     if args.pipeline_layers is not None and args.pipeline_parallel_size == 1:
         raise ConfigError(
-            "pipeline_layers has an effect only with pipeline_parallel_size; set that, or leave it out", field="pipeline_layers"
+            "pipeline_layers has an effect only with pipeline_parallel_size; set that, or leave it out",
+            field="pipeline_layers",
         )
     if args.sequence_parallel and args.tensor_parallel_size == 1:
         raise ConfigError(
@@ -43,9 +44,14 @@ def parallel_section(
             field="sequence_parallel",
         )
     if args.sequence_parallel and model.spec.encoder is not None:
-        raise ConfigError("sequence_parallel does not cover encoder-decoders; leave it out", field="sequence_parallel")
+        raise ConfigError(
+            "sequence_parallel does not cover encoder-decoders; leave it out",
+            field="sequence_parallel",
+        )
     if (args.rank_address is None) != (args.local_ranks is None):
-        raise ConfigError("rank_address and local_ranks go together: set both, or none", field="rank_address")
+        raise ConfigError(
+            "rank_address and local_ranks go together: set both, or none", field="rank_address"
+        )
     if args.local_ranks is not None and not 0 < args.local_ranks < ranks:
         raise ConfigError(
             f"local_ranks={args.local_ranks} of {ranks} ranks: at least one must be here, and one on another host",
@@ -53,11 +59,21 @@ def parallel_section(
         )
     if ranks == 1:
         return ParallelConfig()
-    tensor, experts, field = args.tensor_parallel_size, args.expert_parallel_size, split_setting(args)
+    tensor, experts, field = (
+        args.tensor_parallel_size,
+        args.expert_parallel_size,
+        split_setting(args),
+    )
     if args.device.startswith("cuda:"):
-        raise ConfigError(f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'", field="device")
+        raise ConfigError(
+            f"device={args.device!r}: {ranks} ranks take the first {ranks} GPUs; use 'cuda'",
+            field="device",
+        )
     if args.deterministic:
-        raise ConfigError(f"deterministic=True does not cover sums over several devices ({field}); leave it out", field=field)
+        raise ConfigError(
+            f"deterministic=True does not cover sums over several devices ({field}); leave it out",
+            field=field,
+        )
     if speculation is not None and speculation.by_model and num_stages(args) > 1:
         raise ConfigError(
             f"method {speculation.method!r} of speculation does not run over stages; use 'ngram' or 'suffix' with {field}",
@@ -75,10 +91,14 @@ def parallel_section(
     if tensor == 1 and experts > 1:
         _check_dealt_requests(args, model.spec, speculation)
     stages, units = _stages(args, model.spec), _units(args, model, device, quantization)
-    return ParallelConfig(tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units)
+    return ParallelConfig(
+        tensor=tensor, experts=experts, stages=stages, sequence=args.sequence_parallel, units=units
+    )
 
 
-def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, speculation: SpeculationConfig | None) -> None:
+def _check_dealt_requests(
+    args: EngineArgs, spec: ModelSpec, speculation: SpeculationConfig | None
+) -> None:
     """ConfigError names what does not work where each rank has requests of its own: the ranks must run steps of one size, and
     in one way."""
     size, found = args.expert_parallel_size, list[tuple[str, str, str]]()
@@ -89,9 +109,17 @@ def _check_dealt_requests(args: EngineArgs, spec: ModelSpec, speculation: Specul
     if spec.vision is not None:
         found.append(("pictures", "max_images", "set it to 0"))
     if speculation is not None and speculation.by_model:
-        found.append((f"method {speculation.method!r} of speculation", "speculative_config", "take 'ngram' or 'suffix'"))
+        found.append(
+            (
+                f"method {speculation.method!r} of speculation",
+                "speculative_config",
+                "take 'ngram' or 'suffix'",
+            )
+        )
     for what, field, remedy in found[:1]:
-        other = "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"
+        other = (
+            "" if field == "expert_parallel_size" else f", or set tensor_parallel_size={size}, too"
+        )
         raise ConfigError(
             f"{field}: expert_parallel_size={size} without tensor_parallel_size deals requests out, which does not cover "
             f"{what}; {remedy}{other}",
@@ -125,7 +153,9 @@ def _stages(args: EngineArgs, spec: ModelSpec) -> tuple[int, ...]:
     return counts
 
 
-def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> SplitUnits:
+def _units(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> SplitUnits:
     """How many inputs of attention's output product, and of an MLP's second, share a scale."""
     attention, mlp = [1], [1]
     if quantization is not None:
@@ -139,7 +169,9 @@ def _units(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quanti
     if model.gguf is not None and model.family.gguf is not None:
         sizes = {quant.name: quant.block_size for quant in TYPES.values()}
         for name, place in model.family.gguf.names(model.spec).items():
-            if name in model.gguf.tensors and place.target.endswith((".out.weight", ".down.weight")):
+            if name in model.gguf.tensors and place.target.endswith(
+                (".out.weight", ".down.weight")
+            ):
                 own = attention if place.target.endswith(".out.weight") else mlp
                 own.append(sizes.get(model.gguf.tensors[name].type, 1))
     return SplitUnits(math.lcm(*attention), math.lcm(*mlp))

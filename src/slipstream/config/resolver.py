@@ -38,7 +38,9 @@ from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
 if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
-CPU_SCHEMES = frozenset(name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"])
+CPU_SCHEMES = frozenset(
+    name for name, scheme in SCHEMES.items() if scheme.name in NATIVE_PRODUCTS["cpu"]
+)
 DENSE_SHARE = 0.25
 """The largest share of a GPU's memory that dense copies of 4-bit weights take if the user says nothing."""
 
@@ -55,11 +57,16 @@ def resolve(args: EngineArgs, model: ModelDescription, device: DeviceInfo) -> En
     _check_formats(args, model, device, args.quantization or stored.value)
     model_config, model_origins = _model_section(args, model, device, stored)
     cache, cache_origins = _cache_section(args, model, device, model_config.dtype)
-    scheduling, scheduling_origins = scheduling_section(args, model.spec, device, model_config.max_model_len)
+    scheduling, scheduling_origins = scheduling_section(
+        args, model.spec, device, model_config.max_model_len
+    )
     device_config, device_origins = _device_section(args, model, device, model_config.quantization)
     speculation = speculation_section(args, model.spec)
     values = {f.name: (getattr(args, f.name), f.default) for f in dataclasses.fields(args)}
-    given = {name: Origin(value, "default" if value == default else "user") for name, (value, default) in values.items()}
+    given = {
+        name: Origin(value, "default" if value == default else "user")
+        for name, (value, default) in values.items()
+    }
     return EngineConfig(
         model=model_config,
         cache=cache,
@@ -83,7 +90,10 @@ def _model_section(
     dtype_auto, dtype_why = _auto_dtype(model.dtype, device)
     dtype = chosen("dtype", dtype_auto, "device", dtype_why)
     if dtype == "float16" and not device.is_cuda:
-        raise ConfigError("dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'", field="dtype")
+        raise ConfigError(
+            "dtype='float16' is slow and imprecise on a CPU; use 'bfloat16' or 'float32'",
+            field="dtype",
+        )
     quantization = chosen("quantization", stored.value, "model", stored.reason)
     if stored.value is not None and quantization != stored.value:
         raise ConfigError(
@@ -91,9 +101,15 @@ def _model_section(
             field="quantization",
         )
     rounded = quantization or ("compressed-tensors" if _has_formats(model) else None)
-    if rounded is not None and dtype == "float32" and device.is_cuda and args.kernels != "reference":
+    if (
+        rounded is not None
+        and dtype == "float32"
+        and device.is_cuda
+        and args.kernels != "reference"
+    ):
         raise ConfigError(
-            f"quantization={rounded!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'", field="dtype"
+            f"quantization={rounded!r} computes in 16 bits on a GPU; use dtype='bfloat16' or 'float16'",
+            field="dtype",
         )
     spec = model.spec
     longest = spec.max_position
@@ -110,7 +126,10 @@ def _model_section(
             field="max_model_len",
         )
     if args.canary == "refuse" and args.load_format == "dummy":
-        raise ConfigError("canary='refuse' can't hold for random weights (load_format='dummy'); leave it out", field="canary")
+        raise ConfigError(
+            "canary='refuse' can't hold for random weights (load_format='dummy'); leave it out",
+            field="canary",
+        )
     config = ModelConfig(
         model=args.model,
         path=model.path,
@@ -135,9 +154,15 @@ def _cache_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, dtype: DType
 ) -> tuple[CacheConfig, Origins]:
     chosen, spec = Chosen(args), model.spec
-    why = "the model's type" if model.kv_cache is None else "the checkpoint has scales for it (kv_cache_scheme)"
+    why = (
+        "the model's type"
+        if model.kv_cache is None
+        else "the checkpoint has scales for it (kv_cache_scheme)"
+    )
     kv_dtype = chosen("kv_cache_dtype", model.kv_cache or dtype, "model", why)
-    if kv_dtype != dtype and any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
+    if kv_dtype != dtype and any(
+        isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers
+    ):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} does not cover latent attention, whose cache is small already; leave it out",
             field="kv_cache_dtype",
@@ -148,14 +173,25 @@ def _cache_section(
             f"out, or take the model's type, {dtype!r}",
             field="kv_cache_dtype",
         )
-    one_of("kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8"))
+    one_of(
+        "kv_cache_dtype", kv_dtype, (dtype,) if spec.needs_full_prompt else (dtype, "fp8", "int8")
+    )
     block_size = chosen("block_size", 16, "default", "16 tokens: little waste, long enough reads")
     positive("block_size", block_size)
     if device.is_cuda and block_size not in (16, 32, 64, 128):
-        raise ConfigError(f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size")
-    share = chosen("gpu_memory_utilization", GPU_MEMORY_SHARE, "default", "leaves room for what the engine does not count")
+        raise ConfigError(
+            f"block_size={block_size}: the GPU kernels take 16, 32, 64 or 128", field="block_size"
+        )
+    share = chosen(
+        "gpu_memory_utilization",
+        GPU_MEMORY_SHARE,
+        "default",
+        "leaves room for what the engine does not count",
+    )
     if not 0 < share <= 1:
-        raise ConfigError("gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization")
+        raise ConfigError(
+            "gpu_memory_utilization must be above 0 and at most 1", field="gpu_memory_utilization"
+        )
     if args.kv_cache_bytes is not None:
         positive("kv_cache_bytes", args.kv_cache_bytes)
         if args.kv_cache_bytes > device.memory_bytes:
@@ -183,7 +219,11 @@ def _cache_section(
 
 def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
     """Whether what lies below the device's cache can be had."""
-    given = [n for n in ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path") if getattr(args, n) is not None]
+    given = [
+        n
+        for n in ("kv_host_bytes", "kv_disk_bytes", "kv_disk_path")
+        if getattr(args, n) is not None
+    ]
     if not given:
         return
     for name in given:
@@ -191,8 +231,16 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
             positive(name, getattr(args, name))
     speculation = speculation_section(args, spec)
     for name, refused, why in (
-        ("kv_disk_bytes", "kv_disk_bytes" in given and not args.kv_disk_path, "it needs a folder: set kv_disk_path"),
-        ("kv_disk_path", "kv_disk_path" in given and args.kv_disk_bytes is None, "it needs a bound: set kv_disk_bytes"),
+        (
+            "kv_disk_bytes",
+            "kv_disk_bytes" in given and not args.kv_disk_path,
+            "it needs a folder: set kv_disk_path",
+        ),
+        (
+            "kv_disk_path",
+            "kv_disk_path" in given and args.kv_disk_bytes is None,
+            "it needs a bound: set kv_disk_bytes",
+        ),
         (
             "kv_host_bytes",
             "kv_host_bytes" in given and not device.is_cuda,
@@ -203,9 +251,21 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
             device.is_cuda and args.kv_disk_bytes is not None and args.kv_host_bytes is None,
             "a GPU's blocks go to the disk by way of the host's memory: set kv_host_bytes too",
         ),
-        (given[0], not args.enable_prefix_caching, "what it keeps is found as cached prefixes: leave enable_prefix_caching on"),
-        (given[0], spec.kind != "a decoder", f"the model is {spec.kind}, whose blocks are not kept; leave it out"),
-        (given[0], num_ranks(args) > 1, "tiers are for one device; leave it out, or split the model over none"),
+        (
+            given[0],
+            not args.enable_prefix_caching,
+            "what it keeps is found as cached prefixes: leave enable_prefix_caching on",
+        ),
+        (
+            given[0],
+            spec.kind != "a decoder",
+            f"the model is {spec.kind}, whose blocks are not kept; leave it out",
+        ),
+        (
+            given[0],
+            num_ranks(args) > 1,
+            "tiers are for one device; leave it out, or split the model over none",
+        ),
         (
             given[0],
             speculation is not None and speculation.by_model,
@@ -220,16 +280,23 @@ def _device_section(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> tuple[DeviceConfig, Origins]:
     chosen, layers = Chosen(args), model.spec.all_layers
-    if args.deterministic and any(isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec) for x in layers):
+    if args.deterministic and any(
+        isinstance(x.mlp, MoESpec) or isinstance(x.attention, LatentAttentionSpec) for x in layers
+    ):
         raise ConfigError(
-            "deterministic=True does not cover mixtures of experts and latent attention; leave it out", field="deterministic"
+            "deterministic=True does not cover mixtures of experts and latent attention; leave it out",
+            field="deterministic",
         )
     if args.num_threads is not None:
         positive("num_threads", args.num_threads)
-    copied = _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
+    copied = (
+        _parameters_of_4_bits(args, model, device, quantization) if _has_tiles(args, device) else 0
+    )
     dense_copies = False
     if copied and args.weights_bytes is not None:
-        dense_copies = chosen("dense_copies", False, "default", "layers beyond weights_bytes are copied in each step")
+        dense_copies = chosen(
+            "dense_copies", False, "default", "layers beyond weights_bytes are copied in each step"
+        )
     elif copied:
         fits = 2 * copied <= DENSE_SHARE * device.memory_bytes
         share = f"{2 * copied / 2**30:.1f} GiB are {'at most' if fits else 'more than'} a quarter of the GPU's memory"
@@ -238,7 +305,12 @@ def _device_section(
         several = args.max_num_seqs is None or args.max_num_seqs > FEW_SEQUENCES
         fits = parameters <= DENSE_SHARE * device.memory_bytes
         why = f"steps of more than {FEW_SEQUENCES} sequences may come, and a quarter of the memory holds them"
-        dense_copies = chosen("dense_copies", several and fits, "device", why if several and fits else f"not so: {why}")
+        dense_copies = chosen(
+            "dense_copies",
+            several and fits,
+            "device",
+            why if several and fits else f"not so: {why}",
+        )
     elif args.dense_copies:
         raise ConfigError(
             "dense_copies has an effect only with 4-bit weights on a GPU and with int8 on a CPU; leave it out",
@@ -247,12 +319,17 @@ def _device_section(
     config = DeviceConfig(
         info=device,
         kernels=args.kernels,
-        tile_table=args.tile_table if _has_tiles(args, device) and not args.deterministic else "none",
+        tile_table=args.tile_table
+        if _has_tiles(args, device) and not args.deterministic
+        else "none",
         enforce_eager=args.enforce_eager or not device.is_cuda or not _has_graphs(args, model.spec),
         deterministic=args.deterministic,
         dense_copies=dense_copies,
         num_threads=chosen(
-            "num_threads", max(1, device.num_threads // num_ranks(args)), "device", "the cores this process may use"
+            "num_threads",
+            max(1, device.num_threads // num_ranks(args)),
+            "device",
+            "the cores this process may use",
         ),
         fixed_threads=args.num_threads is not None,
     )
@@ -264,7 +341,10 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
     if not args.enable_lora:
         for name, value in {**sizes, "lora_modules": args.lora_modules}.items():
             if value is not None:
-                raise ConfigError(f"{name} has an effect only with enable_lora; set that, or leave it out", field=name)
+                raise ConfigError(
+                    f"{name} has an effect only with enable_lora; set that, or leave it out",
+                    field=name,
+                )
         return None
     for name, value in sizes.items():
         if value is not None:
@@ -273,7 +353,10 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
         message = f"enable_lora: adapters are for decoders that write text, and this is {spec.kind}"
         raise ConfigError(message, field="enable_lora")
     if args.deterministic:
-        raise ConfigError("enable_lora: deterministic=True does not cover adapters; leave one out", field="enable_lora")
+        raise ConfigError(
+            "enable_lora: deterministic=True does not cover adapters; leave one out",
+            field="enable_lora",
+        )
     num, rank = sizes["max_loras"] or 8, sizes["max_lora_rank"] or 16
     on_host = sizes["max_cpu_loras"] or 4 * num
     if rank > 512:
@@ -285,9 +368,15 @@ def _lora_section(args: EngineArgs, spec: ModelSpec) -> LoRASettings | None:
         )
     modules = tuple((args.lora_modules or {}).items())
     if not all(isinstance(part, str) and part for pair in modules for part in pair):
-        raise ConfigError("lora_modules: it has a folder for each name, both texts that are not empty", field="lora_modules")
+        raise ConfigError(
+            "lora_modules: it has a folder for each name, both texts that are not empty",
+            field="lora_modules",
+        )
     if len(modules) > on_host:
-        raise ConfigError(f"lora_modules has {len(modules)} adapters; raise max_cpu_loras={on_host}", field="max_cpu_loras")
+        raise ConfigError(
+            f"lora_modules has {len(modules)} adapters; raise max_cpu_loras={on_host}",
+            field="max_cpu_loras",
+        )
     return LoRASettings(max_loras=num, max_lora_rank=rank, max_cpu_loras=on_host, modules=modules)
 
 
@@ -295,15 +384,26 @@ def _image_section(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, speculation: SpeculationConfig | None
 ) -> ImageSettings | None:
     if spec.vision is None:
-        for name, value in (("max_images", args.max_images or None), ("image_cache_bytes", args.image_cache_bytes)):
+        for name, value in (
+            ("max_images", args.max_images or None),
+            ("image_cache_bytes", args.image_cache_bytes),
+        ):
             if value is not None:
-                raise ConfigError(f"{name} has an effect only with a model that takes pictures; leave it out", field=name)
+                raise ConfigError(
+                    f"{name} has an effect only with a model that takes pictures; leave it out",
+                    field=name,
+                )
         return None
     most = args.max_images
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
-        raise ConfigError(f"max_images must be a whole number (0: only text), got {most!r}", field="max_images")
+        raise ConfigError(
+            f"max_images must be a whole number (0: only text), got {most!r}", field="max_images"
+        )
     if args.image_cache_bytes is not None and args.image_cache_bytes < 0:
-        raise ConfigError(f"image_cache_bytes={args.image_cache_bytes} must not be negative", field="image_cache_bytes")
+        raise ConfigError(
+            f"image_cache_bytes={args.image_cache_bytes} must not be negative",
+            field="image_cache_bytes",
+        )
     alone = "max_images=0 serves the model without pictures"
     if speculation is not None and speculation.by_model:
         raise ConfigError(
@@ -311,7 +411,9 @@ def _image_section(
             field="speculative_config",
         )
     if args.deterministic:
-        raise ConfigError(f"deterministic=True does not cover image encoders; {alone}", field="deterministic")
+        raise ConfigError(
+            f"deterministic=True does not cover image encoders; {alone}", field="deterministic"
+        )
     size = (256 if device.is_cuda else 64) * 2**20
     return ImageSettings(
         max_images=args.max_images or 16,
@@ -354,12 +456,21 @@ def _parameters_of_4_bits(
     held = model.native_formats(native_products(args.kernels, device))
     if held:
         sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
-        return sum(sizes[name] for name, fmt in held.items() if fmt.product == "int4" and ".experts." not in name)
+        return sum(
+            sizes[name]
+            for name, fmt in held.items()
+            if fmt.product == "int4" and ".experts." not in name
+        )
     scheme = None if quantization is None else SCHEMES[quantization]
     if scheme is None or scheme.inputs is not None or scheme.experts_only:
         return 0
     spec = model.spec
-    return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
+    return sum(
+        p.rows * p.inner
+        for x in spec.all_layers
+        for p in x.weight_shapes(spec.hidden_size)
+        if p.copies == 1
+    )
 
 
 def _parameters_of_8_bits(
@@ -368,13 +479,22 @@ def _parameters_of_8_bits(
     """Parameters in int8, without the experts', that a CPU's kernels may hold sparse."""
     if device.is_cuda or args.kernels not in ("auto", "cpu"):
         return 0
-    sizes = {name: math.prod(shape) for name, shape in model.shapes.items() if ".experts." not in name}
+    sizes = {
+        name: math.prod(shape) for name, shape in model.shapes.items() if ".experts." not in name
+    }
     if held := model.native_formats(native_products(args.kernels, device)):
-        return sum(sizes[name] for name, fmt in held.items() if name in sizes and fmt.product == "int8")
+        return sum(
+            sizes[name] for name, fmt in held.items() if name in sizes and fmt.product == "int8"
+        )
     if quantization is None or SCHEMES[quantization].name != "int8":
         return 0
     spec = model.spec
-    return sum(p.rows * p.inner for x in spec.all_layers for p in x.weight_shapes(spec.hidden_size) if p.copies == 1)
+    return sum(
+        p.rows * p.inner
+        for x in spec.all_layers
+        for p in x.weight_shapes(spec.hidden_size)
+        if p.copies == 1
+    )
 
 
 def _has_formats(model: ModelDescription) -> bool:
@@ -385,7 +505,9 @@ def _has_formats(model: ModelDescription) -> bool:
 def _has_graphs(args: EngineArgs, spec: ModelSpec) -> bool:
     """Generators have graphs. Encoders have them unless `deterministic`: the number of tokens would not say how their kernels
     are launched. The reference has none: its attention reads lengths on the host."""
-    return args.kernels != "reference" and (spec.generates or (spec.is_encoder and not args.deterministic))
+    return args.kernels != "reference" and (
+        spec.generates or (spec.is_encoder and not args.deterministic)
+    )
 
 
 def _has_tiles(args: EngineArgs, device: DeviceInfo) -> bool:
@@ -406,31 +528,56 @@ def _computes_on_host(args: EngineArgs, device: DeviceInfo) -> bool:
 
 def _refuse_without_effect(args: EngineArgs, device: DeviceInfo) -> None:
     for name, applies, where in (
-        ("gpu_memory_utilization", device.is_cuda, "a GPU; on a CPU kv_cache_bytes sizes the cache"),
-        ("num_threads", _computes_on_host(args, device), "a CPU, or a GPU with host_experts or cpu_layers"),
+        (
+            "gpu_memory_utilization",
+            device.is_cuda,
+            "a GPU; on a CPU kv_cache_bytes sizes the cache",
+        ),
+        (
+            "num_threads",
+            _computes_on_host(args, device),
+            "a CPU, or a GPU with host_experts or cpu_layers",
+        ),
         ("batch_window_s", args.scheduling_policy == "dynamic", "scheduling_policy='dynamic'"),
-        ("tile_table", _has_tiles(args, device) and not args.deterministic, "the GPU's kernels, and without deterministic"),
+        (
+            "tile_table",
+            _has_tiles(args, device) and not args.deterministic,
+            "the GPU's kernels, and without deterministic",
+        ),
         ("deterministic", _has_tiles(args, device), "the GPU's kernels"),
     ):
         if getattr(args, name) not in (None, "auto", False) and not applies:
             raise ConfigError(f"{name} has an effect only with {where}; leave it out", field=name)
 
 
-def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None) -> None:
+def _check_formats(
+    args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
+) -> None:
     """Whether the device's kernels have the formats of weights and cache, the user's or the checkpoint's."""
     if quantization is not None:
         one_of("quantization", quantization, tuple(SCHEMES))
     kv_dtype = args.kv_cache_dtype if args.kv_cache_dtype != "auto" else model.kv_cache
     if kv_dtype is not None:
         one_of("kv_cache_dtype", kv_dtype, ("float32", "bfloat16", "float16", "fp8", "int8"))
-    kv_off = "leave it at 'auto'" if model.kv_cache is None else "set it to the model's type, such as 'bfloat16'"
+    kv_off = (
+        "leave it at 'auto'"
+        if model.kv_cache is None
+        else "set it to the model's type, such as 'bfloat16'"
+    )
     named = ", ".join(repr(name) for name in SCHEMES if name in CPU_SCHEMES)
     weights = f"{named}, for experts 'mxfp4', and GGUF's blocks as they are: take one"
     for name, given, here, off in (
         ("quantization", quantization, weights, "leave it at None"),
         ("kv_cache_dtype", kv_dtype, "'int8': take that", kv_off),
     ):
-        if _on_cpu(args, device) and given not in (None, *CPU_SCHEMES, "mxfp4", "float32", "bfloat16", "float16"):
+        if _on_cpu(args, device) and given not in (
+            None,
+            *CPU_SCHEMES,
+            "mxfp4",
+            "float32",
+            "bfloat16",
+            "float16",
+        ):
             raise ConfigError(
                 f"{name}={given!r} needs a GPU; a CPU's kernels have {here}, or {off} (or take kernels='reference', which is "
                 "exact and slow)",
@@ -439,7 +586,10 @@ def _check_formats(args: EngineArgs, model: ModelDescription, device: DeviceInfo
     capability = device.compute_capability
     if capability is None or gpu_arch(capability).fp8:
         return
-    has, needed = f"{device.name} has {capability[0]}.{capability[1]}", "{}.{}".format(*least_with_fp8())
+    has, needed = (
+        f"{device.name} has {capability[0]}.{capability[1]}",
+        "{}.{}".format(*least_with_fp8()),
+    )
     if quantization is not None and SCHEMES[quantization].inputs in ("fp8", "fp8-block"):
         raise ConfigError(
             f"quantization={quantization!r} needs a GPU of compute capability {needed} or more; {has}: use 'int8' or 'int4'",

@@ -4,7 +4,14 @@ what they must."""
 from __future__ import annotations
 
 from slipstream.config.chosen import Chosen, Origins, positive
-from slipstream.config.settings import BATCH_WINDOW_S, MIXED_CHUNK, DeviceInfo, EngineArgs, SchedulingConfig, num_stages
+from slipstream.config.settings import (
+    BATCH_WINDOW_S,
+    MIXED_CHUNK,
+    DeviceInfo,
+    EngineArgs,
+    SchedulingConfig,
+    num_stages,
+)
 from slipstream.errors import ConfigError
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
@@ -13,7 +20,9 @@ def scheduling_section(
     args: EngineArgs, spec: ModelSpec, device: DeviceInfo, max_model_len: int
 ) -> tuple[SchedulingConfig, Origins]:
     chosen, chunked = Chosen(args), args.enable_chunked_prefill
-    ranks = args.expert_parallel_size if args.tensor_parallel_size == 1 else 1  # each has its share of a step
+    ranks = (
+        args.expert_parallel_size if args.tensor_parallel_size == 1 else 1
+    )  # each has its share of a step
     if spec.needs_full_prompt:
         chunked = chosen.needs_full_prompt("enable_chunked_prefill", not spec.is_encoder)
     if args.target_itl_ms is not None:
@@ -27,13 +36,22 @@ def scheduling_section(
     tokens_auto = max(16384 if many else 8192, seqs) if device.is_cuda else max(512, seqs)
     if not chunked:
         tokens_auto = max(tokens_auto, ranks * max_model_len, 2048 if spec.is_encoder else 0)
-    needed = max_model_len + seqs if spec.encoder is not None else 0  # the encoder's whole prompt beside the others' tokens
+    needed = (
+        max_model_len + seqs if spec.encoder is not None else 0
+    )  # the encoder's whole prompt beside the others' tokens
     tokens_auto = max(tokens_auto, needed)
     picture = 0 if spec.vision is None else spec.vision.whole_tokens
     if picture:  # whose tokens see one another
         tokens_auto = max(tokens_auto, picture + seqs)
-    tokens = chosen("max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee")
-    mixed = chosen("max_num_mixed_tokens", tokens, "default", "max_num_batched_tokens: many waiting tokens go before even gaps")
+    tokens = chosen(
+        "max_num_batched_tokens", tokens_auto, "device", "keeps GEMMs above the compute knee"
+    )
+    mixed = chosen(
+        "max_num_mixed_tokens",
+        tokens,
+        "default",
+        "max_num_batched_tokens: many waiting tokens go before even gaps",
+    )
     full = None if chunked else max_model_len
     _check_step_tokens(tokens, mixed, seqs, needed=needed, full_prompt=full, spec=spec, ranks=ranks)
     if tokens < picture + seqs * bool(picture):
@@ -44,10 +62,21 @@ def scheduling_section(
         )
     # A step that copies layers takes long with any number of tokens. Experts are read again by each chunk, and latent attention
     # is several times as fast where a step computes whole prompts.
-    is_plain = not any(isinstance(x, (MoESpec, LatentAttentionSpec)) for y in spec.layers for x in (y.mlp, y.attention))
-    may_cut = chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
+    is_plain = not any(
+        isinstance(x, (MoESpec, LatentAttentionSpec))
+        for y in spec.layers
+        for x in (y.mlp, y.attention)
+    )
+    may_cut = (
+        chunked and not spec.needs_full_prompt and args.target_itl_ms is None and mixed == tokens
+    )
     cuts = may_cut and is_plain and args.weights_bytes is None
-    window = chosen("batch_window_s", BATCH_WINDOW_S, "default", "long enough to gather a batch, too short to be noticed")
+    window = chosen(
+        "batch_window_s",
+        BATCH_WINDOW_S,
+        "default",
+        "long enough to gather a batch, too short to be noticed",
+    )
     if window < 0:
         raise ConfigError("batch_window_s must not be negative", field="batch_window_s")
     if args.max_queue is not None:
@@ -70,7 +99,10 @@ def scheduling_section(
 
 def _check_target_itl(target_ms: float, chunked: bool) -> None:
     if not 0 < target_ms < float("inf"):
-        raise ConfigError(f"target_itl_ms={target_ms} must be a number of milliseconds above 0", field="target_itl_ms")
+        raise ConfigError(
+            f"target_itl_ms={target_ms} must be a number of milliseconds above 0",
+            field="target_itl_ms",
+        )
     if not chunked:
         raise ConfigError(
             "target_itl_ms cuts prompts into chunks, which enable_chunked_prefill=False forbids, and an encoder's prompt does; "
@@ -80,7 +112,14 @@ def _check_target_itl(target_ms: float, chunked: bool) -> None:
 
 
 def _check_step_tokens(
-    tokens: int, mixed: int, seqs: int, *, needed: int, full_prompt: int | None, spec: ModelSpec, ranks: int
+    tokens: int,
+    mixed: int,
+    seqs: int,
+    *,
+    needed: int,
+    full_prompt: int | None,
+    spec: ModelSpec,
+    ranks: int,
 ) -> None:
     """Whether steps of so many tokens can hold what they must: a token of each sequence; `needed` tokens, beside an encoder; a
     prompt of `full_prompt` tokens, without chunked prefill."""

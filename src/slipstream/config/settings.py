@@ -79,11 +79,18 @@ class EngineArgs:
     The names are those that vLLM's users know.
     """
 
-    model: str = field(kw_only=False, metadata={"help": "a folder, a GGUF file, or a name that `slipstream pull` knows"})
+    model: str = field(
+        kw_only=False,
+        metadata={"help": "a folder, a GGUF file, or a name that `slipstream pull` knows"},
+    )
     tokenizer: str | None = setting(None, "another model's tokenizer, by name or path")
-    dtype: str = setting("auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = setting(
+        "auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16")
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    quantization: str | None = setting(None, f"round weights at load: {', '.join(SCHEMES)}; CPUs have int8 and int4 of these")
+    quantization: str | None = setting(
+        None, f"round weights at load: {', '.join(SCHEMES)}; CPUs have int8 and int4 of these"
+    )
     kv_cache_dtype: str = setting("auto", "auto (the checkpoint's), fp8 (GPU) or int8")
     block_size: int | None = setting(None, "tokens in a block of KV cache", unset=AUTO)
     max_model_len: int | None = setting(None, "longest prompt with answer, in tokens", unset=AUTO)
@@ -95,12 +102,18 @@ class EngineArgs:
         unset="max_num_batched_tokens",
     )
     target_itl_ms: float | None = setting(
-        None, "milliseconds between tokens that prompts are to leave running sequences; needs chunked prefill", unset="none"
+        None,
+        "milliseconds between tokens that prompts are to leave running sequences; needs chunked prefill",
+        unset="none",
     )
-    gpu_memory_utilization: float | None = setting(None, "share of the GPU's memory to use", unset=str(GPU_MEMORY_SHARE))
+    gpu_memory_utilization: float | None = setting(
+        None, "share of the GPU's memory to use", unset=str(GPU_MEMORY_SHARE)
+    )
     kv_cache_bytes: int | None = setting(None, "size of the KV cache, such as 2GiB", unset=AUTO)
     weights_bytes: int | None = setting(
-        None, "most bytes of weights in the device's memory; other layers are read in each step (docs/offload.md)", unset="all"
+        None,
+        "most bytes of weights in the device's memory; other layers are read in each step (docs/offload.md)",
+        unset="all",
     )
     host_experts: str | int | None = setting(
         None,
@@ -115,16 +128,25 @@ class EngineArgs:
         unset="none",
     )
     hot_expert_bytes: int | None = setting(
-        None, "with host_experts: the GPU's memory for single experts, those that tokens choose most", unset="none"
+        None,
+        "with host_experts: the GPU's memory for single experts, those that tokens choose most",
+        unset="none",
     )
-    kv_host_bytes: int | None = setting(None, "the host's memory for blocks that leave the GPU's cache", unset="none")
-    kv_disk_bytes: int | None = setting(None, "room on a disk for blocks that leave the cache, such as 50GiB", unset="none")
-    kv_disk_path: str | None = setting(None, "the folder for kv_disk_bytes; conversations resume from it after a restart")
+    kv_host_bytes: int | None = setting(
+        None, "the host's memory for blocks that leave the GPU's cache", unset="none"
+    )
+    kv_disk_bytes: int | None = setting(
+        None, "room on a disk for blocks that leave the cache, such as 50GiB", unset="none"
+    )
+    kv_disk_path: str | None = setting(
+        None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
+    )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps")
     enforce_eager: bool = setting(False, "no CUDA graphs")
     deterministic: bool = setting(
-        False, "an answer depends on nothing but its request, whatever else is computed (GPU; slower)"
+        False,
+        "an answer depends on nothing but its request, whatever else is computed (GPU; slower)",
     )
     dense_copies: bool | None = setting(
         None,
@@ -132,8 +154,12 @@ class EngineArgs:
         unset="if a quarter of its memory holds them; on a CPU if more than 8 sequences may run",
     )
     tensor_parallel_size: int = setting(1, "devices that share each layer out; docs/parallelism.md")
-    pipeline_parallel_size: int = setting(1, "devices, or groups of them, that have some of the layers each")
-    pipeline_layers: str | None = setting(None, "layers of each pipeline stage, such as 10,20", unset="about even")
+    pipeline_parallel_size: int = setting(
+        1, "devices, or groups of them, that have some of the layers each"
+    )
+    pipeline_layers: str | None = setting(
+        None, "layers of each pipeline stage, such as 10,20", unset="about even"
+    )
     expert_parallel_size: int = setting(
         1,
         "devices over which a mixture's experts are dealt out, each one whole; without tensor_parallel_size requests are dealt "
@@ -143,44 +169,75 @@ class EngineArgs:
         False, "with tensor_parallel_size: long steps share norms and residuals out by tokens, too"
     )
     rank_address: str | None = setting(
-        None, "HOST:PORT of this host, where ranks of other hosts come to; docs/parallelism.md", unset="all ranks are here"
+        None,
+        "HOST:PORT of this host, where ranks of other hosts come to; docs/parallelism.md",
+        unset="all ranks are here",
     )
-    local_ranks: int | None = setting(None, "with rank_address: how many ranks this host has", unset="all")
+    local_ranks: int | None = setting(
+        None, "with rank_address: how many ranks this host has", unset="all"
+    )
     speculative_config: dict[str, Any] | None = setting(
-        None, 'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md', unset="off"
+        None,
+        'guess tokens and verify them, such as {"method": "suffix"}; docs/speculation.md',
+        unset="off",
     )
-    speculative_model: str | None = setting(None, "short for speculative_config: ngram, suffix, or a draft model")
-    num_speculative_tokens: int | None = setting(None, "with speculative_model: tokens to guess", unset="chosen at each step")
+    speculative_model: str | None = setting(
+        None, "short for speculative_config: ngram, suffix, or a draft model"
+    )
+    num_speculative_tokens: int | None = setting(
+        None, "with speculative_model: tokens to guess", unset="chosen at each step"
+    )
     enable_lora: bool = setting(False, "take adapters (LoRA) with requests; docs/adapters.md")
     max_loras: int | None = setting(None, "most adapters that a step computes with", unset="8")
     max_lora_rank: int | None = setting(None, "highest rank of an adapter", unset="16")
-    max_cpu_loras: int | None = setting(None, "most adapters kept in the host's memory", unset="4 times max_loras")
-    lora_modules: dict[str, str] | None = setting(None, "adapters that are there from the start: folders by name", unset="none")
+    max_cpu_loras: int | None = setting(
+        None, "most adapters kept in the host's memory", unset="4 times max_loras"
+    )
+    lora_modules: dict[str, str] | None = setting(
+        None, "adapters that are there from the start: folders by name", unset="none"
+    )
     max_images: int | None = setting(
-        None, "most pictures of a prompt, of models that see; 0: only text, and no image encoder is loaded", unset="16"
+        None,
+        "most pictures of a prompt, of models that see; 0: only text, and no image encoder is loaded",
+        unset="16",
     )
     image_cache_bytes: int | None = setting(
-        None, "embeddings of pictures that are kept, such as 64MiB", unset="256MiB on a GPU, else 64MiB"
+        None,
+        "embeddings of pictures that are kept, such as 64MiB",
+        unset="256MiB on a GPU, else 64MiB",
     )
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
     seed: int = setting(0, "seed of requests without their own, and of dummy weights")
-    load_format: LoadFormat = setting("auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat))
+    load_format: LoadFormat = setting(
+        "auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat)
+    )
     weights_cache: WeightsCache = setting(
-        "auto", "keep what a start rounds for the next one, where that is faster (CPU)", choices=get_args(WeightsCache)
+        "auto",
+        "keep what a start rounds for the next one, where that is faster (CPU)",
+        choices=get_args(WeightsCache),
     )
     skip_tokenizer_init: bool = setting(False, "token ids only, no text")
     scheduling_policy: Policy = setting(
         "inflight", "dynamic and static are baselines to compare with", choices=get_args(Policy)
     )
-    batch_window_s: float | None = setting(None, "dynamic: seconds to wait for a batch to fill", unset=str(BATCH_WINDOW_S))
+    batch_window_s: float | None = setting(
+        None, "dynamic: seconds to wait for a batch to fill", unset=str(BATCH_WINDOW_S)
+    )
     max_queue: int | None = setting(None, "most requests that wait; beyond it they are refused")
     canary: str = setting(
-        "warn", "what to do if the checkpoint's canary finds that it changed here", choices=("off", "warn", "refuse")
+        "warn",
+        "what to do if the checkpoint's canary finds that it changed here",
+        choices=("off", "warn", "refuse"),
     )
     kernels: Kernels = setting("auto", "implementation of the ops", choices=get_args(Kernels))
-    tile_table: str = setting("auto", "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file")
+    tile_table: str = setting(
+        "auto",
+        "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
+    )
     num_threads: int | None = setting(
-        None, "CPU threads, always so many", unset="the fastest number, fewer while other programs take cores"
+        None,
+        "CPU threads, always so many",
+        unset="the fastest number, fewer while other programs take cores",
     )
 
     def __post_init__(self) -> None:
@@ -222,7 +279,11 @@ def num_stages(args: EngineArgs) -> int:
 def split_setting(args: EngineArgs) -> str:
     """The setting that asks for several ranks, for messages."""
     names = ("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size")
-    return "cpu_layers" if args.cpu_layers is not None else next((n for n in names if getattr(args, n) > 1), names[0])
+    return (
+        "cpu_layers"
+        if args.cpu_layers is not None
+        else next((n for n in names if getattr(args, n) > 1), names[0])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +335,13 @@ class SchedulingConfig:
     batch_window_s: float
     max_queue: int | None
     target_itl_ms: float | None = None
-    mixed_chunk: int | None = None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
+    mixed_chunk: int | None = (
+        None  # prompt tokens of a step where some sequences decode, while few wait; None: not bounded
+    )
     pipeline_steps: int = 1  # of a pipeline: its stages are at so many steps at once, of different requests; 1: there is none
-    num_ranks: int = 1  # each with requests and a KV cache of its own; the other numbers are of all together
+    num_ranks: int = (
+        1  # each with requests and a KV cache of its own; the other numbers are of all together
+    )
 
     @property
     def seqs_of_rank(self) -> int:
@@ -305,12 +370,16 @@ MOST_DRAFTS = 16
 class SpeculationConfig:
     """How tokens are guessed. None of `num_speculative_tokens`: as many as pay, chosen at each step."""
 
-    method: Literal["ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"]
+    method: Literal[
+        "ngram", "suffix", "draft", "eagle", "eagle3", "peagle", "dflash", "medusa", "mtp"
+    ]
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2  # ngram: lengths of the runs that are looked up
     prompt_lookup_max: int = 32
     model: str | None = None  # draft: the smaller model; else the head
-    quantization: str | None = None  # the scheme that its weights are rounded by at load; "none": a head's are not
+    quantization: str | None = (
+        None  # the scheme that its weights are rounded by at load; "none": a head's are not
+    )
     most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
@@ -402,7 +471,14 @@ class ParallelConfig:
         stage, own = divmod(rank, self.ranks_of_stage)
         layers = (sum(self.stages[:stage]), sum(self.stages[: stage + 1])) if self.stages else None
         tensor, experts = self.tensor > 1, self.experts > 1
-        return Shard(own, self.ranks_of_stage, tensor=tensor, experts=experts, units=self.units, layers=layers)
+        return Shard(
+            own,
+            self.ranks_of_stage,
+            tensor=tensor,
+            experts=experts,
+            units=self.units,
+            layers=layers,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,14 +501,22 @@ class EngineConfig:
     @property
     def drafts_ahead(self) -> bool:
         """Whether the drafter goes on before the host knows which drafts were right: a chain in a graph, on a GPU."""
-        is_chain = self.speculation is not None and self.speculation.method in ("draft", "eagle", "eagle3", "mtp")
+        is_chain = self.speculation is not None and self.speculation.method in (
+            "draft",
+            "eagle",
+            "eagle3",
+            "mtp",
+        )
         return is_chain and self.device.has_graphs
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
         """With at most so many drafts of a request in a step, where the number is chosen."""
         if self.speculation is None or most is None:
             return self
-        return dataclasses.replace(self, speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)))
+        return dataclasses.replace(
+            self,
+            speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)),
+        )
 
     @property
     def of_rank(self) -> EngineConfig:
@@ -454,13 +538,18 @@ class EngineConfig:
         """The most tokens that a step samples: one of each sequence, and one behind each draft."""
         drafts = 0 if self.speculation is None else self.speculation.limit
         num_seqs = self.scheduling.max_num_seqs
-        return min(num_seqs + min(num_seqs * drafts, MOST_STEP_DRAFTS), self.scheduling.max_num_mixed_tokens)
+        return min(
+            num_seqs + min(num_seqs * drafts, MOST_STEP_DRAFTS),
+            self.scheduling.max_num_mixed_tokens,
+        )
 
     @property
     def longest_seq_blocks(self) -> int:
         """The most blocks that a sequence holds, in all groups together."""
         step = self.scheduling.tokens_of_rank
-        return blocks_of_sequence(self.cache.groups, self.model.max_model_len, self.cache.block_size, step)
+        return blocks_of_sequence(
+            self.cache.groups, self.model.max_model_len, self.cache.block_size, step
+        )
 
     def with_memory_limits(self, num_blocks: int, block_bytes: int) -> EngineConfig:
         """Fit `max_model_len` to a cache of `num_blocks` usable blocks: lower it if it was left open, else OutOfMemoryError."""
@@ -470,7 +559,11 @@ class EngineConfig:
         if capacity >= wanted:
             return self
         need = self.longest_seq_blocks * block_bytes
-        more = "gpu_memory_utilization or kv_cache_bytes" if self.device.info.is_cuda else "kv_cache_bytes"
+        more = (
+            "gpu_memory_utilization or kv_cache_bytes"
+            if self.device.info.is_cuda
+            else "kv_cache_bytes"
+        )
         have = num_blocks * block_bytes
         each = " of prompt and of answer" if any(group.kind == "cross" for group in groups) else ""
         if self.origins["max_model_len"].source == "user":
@@ -484,7 +577,9 @@ class EngineConfig:
                 f"no memory is left for the KV cache; use a smaller model or dtype, or raise {more}",
                 field="kv_cache_bytes",
             )
-        origin = Origin(capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens{each}")
+        origin = Origin(
+            capacity, "memory", f"lowered from {wanted}: the KV cache holds {capacity} tokens{each}"
+        )
         return dataclasses.replace(
             self,
             model=dataclasses.replace(self.model, max_model_len=capacity),

@@ -39,7 +39,9 @@ def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig 
         if args.num_speculative_tokens is not None:
             given["num_speculative_tokens"] = args.num_speculative_tokens
         if args.speculative_config is not None:
-            raise ConfigError("speculative_model is short for speculative_config; give one of them", field=field)
+            raise ConfigError(
+                "speculative_model is short for speculative_config; give one of them", field=field
+            )
     if not spec.generates or spec.is_encoder:
         raise ConfigError(f"{field}: the model generates no text; leave it out", field=field)
     try:
@@ -55,22 +57,40 @@ def _checked(given: dict[str, Any]) -> SpeculationConfig:
     for key in given:
         if key not in KEYS[method]:
             near = difflib.get_close_matches(str(key), KEYS[method], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(KEYS[method])}"
+            hint = (
+                f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(KEYS[method])}"
+            )
             raise ConfigError(f"method {method!r} takes no {key!r}{hint}")
     values = {
-        key: value for key, value in given.items() if not (key == "num_speculative_tokens" and value in ("auto", None))
+        key: value
+        for key, value in given.items()
+        if not (key == "num_speculative_tokens" and value in ("auto", None))
     }
-    for key, least in (("num_speculative_tokens", 1), ("prompt_lookup_min", 2), ("prompt_lookup_max", 2)):
+    for key, least in (
+        ("num_speculative_tokens", 1),
+        ("prompt_lookup_min", 2),
+        ("prompt_lookup_max", 2),
+    ):
         value = values.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             other = ', or "auto"' if key == "num_speculative_tokens" else ""
-            raise ConfigError(f"{key} must be a whole number of at least {least}{other}, got {value!r}")
-    for key, wanted in (("model", "model" in KEYS[method]), ("quantization", "quantization" in values)):
+            raise ConfigError(
+                f"{key} must be a whole number of at least {least}{other}, got {value!r}"
+            )
+    for key, wanted in (
+        ("model", "model" in KEYS[method]),
+        ("quantization", "quantization" in values),
+    ):
         if wanted and not isinstance(values.get(key), str):
             raise ConfigError(f"method {method!r} needs {key!r}, a text, got {values.get(key)!r}")
     if values.get("quantization") not in (None, "none", *SCHEMES):
-        raise ConfigError(f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}")
-    if values.get("quantization") == "none" and method in ("draft", "mtp"):  # only heads are rounded unasked
+        raise ConfigError(
+            f"quantization={values['quantization']!r} is not one of none, {', '.join(SCHEMES)}"
+        )
+    if values.get("quantization") == "none" and method in (
+        "draft",
+        "mtp",
+    ):  # only heads are rounded unasked
         del values["quantization"]
     config = SpeculationConfig(**values)
     if config.prompt_lookup_min > config.prompt_lookup_max:

@@ -25,7 +25,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ConfigError(
-                f"num_blocks={num_blocks}: the null block and at least one more are needed", field="num_blocks"
+                f"num_blocks={num_blocks}: the null block and at least one more are needed",
+                field="num_blocks",
             )
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
@@ -126,7 +127,9 @@ class BlockPool:
         assert self.hashes[NULL_BLOCK] is None
         assert {b for b in range(self.num_blocks) if self.ref_counts[b] == 0} == set(free)
         assert all(count >= 0 for count in self.ref_counts)
-        assert {b: k for k, b in self._cached.items()} == {b: k for b, k in enumerate(self.hashes) if k is not None}
+        assert {b: k for k, b in self._cached.items()} == {
+            b: k for b, k in enumerate(self.hashes) if k is not None
+        }
 
     def _link(self, block: int) -> None:
         """At the tail if it is cached, else at the head."""

@@ -111,7 +111,9 @@ class Filter:
         if not scale:
             return  # a clock that stands still
         for i in (0, 1):
-            self.coefficients[i] = max(0.0, self.coefficients[i] + spread[i] / scale * (seconds - predicted))
+            self.coefficients[i] = max(
+                0.0, self.coefficients[i] + spread[i] / scale * (seconds - predicted)
+            )
             self._variances[i] -= spread[i] ** 2 / scale
         self._covariance -= spread[0] * spread[1] / scale
 
@@ -125,13 +127,18 @@ class StepSize:
     attention: float  # positions that the prompt tokens look at, summed
 
     @classmethod
-    def of(cls, num_decodes: int, longer: Sequence[ScheduledRequest], padded: Padding | None = None) -> Self:
+    def of(
+        cls, num_decodes: int, longer: Sequence[ScheduledRequest], padded: Padding | None = None
+    ) -> Self:
         """`longer`: the requests of more than one token. One that samples at each of them checks guesses: so many decodes."""
         prompts = [s for s in longer if s.num_sampled < s.num_tokens]
         guesses = sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
         attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
         num_decodes, num_tokens = num_decodes + guesses, sum(s.num_tokens for s in prompts)
-        if padded is not None and (in_graph := padded(num_decodes, num_tokens, len(prompts))) is not None:
+        if (
+            padded is not None
+            and (in_graph := padded(num_decodes, num_tokens, len(prompts))) is not None
+        ):
             num_decodes, num_tokens = in_graph
         return cls(num_decodes, num_tokens, attention)
 
@@ -161,8 +168,13 @@ class LearnedStepCost:
         # The attention of 1,000 tokens to 1,000 others takes less time than all else that is done for 1,000 tokens.
         self.prompts = Filter((1.0, 0.2))
         self._sizes: dict[tuple[int, int], SizeCost] = {}  # of graphs, by decodes and prompt tokens
-        self._moments = [0.0, 0.0]  # of attention, and of attention and time, about the means of sizes
-        self.error = 0.0  # mean share of a step's time that its prediction was wrong by, of the last steps
+        self._moments = [
+            0.0,
+            0.0,
+        ]  # of attention, and of attention and time, about the means of sizes
+        self.error = (
+            0.0  # mean share of a step's time that its prediction was wrong by, of the last steps
+        )
         self.num_steps = 0
         self.largest = 0  # prompt tokens of a step
 
@@ -183,7 +195,9 @@ class LearnedStepCost:
         self.num_steps += 1
         if predicted > 0 and self.num_steps > NUM_FIRST:
             seconds = min(seconds, OUTLIER * predicted)
-            self.error += (min(1.0, abs(seconds - predicted) / max(seconds, predicted)) - self.error) / 16
+            self.error += (
+                min(1.0, abs(seconds - predicted) / max(seconds, predicted)) - self.error
+            ) / 16
         noise_s = NOISE * max(seconds, predicted)
         if step.num_tokens:
             self.largest = max(self.largest, step.num_tokens)
@@ -230,7 +244,9 @@ class Pace:
         self._last_end = float("-inf")
         self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts
 
-    def launched(self, step_id: int, now: float, num_decodes: int, longer: Sequence[ScheduledRequest]) -> None:
+    def launched(
+        self, step_id: int, now: float, num_decodes: int, longer: Sequence[ScheduledRequest]
+    ) -> None:
         step = StepSize.of(num_decodes, longer, self._padded)
         self._in_flight[step_id] = now, step
         if step.num_decodes:
@@ -241,14 +257,18 @@ class Pace:
         from one that `is_cold` (as in `StepResult`)."""
         if (launched := self._in_flight.pop(step_id, None)) is not None and not is_cold:
             begin, step = launched
-            self.cost.learn(step, now - max(begin, self._last_end), has_sizes=self._is_of_graph(step))
+            self.cost.learn(
+                step, now - max(begin, self._last_end), has_sizes=self._is_of_graph(step)
+            )
         self._last_end = now
 
     def forget_steps(self) -> None:
         """The steps in flight will not end."""
         self._in_flight.clear()
 
-    def prompt_tokens(self, num_decodes: int, longer: Sequence[ScheduledRequest], computed: int, age_s: float) -> int:
+    def prompt_tokens(
+        self, num_decodes: int, longer: Sequence[ScheduledRequest], computed: int, age_s: float
+    ) -> int:
         """The number of prompt tokens that may join a step with `num_decodes` and `longer`. The first prompt in line has
         `computed` tokens computed, and came `age_s` ago."""
         if self._since_probe >= PROBE_EVERY - 1:
@@ -257,13 +277,21 @@ class Pace:
         step, most_s = StepSize.of(num_decodes, longer), self.target_s / (1 + 2 * self.cost.error)
         fits = min(most, self.cost.tokens_within(most_s - self.cost.predict(step), computed, most))
         if self._padded is not None:
-            largest, of_graph, least = self._graph_within(self._padded, step, most_s, computed, most)
+            largest, of_graph, least = self._graph_within(
+                self._padded, step, most_s, computed, most
+            )
             if least:
                 fits = fits if fits > largest == of_graph else of_graph
                 return max(fits, least) if age_s >= PATIENCE_S else fits
         if age_s < PATIENCE_S:
             return fits
-        return max(fits, 1, min(MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)))
+        return max(
+            fits,
+            1,
+            min(
+                MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)
+            ),
+        )
 
     def _is_of_graph(self, step: StepSize) -> bool:
         """Whether it is a graph's size, which steps with fewer tokens have as well."""
@@ -283,6 +311,11 @@ class Pace:
                 break
             num_decodes, size = larger
             least = least or size
-            if self.cost.predict(StepSize(num_decodes, size, size * (computed + size / 2)), untried=UNTRIED) <= most_s:
+            if (
+                self.cost.predict(
+                    StepSize(num_decodes, size, size * (computed + size / 2)), untried=UNTRIED
+                )
+                <= most_s
+            ):
                 fits = size
         return size, fits, least

@@ -43,17 +43,23 @@ class DraftCounts:
         self.tried, self.accepted = np.zeros((2, num_rows, MOST_DRAFTS))
         self._memory = memory
 
-    def add(self, rows: npt.NDArray[np.int64] | int, tried: npt.NDArray[Any], accepted: npt.NDArray[Any]) -> None:
+    def add(
+        self, rows: npt.NDArray[np.int64] | int, tried: npt.NDArray[Any], accepted: npt.NDArray[Any]
+    ) -> None:
         """`tried` and `accepted`: [rows, MOST_DRAFTS] of rows that differ, or of one row [MOST_DRAFTS]."""
         sum_tried, sum_accepted = self.tried[rows] + tried, self.accepted[rows] + accepted
         shares = np.where(sum_tried > self._memory, 0.5, 1.0)
         self.tried[rows], self.accepted[rows] = sum_tried * shares, sum_accepted * shares
 
-    def rates(self, rows: npt.NDArray[np.int64] | int, expected: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def rates(
+        self, rows: npt.NDArray[np.int64] | int, expected: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
         return (self.accepted[rows] + OWN_WEIGHT * expected) / (self.tried[rows] + OWN_WEIGHT)
 
     def grow(self) -> None:
-        self.tried, self.accepted = (np.concatenate([x, np.zeros_like(x)]) for x in (self.tried, self.accepted))
+        self.tried, self.accepted = (
+            np.concatenate([x, np.zeros_like(x)]) for x in (self.tried, self.accepted)
+        )
 
 
 class Chains:
@@ -61,7 +67,9 @@ class Chains:
         self._own, self._all = DraftCounts(64, OWN_MEMORY), DraftCounts(1, MEMORY)
         self._rows: dict[str, int] = {}  # by request
         self._free = list(range(64))
-        self._verified: dict[int, tuple[int, int]] = {}  # drafts and accepted ones by row: not counted yet
+        self._verified: dict[
+            int, tuple[int, int]
+        ] = {}  # drafts and accepted ones by row: not counted yet
         self._length = self._longest = 0  # of the chains that were chosen last; of all
         self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
         self._prepared: dict[str, int] = {}  # drafts of requests in the next step
@@ -82,7 +90,9 @@ class Chains:
             self._own.tried[row] = self._own.accepted[row] = 0
             self._free.append(row)
 
-    def prepare(self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]) -> None:
+    def prepare(
+        self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]
+    ) -> None:
         """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. It is kept if
         chains stay as long as they are: others are chosen by what is known last."""
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
@@ -98,7 +108,9 @@ class Chains:
             return None
         return [known.get(request_id, self._length) for request_id in request_ids]
 
-    def best(self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]) -> list[int]:
+    def best(
+        self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]
+    ) -> list[int]:
         """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
         says what steps take: (tokens, seconds), from the one without drafts on."""
         self._length, self.gain, counts = self._choose(request_ids, most, line)
@@ -116,10 +128,16 @@ class Chains:
         rows = np.array([self._row(request_id) for request_id in request_ids])
         rates = self._own.rates(rows, self._all.rates(0, _FIRST))[:, :longest]
         survivals = np.cumprod(rates, axis=1)
-        survivals[(survivals < LEAST_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])] = 0
+        survivals[
+            (survivals < LEAST_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])
+        ] = 0
         survivals[survivals[:, 0] < LEAST_FIRST] = 0
-        num_drafts = np.count_nonzero(survivals, axis=0).cumsum()  # of a step with chains of each length
-        speeds = (num_seqs + survivals.sum(axis=0).cumsum()) / seconds_from(line, num_seqs + num_drafts)
+        num_drafts = np.count_nonzero(
+            survivals, axis=0
+        ).cumsum()  # of a step with chains of each length
+        speeds = (num_seqs + survivals.sum(axis=0).cumsum()) / seconds_from(
+            line, num_seqs + num_drafts
+        )
         if self._length:
             speeds[self._length - 1 : self._length] *= STAY
         speeds[(num_drafts > MOST_STEP_DRAFTS) | (num_drafts == 0)] = 0
@@ -141,7 +159,10 @@ class Chains:
     def _count(self) -> None:
         if not self._verified:
             return
-        rows, (drafts, accepted) = np.array(list(self._verified)), np.array(list(self._verified.values())).T
+        rows, (drafts, accepted) = (
+            np.array(list(self._verified)),
+            np.array(list(self._verified.values())).T,
+        )
         self._verified.clear()
         right = accepted[:, None] > _POSITIONS
         tried = np.minimum(drafts, accepted + 1)[:, None] > _POSITIONS

@@ -62,11 +62,17 @@ class StepsInFlight:
     """`by_id` has the steps, and `last_id` is the number of the one scheduled last. The parts that learn how long steps take
     (`pace`, the tiers, the choice of drafts) are called when a step begins and ends."""
 
-    def __init__(self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]
+    ) -> None:
         self.by_id: dict[int, InFlight] = {}
         self.last_id = 0
         self.num_forced = 0  # tokens that grammars forced, of all results
-        self._requests, self._tiers, self._block_size = requests, requests.kv.tiers, requests.kv.block_size
+        self._requests, self._tiers, self._block_size = (
+            requests,
+            requests.kv.tiers,
+            requests.kv.block_size,
+        )
         self._pace, self._clock = pace, clock
 
     @property
@@ -91,7 +97,9 @@ class StepsInFlight:
         if self._tiers is not None:
             prompts = sum(s.num_tokens for s in step.prompts)
             self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
-        self.by_id[self.last_id] = InFlight(step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced)
+        self.by_id[self.last_id] = InFlight(
+            step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced
+        )
 
     def forget(self) -> None:
         """Results of steps in flight are not expected any more."""
@@ -106,7 +114,10 @@ class StepsInFlight:
         if self._tiers is not None:
             self._tiers.rates.ended(plan.step_id, self._clock())
         outputs: list[StepOutput] = []
-        step, extras = self.by_id.pop(plan.step_id, NOTHING), Extras(result.extras) if result.extras else None
+        step, extras = (
+            self.by_id.pop(plan.step_id, NOTHING),
+            Extras(result.extras) if result.extras else None,
+        )
         size, finish, beams = self._block_size, self._requests.finish, list[Request]()
         is_plain = extras is None and not step.drafts and not step.forced
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
@@ -121,7 +132,12 @@ class StepsInFlight:
                 known += tokens
                 if (account := request.account) is not None:
                     account.served += 1 / account.weight
-                outputs.append(new_tuple(TokenOutput, (request_id, tokens, None, None, num_cached, (), None, None, 0, 0)))
+                outputs.append(
+                    new_tuple(
+                        TokenOutput,
+                        (request_id, tokens, None, None, num_cached, (), None, None, 0, 0),
+                    )
+                )
                 if (before + 1) // size > request.num_registered:
                     request.kv.register(request, self.last_id)
                 continue
@@ -152,7 +168,9 @@ class StepsInFlight:
                 account.served += len(tokens) / account.weight
             if num_right > len(tokens):
                 num_right = len(tokens)
-            output = TokenOutput(request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right)
+            output = TokenOutput(
+                request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right
+            )
             outputs.append(output if extras is None else extras.joined(output))
             if reason is not None:
                 finish(request, reason)
@@ -166,7 +184,9 @@ class StepsInFlight:
             only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
             sizes = len(plan.scheduled), plan.num_tokens
             idle, now = not self._requests.running, self._clock()
-            speculation.step_done(now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold)
+            speculation.step_done(
+                now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold
+            )
         return outputs
 
     def _verified(self, request: Request, num_drafts: int, num_right: int) -> None:
@@ -189,8 +209,12 @@ class StepsInFlight:
         for pooled in extras.vectors:
             if pooled.request_id in by_id:  # also if it was preempted meanwhile
                 self._requests.finish(by_id[pooled.request_id], FinishReason.STOP)
-                outputs.append(VectorOutput(pooled.request_id, pooled.vector, 0, 1, FinishReason.STOP))
-        outputs += [TokenOutput(i, prompt_logprobs=x) for i, x in extras.of_prompts.items() if i in by_id]
+                outputs.append(
+                    VectorOutput(pooled.request_id, pooled.vector, 0, 1, FinishReason.STOP)
+                )
+        outputs += [
+            TokenOutput(i, prompt_logprobs=x) for i, x in extras.of_prompts.items() if i in by_id
+        ]
         return outputs
 
 
@@ -245,14 +269,19 @@ class Extras:
     def _logprobs(self) -> dict[str, list[TokenLogprobs]]:
         found: dict[str, list[TokenLogprobs]] = {}
         if (s := self.sampled) is not None:
-            for request_id, own in zip(s.request_ids, as_logprobs(s.token_ids, self._arrays, s.counts), strict=True):
+            for request_id, own in zip(
+                s.request_ids, as_logprobs(s.token_ids, self._arrays, s.counts), strict=True
+            ):
                 found.setdefault(request_id, []).append(own)
         return found
 
     def likeliest(self, beams: Sequence[Request]) -> LikeliestTokens:
         """Of beams, each of which has one sampled position."""
         assert self.sampled is not None
-        names, cached = [beam.request_id for beam in beams], [beam.num_cached_tokens for beam in beams]
+        names, cached = (
+            [beam.request_id for beam in beams],
+            [beam.num_cached_tokens for beam in beams],
+        )
         *_, ids, values = self._arrays
         if len(names) < len(ids):
             at = {request_id: i for i, request_id in enumerate(self.sampled.request_ids)}
@@ -263,4 +292,6 @@ class Extras:
     def joined(self, output: TokenOutput) -> TokenOutput:
         """With the log-probabilities of its tokens, and of the prompt that ended in this step."""
         logprobs = tuple(self._logprobs.get(output.request_id, ())[: len(output.token_ids)])
-        return output._replace(logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None))
+        return output._replace(
+            logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None)
+        )

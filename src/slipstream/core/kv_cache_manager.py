@@ -50,14 +50,20 @@ class KVCacheManager:
         self.block_size = cache.block_size
         self.own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")
         """The groups that a request's own tokens are written to."""
-        self.windows = tuple((g, group) for g, group in enumerate(cache.groups) if group.kind == "window")
+        self.windows = tuple(
+            (g, group) for g, group in enumerate(cache.groups) if group.kind == "window"
+        )
         self.full = next((g for g, group in enumerate(cache.groups) if group.kind == "full"), None)
-        self.cross = next((g for g, group in enumerate(cache.groups) if group.kind == "cross"), None)
+        self.cross = next(
+            (g for g, group in enumerate(cache.groups) if group.kind == "cross"), None
+        )
         self.copies: dict[int, int] = {}  # blocks that are to be written, and what is copied there
         self._copied = Counter[int]()  # how often a block is
         self.tiers = None
         if store is not None:
-            self.tiers = Tiers(store, self.pool, self.own, dict(self.windows), cache.block_size, clock)
+            self.tiers = Tiers(
+                store, self.pool, self.own, dict(self.windows), cache.block_size, clock
+            )
         self._salt = salt
         self._root_key = root_key(salt, "")  # for requests without a salt
 
@@ -86,7 +92,11 @@ class KVCacheManager:
             copies = [g for g in self.own if not self._is_writable(tables[g][first])]
         passed = [(g, group.first_block(computed, size)) for g, group in self.windows]
         passed = [(g, keep) for g, keep in passed if keep > request.num_passed[g]]
-        freed = sum(pool.ref_counts[b] == 1 for g, keep in passed for b in tables[g][request.num_passed[g] : keep])
+        freed = sum(
+            pool.ref_counts[b] == 1
+            for g, keep in passed
+            for b in tables[g][request.num_passed[g] : keep]
+        )
         if need * len(self.own) + len(copies) > pool.num_free + freed:
             return False
         updates: list[TableUpdate] = []
@@ -166,7 +176,9 @@ class KVCacheManager:
             return [], 0
         return longest_hit(self.pool, request, self.own, dict(self.windows), self.block_size)
 
-    def waits_for_tiers(self, request: Request, cached: list[list[int]], computed: int, spare: int) -> bool:
+    def waits_for_tiers(
+        self, request: Request, cached: list[list[int]], computed: int, spare: int
+    ) -> bool:
         """`Tiers.wants`"""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
@@ -188,7 +200,9 @@ class KVCacheManager:
         if full <= request.num_registered or request.status is not Status.RUNNING:
             return
         images = request.spec.images
-        extend_keys(request.block_keys, request.root_key, request.token_ids, self.block_size, full, images)
+        extend_keys(
+            request.block_keys, request.root_key, request.token_ids, self.block_size, full, images
+        )
         for g in self.own:
             for i in range(max(request.num_registered, request.num_passed[g]), full):
                 block, key = request.blocks[g][i], group_key(request.block_keys[i], g)
@@ -201,7 +215,10 @@ class KVCacheManager:
         """The `children` hold the blocks of their parent's prompt. Each computes the last token again in a copy of the last
         block, and so draws its own first token."""
         num_blocks = self.blocks_for(parent.num_prompt_tokens)
-        tables = [table if g == self.cross else table[:num_blocks] for g, table in enumerate(parent.blocks)]
+        tables = [
+            table if g == self.cross else table[:num_blocks]
+            for g, table in enumerate(parent.blocks)
+        ]
         for child in children:
             self.adopt(child, tables)
             child.num_computed_tokens = parent.num_prompt_tokens - 1
@@ -218,14 +235,20 @@ class KVCacheManager:
         for g, theirs in enumerate(source.blocks):
             own = beam.blocks[g]
             both, same = min(len(own), len(theirs)), 0
-            if 0 < whole <= both and own[whole - 1] == theirs[whole - 1] and beam.num_passed[g] == source.num_passed[g]:
+            if (
+                0 < whole <= both
+                and own[whole - 1] == theirs[whole - 1]
+                and beam.num_passed[g] == source.num_passed[g]
+            ):
                 # With the same last block of the prompt, all blocks before it are equal, too, but for those of a window that
                 # only one of them has passed: a beam that was computed again passes fewer in that step.
                 same = whole
             while same < both and own[same] == theirs[same]:
                 same += 1
             stop = None
-            if len(own) == len(theirs) == written + 1:  # both have written to their last blocks, and so hold them alone
+            if (
+                len(own) == len(theirs) == written + 1
+            ):  # both have written to their last blocks, and so hold them alone
                 assert self.pool.is_writable(own[written])
                 self._copy(theirs[written], own[written])
                 stop = written
@@ -254,7 +277,9 @@ class KVCacheManager:
             block = None
             if request is not None and self.full is not None and self.cross is None:
                 whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if whole * self.block_size >= LEAST_SHARED:  # with the same last block, all blocks before it are equal, too
+                if (
+                    whole * self.block_size >= LEAST_SHARED
+                ):  # with the same last block, all blocks before it are equal, too
                     block = whole, request.blocks[self.full][whole - 1]
             if block != last or block is None:
                 if last is not None and i - first > 1:
@@ -273,7 +298,11 @@ class KVCacheManager:
         full of computed tokens."""
         size, wasted = self.block_size, 0
         for request in running:
-            wasted += sum(len(request.blocks[g]) * size - request.num_computed_tokens for g in self.own)
+            wasted += sum(
+                len(request.blocks[g]) * size - request.num_computed_tokens for g in self.own
+            )
             if self.cross is not None:
-                wasted += len(request.blocks[self.cross]) * size - len(request.spec.encoder_token_ids)
+                wasted += len(request.blocks[self.cross]) * size - len(
+                    request.spec.encoder_token_ids
+                )
         return wasted

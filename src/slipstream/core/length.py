@@ -8,20 +8,31 @@ from slipstream.spec.model import longest_sequence
 from slipstream.types import EngineRequest
 
 
-def check_length(spec: EngineRequest, longest: int, cache: CacheConfig, step_tokens: int, num_blocks: int) -> None:
+def check_length(
+    spec: EngineRequest, longest: int, cache: CacheConfig, step_tokens: int, num_blocks: int
+) -> None:
     """ContextLengthError if prompt and answer are more than `longest` tokens, or need more than `num_blocks` blocks while steps
     of `step_tokens` tokens compute them."""
     total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
     if total > longest:
-        raise ContextLengthError(f"prompt and answer are {total} tokens, more than max_model_len={longest}", field="prompt")
+        raise ContextLengthError(
+            f"prompt and answer are {total} tokens, more than max_model_len={longest}",
+            field="prompt",
+        )
     if encoded > longest:
-        raise ContextLengthError(f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt")
+        raise ContextLengthError(
+            f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt"
+        )
     computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
     size, groups = cache.block_size, cache.groups
-    need = sum(g.max_blocks(encoded if g.kind == "cross" else computed, size, step_tokens) for g in groups)
+    need = sum(
+        g.max_blocks(encoded if g.kind == "cross" else computed, size, step_tokens) for g in groups
+    )
     if need > num_blocks:
         holds = num_blocks * size
-        if len([g for g in groups if g.kind != "cross"]) > 1 or any(g.kind == "window" for g in groups):
+        if len([g for g in groups if g.kind != "cross"]) > 1 or any(
+            g.kind == "window" for g in groups
+        ):
             holds = longest_sequence(groups, num_blocks, size, step_tokens, longest)
         raise ContextLengthError(
             f"prompt and answer are {total + encoded} tokens and the KV cache holds {holds}; "

@@ -82,4 +82,6 @@ class Batched:
 def make_policy(config: SchedulingConfig) -> AdmissionPolicy:
     if config.policy == "inflight":
         return InFlightPolicy()
-    return Batched(config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0)
+    return Batched(
+        config.max_num_seqs, config.batch_window_s if config.policy == "dynamic" else 0.0
+    )

@@ -42,7 +42,9 @@ class Steps(Protocol):
 
     def schedule(self) -> Plan | None: ...
     def update(self, plan: Any, result: StepResult) -> list[StepOutput]: ...
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = ...) -> list[EngineOutput]: ...
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = ...
+    ) -> list[EngineOutput]: ...
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]: ...
     def drain_outputs(self) -> list[EngineOutput]: ...
     def next_wakeup(self) -> float | None: ...
@@ -61,8 +63,14 @@ class _Texts:
         self.spec = spec
         lengths = int32(spec.lengths)
         self.num_texts = len(lengths)
-        self.starts = [0, *accumulate(lengths)]  # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
-        self.first_blocks = [0, *accumulate([-(-n // block_size) for n in lengths])]  # the same, counted in blocks
+        self.starts = [
+            0,
+            *accumulate(lengths),
+        ]  # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
+        self.first_blocks = [
+            0,
+            *accumulate([-(-n // block_size) for n in lengths]),
+        ]  # the same, counted in blocks
         self.num_planned = self.num_done = 0
 
 
@@ -81,11 +89,17 @@ class TextScheduler:
         self.scheduling = scheduling
         self.num_usable = num_blocks - 1
         self._block_size = cache.block_size
-        self._longest = min(max_model_len, scheduling.max_num_batched_tokens, self.num_usable * cache.block_size)
+        self._longest = min(
+            max_model_len, scheduling.max_num_batched_tokens, self.num_usable * cache.block_size
+        )
         self._clock = clock
         self._requests: dict[str, _Texts] = {}
-        self._waiting: list[tuple[int, float, int, _Texts]] = []  # a heap of those with texts in no step yet
-        self._in_flight: dict[int, list[tuple[_Texts, int, int]]] = {}  # step -> request, its first text, the end
+        self._waiting: list[
+            tuple[int, float, int, _Texts]
+        ] = []  # a heap of those with texts in no step yet
+        self._in_flight: dict[
+            int, list[tuple[_Texts, int, int]]
+        ] = {}  # step -> request, its first text, the end
         self._batch = 0  # texts that may still join the open batch, unless the policy is "inflight"
         self._counter = self._step_id = 0
 
@@ -94,7 +108,9 @@ class TextScheduler:
         could never run."""
         texts, max_queue = _Texts(spec, self._block_size), self.scheduling.max_queue
         if spec.request_id in self._requests:
-            raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
+            raise RequestError(
+                f"request_id {spec.request_id!r} is in use; choose another", field="request_id"
+            )
         if max_queue is not None and self.num_waiting + texts.num_texts > max_queue:
             raise EngineOverloadedError(
                 f"{self.num_waiting} texts are waiting already, and with {texts.num_texts} more they are more than max_queue; "
@@ -103,13 +119,16 @@ class TextScheduler:
         longest = max(int32(spec.lengths), default=0)
         if longest > self._longest:
             raise ContextLengthError(
-                f"a text has {longest} tokens, and a step holds {self._longest}; shorten it", field="prompt"
+                f"a text has {longest} tokens, and a step holds {self._longest}; shorten it",
+                field="prompt",
             )
         self._counter += 1
         self._requests[spec.request_id] = texts
         heapq.heappush(self._waiting, (spec.priority, spec.arrival, self._counter, texts))
 
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[EngineOutput]:
         """End requests now. Their results of steps in flight are dropped. Unknown ids are ignored."""
         return self._end([i for i in request_ids if i in self._requests], reason)
 
@@ -118,13 +137,20 @@ class TextScheduler:
         self._in_flight.clear()
         return self._end(list(self._requests), reason, error)
 
-    def _end(self, request_ids: Sequence[str], reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+    def _end(
+        self, request_ids: Sequence[str], reason: FinishReason, error: str | None = None
+    ) -> list[EngineOutput]:
         for request_id in request_ids:
             del self._requests[request_id]
-        self._waiting = [entry for entry in self._waiting if entry[3].spec.request_id in self._requests]
+        self._waiting = [
+            entry for entry in self._waiting if entry[3].spec.request_id in self._requests
+        ]
         heapq.heapify(self._waiting)
         self._batch = min(self._batch, self.num_waiting)
-        return [VectorOutput(request_id, finish_reason=reason, error=error) for request_id in request_ids]
+        return [
+            VectorOutput(request_id, finish_reason=reason, error=error)
+            for request_id in request_ids
+        ]
 
     @property
     def has_requests(self) -> bool:
@@ -178,10 +204,20 @@ class TextScheduler:
         self._in_flight[self._step_id] = parts
         return TextsPlan(
             self._step_id,
-            b"".join([t.spec.token_ids[4 * t.starts[first] : 4 * t.starts[end]] for t, first, end in parts]),
+            b"".join(
+                [
+                    t.spec.token_ids[4 * t.starts[first] : 4 * t.starts[end]]
+                    for t, first, end in parts
+                ]
+            ),
             b"".join([t.spec.lengths[4 * first : 4 * end] for t, first, end in parts]),
             # A text that is no pair is all of the first part.
-            b"".join([(t.spec.num_first or t.spec.lengths)[4 * first : 4 * end] for t, first, end in parts])
+            b"".join(
+                [
+                    (t.spec.num_first or t.spec.lengths)[4 * first : 4 * end]
+                    for t, first, end in parts
+                ]
+            )
             if any(t.spec.num_first for t, _, _ in parts)
             else b"",
         )
@@ -199,7 +235,12 @@ class TextScheduler:
 
     def next_wakeup(self) -> float | None:
         """When a batch forms by the passing of time alone; None if never."""
-        if self.scheduling.policy != "dynamic" or not self._waiting or self._batch or self.num_running:
+        if (
+            self.scheduling.policy != "dynamic"
+            or not self._waiting
+            or self._batch
+            or self.num_running
+        ):
             return None
         return self._waiting[0][3].spec.arrival + self.scheduling.batch_window_s
 
@@ -211,7 +252,10 @@ class TextScheduler:
         width = len(found.vectors) // (len(plan.lengths) // 4)
         begin = 0
         for texts, first, end in self._in_flight.pop(plan.step_id, ()):
-            request_id, vectors = texts.spec.request_id, found.vectors[begin : begin + width * (end - first)]
+            request_id, vectors = (
+                texts.spec.request_id,
+                found.vectors[begin : begin + width * (end - first)],
+            )
             begin += len(vectors)
             if self._requests.get(request_id) is not texts:
                 continue  # aborted since
@@ -226,7 +270,10 @@ class TextScheduler:
     def stats(self) -> SchedulerStats:
         usable = self.num_usable
         return SchedulerStats(
-            num_running=self.num_running, num_waiting=self.num_waiting, num_blocks=usable, num_free_blocks=usable
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_blocks=usable,
+            num_free_blocks=usable,
         )
 
 
@@ -283,8 +330,16 @@ class TextSequences:
             left.discard(output.request_id)
             if not left:
                 del self._left[request_id]
-            reason = output.finish_reason if not left or output.finish_reason is not FinishReason.STOP else None
-            found.append(VectorOutput(request_id, output.vectors, index, output.num_texts, reason, output.error))
+            reason = (
+                output.finish_reason
+                if not left or output.finish_reason is not FinishReason.STOP
+                else None
+            )
+            found.append(
+                VectorOutput(
+                    request_id, output.vectors, index, output.num_texts, reason, output.error
+                )
+            )
         return found
 
     def clear(self) -> None:

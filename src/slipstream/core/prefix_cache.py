@@ -45,7 +45,9 @@ def extend_keys(
         end = start + block_size
         block = data[(start - first) * size : (end - first) * size]
         seen = [i for i in images if i.offset < end and start < i.end] if images else ()
-        block += b"".join([i.key + (i.offset - start).to_bytes(8, "little", signed=True) for i in seen])
+        block += b"".join(
+            [i.key + (i.offset - start).to_bytes(8, "little", signed=True) for i in seen]
+        )
         key = blake2b(key + block, digest_size=KEY_BYTES).digest()
         keys.append(key)
 
@@ -56,12 +58,18 @@ def group_key(key: bytes, group: int) -> bytes:
 
 
 def longest_hit(
-    pool: BlockPool, request: Request, own: Sequence[int], windows: Mapping[int, CacheGroup], size: int
+    pool: BlockPool,
+    request: Request,
+    own: Sequence[int],
+    windows: Mapping[int, CacheGroup],
+    size: int,
 ) -> tuple[list[list[int]], int]:
     """The tables of cached blocks that the request can begin with, one for each group (or no tables), and the number of
     tokens that they hold. `own` are the groups that it writes to."""
     keys, num_tokens = request.block_keys, request.num_tokens
-    extend_keys(keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images)
+    extend_keys(
+        keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
+    )
     found = {g: [pool.lookup(group_key(key, g)) for key in keys] for g in own}
     begins, n = usable_prefix(found, windows, num_tokens, size)
     if not n:
@@ -73,7 +81,10 @@ def longest_hit(
 
 
 def usable_prefix(
-    found: Mapping[int, Sequence[int | None]], windows: Mapping[int, CacheGroup], num_tokens: int, size: int
+    found: Mapping[int, Sequence[int | None]],
+    windows: Mapping[int, CacheGroup],
+    num_tokens: int,
+    size: int,
 ) -> tuple[dict[int, int], int]:
     """Of `found`, by group: how many leading blocks a sequence of `num_tokens` can begin with, and the first of them that it
     needs in each group.

@@ -111,7 +111,12 @@ class LookUp(Proposer):
     __slots__ = ("_index", "_least", "_most_match", "_text", "_traffic")
 
     def __init__(
-        self, *, least: int = 2, most_match: int = MOST_MATCH, text: Sequence[int] = (), traffic: RecentAnswers | None = None
+        self,
+        *,
+        least: int = 2,
+        most_match: int = MOST_MATCH,
+        text: Sequence[int] = (),
+        traffic: RecentAnswers | None = None,
     ) -> None:
         self._least, self._most_match, self._traffic = least, most_match, traffic
         self._index: PairIndex | None = None

@@ -44,7 +44,9 @@ class Account:
 class WaitingQueue:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._asking: dict[Account, None] = {}  # those with requests that wait, and maybe some whose last has gone since
+        self._asking: dict[
+            Account, None
+        ] = {}  # those with requests that wait, and maybe some whose last has gone since
         self._next: Account | None = None  # of the request that `first` found
 
     def enter(self, request: Request) -> None:
@@ -109,6 +111,10 @@ class WaitingQueue:
     def _forget_idle(self, new: Account) -> None:
         here = [account.served for account in self._accounts.values() if account.num_requests]
         lowest = min(here, default=0.0)
-        idle = [name for name, a in self._accounts.items() if not a.num_requests and a is not new and a.served <= lowest]
+        idle = [
+            name
+            for name, a in self._accounts.items()
+            if not a.num_requests and a is not new and a.served <= lowest
+        ]
         for name in idle:
             del self._accounts[name]

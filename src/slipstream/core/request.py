@@ -73,20 +73,28 @@ class Request:
 
     kv: KVCacheManager
 
-    def __init__(self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int) -> None:
+    def __init__(
+        self, spec: EngineRequest, order: tuple[int, float, int], root_key: bytes, num_groups: int
+    ) -> None:
         self.spec = spec
         self.request_id = spec.request_id
         self.order = order  # (priority, arrival, number): the smallest goes first
         self.root_key = root_key
         self.token_ids = [*spec.prompt_token_ids, *spec.answer_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.num_given = len(self.token_ids)  # the prompt's, and those of an answer that began elsewhere
-        self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)  # it never has more tokens than this
+        self.num_given = len(
+            self.token_ids
+        )  # the prompt's, and those of an answer that began elsewhere
+        self.end = self.num_prompt_tokens + (
+            1 if spec.pooled else spec.max_tokens
+        )  # it never has more tokens than this
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
         self.account: Account | None = None  # its owner's, since it is queued
         self.is_beam = spec.beam_of is not None
-        self.held = False  # it is not scheduled before `RequestTable.release`, a beam not before `go_on`
+        self.held = (
+            False  # it is not scheduled before `RequestTable.release`, a beam not before `go_on`
+        )
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
@@ -96,11 +104,19 @@ class Request:
         self.looked_up = False  # in the tiers below the device
         self.needs_copy = False  # the blocks it writes next may be shared
         self.decodes_until = 0  # a step at a position before this one needs no block, copy or check
-        self.verifies_until = 0  # the same of a step with drafts that ends before this position, with the next drafts
-        self.drafts: tuple[int, ...] = ()  # guessed tokens behind the last one, which the next step verifies
-        self.num_pending_drafts = 0  # drafts in the step in flight, of which the right ones are not known yet
+        self.verifies_until = (
+            0  # the same of a step with drafts that ends before this position, with the next drafts
+        )
+        self.drafts: tuple[
+            int, ...
+        ] = ()  # guessed tokens behind the last one, which the next step verifies
+        self.num_pending_drafts = (
+            0  # drafts in the step in flight, of which the right ones are not known yet
+        )
         sampling = spec.sampling
-        self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)  # its state: token by token
+        self.may_draft = not (
+            spec.pooled or self.is_beam or sampling.mirostat_mode
+        )  # its state: token by token
         self.drafting: Drafting | None = None  # made when drafts are first proposed
         self.in_worker = False
         self.mirostat_mu: float | None = None  # its sampler's state behind the last known token
@@ -119,7 +135,9 @@ class Request:
         or with a seed) goes on as if it had been computed here: its prompt, then token by token, since kernels round prompts
         and decodes differently."""
         spec = self.spec
-        if not spec.answer_token_ids or (spec.sampling.temperature > 0 and spec.sampling.seed is None):
+        if not spec.answer_token_ids or (
+            spec.sampling.temperature > 0 and spec.sampling.seed is None
+        ):
             return self.end
         if computed < self.num_prompt_tokens:
             return self.num_prompt_tokens - computed

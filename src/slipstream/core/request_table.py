@@ -23,11 +23,21 @@ from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
 from slipstream.core.speculation import Speculation
-from slipstream.types import BeamStep, EngineOutput, EngineRequest, FinishReason, TableUpdate, TokenOutput, VectorOutput
+from slipstream.types import (
+    BeamStep,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    TableUpdate,
+    TokenOutput,
+    VectorOutput,
+)
 
 
 class RequestTable:
-    def __init__(self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None) -> None:
+    def __init__(
+        self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None
+    ) -> None:
         """`kv`: the first rank's, or the only one."""
         self.kv = kv
         self.policy = policy
@@ -36,11 +46,15 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.released: list[str] = []
-        self.table_updates: dict[str, list[TableUpdate]] = {}  # that the worker does not have yet, by request
+        self.table_updates: dict[
+            str, list[TableUpdate]
+        ] = {}  # that the worker does not have yet, by request
         self.num_joined = 0  # requests that share another's prompt
         self.num_preemptions = 0
         self._forked: list[Request] = []  # may be admitted from the next step on
-        self._deadlines: list[tuple[float, int, str]] = []  # of requests by id: those that have ended are not kept for them
+        self._deadlines: list[
+            tuple[float, int, str]
+        ] = []  # of requests by id: those that have ended are not kept for them
         self._counter = 0
 
     @property
@@ -130,7 +144,9 @@ class RequestTable:
 
     def _take_over(self, beam: Request, source: Request) -> None:
         beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
-        del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]  # those of its own tokens
+        del beam.block_keys[
+            beam.num_prompt_tokens // self.kv.block_size :
+        ]  # those of its own tokens
         beam.kv = source.kv  # where it is already, unless it is new
         if source.holds_blocks:
             updates = beam.kv.take_over(beam, source)
@@ -183,7 +199,9 @@ class RequestTable:
 
     # --- Ends ---------------------------------------------------------------------------------------------------------
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> EngineOutput:
+    def finish(
+        self, request: Request, reason: FinishReason, error: str | None = None
+    ) -> EngineOutput:
         """End a request, whatever its status."""
         if request.status is Status.RUNNING:
             self._stop(request)
@@ -210,7 +228,11 @@ class RequestTable:
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.by_id.get(heapq.heappop(self._deadlines)[2])
-            if request is not None and request.spec.deadline is not None and request.spec.deadline <= now:
+            if (
+                request is not None
+                and request.spec.deadline is not None
+                and request.spec.deadline <= now
+            ):
                 outputs.append(self.finish(request, FinishReason.DEADLINE))
         return outputs
 

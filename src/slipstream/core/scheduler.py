@@ -113,17 +113,26 @@ class Scheduler:
         self.cache = cache
         self.max_model_len = max_model_len
         assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
-        self.kvs = [KVCacheManager(cache, num_blocks, salt, store, clock, rank) for rank in range(scheduling.num_ranks)]
+        self.kvs = [
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank)
+            for rank in range(scheduling.num_ranks)
+        ]
         self.kv = self.kvs[0]
         self.tiers = self.kv.tiers
         self.policy = make_policy(scheduling)
-        self._pace = None if scheduling.target_itl_ms is None else Pace(scheduling.target_itl_ms / 1e3, padded)
+        self._pace = (
+            None
+            if scheduling.target_itl_ms is None
+            else Pace(scheduling.target_itl_ms / 1e3, padded)
+        )
         self._drafts_ahead = drafts_ahead
         self._pipeline_steps = scheduling.pipeline_steps
         self._max_adapters = max_adapters  # of the requests that run
         self._whole_images = whole_images
         self._clock = clock
-        self.requests = RequestTable(self.kv, self.policy, None if speculation is None else Speculation(speculation))
+        self.requests = RequestTable(
+            self.kv, self.policy, None if speculation is None else Speculation(speculation)
+        )
         self.in_flight = StepsInFlight(self.requests, self._pace, clock)
         self._outputs: list[EngineOutput] = []
         self.forced: Callable[[str, int], tuple[int, ...]] | None = None
@@ -139,13 +148,25 @@ class Scheduler:
         and beams do not count), ContextLengthError if the request could never run."""
         limit = self.scheduling.max_queue
         if spec.request_id in self.requests.by_id:
-            raise RequestError(f"request_id {spec.request_id!r} is in use; choose another", field="request_id")
+            raise RequestError(
+                f"request_id {spec.request_id!r} is in use; choose another", field="request_id"
+            )
         if limit is not None and spec.parent is None and self.num_waiting >= limit:
-            raise EngineOverloadedError(f"{self.num_waiting} requests are waiting already (max_queue); try again later")
-        check_length(spec, self.max_model_len, self.cache, self.scheduling.tokens_of_rank, self.pool.num_usable)
+            raise EngineOverloadedError(
+                f"{self.num_waiting} requests are waiting already (max_queue); try again later"
+            )
+        check_length(
+            spec,
+            self.max_model_len,
+            self.cache,
+            self.scheduling.tokens_of_rank,
+            self.pool.num_usable,
+        )
         self.requests.add(spec, self.kv.root_key(spec.cache_salt, adapter), held=held)
 
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[EngineOutput]:
         """End requests now. Their blocks are free for the next step. Unknown ids are ignored."""
         found = [self.requests.by_id[i] for i in request_ids if i in self.requests.by_id]
         return [self.requests.finish(request, reason) for request in found]
@@ -155,7 +176,10 @@ class Scheduler:
         self.in_flight.forget()
         if self.tiers is not None:
             self.tiers.forget_offers()
-        outputs = [self.requests.finish(request, reason, error) for request in list(self.requests.by_id.values())]
+        outputs = [
+            self.requests.finish(request, reason, error)
+            for request in list(self.requests.by_id.values())
+        ]
         for pool in self.pools:
             pool.forget_all()
         return outputs
@@ -217,7 +241,9 @@ class Scheduler:
         for request in self.tiers.take():
             if request.status is Status.LOADING:
                 self.requests.wait(request)
-        self.tiers.store(self.in_flight.last_ended, self._watermark if self.requests.by_id else 0, at_once)
+        self.tiers.store(
+            self.in_flight.last_ended, self._watermark if self.requests.by_id else 0, at_once
+        )
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +264,9 @@ class Scheduler:
             step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
         unfinished: list[Request] = []  # prompts that are partly computed
         plain = 0  # decodes that need no block, copy or check
-        for request in self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step():
+        for request in (
+            self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step()
+        ):
             position = request.num_computed_tokens
             if position < request.decodes_until:
                 request.num_computed_tokens = position + 1
@@ -248,7 +276,9 @@ class Scheduler:
                     step.add(request, position, 1, 1, (request.token_ids[position],))
                     continue
                 request.num_pending += 1
-                step.decodes.append(new_tuple(ScheduledRequest, (request.request_id, position, 1, 1, (), ())))
+                step.decodes.append(
+                    new_tuple(ScheduledRequest, (request.request_id, position, 1, 1, (), ()))
+                )
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
             elif request.held or (request.drafts and self._verifies(step, request, plain)):
@@ -267,7 +297,9 @@ class Scheduler:
             first = unfinished[0] if unfinished else self.requests.waiting.first()
             if self._pace is not None and first is not None:
                 age = now - first.spec.arrival
-                fits = self._pace.prompt_tokens(len(step.decodes), step.prompts, first.num_computed_tokens, age)
+                fits = self._pace.prompt_tokens(
+                    len(step.decodes), step.prompts, first.num_computed_tokens, age
+                )
                 step.budget = min(step.budget, fits)
         elif step.rooms:
             step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
@@ -279,12 +311,16 @@ class Scheduler:
             self._admit(step, now)
         return self._plan(step, now) if step.scheduled else None
 
-    def _bound_prompts(self, step: StepBuilder, num_decodes: int, unfinished: list[Request]) -> None:
+    def _bound_prompts(
+        self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
+    ) -> None:
         """Leave the prompts as many tokens as a step with so many decodes has for them."""
         scheduling = self.scheduling
         step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
         if scheduling.mixed_chunk is not None:
-            most = chunk_with_decodes(num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting))
+            most = chunk_with_decodes(
+                num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
+            )
             step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:
@@ -294,7 +330,9 @@ class Scheduler:
         slots = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
         busy = self.in_flight.sampling(min(self._pipeline_steps, len(running)) - 1)
         for request in running:
-            if request.num_pending and (request in busy or request.spec.sampling.structured_outputs is not None):
+            if request.num_pending and (
+                request in busy or request.spec.sampling.structured_outputs is not None
+            ):
                 continue
             if request.num_tokens - request.num_computed_tokens == 1:
                 slots[request.kv.rank] -= 1
@@ -310,13 +348,19 @@ class Scheduler:
         count, forced, kv = 1, self._forced_tokens(request), request.kv
         if forced or request.drafts:
             # Each running request that is not in the step keeps a token of the budget.
-            spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget
+            spare = (
+                self.scheduling.max_num_mixed_tokens
+                - self.scheduling.max_num_batched_tokens
+                + step.budget
+            )
             spare -= len(self.requests.running) - len(step.scheduled)
             if not forced:
                 spare = min(spare, step.room_for_drafts)
             if step.rooms:
                 spare = min(spare, step.rooms[kv.rank])
-            count += max(0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1))
+            count += max(
+                0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1)
+            )
             ahead = len(request.drafts) if self._drafts_ahead else 0
             if count > 1 and kv.holds(request, min(position + count + ahead, request.end)):
                 self._advance(step, request, count, forced[: count - 1])
@@ -337,9 +381,18 @@ class Scheduler:
         num_drafts = len(drafts)
         count = 1 + num_drafts
         held = position + count + (num_drafts if self._drafts_ahead else 0)
-        if held > request.verifies_until or request.num_pending or num_drafts > step.room_for_drafts:
+        if (
+            held > request.verifies_until
+            or request.num_pending
+            or num_drafts > step.room_for_drafts
+        ):
             return False
-        spare = self.scheduling.max_num_mixed_tokens - self.scheduling.max_num_batched_tokens + step.budget - plain
+        spare = (
+            self.scheduling.max_num_mixed_tokens
+            - self.scheduling.max_num_batched_tokens
+            + step.budget
+            - plain
+        )
         if num_drafts > spare - len(self.requests.running) + len(step.scheduled):
             return False
         if step.rooms:
@@ -352,7 +405,9 @@ class Scheduler:
         request.drafts = ()
         step.room_for_drafts -= num_drafts
         step.budget -= count
-        step.prompts.append(ScheduledRequest(request.request_id, position, count, count, (), drafts))
+        step.prompts.append(
+            ScheduledRequest(request.request_id, position, count, count, (), drafts)
+        )
         step.sampled_prompts.append(request)
         step.scheduled.add(request)
         return True
@@ -370,7 +425,11 @@ class Scheduler:
         sampling = request.spec.sampling
         if self.forced is None or sampling.structured_outputs is None:
             return ()
-        if sampling.logprobs is not None or sampling.allowed_token_ids is not None or sampling.by_chain:
+        if (
+            sampling.logprobs is not None
+            or sampling.allowed_token_ids is not None
+            or sampling.by_chain
+        ):
             return ()
         if request.num_pending_drafts:
             return ()
@@ -392,19 +451,27 @@ class Scheduler:
                 return
         self._advance(step, request, count)
 
-    def _prompt_tokens(self, step: StepBuilder, request: Request, computed: int, wanted: int) -> int:
+    def _prompt_tokens(
+        self, step: StepBuilder, request: Request, computed: int, wanted: int
+    ) -> int:
         """How many of the `wanted` tokens behind the `computed` ones the step takes: what is left of its budget. A picture
         whose tokens attend to each other is not split. It may pass the bound of a step with decodes, as long as the step holds
         it."""
         count = min(wanted, step.room(request))
         if self._whole_images and 0 < count < wanted:
             end = computed + count
-            cut = next((image for image in request.spec.images if image.offset < end < image.end), None)
+            cut = next(
+                (image for image in request.spec.images if image.offset < end < image.end), None
+            )
             if cut is not None and cut.offset > computed:
                 return cut.offset - computed
             if cut is not None:
                 count = cut.end - computed
-                return count if step.num_tokens + count <= self.scheduling.max_num_batched_tokens else 0
+                return (
+                    count
+                    if step.num_tokens + count <= self.scheduling.max_num_batched_tokens
+                    else 0
+                )
         return count
 
     def _admit(self, step: StepBuilder, now: float) -> None:
@@ -419,7 +486,11 @@ class Scheduler:
     def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
         """`passed`: those that were passed by; they are off the heap."""
         scheduling = self.scheduling
-        adapters = {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None} if self._max_adapters else set()
+        adapters = (
+            {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None}
+            if self._max_adapters
+            else set()
+        )
         while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             request = self.requests.waiting.first()
             if request is None or request.num_pending:
@@ -433,9 +504,13 @@ class Scheduler:
             if not self.policy.admits(request, **counts, now=now):
                 return
             holds = request.holds_blocks  # true for forks
-            cached, computed = ([], request.num_computed_tokens) if holds else self._deal(step, request)
+            cached, computed = (
+                ([], request.num_computed_tokens) if holds else self._deal(step, request)
+            )
             kv = request.kv
-            if kv.num_running >= scheduling.seqs_of_rank:  # mostly a fork or a beam: others get another rank
+            if (
+                kv.num_running >= scheduling.seqs_of_rank
+            ):  # mostly a fork or a beam: others get another rank
                 if not self._pass_by(request, passed):
                     return
                 continue
@@ -447,7 +522,11 @@ class Scheduler:
             # An encoder reads its text at once, before the first token that looks at it.
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
-            count = min(wanted, step.budget - encoded) if encoded else self._prompt_tokens(step, request, computed, wanted)
+            count = (
+                min(wanted, step.budget - encoded)
+                if encoded
+                else self._prompt_tokens(step, request, computed, wanted)
+            )
             if count <= 0 or (count < wanted and not scheduling.enable_chunked_prefill):
                 return
             if not self._has_room(request, cached, computed + count, encoded, spare):
@@ -481,7 +560,9 @@ class Scheduler:
         """The blocks of a cached prefix that a request can begin with, by group, and their number of tokens. Of several ranks
         one is chosen for the request: one that has room now; with the longest prefix, as long as not many more requests run
         there than elsewhere; with the fewest requests. A beam that was there before stays."""
-        if len(self.kvs) == 1 or (request.is_beam and (request.num_preemptions or request.spec.parent is not None)):
+        if len(self.kvs) == 1 or (
+            request.is_beam and (request.num_preemptions or request.spec.parent is not None)
+        ):
             return request.kv.cached_prefix(request)
         least = min(kv.num_running for kv in self.kvs)
         most = least + max(1, least // UNEVEN_SHARE)
@@ -492,13 +573,24 @@ class Scheduler:
             wanted = min(request.num_tokens - computed, request.most_at(computed))
             count = self._prompt_tokens(step, request, computed, wanted)
             fits = count > 0 and kv.num_running < self.scheduling.seqs_of_rank
-            fits = fits and self._has_room(request, cached, computed + count, 0, self._watermark if kv.num_running else 0)
-            merits = fits, kv.num_running <= most, computed, -kv.num_running, kv.pool.num_free, -kv.rank
+            fits = fits and self._has_room(
+                request, cached, computed + count, 0, self._watermark if kv.num_running else 0
+            )
+            merits = (
+                fits,
+                kv.num_running <= most,
+                computed,
+                -kv.num_running,
+                kv.pool.num_free,
+                -kv.rank,
+            )
             found.append((merits, kv, cached, computed))
         _, request.kv, cached, computed = max(found, key=itemgetter(0))
         return cached, computed
 
-    def _has_room(self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int) -> bool:
+    def _has_room(
+        self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int
+    ) -> bool:
         """Whether there are blocks for `num_tokens` of a request that waits, and for an encoder's text, so that `spare` stay
         free. `cached`: the blocks of its prefix, by group."""
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
@@ -522,7 +614,9 @@ class Scheduler:
                 self._prefix_hits += request.num_cached_tokens
         self.requests.admit(request)
 
-    def _advance(self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()) -> None:
+    def _advance(
+        self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()
+    ) -> None:
         """Put `count` tokens of the request into the step, the last of them `forced`. It holds the blocks for them."""
         computed, known = request.num_computed_tokens, request.num_tokens
         end = computed + count
@@ -565,7 +659,9 @@ class Scheduler:
             pairs, ranks = tuple([copy for copy, _ in copies]), tuple([rank for _, rank in copies])
             return step.plan(self.in_flight.last_id, released, pairs, shared, ranks)
         if self.requests.num_joined:
-            shared = self.kv.shared_prefixes([(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes])
+            shared = self.kv.shared_prefixes(
+                [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
+            )
         return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
@@ -588,10 +684,15 @@ class Scheduler:
         self.requests.preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
-        return next(r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled)
+        return next(
+            r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled
+        )
 
     def stats(self) -> SchedulerStats:
-        num_usable, num_free = sum(pool.num_usable for pool in self.pools), sum(pool.num_free for pool in self.pools)
+        num_usable, num_free = (
+            sum(pool.num_usable for pool in self.pools),
+            sum(pool.num_free for pool in self.pools),
+        )
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,

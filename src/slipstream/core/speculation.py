@@ -30,7 +30,15 @@ from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
 from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.request import Request
-from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, STALE, SURE, SURE_STALE, StepCosts, seconds_from
+from slipstream.core.step_times import (
+    LEAST_SURVIVAL,
+    MARGIN,
+    STALE,
+    SURE,
+    SURE_STALE,
+    StepCosts,
+    seconds_from,
+)
 from slipstream.types import FROM_MODEL
 
 MOST_SALTS = 64
@@ -85,7 +93,9 @@ class Speculation:
         self._chains = Chains() if config.by_model else None
         self._acceptance = Acceptance(memory=1024)  # over all requests
         self._traffic: dict[str, RecentAnswers] = {}
-        self._last: float | None = None  # when the last step ended; None if the engine was idle since
+        self._last: float | None = (
+            None  # when the last step ended; None if the engine was idle since
+        )
         self._was_plain = False
 
     def choose(self, running: Iterable[Request]) -> bool:
@@ -120,7 +130,10 @@ class Speculation:
             return
         decodes = _decodes(running)
         if decodes and (plain := self._plain(len(decodes))) is not None:
-            limit, line = min(self.config.limit, self._chains.reach), self.costs.line(len(decodes), plain)
+            limit, line = (
+                min(self.config.limit, self._chains.reach),
+                self.costs.line(len(decodes), plain),
+            )
             self._chains.prepare([r.request_id for r in decodes], limit, line)
 
     def _plain(self, num_seqs: int) -> float | None:
@@ -143,7 +156,9 @@ class Speculation:
                 counts = chains.best(ids, counts, self.costs.line(len(decodes), plain))
             else:
                 return False
-        if any(request.num_pending for request, count in zip(decodes, counts, strict=True) if count):
+        if any(
+            request.num_pending for request, count in zip(decodes, counts, strict=True) if count
+        ):
             return True
         for request, count in zip(decodes, counts, strict=True):
             if count:
@@ -167,7 +182,9 @@ class Speculation:
     def _proposer(self, request: Request) -> Proposer:
         config, text = self.config, request.spec.encoder_token_ids
         if config.method == "ngram":
-            return LookUp(least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text)
+            return LookUp(
+                least=config.prompt_lookup_min, most_match=config.prompt_lookup_max, text=text
+            )
         return LookUp(text=text, traffic=self._traffic_of(request))
 
     def _traffic_of(self, request: Request) -> RecentAnswers:
@@ -181,13 +198,19 @@ class Speculation:
         """Of ended requests. Those that run keep what they have seen."""
         self._traffic.clear()
 
-    def _best(self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float) -> list[int]:
+    def _best(
+        self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float
+    ) -> list[int]:
         """The number of tokens of each proposal with which the step yields the most tokens per second."""
         survivals = self._survivals(decodes, proposals)
         num_seqs, most = len(decodes), min(sum(map(len, survivals)), MOST_STEP_DRAFTS)
-        seconds = seconds_from(self.costs.line(num_seqs, plain), np.arange(num_seqs + 1, num_seqs + 1 + most)).tolist()
+        seconds = seconds_from(
+            self.costs.line(num_seqs, plain), np.arange(num_seqs + 1, num_seqs + 1 + most)
+        ).tolist()
         best, counts = MARGIN * num_seqs / plain, [0] * num_seqs
-        ranked = sorted((-survival, j, i) for i, own in enumerate(survivals) for j, survival in enumerate(own))
+        ranked = sorted(
+            (-survival, j, i) for i, own in enumerate(survivals) for j, survival in enumerate(own)
+        )
         tokens, num_best = float(num_seqs), 0
         for n, (survival, _, _) in enumerate(ranked[:most]):
             tokens -= survival
@@ -197,10 +220,14 @@ class Speculation:
             counts[i] += 1
         return counts
 
-    def _survivals(self, decodes: Sequence[Request], proposals: Sequence[Proposal]) -> list[list[float]]:
+    def _survivals(
+        self, decodes: Sequence[Request], proposals: Sequence[Proposal]
+    ) -> list[list[float]]:
         """Of each request's drafts, as far as they may well survive."""
         found: list[list[float]] = []
-        of_all: dict[int, tuple[int, float]] = {}  # by match: its level, and the rate over all requests
+        of_all: dict[
+            int, tuple[int, float]
+        ] = {}  # by match: its level, and the rate over all requests
         for request, proposal in zip(decodes, proposals, strict=True):
             own, survival = list[float](), 1.0
             first = request.num_pending  # the step in flight samples the ones before
@@ -245,13 +272,25 @@ class Speculation:
                 acceptance.add(own.match, num_drafts, num_accepted)
 
     def step_done(
-        self, now: float, num_seqs: int, num_tokens: int, *, only_decodes: bool, idle: bool, is_cold: bool = False
+        self,
+        now: float,
+        num_seqs: int,
+        num_tokens: int,
+        *,
+        only_decodes: bool,
+        idle: bool,
+        is_cold: bool = False,
     ) -> None:
         """A step's tokens came `now`. `idle`: no request is left to compute. `is_cold`: as in `StepResult`. The time of such a
         step is not kept, since it would keep later ones of its size from being tried."""
         is_plain = num_tokens == num_seqs
         # The first plain step behind one with drafts was not launched ahead.
-        if only_decodes and not is_cold and self._last is not None and (self._was_plain or not is_plain):
+        if (
+            only_decodes
+            and not is_cold
+            and self._last is not None
+            and (self._was_plain or not is_plain)
+        ):
             self.costs.add(num_seqs, num_tokens, now - self._last)
         self._last = None if idle else now
         self._was_plain = only_decodes and is_plain
@@ -269,4 +308,8 @@ class Speculation:
 
 def _decodes(running: Iterable[Request]) -> list[Request]:
     """Those whose next step has one token besides drafts, if all that is in flight counts."""
-    return [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1]
+    return [
+        r
+        for r in running
+        if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
+    ]

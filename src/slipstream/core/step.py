@@ -34,18 +34,26 @@ class StepBuilder:
         self.budget = budget
         self.rooms: list[int] = []
         self.room_for_drafts = MOST_STEP_DRAFTS
-        self.decodes: list[ScheduledRequest] = []  # requests of one token, which stand first in the plan
+        self.decodes: list[
+            ScheduledRequest
+        ] = []  # requests of one token, which stand first in the plan
         self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
         self.encoding: set[Request] = set()  # whose encoder runs in this step
         self.new: list[NewRequest] = []
-        self.drafts: dict[Request, int] = {}  # guessed tokens that are checked, of those that have some
-        self.forced: dict[Request, tuple[int, ...]] = {}  # tokens that a grammar forces, of those that have some
+        self.drafts: dict[
+            Request, int
+        ] = {}  # guessed tokens that are checked, of those that have some
+        self.forced: dict[
+            Request, tuple[int, ...]
+        ] = {}  # tokens that a grammar forces, of those that have some
         self.updates = updates
 
-    def add(self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]) -> None:
+    def add(
+        self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]
+    ) -> None:
         """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it has.
         The step also carries the changes of its tables that the worker does not have yet."""
         request_id = request.request_id
@@ -53,7 +61,13 @@ class StepBuilder:
             updates = tuple(self.updates.pop(request_id, ()))
         else:
             request.in_worker = True
-            updates = tuple([TableUpdate(group, 0, tuple(table)) for group, table in enumerate(request.blocks) if table])
+            updates = tuple(
+                [
+                    TableUpdate(group, 0, tuple(table))
+                    for group, table in enumerate(request.blocks)
+                    if table
+                ]
+            )
             self.new.append(self._introduced(request))
         if self.rooms:
             self.rooms[request.kv.rank] -= count - 1

@@ -64,8 +64,12 @@ class ExpectedStepTimes:
         perhaps not with the larger numbers. `padded`: a step's tokens → its graph's."""
         self._padded = padded
         ordered = sorted(times)
-        self._seconds = {n: [t.seconds for t in of] for n, of in groupby(ordered, lambda t: t.num_seqs)}
-        self._drafts = [t.num_tokens // t.num_seqs - 1 for t in ordered if t.num_seqs == ordered[0].num_seqs]
+        self._seconds = {
+            n: [t.seconds for t in of] for n, of in groupby(ordered, lambda t: t.num_seqs)
+        }
+        self._drafts = [
+            t.num_tokens // t.num_seqs - 1 for t in ordered if t.num_seqs == ordered[0].num_seqs
+        ]
         self._counts = list(self._seconds)
         self._excess, self._num_added = [1.0, 1.0], [0, 0]
 
@@ -80,13 +84,18 @@ class ExpectedStepTimes:
     def line(self, num_seqs: int) -> list[tuple[int, float]]:
         """(tokens, seconds), the plain step first."""
         plain, drafts = self._excess
-        return [(n, seconds * (drafts if i else plain)) for i, (n, seconds) in enumerate(self._line(num_seqs))]
+        return [
+            (n, seconds * (drafts if i else plain))
+            for i, (n, seconds) in enumerate(self._line(num_seqs))
+        ]
 
     def _line(self, num_seqs: int) -> list[tuple[int, float]]:
         below = self._counts[max(0, bisect_right(self._counts, num_seqs) - 1)]
         above = self._counts[min(bisect_left(self._counts, num_seqs), len(self._counts) - 1)]
         found = list[tuple[int, float]]()
-        for drafts, first, last in zip(self._drafts, self._seconds[below], self._seconds[above], strict=False):
+        for drafts, first, last in zip(
+            self._drafts, self._seconds[below], self._seconds[above], strict=False
+        ):
             low, rows, high = (self._padded(n * (1 + drafts)) for n in (below, num_seqs, above))
             share = (rows - low) / (high - low) if high > low else 0.0
             found.append((num_seqs * (1 + drafts), (1 - share) * first + share * last))
@@ -104,7 +113,9 @@ class StepCosts:
         self._slowness = 1.0
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._measured: dict[tuple[int, int], int] = {}  # the step that measured it last
-        self._lines: dict[int, list[tuple[int, float]]] = {}  # by sequences: (tokens, seconds), ascending
+        self._lines: dict[
+            int, list[tuple[int, float]]
+        ] = {}  # by sequences: (tokens, seconds), ascending
         self._step = 0
         self._expected: ExpectedStepTimes | None = None
 
@@ -119,7 +130,9 @@ class StepCosts:
             self._times.pop(key, None)
         times = self._times.setdefault(key, deque(maxlen=NUM_TIMES))
         if len(times) >= LEAST_TIMES:
-            self._slowness += SPEED_MEMORY * (min(seconds / median(times), 4 * self._slowness) - self._slowness)
+            self._slowness += SPEED_MEMORY * (
+                min(seconds / median(times), 4 * self._slowness) - self._slowness
+            )
         times.append(max(seconds, 1e-6) / self._slowness)
         self._measured[key] = self._step
         self._lines.pop(key[0], None)
@@ -147,7 +160,10 @@ class StepCosts:
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
         """The known steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
         if self._expected is not None:
-            return [(num_seqs, plain), *self._with_measured(num_seqs, self._expected.line(num_seqs)[1:])]
+            return [
+                (num_seqs, plain),
+                *self._with_measured(num_seqs, self._expected.line(num_seqs)[1:]),
+            ]
         line = self._line(_near(num_seqs))
         if not line and (like := self._like(num_seqs)) is not None:
             line = [(round(n * num_seqs / like), seconds) for n, seconds in self._line(like)]
@@ -156,13 +172,17 @@ class StepCosts:
     def _line(self, first: int) -> list[tuple[int, float]]:
         line = self._lines.get(first)
         if line is None:
-            known = [(n, median(t)) for (s, n), t in self._times.items() if s == first and n > first]
+            known = [
+                (n, median(t)) for (s, n), t in self._times.items() if s == first and n > first
+            ]
             line = self._lines[first] = sorted(
                 (n, t) for n, t in known if self._step - self._measured[first, n] <= STALE
             )
         return line
 
-    def _with_measured(self, num_seqs: int, expected: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    def _with_measured(
+        self, num_seqs: int, expected: Sequence[tuple[int, float]]
+    ) -> list[tuple[int, float]]:
         """The points of a line, moved to what was measured of their sizes."""
         first, found = _near(num_seqs), list[tuple[int, float]]()
         for num_tokens, seconds in expected:
@@ -173,7 +193,9 @@ class StepCosts:
         return found
 
 
-def seconds_from(line: Sequence[tuple[int, float]], num_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def seconds_from(
+    line: Sequence[tuple[int, float]], num_tokens: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
     """Seconds of steps of so many tokens, interpolated on `line`. Beyond its end the line is extended as it rises among steps
     with drafts, with at least the guessed slope. Before them it rises faster: the first draft of a step costs a run of the
     drafter and the overlap of steps."""

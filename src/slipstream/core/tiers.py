@@ -128,7 +128,9 @@ class Rates:
 
     def ended(self, step_id: int, now: float) -> None:
         """A step takes from its launch, or the end of the step before it if that is later, to its own end."""
-        if (launched := self._in_flight.pop(step_id, None)) is not None and now > (begin := max(launched[0], self._last_end)):
+        if (launched := self._in_flight.pop(step_id, None)) is not None and now > (
+            begin := max(launched[0], self._last_end)
+        ):
             self.prefill.learn(launched[1], now - begin, now)
         self._last_end = now
 
@@ -152,7 +154,11 @@ class Rates:
             return None
         if loading <= computing:
             return True
-        old = [r for r, n in ((self.host, num_host), (self.disk, num_disk)) if n and now - r.measured_at > RATE_AGE_S]
+        old = [
+            r
+            for r, n in ((self.host, num_host), (self.disk, num_disk))
+            if n and now - r.measured_at > RATE_AGE_S
+        ]
         for rate in old:
             rate.forget()
         return None if old else False
@@ -161,10 +167,14 @@ class Rates:
 class TierLoad:
     """Blocks on their way to the device, for a request."""
 
-    def __init__(self, request: Request, held: list[int], now: float, patience_s: float, era: int) -> None:
+    def __init__(
+        self, request: Request, held: list[int], now: float, patience_s: float, era: int
+    ) -> None:
         self.request: Request | None = request  # None: it is gone, or waits no longer
         self.others: list[Request] = []  # that want blocks of it, too
-        self.held = held  # blocks of the device that the request will find, beside those that arrive
+        self.held = (
+            held  # blocks of the device that the request will find, beside those that arrive
+        )
         self.pending: dict[int, tuple[int, bytes]] = {}  # block and key, by the order's number
         self.num_host = self.num_disk = 0
         self.probes = False  # it measures a rate, and the rest may follow
@@ -194,9 +204,13 @@ class Tiers:
         self._host = BlockPool(store.num_slots + 1) if store.num_slots else None
         self.rates = Rates()
         self._number = self._era = 0  # an era ends when everything is forgotten
-        self._after: dict[int, Callable[[bool], None]] = {}  # what to do when a copy is done, by the order's number
+        self._after: dict[
+            int, Callable[[bool], None]
+        ] = {}  # what to do when a copy is done, by the order's number
         # A bound, where the tiers are slower than the device for long; most of the oldest blocks have been used again then.
-        self._offers: deque[tuple[int, int, bytes]] = deque(maxlen=4 * pool.num_blocks)  # (last step that writes, block, key)
+        self._offers: deque[tuple[int, int, bytes]] = deque(
+            maxlen=4 * pool.num_blocks
+        )  # (last step that writes, block, key)
         self._storing: dict[bytes, int] = {}  # blocks of the device that stores hold, by key
         self._loads: list[TierLoad] = []  # that are on their way
         self._loading: dict[bytes, TierLoad] = {}  # by key
@@ -204,7 +218,13 @@ class Tiers:
         self._ready: list[Request] = []
         self._counts = dict.fromkeys(
             (
-                *("stored_blocks", "dropped_blocks", "loaded_blocks", "failed_blocks", "queried_tokens"),
+                *(
+                    "stored_blocks",
+                    "dropped_blocks",
+                    "loaded_blocks",
+                    "failed_blocks",
+                    "queried_tokens",
+                ),
                 *("host_hit_tokens", "disk_hit_tokens", "declined_tokens", "late_loads"),
             ),
             0,
@@ -222,7 +242,10 @@ class Tiers:
     def holds(self, block: int) -> int:
         """How many times copies and loads hold a block of the device, for tests."""
         loads = [*self._loads, *self._arrived.values()]
-        held = [*self._storing.values(), *(b for load in loads for b in (*load.held, *load.incoming))]
+        held = [
+            *self._storing.values(),
+            *(b for load in loads for b in (*load.held, *load.incoming)),
+        ]
         return held.count(block)
 
     # --- Storing ------------------------------------------------------------------------------------------------------
@@ -236,9 +259,18 @@ class Tiers:
     def store(self, last_ended: int, spare: int, at_once: int | None = None) -> None:
         """Begin to store what is written by now, `at_once` blocks at most. `spare` blocks of the device stay free."""
         most, copies = max(1, self._pool.num_usable // STORE_SHARE), list[BlockCopy]()
-        while self._offers and self._offers[0][0] <= last_ended and len(self._storing) < most and len(copies) != at_once:
+        while (
+            self._offers
+            and self._offers[0][0] <= last_ended
+            and len(self._storing) < most
+            and len(copies) != at_once
+        ):
             step_id, block, key = self._offers[0]
-            if self._pool.hashes[block] == key and not self._pool.ref_counts[block] and self._pool.num_free <= spare:
+            if (
+                self._pool.hashes[block] == key
+                and not self._pool.ref_counts[block]
+                and self._pool.num_free <= spare
+            ):
                 break  # requests need the blocks more
             self._offers.popleft()
             if key in self._storing or self.has(key):
@@ -252,7 +284,9 @@ class Tiers:
             self._pool.hold((block,))
             self._storing[key] = block
             target: Place = "disk" if self._host is None else "host"
-            copies.append(self._order("device", target, key, block, slot, self._stored(block, key, slot)))
+            copies.append(
+                self._order("device", target, key, block, slot, self._stored(block, key, slot))
+            )
         if copies:
             self._store.submit(copies)
 
@@ -265,7 +299,11 @@ class Tiers:
             self._counts["stored_blocks" if ok else "dropped_blocks"] += 1
             if self._host is not None and ok and era == self._era:
                 self._host.register(slot, key)
-                if self._store.disk is not None and self._store.disk.is_writer and not self._store.on_disk(key):
+                if (
+                    self._store.disk is not None
+                    and self._store.disk.is_writer
+                    and not self._store.on_disk(key)
+                ):
                     self._store.submit([self._order("host", "disk", key, 0, slot, written)])
                     return  # the slot stays until the disk has it
             self._release_slot(slot)
@@ -296,7 +334,9 @@ class Tiers:
             return "host"
         return "disk" if self._store.on_disk(key) else None
 
-    def wants(self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int) -> bool:
+    def wants(
+        self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
+    ) -> bool:
         """Whether the request is to wait for blocks. On the device it finds `tables`, with `num_cached` tokens. `spare` blocks
         of the device stay free."""
         if request.looked_up:
@@ -306,17 +346,24 @@ class Tiers:
         self._counts["queried_tokens"] += request.num_tokens - num_cached
         if reach * size <= num_cached:
             return False
-        found = {g: [self._pool.lookup(key) for key in self._keys_of(request, g)[:reach]] for g in self._own}
+        found = {
+            g: [self._pool.lookup(key) for key in self._keys_of(request, g)[:reach]]
+            for g in self._own
+        }
         wanted, gained = self._missing(request, found, reach, num_cached)
         if not wanted:
             return False
-        if (load := next((self._loading[key] for key in wanted if key in self._loading), None)) is not None:
+        if (
+            load := next((self._loading[key] for key in wanted if key in self._loading), None)
+        ) is not None:
             load.others.append(request)
             request.looked_up = False  # there may be more
             return True
         pays = self._pays(wanted, gained)
         if pays is None:
-            wanted, gained = self._missing(request, found, num_cached // size + PROBE_BLOCKS, num_cached)
+            wanted, gained = self._missing(
+                request, found, num_cached // size + PROBE_BLOCKS, num_cached
+            )
         held = [block for table in tables for block in table if block != NULL_BLOCK]
         revived = sum(not self._pool.ref_counts[block] for block in held)
         if pays is False or not wanted or len(wanted) + revived + spare > self._pool.num_free:
@@ -326,7 +373,9 @@ class Tiers:
 
     def _reach(self, request: Request) -> int:
         """No prefix of more blocks is there. Most prompts are nowhere: to see it takes one look, since the GPU waits for it."""
-        whole = next((g for g in self._own if g not in self._windows), None)  # of which all blocks of a prefix are needed
+        whole = next(
+            (g for g in self._own if g not in self._windows), None
+        )  # of which all blocks of a prefix are needed
         if whole is not None:
             for i, key in enumerate(request.block_keys):
                 own = group_key(key, whole)
@@ -335,17 +384,32 @@ class Tiers:
         return len(request.block_keys)
 
     def _missing(
-        self, request: Request, found: Mapping[int, Sequence[int | None]], most: int, num_cached: int
+        self,
+        request: Request,
+        found: Mapping[int, Sequence[int | None]],
+        most: int,
+        num_cached: int,
     ) -> tuple[list[bytes], int]:
         """The keys of blocks to load for a prefix of at most `most` blocks, and how many tokens more it has. `found`: the
         device's blocks, by group."""
         keys = {g: self._keys_of(request, g)[:most] for g in found}
-        there = {g: [f or (ELSEWHERE if self.has(k) else None) for f, k in zip(found[g], keys[g], strict=False)] for g in found}
+        there = {
+            g: [
+                f or (ELSEWHERE if self.has(k) else None)
+                for f, k in zip(found[g], keys[g], strict=False)
+            ]
+            for g in found
+        }
         begins, n = usable_prefix(there, self._windows, request.num_tokens, self._size)
         gained = n * self._size - num_cached
         if gained <= 0:
             return [], 0
-        return [keys[g][i] for g, begin in begins.items() for i in range(begin, n) if there[g][i] == ELSEWHERE], gained
+        return [
+            keys[g][i]
+            for g, begin in begins.items()
+            for i in range(begin, n)
+            if there[g][i] == ELSEWHERE
+        ], gained
 
     def _keys_of(self, request: Request, group: int) -> list[bytes]:
         return [group_key(key, group) for key in request.block_keys]
@@ -358,13 +422,19 @@ class Tiers:
             self._counts["declined_tokens"] += num_tokens
         return found
 
-    def _begin(self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int) -> TierLoad:
+    def _begin(
+        self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int
+    ) -> TierLoad:
         """Load the blocks with these keys for the request, which saves it `num_tokens`. The `held` ones on the device stay
         there meanwhile. The device has room."""
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
-        patience = BLIND_PATIENCE_S if computing is None else max(LEAST_PATIENCE_S, PATIENCE * computing)
+        patience = (
+            BLIND_PATIENCE_S if computing is None else max(LEAST_PATIENCE_S, PATIENCE * computing)
+        )
         self._pool.hold(held)
-        if (probe := self._arrived.pop(request, None)) is not None:  # whose blocks are among the held ones
+        if (
+            probe := self._arrived.pop(request, None)
+        ) is not None:  # whose blocks are among the held ones
             self._pool.release(probe.held)
         load = TierLoad(request, list(held), now, patience, self._era)
         self._loads.append(load)
@@ -402,7 +472,9 @@ class Tiers:
         load.pending[copy.number] = block, key
         return copy
 
-    def _read(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> Callable[[bool], None]:
+    def _read(
+        self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
+    ) -> Callable[[bool], None]:
         """The second part of a load from the disk: from the host to the device."""
         era = self._era
 
@@ -416,7 +488,9 @@ class Tiers:
 
         return done
 
-    def _from_host(self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]) -> BlockCopy:
+    def _from_host(
+        self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
+    ) -> BlockCopy:
         """The copy to the device of a slot that is held, and then released."""
 
         def done(ok: bool) -> None:
@@ -521,7 +595,13 @@ class Tiers:
         )
 
     def _order(
-        self, source: Place, target: Place, key: bytes, block: int, slot: int, done: Callable[[bool], None]
+        self,
+        source: Place,
+        target: Place,
+        key: bytes,
+        block: int,
+        slot: int,
+        done: Callable[[bool], None],
     ) -> BlockCopy:
         self._number += 1
         self._after[self._number] = done

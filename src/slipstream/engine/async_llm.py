@@ -100,7 +100,11 @@ class AsyncLLM:
     """Made by `start`. All methods belong to the event loop that started it."""
 
     def __init__(
-        self, args: EngineArgs, description: ModelDescription, tokenizer: Tokenizer | None, source: CoreSource
+        self,
+        args: EngineArgs,
+        description: ModelDescription,
+        tokenizer: Tokenizer | None,
+        source: CoreSource,
     ) -> None:
         self.args = args
         self.model_name = args.model
@@ -111,7 +115,9 @@ class AsyncLLM:
         self.phases: dict[str, float] = {}
         self.tiles = ""  # the tile table, by identity and size
         self.canary: CanaryResult | None = None
-        self._ids = map(f"{source.id_prefix}{{}}".format, itertools.count())  # never used twice by one core
+        self._ids = map(
+            f"{source.id_prefix}{{}}".format, itertools.count()
+        )  # never used twice by one core
         self._core = CoreClient(self, source)
         self._output = OutputProcessor(tokenizer)
         self._input: InputProcessor
@@ -229,17 +235,26 @@ class AsyncLLM:
 
         if sampling.structured_outputs is not None:
             await check_in_thread(sampling.structured_outputs)
-        looks_at_all = INLINE_CHARS if sampling.takes("dry") else 0  # tokens of the vocabulary, for its sequence breakers
-        request = await in_thread_if_long(prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all)
+        looks_at_all = (
+            INLINE_CHARS if sampling.takes("dry") else 0
+        )  # tokens of the vocabulary, for its sequence breakers
+        request = await in_thread_if_long(
+            prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all
+        )
         child = self._running_child()
         if reserve is not None:
             own, *_ = engine = request.engine_requests
-            reserve(len(own.prompt_token_ids) + len(own.encoder_token_ids), sum(one.max_tokens for one in engine))
+            reserve(
+                len(own.prompt_token_ids) + len(own.encoder_token_ids),
+                sum(one.max_tokens for one in engine),
+            )
         self._output.add(request, sink.on_token)
         self._sinks[request.request_id] = sink
 
         def cancel() -> None:
-            if self._sinks.get(request.request_id) is sink:  # else it has ended, and the id may be another's by now
+            if (
+                self._sinks.get(request.request_id) is sink
+            ):  # else it has ended, and the id may be another's by now
                 self._forget(request.request_id)
 
         try:
@@ -381,7 +396,9 @@ class AsyncLLM:
         for i, pid in enumerate(self._processes):
             if is_stopped(pid):
                 whose = f"the engine's rank {i - 1}" if i else "the engine process"
-                return Health(False, f"{whose} is stopped, and goes on with SIGCONT (process {pid})")
+                return Health(
+                    False, f"{whose} is stopped, and goes on with SIGCONT (process {pid})"
+                )
         now = time.monotonic()
         silence, stall = now - self._last_heard, now - self._last_progress
         if silence > STALL_S:
@@ -462,9 +479,16 @@ class AsyncLLM:
     def core_ready(self, ready: Ready) -> None:
         """Take over what the core found."""
         self.config = resolved_config(self.args, self.description, ready)
-        self.ledger, self.phases, self.tiles, self.canary = ready.ledger, ready.phases, ready.tiles, ready.canary
+        self.ledger, self.phases, self.tiles, self.canary = (
+            ready.ledger,
+            ready.phases,
+            ready.tiles,
+            ready.canary,
+        )
         log_canary(self.canary)
-        self._input = InputProcessor.for_model(self.description, self.config, self.tokenizer, ids=self._ids, in_process=False)
+        self._input = InputProcessor.for_model(
+            self.description, self.config, self.tokenizer, ids=self._ids, in_process=False
+        )
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
@@ -476,9 +500,13 @@ class AsyncLLM:
         if isinstance(message, Outputs):
             self._take_texts(message.vectors)
             for found in message.beams:
-                if (waiting := self._beams.pop(found.request_id, None)) is not None and not waiting.done():
+                if (
+                    waiting := self._beams.pop(found.request_id, None)
+                ) is not None and not waiting.done():
                     waiting.set_result(found)
-            deltas, aborts = self._output.take(message.request_ids, message.token_ids, message.tokens)
+            deltas, aborts = self._output.take(
+                message.request_ids, message.token_ids, message.tokens
+            )
             for delta in deltas:
                 self._deliver(delta)
             self._abort(aborts)
@@ -559,7 +587,11 @@ class AsyncLLM:
         texts, self._texts = self._texts, {}
         for waiting in texts.values():
             waiting.fail(error)
-        asked: list[asyncio.Future[Any]] = [*self._stats_waiters, *self._waiters.values(), *self._beams.values()]
+        asked: list[asyncio.Future[Any]] = [
+            *self._stats_waiters,
+            *self._waiters.values(),
+            *self._beams.values(),
+        ]
         self._stats_waiters, self._waiters, self._beams = [], {}, {}
         for waiter in asked:
             if not waiter.done():
@@ -577,4 +609,10 @@ def _num_characters(prompt: Prompt | tuple[str, str]) -> int:
         if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
             return INLINE_CHARS + 1  # pictures are waited for
         prompt = prompt.get("prompt", "")  # type: ignore[assignment]
-    return sum(map(len, prompt)) if isinstance(prompt, tuple) else len(prompt) if isinstance(prompt, str) else 0
+    return (
+        sum(map(len, prompt))
+        if isinstance(prompt, tuple)
+        else len(prompt)
+        if isinstance(prompt, str)
+        else 0
+    )

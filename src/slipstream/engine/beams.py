@@ -91,7 +91,9 @@ class BeamGroup:
     """Beams that search by themselves: all of a search, or one of its `num_beam_groups`. Those of a step have places in it."""
 
     params: BeamSearchParams
-    rows: list[int]  # of the open beams in the table of `BeamSearches`; none: it is done. Two groups may have the same beam
+    rows: list[
+        int
+    ]  # of the open beams in the table of `BeamSearches`; none: it is done. Two groups may have the same beam
     sums: list[float] = field(default_factory=lambda: [0.0])  # theirs
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Of each step, for each beam that went on: the place of the one before it, and its token."""
@@ -109,7 +111,9 @@ class BeamGroup:
             place = places[place]
         return tuple(reversed(found))
 
-    def settle(self, best: Sequence[Candidate], stops: Sequence[bool], going_on: Iterable[Candidate]) -> None:
+    def settle(
+        self, best: Sequence[Candidate], stops: Sequence[bool], going_on: Iterable[Candidate]
+    ) -> None:
         """Take answers from the `best` candidates of the last step, where `stops` says which end with an end token. `going_on`
         are open beams, unless the search is done with this step."""
         length, diverse = len(self.steps), self.params.num_beam_groups > 1
@@ -128,7 +132,11 @@ class BeamGroup:
 
     def _answer(self, candidate: Candidate, reason: Literal["stop", "length"]) -> None:
         (logprob, place, token), length = candidate, len(self.steps)
-        self.answers.append(Ended(length, place, token, logprob, logprob / length**self.params.length_penalty, reason))
+        self.answers.append(
+            Ended(
+                length, place, token, logprob, logprob / length**self.params.length_penalty, reason
+            )
+        )
 
     def _keep_best(self) -> None:
         self.answers.sort(key=lambda ended: -ended.score)
@@ -149,18 +157,26 @@ class Search:
     """One prompt's. It has a row in the table of `BeamSearches` for each request that it may need."""
 
     request: BeamsRequest
-    kind: tuple[int, int, tuple[int, ...]]  # width, groups and end tokens; searches of a kind are chosen for together
+    kind: tuple[
+        int, int, tuple[int, ...]
+    ]  # width, groups and end tokens; searches of a kind are chosen for together
     rows: list[int]
     groups: list[BeamGroup]
     num_awaited: int = 1  # requests whose step has not come yet
-    taken: list[int] = field(default_factory=list)  # tokens of the step's beams, of the groups so far; while it is chosen
+    taken: list[int] = field(
+        default_factory=list
+    )  # tokens of the step's beams, of the groups so far; while it is chosen
     num_cached_tokens: int = 0
 
     def output(self) -> BeamsOutput:
         """When it is done."""
         answers = [(ended.score, group, ended) for group in self.groups for ended in group.answers]
         answers.sort(key=lambda answer: -answer[0])
-        return BeamsOutput(self.request.request_id, tuple([_answer(g, e) for _, g, e in answers]), self.num_cached_tokens)
+        return BeamsOutput(
+            self.request.request_id,
+            tuple([_answer(g, e) for _, g, e in answers]),
+            self.num_cached_tokens,
+        )
 
 
 def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
@@ -173,7 +189,9 @@ def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
 class BeamUpdates:
     """What a step's outputs mean for the searches."""
 
-    outputs: list[EngineOutput] = field(default_factory=list)  # without those of beams, with those of searches that ended
+    outputs: list[EngineOutput] = field(
+        default_factory=list
+    )  # without those of beams, with those of searches that ended
     new: list[EngineRequest] = field(default_factory=list)  # beams that join
     steps: list[BeamStep] = field(default_factory=list)  # how beams go on, the new ones too
     ended: list[str] = field(default_factory=list)  # beams that are not needed any more
@@ -203,7 +221,12 @@ class BeamSearches:
             self._grow(params.beam_width)
         rows = [self._free.pop() for _ in range(params.beam_width)]
         kind = params.beam_width, params.num_beam_groups, request.eos_token_ids
-        search = Search(request, kind, rows, [BeamGroup(params, rows[:1]) for _ in range(params.num_beam_groups)])
+        search = Search(
+            request,
+            kind,
+            rows,
+            [BeamGroup(params, rows[:1]) for _ in range(params.num_beam_groups)],
+        )
         self._running[request.request_id] = search
         return self._beam(search, rows[0])
 
@@ -229,10 +252,14 @@ class BeamSearches:
                 ready += self._noted(output)
             elif (owner := self._owners.get(output.request_id)) is None:
                 taken.outputs.append(output)
-            elif isinstance(output, TokenOutput) and output.finish_reason is not None:  # only for a reason of the engine's
+            elif (
+                isinstance(output, TokenOutput) and output.finish_reason is not None
+            ):  # only for a reason of the engine's
                 request_id = owner[0].request.request_id
                 taken.ended.extend(self.forget([request_id]))
-                taken.outputs.append(BeamsOutput(request_id, (), 0, output.finish_reason, output.error))
+                taken.outputs.append(
+                    BeamsOutput(request_id, (), 0, output.finish_reason, output.error)
+                )
         for g in range(max([len(search.groups) for search in ready], default=0)):
             alike = defaultdict[Any, list[Search]](list)
             for search in ready:
@@ -266,47 +293,71 @@ class BeamSearches:
                 search.num_cached_tokens = max(search.num_cached_tokens, num_cached)
                 ready.append(search)
         num_top = output.token_ids.shape[1]
-        self._tokens[rows, :num_top], self._logprobs[rows, :num_top] = output.token_ids, output.logprobs
+        self._tokens[rows, :num_top], self._logprobs[rows, :num_top] = (
+            output.token_ids,
+            output.logprobs,
+        )
         return ready
 
     def _choose(self, searches: Sequence[Search], g: int) -> None:
         """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
         log-probability, less the token's cost. Of equal sums the first stays first."""
-        groups, (width, num_groups, eos) = [search.groups[g] for search in searches], searches[0].kind
+        groups, (width, num_groups, eos) = (
+            [search.groups[g] for search in searches],
+            searches[0].kind,
+        )
         width //= num_groups
         num_top = num_wanted(groups[0].params, len(eos))
         rows = np.array([group.rows for group in groups])  # [R, B]
         tokens = self._tokens[rows, :num_top]  # [R, B, K]
-        sums = np.array([group.sums for group in groups])[..., None] + self._logprobs[rows, :num_top]
+        sums = (
+            np.array([group.sums for group in groups])[..., None] + self._logprobs[rows, :num_top]
+        )
         if searches[0].taken:
             costs = np.array([group.params.diversity_penalty for group in groups])[:, None, None]
             taken = np.array([search.taken for search in searches])[:, None, None]
             sums -= costs * (tokens[..., None] == taken).sum(-1)
         sums, tokens = sums.reshape(len(groups), -1), tokens.reshape(len(groups), -1)
         order = (-sums).argsort(1, kind="stable")
-        best = _along(sums, order), order // num_top, _along(tokens, order)  # sums, places, tokens [R, B · K]
+        best = (
+            _along(sums, order),
+            order // num_top,
+            _along(tokens, order),
+        )  # sums, places, tokens [R, B · K]
         stops = (best[2][..., None] == np.array(eos, np.int64)).any(-1)
         ends = stops[:, :width].any(1).tolist()
         goes_on = stops.argsort(1, kind="stable")[:, :width]  # the first that don't stop
         going_on = [_along(values, goes_on) for values in best]
         sources = _along(rows, going_on[1]).tolist()
-        for r, (search, group, *chosen) in enumerate(zip(searches, groups, *(x.tolist() for x in going_on), strict=True)):
+        for r, (search, group, *chosen) in enumerate(
+            zip(searches, groups, *(x.tolist() for x in going_on), strict=True)
+        ):
             group.rows, (group.sums, places, next_tokens) = sources[r], chosen
             group.steps.append((places, next_tokens))
             if num_groups > 1:
                 search.taken += next_tokens
-            if ends[r] or len(group.steps) >= group.params.max_tokens or len(group.answers) == width:
+            if (
+                ends[r]
+                or len(group.steps) >= group.params.max_tokens
+                or len(group.answers) == width
+            ):
                 firsts = zip(*(values[r, :width].tolist() for values in best), strict=True)
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
     def _place(self, searches: Sequence[Search], taken: BeamUpdates) -> None:
         """Say where the chosen beams are computed, of searches with as many rows and beams. `BeamGroup.rows` are those they
         come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
-        sources = np.array([_joined([group.rows for group in s.groups]) for s in searches])  # [R, B]
-        tokens = np.array([_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches])
+        sources = np.array(
+            [_joined([group.rows for group in s.groups]) for s in searches]
+        )  # [R, B]
+        tokens = np.array(
+            [_joined([group.steps[-1][1] for group in s.groups if group.rows]) for s in searches]
+        )
         own = np.array([search.rows for search in searches])  # [R, P]
         at, of_one = np.arange(sources.shape[1]), sources[:, :, None] == sources[:, None]
-        same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(2)  # the first that is the same beam
+        same = (of_one & (tokens[:, :, None] == tokens[:, None])).argmax(
+            2
+        )  # the first that is the same beam
         stays = of_one.argmax(2) == at
         moves = (same == at) & ~stays
         is_used = (own[:, :, None] == sources[:, None]).any(2)
@@ -319,8 +370,15 @@ class BeamSearches:
                 taken.new.append(self._beam(searches[r], row, names[sources[r, 0]]))
         differ = stays | moves
         chosen = rows[differ].tolist(), sources[differ].tolist(), tokens[differ].tolist()
-        taken.steps.extend([BeamStep(names[row], names[source], token) for row, source, token in zip(*chosen, strict=True)])
-        for search, found, num_awaited in zip(searches, rows.tolist(), differ.sum(1).tolist(), strict=True):
+        taken.steps.extend(
+            [
+                BeamStep(names[row], names[source], token)
+                for row, source, token in zip(*chosen, strict=True)
+            ]
+        )
+        for search, found, num_awaited in zip(
+            searches, rows.tolist(), differ.sum(1).tolist(), strict=True
+        ):
             search.num_awaited, search.taken = num_awaited, []
             for group in search.groups:
                 num_beams = len(group.rows)
@@ -352,7 +410,9 @@ class BeamSearches:
             request_id=name,
             prompt_token_ids=request.prompt_token_ids,
             sampling=SamplingParams(
-                temperature=0.0, max_tokens=params.max_tokens, logprobs=num_wanted(params, len(request.eos_token_ids))
+                temperature=0.0,
+                max_tokens=params.max_tokens,
+                logprobs=num_wanted(params, len(request.eos_token_ids)),
             ),
             max_tokens=params.max_tokens,
             arrival=request.arrival,
@@ -386,4 +446,6 @@ def check(params: BeamSearchParams, num_ends: int, spec: ModelSpec) -> None:
         message = f"with the model's {num_ends} end tokens beam_width may be {MAX_LOGPROBS - num_ends} at most"
         raise RequestError(message, field="beam_width")
     if spec.vocab_size < 2 * (params.beam_width + num_ends) or spec.encoder is not None:
-        raise RequestError(f"beam search needs a decoder with more tokens than {spec.vocab_size}", field="model")
+        raise RequestError(
+            f"beam search needs a decoder with more tokens than {spec.vocab_size}", field="model"
+        )

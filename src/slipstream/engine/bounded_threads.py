@@ -20,7 +20,9 @@ T = TypeVar("T")
 class BoundedThreads(Generic[T]):
     """At most `most` calls at a time; `seconds` says how long one may take, from when it begins."""
 
-    def __init__(self, seconds: Callable[[], float], *, most: int, most_stuck: int, name: str) -> None:
+    def __init__(
+        self, seconds: Callable[[], float], *, most: int, most_stuck: int, name: str
+    ) -> None:
         self._seconds, self._most, self._most_stuck, self._name = seconds, most, most_stuck, name
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Future[T], Callable[[], T]]] = deque()
@@ -41,7 +43,9 @@ class BoundedThreads(Generic[T]):
     def _begin(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting or (self._num_stuck < self._most_stuck and len(self._running) >= self._most):
+                if not self._waiting or (
+                    self._num_stuck < self._most_stuck and len(self._running) >= self._most
+                ):
                     return
                 future, call = self._waiting.popleft()
                 if not future.set_running_or_notify_cancel():
@@ -51,7 +55,9 @@ class BoundedThreads(Generic[T]):
                     continue
                 self._running.add(future)
             # As daemons: the process can end while one is stuck.
-            threading.Thread(target=self._run, args=(future, call), name=self._name, daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(future, call), name=self._name, daemon=True
+            ).start()
 
     def _run(self, future: Future[T], call: Callable[[], T]) -> None:
         timer = threading.Timer(self._seconds(), self._give_up, [future])
@@ -82,4 +88,6 @@ class BoundedThreads(Generic[T]):
         self._begin()
 
     def _busy(self) -> EngineOverloadedError:
-        return EngineOverloadedError(f"{self._num_stuck} calls are stuck ({self._name}), as many as may be; try again later")
+        return EngineOverloadedError(
+            f"{self._num_stuck} calls are stuck ({self._name}), as many as may be; try again later"
+        )

@@ -49,7 +49,9 @@ _FILTERS = frozenset((
     "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace",
     "reverse", "round", "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
 ))  # fmt: skip
-_NO_METHODS = frozenset({"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"})
+_NO_METHODS = frozenset(
+    {"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"}
+)
 
 
 class _TooMuch(Exception):  # noqa: N818 - raised inside the template, which is at fault
@@ -61,7 +63,9 @@ class _Budget:
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._left = MAX_WORK
-        self._extra: Mapping[str, Any] | None = variables  # whose size is looked at only when it is needed
+        self._extra: Mapping[str, Any] | None = (
+            variables  # whose size is looked at only when it is needed
+        )
         self._steps = 0
         self._until = time.thread_time() + MAX_SECONDS
 
@@ -95,9 +99,13 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     except RequestError:
         raise
     except _TooMuch as error:
-        raise RequestError(f"the model's chat template was stopped: {error}", field="messages") from None
+        raise RequestError(
+            f"the model's chat template was stopped: {error}", field="messages"
+        ) from None
     except Exception as error:  # whatever a template raises, it raises over these messages
-        raise RequestError(f"the chat template refuses these messages: {_shortened(error)}", field="messages") from error
+        raise RequestError(
+            f"the chat template refuses these messages: {_shortened(error)}", field="messages"
+        ) from error
     finally:
         _budget.reset(token)
 
@@ -117,7 +125,10 @@ def shaped_for(
         if is_list and not takes_lists:
             if placeholder is None and any(part.get("type") == "image" for part in content):
                 raise RequestError("this model takes no pictures; leave them out", field="messages")
-            content = "".join(f"{placeholder}\n" if part.get("type") == "image" else part["text"] for part in content)
+            content = "".join(
+                f"{placeholder}\n" if part.get("type") == "image" else part["text"]
+                for part in content
+            )
         elif isinstance(content, str) and not takes_texts and takes_lists:
             content = [{"type": "text", "text": content}]
         found.append({**message, "content": content})
@@ -195,7 +206,10 @@ def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
         case "replace" if isinstance(value, str) and len(texts) >= 2:
             _budget.get().spend(value.count(texts[0]) * len(texts[1]))
         case "indent":
-            _budget.get().spend((str(value).count("\n") + 1) * max([0, *map(len, texts), *(a for a in given if _number(a))]))
+            _budget.get().spend(
+                (str(value).count("\n") + 1)
+                * max([0, *map(len, texts), *(a for a in given if _number(a))])
+            )
         case "format":
             _before_format(str(value), given)
         case "tojson":
@@ -210,7 +224,9 @@ def _before_format(form: str, given: Any) -> None:
         raise _TooMuch("a width in a format is too large")
     values = given if isinstance(given, tuple) else (given,)
     places = form.count("%") + form.count("{")
-    _budget.get().spend(len(form) + places * (10_000 + sum(_size(v, _budget.get()) for v in values)))
+    _budget.get().spend(
+        len(form) + places * (10_000 + sum(_size(v, _budget.get()) for v in values))
+    )
 
 
 def _joined(value: Iterable[Any], separator: str) -> str:
@@ -244,13 +260,17 @@ def _environment() -> Any:
             self.generic_visit(node)
             fixed = sum(len(data.data) for part in node.body for data in _template_data(part))
             turn = nodes.Filter(nodes.Const(fixed), "_turn", [], [], None, None)
-            turn.args = [nodes.Name("loop_turn_", "load")]  # not a constant: it must not be computed once for all
+            turn.args = [
+                nodes.Name("loop_turn_", "load")
+            ]  # not a constant: it must not be computed once for all
             node.body.insert(0, nodes.ExprStmt(turn))
             return node
 
         def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
             self.generic_visit(node)
-            node.nodes = [n if isinstance(n, nodes.Const) else _filter(n, "_paid") for n in node.nodes]
+            node.nodes = [
+                n if isinstance(n, nodes.Const) else _filter(n, "_paid") for n in node.nodes
+            ]
             return node  # the text that it makes is paid for in its parts
 
         def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
@@ -267,7 +287,11 @@ def _environment() -> Any:
         return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
     def _template_data(node: nodes.Node) -> Iterable[nodes.TemplateData]:
-        return node.find_all(nodes.TemplateData) if not isinstance(node, nodes.TemplateData) else [node]
+        return (
+            node.find_all(nodes.TemplateData)
+            if not isinstance(node, nodes.TemplateData)
+            else [node]
+        )
 
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**", "%"))
@@ -281,7 +305,10 @@ def _environment() -> Any:
             if operator == "%" and isinstance(left, str):
                 _before_format(left, right)
             elif isinstance(left, int) and isinstance(right, int):
-                if left.bit_length() * (right if operator == "**" else 1) + right.bit_length() > 4096:
+                if (
+                    left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
+                    > 4096
+                ):
                     raise _TooMuch("a number has more than 4096 bits")
             elif operator == "*":
                 for value, times in ((left, right), (right, left)):
@@ -290,7 +317,9 @@ def _environment() -> Any:
             return _paid(super().call_binop(context, operator, left, right))
 
         def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
-            method = getattr(obj, "__wrapped__", obj)  # the sandbox puts a function of its own around str.format
+            method = getattr(
+                obj, "__wrapped__", obj
+            )  # the sandbox puts a function of its own around str.format
             receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
             _budget.get().spend(0)
             if isinstance(receiver, (str, int, float)):
@@ -316,17 +345,27 @@ def _environment() -> Any:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def join(value: Any, d: str = "", attribute: str | None = None) -> str:
-        items = value if attribute is None else [environment.getattr(item, attribute) for item in value]
+        items = (
+            value if attribute is None else [environment.getattr(item, attribute) for item in value]
+        )
         return _joined(items, str(d))
 
     def turn(fixed: int, _: Any) -> None:
         _budget.get().spend(fixed)
 
     def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment stands before the value
+        first = (
+            1 if hasattr(function, "jinja_pass_arg") else 0
+        )  # the context or environment stands before the value
 
         @functools.wraps(function)
         def filter_(*args: Any, **kwargs: Any) -> Any:
@@ -337,11 +376,17 @@ def _environment() -> Any:
         return filter_
 
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], finalize=_paid, cache_size=0
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, Generation],
+        finalize=_paid,
+        cache_size=0,
     )
     del environment.globals["lipsum"]
     environment.filters["tojson"], environment.filters["join"] = to_json, join
-    environment.filters = {name: metered(name, f) for name, f in environment.filters.items() if name in _FILTERS}
+    environment.filters = {
+        name: metered(name, f) for name, f in environment.filters.items() if name in _FILTERS
+    }
     environment.filters |= {"_paid": _paid, "_turn": turn}
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = now

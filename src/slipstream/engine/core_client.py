@@ -80,7 +80,10 @@ class Link(ABC):
         except self._zmq.Again:
             sent = False
         # A send may have taken the descriptor's signal that a message has come.
-        if self._news is not None and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN:
+        if (
+            self._news is not None
+            and cast("int", self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN
+        ):
             self._wake()
         return sent
 
@@ -90,7 +93,9 @@ class Link(ABC):
         The socket's descriptor reports only messages that came after the last read. So we wait for it only after a read found
         nothing. A message costs one future. With pyzmq's own coroutines it costs some ten, in every step.
         """
-        await asyncio.sleep(0)  # what the message before brought is written first, however many wait
+        await asyncio.sleep(
+            0
+        )  # what the message before brought is written first, however many wait
         while (data := self._take()) is None:
             if self._look is None:
                 self._look = self._loop.call_later(LOOK_S, self._look_again)
@@ -99,7 +104,11 @@ class Link(ABC):
                 await self._news
             finally:
                 self._news = None
-            if self._look is None and (death := self.death()) is not None and (data := self._take()) is None:
+            if (
+                self._look is None
+                and (death := self.death()) is not None
+                and (data := self._take()) is None
+            ):
                 raise death
             if data is not None:
                 break
@@ -165,7 +174,9 @@ class ChildLink(Link):
 
     def death(self) -> EngineDeadError | None:
         code = self.process.poll()
-        return None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
+        return (
+            None if code is None else EngineDeadError(f"the engine process {describe_exit(code)}")
+        )
 
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to stop, wait, kill it if it does not, and remove the socket. If the caller is cancelled meanwhile,
@@ -243,7 +254,9 @@ class CoreClient:
             self._owner.core_ready(message)
         except BaseException as error:
             self.link = None
-            await link.end(at_once=not isinstance(error, Exception))  # cancelled: the start is given up
+            await link.end(
+                at_once=not isinstance(error, Exception)
+            )  # cancelled: the start is given up
             raise
 
     def watch(self) -> None:
@@ -290,7 +303,9 @@ class CoreClient:
         then = "it stays down" if final else "it will start again"
         foreseen = isinstance(error, SlipstreamError)
         reason = str(error) if foreseen else f"unexpected {type(error).__name__}: {error}"
-        _logger.error("the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error)
+        _logger.error(
+            "the engine is down, %s: %s", then, reason, exc_info=None if foreseen else error
+        )
         link, self.link = self.link, None
         self.down_reason = f"{reason} ({then})"
         self._owner.core_died(reason, final=final)

@@ -172,14 +172,24 @@ class Outputs(msgspec.Struct, tag=True, gc=False):
         tokens: list[TokenOutput] = []
         vectors: list[VectorOutput] = []
         beams = [output for output in outputs if isinstance(output, BeamsOutput)]
-        told: set[str] = set()  # whose news are among `tokens`: what comes later must stand behind them
+        told: set[str] = (
+            set()
+        )  # whose news are among `tokens`: what comes later must stand behind them
         for output in outputs:
             if not isinstance(output, TokenOutput):
                 if isinstance(output, VectorOutput):
                     vectors.append(output)
                 continue
             request_id, ids, reason, _, cached, logprobs, of_prompt, _, drafted, _ = output
-            if drafted or reason or cached or logprobs or of_prompt or len(ids) != 1 or request_id in told:
+            if (
+                drafted
+                or reason
+                or cached
+                or logprobs
+                or of_prompt
+                or len(ids) != 1
+                or request_id in told
+            ):
                 told.add(request_id)
                 tokens.append(output)
             else:
@@ -250,7 +260,9 @@ class CoreProcess:
         self._cache_watchers: set[int] = set()
         self._cache_event_number = 0  # the number of the last
         self._last_adapter = 0  # the highest id given
-        self._tending = False  # blocks go on to the tiers below the device's cache while there are no requests
+        self._tending = (
+            False  # blocks go on to the tiers below the device's cache while there are no requests
+        )
         self._last_report = time.monotonic()
         self._connect(PARENT, address)
 
@@ -260,7 +272,9 @@ class CoreProcess:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 2000)
         if number != PARENT:
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # it listens already; if it has died meanwhile, no process will
+            socket.setsockopt(
+                zmq.RECONNECT_IVL, -1
+            )  # it listens already; if it has died meanwhile, no process will
         socket.connect(address)
         self._sockets[number] = socket
         self._poller.register(socket, zmq.POLLIN)
@@ -273,7 +287,9 @@ class CoreProcess:
                 raise RuntimeError(f"the first message must be Start, got {type(start).__name__}")
             from slipstream.engine.engine_core import EngineCore
 
-            self._core = EngineCore.build(start.args, progress=lambda phase: self._send(Phase(phase)))
+            self._core = EngineCore.build(
+                start.args, progress=lambda phase: self._send(Phase(phase))
+            )
             if (lora := self._core.config.lora) is not None:
                 self._adapters = {request.name: request for request in lora.requests}
                 self._last_adapter = len(self._adapters)
@@ -301,7 +317,9 @@ class CoreProcess:
         assert core is not None
         core.warm(WARM_S)
         executor = core.executor
-        self._ready = Ready(core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary)
+        self._ready = Ready(
+            core.config.device.info, core.ledger, executor.phases, executor.tiles, executor.canary
+        )
         self._ready.adapters = list(self._adapters.values())
         self._ready.processes = (os.getpid(), *executor.processes)
         self._send_all(self._ready)
@@ -384,12 +402,21 @@ class CoreProcess:
         if changes is not None:
             self._cache_event_number += 1
             for number in self._cache_watchers - set(whole_to):
-                self._send(CacheEvents(self._cache_event_number, *core.cache_identity(), *changes), number)
+                self._send(
+                    CacheEvents(self._cache_event_number, *core.cache_identity(), *changes), number
+                )
         for number in whole_to:
-            self._send(CacheEvents(self._cache_event_number, *core.cache_identity(), core.cached_keys(), whole=True), number)
+            self._send(
+                CacheEvents(
+                    self._cache_event_number, *core.cache_identity(), core.cached_keys(), whole=True
+                ),
+                number,
+            )
 
     def _stats(self, *, asked: bool = False) -> Stats:
-        return Stats(self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked)
+        return Stats(
+            self._core.stats(experts=asked) if self._core else EngineStats(is_sleeping=True), asked
+        )
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Send each process what belongs to its requests."""
@@ -413,7 +440,11 @@ class CoreProcess:
         if core.can_step:
             return 0
         wakeup = core.next_wakeup()
-        return 100 if wakeup is None else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
+        return (
+            100
+            if wakeup is None
+            else max(0, min(1000, int((wakeup - time.monotonic()) * 1000) + 1))
+        )
 
     def _handle(self, message: ToChild, number: int) -> None:
         core = self._core
@@ -435,7 +466,10 @@ class CoreProcess:
                 if core is not None:
                     core.abort(ids)
                 self._forget(ids)
-                self._send(Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)), number)
+                self._send(
+                    Rejected(ids, type(error).__name__, str(error), getattr(error, "field", None)),
+                    number,
+                )
         elif isinstance(message, Abort):
             if core is not None:
                 self._deliver(core.abort(message.request_ids))
@@ -451,7 +485,10 @@ class CoreProcess:
                 self._change_adapters(message)
                 self._send(Answered(message.ticket), number)
             except SlipstreamError as error:
-                self._send(Answered(message.ticket, error.message, type(error).__name__, error.field), number)
+                self._send(
+                    Answered(message.ticket, error.message, type(error).__name__, error.field),
+                    number,
+                )
         elif isinstance(message, WatchCache):
             (self._cache_watchers.add if message.on else self._cache_watchers.discard)(number)
             if core is not None:
@@ -467,7 +504,9 @@ class CoreProcess:
             self._cache_watchers.discard(message.number)
             self._poller.unregister(socket)
             socket.close(linger=0)
-            ids = [request_id for request_id, owner in self._owners.items() if owner == message.number]
+            ids = [
+                request_id for request_id, owner in self._owners.items() if owner == message.number
+            ]
             if core is not None:
                 core.abort(ids)
             self._forget(ids)
@@ -483,7 +522,10 @@ class CoreProcess:
             del self._adapters[message.name]
         else:
             if known is not None:
-                raise AdapterError(f"an adapter is served as {message.name!r} already; unload it first", field="lora_name")
+                raise AdapterError(
+                    f"an adapter is served as {message.name!r} already; unload it first",
+                    field="lora_name",
+                )
             request = LoRARequest(message.name, self._last_adapter + 1, message.path)
             core.load_adapter(request)
             self._last_adapter += 1
@@ -499,7 +541,9 @@ class CoreProcess:
                 Asleep.check(self._core, message.level)
                 self._to_sleep.append((number, message))
             elif self._asleep is not None and message.level > self._asleep.level:
-                raise RequestError(f"it sleeps at level {self._asleep.level}; wake it up first", field="level")
+                raise RequestError(
+                    f"it sleeps at level {self._asleep.level}; wake it up first", field="level"
+                )
             else:
                 self._send(Answered(message.ticket), number)
         except RequestError as error:
@@ -542,7 +586,9 @@ def _reported() -> type[Exception]:
 
 def end_with_parent(folder: str) -> None:
     """Exit when the parent's end of our standard input closes. A parent that was killed left the folder of its sockets."""
-    while os.read(0, 1):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
+    while os.read(
+        0, 1
+    ):  # the bare descriptor: a buffered reader would hold its lock while the interpreter ends
         pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)

@@ -38,10 +38,14 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space_after(prompt_token_ids, skip_special_tokens)
         self._texts = tokenizer.texts(skip_special_tokens)
-        self._between = not (stop or self._strip)  # two characters: a token's text is what it was the last time
+        self._between = not (
+            stop or self._strip
+        )  # two characters: a token's text is what it was the last time
         self._held = ""  # decoded, not yet given out: the longest beginning of a stop string that the text ends with
         self.num_tokens = 0
-        self.num_tokens_used = 0  # of all tokens, how many the answer keeps; they differ after a stop string
+        self.num_tokens_used = (
+            0  # of all tokens, how many the answer keeps; they differ after a stop string
+        )
         self.stop_reason: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -101,7 +105,9 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._shorter = [0] * len(stop)  # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
+        self._shorter = [0] * len(
+            stop
+        )  # [i]: the longest proper beginning of stop that stop[:i + 1] ends with
         for i in range(1, len(stop)):
             self._shorter[i] = self._extend(self._shorter[i - 1], stop[i])
 

@@ -63,15 +63,30 @@ FLUSH_S = 10.0
 
 
 class EngineCore:
-    def __init__(self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> None:
+    def __init__(
+        self, executor: Executor, load_tokenizer: Callable[[], Tokenizer | None] = lambda: None
+    ) -> None:
         """`load_tokenizer` is called once, for the first grammar."""
         self.executor = executor
-        self.description, self.config, self.ledger = executor.description, executor.config, executor.ledger
-        scheduling, cache, longest = self.config.scheduling, self.config.cache, self.config.model.max_model_len
-        num_blocks, salt = self.ledger.num_blocks, f"{self.description.path}:{self.config.model.dtype}"
+        self.description, self.config, self.ledger = (
+            executor.description,
+            executor.config,
+            executor.ledger,
+        )
+        scheduling, cache, longest = (
+            self.config.scheduling,
+            self.config.cache,
+            self.config.model.max_model_len,
+        )
+        num_blocks, salt = (
+            self.ledger.num_blocks,
+            f"{self.description.path}:{self.config.model.dtype}",
+        )
         self.scheduler: Steps
         if self.description.spec.is_encoder:
-            self.scheduler = TextScheduler(scheduling, cache, max_model_len=longest, num_blocks=num_blocks)
+            self.scheduler = TextScheduler(
+                scheduling, cache, max_model_len=longest, num_blocks=num_blocks
+            )
         else:
             self.scheduler = Scheduler(
                 scheduling,
@@ -82,36 +97,52 @@ class EngineCore:
                 speculation=self.config.speculation,
                 drafts_ahead=self.config.drafts_ahead,
                 max_adapters=0 if self.config.lora is None else self.config.lora.max_loras,
-                whole_images=self.description.spec.vision is not None and self.description.spec.vision.bidirectional,
+                whole_images=self.description.spec.vision is not None
+                and self.description.spec.vision.bidirectional,
                 store=executor.store,
-                padded=padding(self.config, self.description.spec) if self.config.device.has_graphs else None,
+                padded=padding(self.config, self.description.spec)
+                if self.config.device.has_graphs
+                else None,
             )
         self._texts = TextSequences()  # of a decoder
         self._beams = BeamSearches()
         rows, description = self.description.spec.vocab_size, self.description
-        self.grammars = Grammars(load_tokenizer, rows, lambda tokenizer: end_tokens(description, tokenizer))
+        self.grammars = Grammars(
+            load_tokenizer, rows, lambda tokenizer: end_tokens(description, tokenizer)
+        )
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.forced = self.grammars.forced
         self._in_flight: deque[Launched] = deque()
         self._planned: Plan | None = None  # and not launched yet
         self._unplaced: deque[EngineRequest] = deque()  # their adapters find no room on the host
-        self._overtaken, self._num_overtakes = "", 0  # the first of them, and how many have gone before it
-        self._stalled = False  # the last look found nothing to compute; only news or time will change that
+        self._overtaken, self._num_overtakes = (
+            "",
+            0,
+        )  # the first of them, and how many have gone before it
+        self._stalled = (
+            False  # the last look found nothing to compute; only news or time will change that
+        )
         self._started = self._last_step = time.monotonic()
         self._launched_at: deque[float] = deque()  # of those in flight
         self._step_s = 0.0
         self._num_steps = self._prompt_tokens = self._generated_tokens = 0
-        self._adapter_roots: dict[str, bytes] = {}  # by name, of those that requests had since the first listener
+        self._adapter_roots: dict[
+            str, bytes
+        ] = {}  # by name, of those that requests had since the first listener
 
     @classmethod
-    def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> EngineCore:
+    def build(
+        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    ) -> EngineCore:
         """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
         return cls.of(build_executor(args, progress=progress), args)
 
     @classmethod
     def of(cls, executor: Executor, args: EngineArgs) -> EngineCore:
         """The core of an executor that was made by `args`."""
-        description = executor.description  # a compilation that is stuck holds what loads the tokenizer, and no weights
+        description = (
+            executor.description
+        )  # a compilation that is stuck holds what loads the tokenizer, and no weights
         return cls(executor, lambda: load_tokenizer(args, description))
 
     # --- The prefix cache, for who routes requests by what it holds ---------------------------------------------------
@@ -133,20 +164,28 @@ class EngineCore:
         """Of the first group of layers."""
         scheduler = self.scheduler
         pools = scheduler.pools if isinstance(scheduler, Scheduler) else []
-        keys = dict.fromkeys(key for pool in pools for key in pool.cached_keys())  # several ranks may have one
+        keys = dict.fromkeys(
+            key for pool in pools for key in pool.cached_keys()
+        )  # several ranks may have one
         return b"".join([key for key in keys if len(key) == KEY_BYTES])
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
         """Keys added and keys removed since the last call; None if nothing changed."""
         pools = self.scheduler.pools if isinstance(self.scheduler, Scheduler) else []
-        changes = {key: any(pool.lookup(key) is not None for pool in pools) for pool in pools for key in pool.changes or ()}
+        changes = {
+            key: any(pool.lookup(key) is not None for pool in pools)
+            for pool in pools
+            for key in pool.changes or ()
+        }
         if not changes:
             return None
         for pool in pools:
             if pool.changes:
                 pool.changes.clear()
         came = b"".join([key for key, held in changes.items() if held and len(key) == KEY_BYTES])
-        went = b"".join([key for key, held in changes.items() if not held and len(key) == KEY_BYTES])
+        went = b"".join(
+            [key for key, held in changes.items() if not held and len(key) == KEY_BYTES]
+        )
         return came, went
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -157,7 +196,9 @@ class EngineCore:
         requests = list(requests)
         assert isinstance(self.scheduler, Scheduler), "an encoder takes texts"
         for request in requests:
-            if request.images and request.fork_of is not None:  # it comes with its parent, and without the pixels
+            if (
+                request.images and request.fork_of is not None
+            ):  # it comes with its parent, and without the pixels
                 parent = next(r for r in requests if r.request_id == request.fork_of)
                 request = dataclasses.replace(request, images=parent.images)
             if not self._waits_for_place(request):
@@ -173,7 +214,9 @@ class EngineCore:
         adapter = "" if request.lora is None else self._adapter_key(request.lora)
         if request.lora is not None and self.scheduler.pool.changes is not None:
             self._adapter_roots[request.lora.name] = self.scheduler.kv.root_key("", adapter)
-        self.scheduler.add(request, held=has_grammar, adapter=adapter)  # a request that is refused leaves no grammar
+        self.scheduler.add(
+            request, held=has_grammar, adapter=adapter
+        )  # a request that is refused leaves no grammar
         if has_grammar and self.grammars.begin(request):
             self.scheduler.requests.release(request.request_id)
 
@@ -182,7 +225,9 @@ class EngineCore:
         places become free as requests end. EngineOverloadedError if the queue is full."""
         assert isinstance(self.scheduler, Scheduler)
         parent = request.parent
-        if request.lora is None or (parent is not None and all(r.request_id != parent for r in self._unplaced)):
+        if request.lora is None or (
+            parent is not None and all(r.request_id != parent for r in self._unplaced)
+        ):
             return False  # a parent's adapter has its place
         if not self._unplaced:
             try:
@@ -191,8 +236,14 @@ class EngineCore:
             except EngineOverloadedError:
                 pass
         limit = self.scheduler.scheduling.max_queue
-        if limit is not None and parent is None and self.scheduler.num_waiting + len(self._unplaced) >= limit:
-            raise EngineOverloadedError(f"{limit} requests are waiting already (max_queue); try again later")
+        if (
+            limit is not None
+            and parent is None
+            and self.scheduler.num_waiting + len(self._unplaced) >= limit
+        ):
+            raise EngineOverloadedError(
+                f"{limit} requests are waiting already (max_queue); try again later"
+            )
         self._unplaced.append(request)
         return True
 
@@ -212,7 +263,11 @@ class EngineCore:
                 self._overtake(request)
                 break
             except SlipstreamError as error:
-                outputs.append(TokenOutput(request.request_id, finish_reason=FinishReason.INVALID, error=error.message))
+                outputs.append(
+                    TokenOutput(
+                        request.request_id, finish_reason=FinishReason.INVALID, error=error.message
+                    )
+                )
             self._unplaced.popleft()
         return outputs
 
@@ -225,14 +280,20 @@ class EngineCore:
         in_use, staying = self.scheduler.requests.adapters_in_use(), {first.request_id}
         for request in list(islice(self._unplaced, 1, 1 + MOST_PASSED_BY)):
             assert request.lora is not None
-            may = request.parent not in staying if request.parent else self._num_overtakes < MOST_OVERTAKES
+            may = (
+                request.parent not in staying
+                if request.parent
+                else self._num_overtakes < MOST_OVERTAKES
+            )
             try:
                 if may and request.lora.id in in_use:
                     self._add(request)
                     self._unplaced.remove(request)
                     self._num_overtakes += request.parent is None
                     continue
-            except SlipstreamError:  # the queue is full; another error is raised when the request is the first
+            except (
+                SlipstreamError
+            ):  # the queue is full; another error is raised when the request is the first
                 pass
             staying.add(request.request_id)
 
@@ -248,7 +309,10 @@ class EngineCore:
 
     def unload_adapter(self, adapter_id: int) -> None:
         """Give its memory back, if no request needs it; else it stays until others need the room."""
-        if isinstance(self.scheduler, Scheduler) and adapter_id not in self.scheduler.requests.adapters_in_use():
+        if (
+            isinstance(self.scheduler, Scheduler)
+            and adapter_id not in self.scheduler.requests.adapters_in_use()
+        ):
             self.executor.unload_adapter(adapter_id)
 
     def add_texts(self, request: TextsRequest) -> None:
@@ -264,7 +328,9 @@ class EngineCore:
         """Queue a beam search. Errors as of `add`; the caller aborts the request then."""
         self.add([self._beams.begin(request)])
 
-    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[EngineOutput]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[EngineOutput]:
         self._stalled = False
         request_ids = self._beams.forget(self._texts.forget(request_ids))
         self.grammars.forget(request_ids)
@@ -276,7 +342,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._unplaced) or self._planned is not None or self.scheduler.has_requests
+        return (
+            bool(self._in_flight or self._unplaced)
+            or self._planned is not None
+            or self.scheduler.has_requests
+        )
 
     def step(self) -> list[EngineOutput]:
         """Launch the next step, if there is one, and finish the oldest when enough are in flight. Whatever interrupts it, a
@@ -306,12 +376,17 @@ class EngineCore:
         self._stalled = plan is None
         limit = 0 if plan is None else self.executor.max_in_flight(plan)
         if plan is not None and len(self._in_flight) >= limit:
-            plan, self._planned = None, plan  # the tokens of the step under way are not to wait for it
+            plan, self._planned = (
+                None,
+                plan,
+            )  # the tokens of the step under way are not to wait for it
         if plan is not None:
             self._launched_at.append(time.monotonic())
             self._in_flight.append(self.executor.launch(plan))
             if self.config.parallel.num_stages > 1 and self._in_flight[-1].awaits_mask:
-                outputs += self._constrain(self._in_flight[-1])  # nothing of its requests is pending
+                outputs += self._constrain(
+                    self._in_flight[-1]
+                )  # nothing of its requests is pending
         waits = plan is None or len(self._in_flight) >= limit
         while self._in_flight:
             if self._in_flight[0].awaits_mask:  # all tokens before it are known by now
@@ -326,9 +401,13 @@ class EngineCore:
             now = time.monotonic()
             self._step_s += now - max(self._last_step, self._launched_at.popleft())
             self._last_step = now
-            self._generated_tokens += sum([len(o.token_ids) for o in new if isinstance(o, TokenOutput)])
+            self._generated_tokens += sum(
+                [len(o.token_ids) for o in new if isinstance(o, TokenOutput)]
+            )
             if self._beams:
-                self._generated_tokens += sum([len(o.token_ids) for o in new if isinstance(o, LikeliestTokens)])
+                self._generated_tokens += sum(
+                    [len(o.token_ids) for o in new if isinstance(o, LikeliestTokens)]
+                )
             outputs += new
             self._stalled = False  # drafts may follow
         if not self.scheduler.has_requests and not self._beams:
@@ -365,10 +444,15 @@ class EngineCore:
         drafts = {s.request_id: s.drafts for s in scheduled if s.drafts}
         if any(FROM_MODEL in own for own in drafts.values()):
             proposed = iter(step.proposed())
-            drafts = {name: tuple(next(proposed) if t == FROM_MODEL else t for t in own) for name, own in drafts.items()}
+            drafts = {
+                name: tuple(next(proposed) if t == FROM_MODEL else t for t in own)
+                for name, own in drafts.items()
+            }
         mask, ended = self.grammars.masks(step.plan, drafts)
         self.executor.constrain(step, mask)
-        return [output for request_id, error in ended.items() for output in self._end(request_id, error)]
+        return [
+            output for request_id, error in ended.items() for output in self._end(request_id, error)
+        ]
 
     def _accept(self, outputs: list[StepOutput]) -> list[StepOutput]:
         """Grammars advance by new tokens. An answer after which nothing can follow is complete."""
@@ -382,7 +466,9 @@ class EngineCore:
                 self.grammars.forget([output.request_id])
                 continue
             try:
-                count = self.grammars.accept(output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)])
+                count = self.grammars.accept(
+                    output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)]
+                )
                 if count is not None and (count < len(tokens) or not ended):
                     found[-1] = output._replace(
                         token_ids=tokens[:count],
@@ -400,13 +486,20 @@ class EngineCore:
     def _end(self, request_id: str, error: str | None) -> list[EngineOutput]:
         """End a request whose answer is complete, or can't be completed."""
         self.grammars.forget([request_id])
-        ended = self.scheduler.abort([request_id], FinishReason.STOP if error is None else FinishReason.INVALID)
+        ended = self.scheduler.abort(
+            [request_id], FinishReason.STOP if error is None else FinishReason.INVALID
+        )
         return [output._replace(error=error) for output in tokens_of(ended)]
 
     def tend(self, at_once: int | None = None) -> bool:
         """Between requests: go on storing blocks in the tiers below the device's cache, with `at_once` of them at most. Whether
         there is more to do."""
-        if not isinstance(self.scheduler, Scheduler) or self.scheduler.tiers is None or self._in_flight or self._planned:
+        if (
+            not isinstance(self.scheduler, Scheduler)
+            or self.scheduler.tiers is None
+            or self._in_flight
+            or self._planned
+        ):
             return False
         self.scheduler.tend(at_once)
         return self.scheduler.tiers.is_busy
@@ -430,7 +523,9 @@ class EngineCore:
     @property
     def can_step(self) -> bool:
         """`step()` may do something now."""
-        return bool(self._in_flight or self._planned) or (self.scheduler.has_requests and not self._stalled)
+        return bool(self._in_flight or self._planned) or (
+            self.scheduler.has_requests and not self._stalled
+        )
 
     def next_wakeup(self) -> float | None:
         """When, in time.monotonic(), a step may become possible without a new request; None if never."""
@@ -451,7 +546,9 @@ class EngineCore:
         times = self.executor.warm_up()
         if isinstance(self.scheduler, Scheduler) and self.scheduler.speculation is not None:
             padded = padding(self.config, self.description.spec)
-            self.scheduler.speculation.costs.expect(times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,)))
+            self.scheduler.speculation.costs.expect(
+                times, lambda rows: sum(padded(0, rows, 1, by_rows=True) or (rows,))
+            )
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():
             pass
@@ -459,7 +556,11 @@ class EngineCore:
     def stats(self, *, experts: bool = False) -> EngineStats:
         now, found = time.monotonic(), self.scheduler.stats()
         return EngineStats(
-            **{f.name: getattr(found, f.name) for f in dataclasses.fields(found) if f.name != "num_waiting"},
+            **{
+                f.name: getattr(found, f.name)
+                for f in dataclasses.fields(found)
+                if f.name != "num_waiting"
+            },
             num_waiting=found.num_waiting + len(self._unplaced),
             num_steps=self._num_steps,
             step_seconds_total=self._step_s,
@@ -487,7 +588,10 @@ class Asleep:
     def check(core: EngineCore, level: int) -> None:
         """RequestError if the level can't be had."""
         if level not in (1, 2):
-            raise RequestError(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}", field="level")
+            raise RequestError(
+                f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}",
+                field="level",
+            )
         if level == 1 and (reason := core.executor.keeps_no_weights) is not None:
             raise RequestError(f"{reason}; level=2 reads them again", field="level")
 

@@ -18,7 +18,12 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from slipstream.engine import sentencepiece
 from slipstream.engine.sentencepiece import Kind
 from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, check_normalizer, reading
+from slipstream.engine.tokenizer_parts import (
+    SpecialTokens,
+    TokenizerParts,
+    check_normalizer,
+    reading,
+)
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.gguf import GGUFFile
 
@@ -52,9 +57,24 @@ _DEEPSEEK3 = (
 )
 
 _SPLITS: dict[tuple[str, ...], Split] = {
-    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "exaone4", "trillion", "modern-bert"): Split((_GPT2,)),
-    ("roberta-bpe",): Split((_GPT2,), add_bos=True, add_eos=True),  # old files are silent; the models always have <s> … </s>
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split((r"\p{N}", _GPT2)),
+    (
+        "gpt-2",
+        "phi-2",
+        "mpt",
+        "olmo",
+        "jais",
+        "gigachat",
+        "mellum",
+        "exaone4",
+        "trillion",
+        "modern-bert",
+    ): Split((_GPT2,)),
+    ("roberta-bpe",): Split(
+        (_GPT2,), add_bos=True, add_eos=True
+    ),  # old files are silent; the models always have <s> … </s>
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): Split(
+        (r"\p{N}", _GPT2)
+    ),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"): Split(
         (CL100K,), whole_tokens=True, add_bos=True
     ),
@@ -64,7 +84,9 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("tekken",): Split((_TEKKEN,), whole_tokens=True, add_bos=True),
     ("gpt-4o", "llama4"): Split((_GPT4O,)),
     ("deepseek-v3", "hunyuan-dense"): Split((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
-    ("deepseek-coder",): Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    ("deepseek-coder",): Split(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+    ),
     ("falcon",): Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     ("bloom", "poro-chat", "gpt3-finnish"): Split((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
     ("viking",): Split((r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
@@ -120,44 +142,70 @@ def _read(file: GGUFFile) -> TokenizerParts:
         bos, eos, add_bos = 1, 2, True  # SentencePiece's own, where the file is silent
         scores = fields.array("scores", float, len(tokens))
         if not scores:
-            raise CheckpointError(f"{path} lacks tokenizer.ggml.scores", field="tokenizer.ggml.scores")
+            raise CheckpointError(
+                f"{path} lacks tokenizer.ggml.scores", field="tokenizer.ggml.scores"
+            )
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
     elif kind == "t5":
-        bos, eos, add_bos, add_eos = None, 1, False, True  # as llama.cpp reads a file that is silent
+        bos, eos, add_bos, add_eos = (
+            None,
+            1,
+            False,
+            True,
+        )  # as llama.cpp reads a file that is silent
         charsmap = bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
         scores = fields.array("scores", float, len(tokens))
         if not scores or int(Kind.UNKNOWN) not in kinds:
-            raise CheckpointError(f"{path} lacks scores or the unknown token of its vocabulary", field="tokenizer.ggml.scores")
-        prefix, cleaned = (fields.get(k, bool, True) for k in ("add_space_prefix", "remove_extra_whitespaces"))
-        backend = sentencepiece.unigram(tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned)
+            raise CheckpointError(
+                f"{path} lacks scores or the unknown token of its vocabulary",
+                field="tokenizer.ggml.scores",
+            )
+        prefix, cleaned = (
+            fields.get(k, bool, True) for k in ("add_space_prefix", "remove_extra_whitespaces")
+        )
+        backend = sentencepiece.unigram(
+            tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned
+        )
         check_normalizer(backend, path)
     elif kind == "bert":
         return _wordpiece(fields, tokens)
     else:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are", field="tokenizer.ggml.model"
+            f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are",
+            field="tokenizer.ggml.model",
         )
     bos, eos = fields.token_id("bos", bos, len(tokens)), fields.token_id("eos", eos, len(tokens))
     control = int(Kind.CONTROL)
     others = [fields.token_id(name, None, len(tokens)) for name in ("eot", "eom")]
     named = [i for i, kind in enumerate(kinds) if kind == control and tokens[i] in _ENDS]
     ends = tuple(dict.fromkeys(i for i in (eos, *others, *named) if i is not None))
-    ids = {name: fields.token_id(key, None, len(tokens)) for name, key in (("unk", "unknown"), ("pad", "padding"))}
+    ids = {
+        name: fields.token_id(key, None, len(tokens))
+        for name, key in (("unk", "unknown"), ("pad", "padding"))
+    }
     special = SpecialTokens(
         bos_id=bos,
         eos_ids=ends,
         prefix=(bos,) if bos is not None and fields.get("add_bos_token", bool, add_bos) else (),
         suffix=(eos,) if eos is not None and fields.get("add_eos_token", bool, add_eos) else (),
-        texts={f"{name}_token": tokens[i] for name, i in {"bos": bos, "eos": eos, **ids}.items() if i is not None},
+        texts={
+            f"{name}_token": tokens[i]
+            for name, i in {"bos": bos, "eos": eos, **ids}.items()
+            if i is not None
+        },
     )
     templates = {"default": fields.metadata.get("tokenizer.chat_template")}
     for name in fields.metadata.get("tokenizer.chat_templates", ()):
         templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
     own = path.with_name("chat_template.jinja")
-    if own.is_file() and len(list(path.parent.glob("*.gguf"))) == 1:  # beside one of several files it would be anyone's
+    if (
+        own.is_file() and len(list(path.parent.glob("*.gguf"))) == 1
+    ):  # beside one of several files it would be anyone's
         templates = {"default": own.read_text(encoding="utf-8")}
-    return TokenizerParts(backend, special, {k: v for k, v in templates.items() if isinstance(v, str)})
+    return TokenizerParts(
+        backend, special, {k: v for k, v in templates.items() if isinstance(v, str)}
+    )
 
 
 def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
@@ -165,15 +213,26 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
     whether letters become small: they do, if no token has a capital."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
     words = [
-        t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}" for t, whole in zip(tokens, named, strict=True)
+        t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}"
+        for t, whole in zip(tokens, named, strict=True)
     ]
-    ids = {name: fields.token_id(name, None, len(tokens)) for name in ("cls", "seperator", "unknown", "padding", "mask")}
+    ids = {
+        name: fields.token_id(name, None, len(tokens))
+        for name in ("cls", "seperator", "unknown", "padding", "mask")
+    }
     ids["cls"] = fields.token_id("bos", None, len(tokens)) if ids["cls"] is None else ids["cls"]
     if ids["cls"] is None or ids["seperator"] is None or ids["unknown"] is None:
-        raise CheckpointError(f"{fields.path} does not name its CLS, SEP and UNK tokens", field="tokenizer.ggml.cls_token_id")
+        raise CheckpointError(
+            f"{fields.path} does not name its CLS, SEP and UNK tokens",
+            field="tokenizer.ggml.cls_token_id",
+        )
     vocab = {word: i for i, word in enumerate(words)}
-    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=words[ids["unknown"]], max_input_chars_per_word=100))
-    small = not any(word != word.lower() for word, whole in zip(words, named, strict=True) if not whole)
+    backend = tokenizers.Tokenizer(
+        models.WordPiece(vocab, unk_token=words[ids["unknown"]], max_input_chars_per_word=100)
+    )
+    small = not any(
+        word != word.lower() for word, whole in zip(words, named, strict=True) if not whole
+    )
     backend.normalizer = normalizers.BertNormalizer(lowercase=small)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -187,17 +246,25 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
             eos_ids=(),
             prefix=(ids["cls"],),
             suffix=(ids["seperator"],),
-            texts={f"{name}_token": words[i] for name, key in texts.items() if (i := ids[key]) is not None},
+            texts={
+                f"{name}_token": words[i]
+                for name, key in texts.items()
+                if (i := ids[key]) is not None
+            },
         ),
         {},
     )
 
 
-def _byte_level(fields: _Fields, tokens: list[str], kinds: list[int], split: Split) -> tokenizers.Tokenizer:
+def _byte_level(
+    fields: _Fields, tokens: list[str], kinds: list[int], split: Split
+) -> tokenizers.Tokenizer:
     merges = [line.partition(" ")[::2] for line in fields.array("merges", str)]
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     with reading(fields.path, "tokenizer.ggml.merges"):
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens))
+        backend = tokenizers.Tokenizer(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_tokens)
+        )
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])

@@ -28,11 +28,22 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.bounded_threads import BoundedThreads
-from slipstream.engine.string_lengths import CountedStrings, LengthVocabulary, StringLengths, counts_only
+from slipstream.engine.string_lengths import (
+    CountedStrings,
+    LengthVocabulary,
+    StringLengths,
+    counts_only,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import RequestError
-from slipstream.types import EngineRequest, SamplingParams, StepPlan, StructuredOutputsParams, TokenMask
+from slipstream.types import (
+    EngineRequest,
+    SamplingParams,
+    StepPlan,
+    StructuredOutputsParams,
+    TokenMask,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -63,7 +74,9 @@ def compose(params: StructuredOutputsParams) -> str:
     if params.around is None:
         return inner
     own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
-    return json.dumps({"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]})
+    return json.dumps(
+        {"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]}
+    )
 
 
 def _compose(params: StructuredOutputsParams) -> str:
@@ -78,8 +91,12 @@ def _compose(params: StructuredOutputsParams) -> str:
                 if not isinstance(schema, dict) and schema is not True:
                     raise ValueError("a schema is an object, or true")
                 if (path := _ambiguous(schema)) is not None:
-                    raise ValueError(f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})")
-                return json_grammar(json.dumps({} if schema is True else schema), **_options(params))
+                    raise ValueError(
+                        f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
+                    )
+                return json_grammar(
+                    json.dumps({} if schema is True else schema), **_options(params)
+                )
             case "regex":
                 return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
             case "choice":
@@ -100,16 +117,22 @@ def _llguidance() -> Any:
 @cache
 def limits() -> Any:
     """The bounds of a grammar's compilation."""
-    return _llguidance().LLParserLimits(max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False)
+    return _llguidance().LLParserLimits(
+        max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False
+    )
 
 
 def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
     names = ("json", "regex", "choice", "grammar")
-    return next(((n, v) for n in names if (v := getattr(params, n)) is not None), ("json_object", ""))
+    return next(
+        ((n, v) for n in names if (v := getattr(params, n)) is not None), ("json_object", "")
+    )
 
 
 def json_grammar(schema: str, **options: Any) -> str:
-    return str(_library(_llguidance().LLMatcher.grammar_from_json_schema, schema, overrides=options))
+    return str(
+        _library(_llguidance().LLMatcher.grammar_from_json_schema, schema, overrides=options)
+    )
 
 
 def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -145,7 +168,9 @@ async def check_in_thread(params: StructuredOutputsParams) -> None:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
 
-_checks: BoundedThreads[None] = BoundedThreads(lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="grammar checks")
+_checks: BoundedThreads[None] = BoundedThreads(
+    lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="grammar checks"
+)
 
 
 def _too_slow() -> str:
@@ -159,7 +184,11 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
         message = _invalid(_compose(params))
         if message is None:
             message = None if params.around is None else _invalid(compose(params))
-            return None if message is None else (f"around can't be enforced: {message}", "structured_outputs.around")
+            return (
+                None
+                if message is None
+                else (f"around can't be enforced: {message}", "structured_outputs.around")
+            )
         if name == "json" and (path := _culprit(json.loads(given), message)):
             message += f" (in the schema's {path})"
         raise _refused(message, name)
@@ -168,12 +197,16 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
 
 
 def _refused(message: str, name: str) -> RequestError:
-    return RequestError(f"{name} can't be enforced: {message.strip()}", field=f"structured_outputs.{name}")
+    return RequestError(
+        f"{name} can't be enforced: {message.strip()}", field=f"structured_outputs.{name}"
+    )
 
 
 def _invalid(grammar: str) -> str | None:
     try:
-        is_error, messages = _library(_llguidance().LLMatcher.validate_grammar_with_warnings, grammar, None, limits=limits())
+        is_error, messages = _library(
+            _llguidance().LLMatcher.validate_grammar_with_warnings, grammar, None, limits=limits()
+        )
     except ValueError as error:
         return str(error)
     return messages[0] if is_error else None
@@ -181,7 +214,9 @@ def _invalid(grammar: str) -> str | None:
 
 def _culprit(schema: Any, message: str) -> str:
     """The path of the smallest part of a schema that is wrong by itself in the same way."""
-    around = {k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema}
+    around = {
+        k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
+    }
     path, until = "", time.monotonic() + 1.0
     while time.monotonic() < until:
         for name, part in _parts(schema):
@@ -198,10 +233,16 @@ def _culprit(schema: Any, message: str) -> str:
 
 def _ambiguous(schema: Any, path: str = "") -> str | None:
     """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
-    if isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and isinstance(schema.get("$id"), str):
+    if (
+        isinstance(schema, dict)
+        and isinstance(schema.get("$ref"), str)
+        and isinstance(schema.get("$id"), str)
+    ):
         return path
     parts = ((f"{path}.{name}" if path else name, part) for name, part in _parts(schema))
-    return next((found for name, part in parts if (found := _ambiguous(part, name)) is not None), None)
+    return next(
+        (found for name, part in parts if (found := _ambiguous(part, name)) is not None), None
+    )
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -209,11 +250,15 @@ def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(
+            value, dict
+        ):
             yield from ((f"{key}.{name}", part) for name, part in value.items())
         elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
             yield from ((f"{key}[{i}]", part) for i, part in enumerate(value))
-        elif key in ("items", "additionalProperties", "additionalItems") and isinstance(value, dict):
+        elif key in ("items", "additionalProperties", "additionalItems") and isinstance(
+            value, dict
+        ):
             yield key, value
 
 
@@ -261,7 +306,9 @@ class GrammarState:
         for token in self._never:
             into[token >> 5] &= ~_bit(token)
         for token in self._ends:
-            into[token >> 5] = into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
+            into[token >> 5] = (
+                into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
+            )
         limited = self._limited
         fits = not limited or not _is_empty(into)
         if limited:
@@ -269,7 +316,11 @@ class GrammarState:
         if _is_empty(into):
             if accepts:
                 return False
-            what = "what allowed_token_ids and bad_words leave" if limited and fits else "the model's vocabulary"
+            what = (
+                "what allowed_token_ids and bad_words leave"
+                if limited and fits
+                else "the model's vocabulary"
+            )
             raise GrammarError(f"no token of {what} can follow here")
         return True
 
@@ -280,7 +331,11 @@ class GrammarState:
             if self._allowed is None:
                 tokens = np.array(sampling.allowed_token_ids)
                 self._allowed = np.zeros_like(into)
-                np.bitwise_or.at(self._allowed.view(np.uint32), tokens >> 5, np.uint32(1) << (tokens & 31).astype(np.uint32))
+                np.bitwise_or.at(
+                    self._allowed.view(np.uint32),
+                    tokens >> 5,
+                    np.uint32(1) << (tokens & 31).astype(np.uint32),
+                )
             into &= self._allowed
         for *before, last in sampling.bad_words_token_ids:
             if not before or answer[-len(before) :] == before:
@@ -302,7 +357,10 @@ class GrammarState:
         if self._limited:
             return ()  # what is forced may be ruled out
         tokens: list[int] = self._matcher.compute_ff_tokens()
-        taken = next((i for i, token in enumerate(tokens) if token in self._ends or token in self._never), len(tokens))
+        taken = next(
+            (i for i, token in enumerate(tokens) if token in self._ends or token in self._never),
+            len(tokens),
+        )
         if taken <= num_pending:
             return ()
         if not self._matcher.consume_tokens(tokens[:taken]):
@@ -323,7 +381,9 @@ class GrammarState:
         """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
         anything is allowed, since nothing that is drawn there counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
-        ahead = self.copy() if drafts else self  # a guess may be wrong, and a matcher in error stays so
+        ahead = (
+            self.copy() if drafts else self
+        )  # a guess may be wrong, and a matcher in error stays so
         for i, token in enumerate(drafts):
             if ahead.is_finished or not masks[i][token >> 5] & _bit(token) or token in self._ends:
                 break
@@ -386,14 +446,21 @@ class Grammars:
     """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
     `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
 
-    def __init__(self, load: Callable[[], Tokenizer | None], num_rows: int, ends: Callable[[Tokenizer], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Tokenizer | None],
+        num_rows: int,
+        ends: Callable[[Tokenizer], Sequence[int]],
+    ) -> None:
         self.load, self.num_rows, self._ends_of = load, num_rows, ends
         self._ends: tuple[int, ...] = ()
         self._vocabulary: LLTokenizer | None = None
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
         seconds, self._lock = lambda: MAX_SECONDS, threading.Lock()
-        self._threads: BoundedThreads[Compiled] = BoundedThreads(seconds, most=2, most_stuck=MAX_STUCK, name="grammars")
+        self._threads: BoundedThreads[Compiled] = BoundedThreads(
+            seconds, most=2, most_stuck=MAX_STUCK, name="grammars"
+        )
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
@@ -409,7 +476,11 @@ class Grammars:
             self._compiled.move_to_end(params)
             self._start(request, ready)
             return True
-        same = (future for other, future in self._pending.values() if other.sampling.structured_outputs == params)
+        same = (
+            future
+            for other, future in self._pending.values()
+            if other.sampling.structured_outputs == params
+        )
         future = next(same, None) or self._threads.submit(partial(self._compile, params))
         self._pending[request.request_id] = request, future
         return False
@@ -480,10 +551,17 @@ class Grammars:
         on: what is wrong with them, or None if they are complete. `drafts`: the forced and guessed tokens of requests that have
         some. Behind the last of their forced ones something is sampled first."""
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
-        found = [(s, i) for s, i in zip(plan.scheduled, first, strict=False) if s.num_sampled and s.request_id in self._states]
+        found = [
+            (s, i)
+            for s, i in zip(plan.scheduled, first, strict=False)
+            if s.num_sampled and s.request_id in self._states
+        ]
         positions = [i + k for s, i in found for k in range(s.num_sampled)]
         states = [self._states[s.request_id] for s, _ in found]
-        forced = [drafts.get(s.request_id, ())[: max(0, len(s.drafts) + 1 - s.num_sampled)] for s, _ in found]
+        forced = [
+            drafts.get(s.request_id, ())[: max(0, len(s.drafts) + 1 - s.num_sampled)]
+            for s, _ in found
+        ]
         for state, tokens in zip(states, forced, strict=True):
             if tokens:
                 with contextlib.suppress(GrammarError):  # `finish_mask` says so below
@@ -495,12 +573,21 @@ class Grammars:
             bits.fill(-1)  # behind a wrong guess anything is allowed
         rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))[:-1]
         inside = self._inside_strings(states, rows, bits)
-        self._compute([(state.matcher, row) for state, row in zip(states, rows, strict=True) if row not in inside], bits)
+        self._compute(
+            [
+                (state.matcher, row)
+                for state, row in zip(states, rows, strict=True)
+                if row not in inside
+            ],
+            bits,
+        )
         ended: dict[str, str | None] = {}
         for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=True):
             try:
                 if state.finish_mask(bits[row]):
-                    state.mask_drafts(bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :])
+                    state.mask_drafts(
+                        bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :]
+                    )
                 else:
                     ended[s.request_id] = None
             except GrammarError as error:
@@ -521,7 +608,9 @@ class Grammars:
         self._executor = self._executor or _llguidance().LLExecutor()
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(bits))
 
-    def _inside_strings(self, states: Sequence[GrammarState], rows: Sequence[int], bits: Bits) -> set[int]:
+    def _inside_strings(
+        self, states: Sequence[GrammarState], rows: Sequence[int], bits: Bits
+    ) -> set[int]:
         """Masks that follow from the lengths of strings. Which rows they are."""
         own = []
         for state, row in zip(states, rows, strict=True):
@@ -560,26 +649,41 @@ class Grammars:
                 self._vocabulary = self._make_vocabulary()
             if counts is not None and self._lengths is None:
                 assert self._read is not None
-                self._lengths = LengthVocabulary(self._read.tokens, self._read.special_token_ids, self.num_rows)
+                self._lengths = LengthVocabulary(
+                    self._read.tokens, self._read.special_token_ids, self.num_rows
+                )
         try:
             grammar, second = compose(params), None
-            matcher = _library(_llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits())
+            matcher = _library(
+                _llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits()
+            )
             if counts is not None and self._lengths is not None:
-                second = _library(_llguidance().LLMatcher, self._lengths.tokenizer, grammar, log_level=0, limits=limits())
+                second = _library(
+                    _llguidance().LLMatcher,
+                    self._lengths.tokenizer,
+                    grammar,
+                    log_level=0,
+                    limits=limits(),
+                )
             if not matcher.is_error():  # the states of its first mask are made here: a step would wait for them, up to seconds
                 _library(matcher.compute_bitmask)
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
             raise GrammarError(matcher.get_error().splitlines()[0])
-        return matcher, None if counts is None or second is None or second.is_error() else (second, counts)
+        return matcher, None if counts is None or second is None or second.is_error() else (
+            second,
+            counts,
+        )
 
     def _make_vocabulary(self) -> LLTokenizer:
         tokenizer = self.load()
         if tokenizer is None:
             raise GrammarError("structured outputs need a tokenizer (skip_tokenizer_init is set)")
         # llguidance wants an end token also of a model that has none.
-        self._ends = tuple(self._ends_of(tokenizer)) or (min([*tokenizer.special_ids, self.num_rows - 1]),)
+        self._ends = tuple(self._ends_of(tokenizer)) or (
+            min([*tokenizer.special_ids, self.num_rows - 1]),
+        )
         self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
         library = _llguidance()
         wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)

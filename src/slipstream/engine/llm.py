@@ -1,8 +1,8 @@
 """`LLM`: offline generation, in this process.
 
-    llm = LLM("smollm2")
-    for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
-        print(answer.outputs[0].text)
+llm = LLM("smollm2")
+for answer in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8)):
+    print(answer.outputs[0].text)
 """
 
 from __future__ import annotations
@@ -49,7 +49,14 @@ from slipstream.engine.progress import progress_bar
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tools import Formats, Reading, finish_reason, for_template, offer, reading
 from slipstream.errors import RequestError
-from slipstream.outputs import ChatMessage, EmbeddingOutput, RequestOutput, RerankResult, ScoreOutput, Vectors
+from slipstream.outputs import (
+    ChatMessage,
+    EmbeddingOutput,
+    RequestOutput,
+    RerankResult,
+    ScoreOutput,
+    Vectors,
+)
 from slipstream.plan.memory import MemoryLedger
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
@@ -81,7 +88,9 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineArgs], None]], Callable[Concatenate[S, P], None]]:
+def _takes(
+    settings: Callable[P, EngineArgs],
+) -> Callable[[Callable[[S, EngineArgs], None]], Callable[Concatenate[S, P], None]]:
     """Gives an `__init__` that takes an `EngineArgs` the signature of `settings`, with each field's help in its docstring."""
 
     def decorate(init: Callable[[S, EngineArgs], None]) -> Callable[Concatenate[S, P], None]:
@@ -90,11 +99,17 @@ def _takes(settings: Callable[P, EngineArgs]) -> Callable[[Callable[[S, EngineAr
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         signature = inspect.signature(settings)
-        made.__name__, made.__qualname__, made.__module__ = init.__name__, init.__qualname__, init.__module__
+        made.__name__, made.__qualname__, made.__module__ = (
+            init.__name__,
+            init.__qualname__,
+            init.__module__,
+        )
         made.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[own, *signature.parameters.values()], return_annotation=None
         )
-        made.__doc__ = "\n".join(f"{f.name}: {setting_help(f)}" for f in dataclasses.fields(EngineArgs))
+        made.__doc__ = "\n".join(
+            f"{f.name}: {setting_help(f)}" for f in dataclasses.fields(EngineArgs)
+        )
         return made
 
     return decorate
@@ -112,7 +127,9 @@ def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> Sa
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or several. RequestError if it is neither."""
     if not isinstance(prompts, Iterable):
-        raise RequestError(f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts")
+        raise RequestError(
+            f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts"
+        )
     return [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
 
 
@@ -127,7 +144,9 @@ class LLM:
         self._start(args, lambda phase: None)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
+    def from_engine_args(
+        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    ) -> Self:
         """The same, from a complete set of settings. `progress` is called with each phase of the start as it begins."""
         llm = cls.__new__(cls)
         llm._start(args, progress)
@@ -143,7 +162,9 @@ class LLM:
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
         self._core.grammars.load = lambda: self.tokenizer
-        self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
+        self._input = InputProcessor.for_model(
+            self._core.description, self._core.config, self.tokenizer
+        )
         self._output = OutputProcessor(self.tokenizer)
         self._turn = threading.Lock()  # the thread that holds it steps the engine
 
@@ -177,7 +198,9 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", field="skip_tokenizer_init")
+            raise RequestError(
+                "there is no tokenizer: skip_tokenizer_init is set", field="skip_tokenizer_init"
+            )
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -211,7 +234,9 @@ class LLM:
         assert prompts is not None
         prompts = _listed(prompts)
         shown = progress if use_tqdm is None else use_tqdm
-        return self._run(prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request)
+        return self._run(
+            prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request
+        )
 
     @suggesting
     def chat(
@@ -248,8 +273,13 @@ class LLM:
         tokenizer = self.get_tokenizer()
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if single else list(messages)
-        offered, formats = offer(tools, tool_choice, parallel_tool_calls), Formats(tool_call_parser, reasoning_parser)
-        template = chat_template or (tokenizer.tool_template if offered.is_made else tokenizer.chat_template)
+        offered, formats = (
+            offer(tools, tool_choice, parallel_tool_calls),
+            Formats(tool_call_parser, reasoning_parser),
+        )
+        template = chat_template or (
+            tokenizer.tool_template if offered.is_made else tokenizer.chat_template
+        )
         given: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -257,12 +287,18 @@ class LLM:
             "chat_template": chat_template,
         }
         if taken := set(given) & set(chat_template_kwargs or ()):
-            raise RequestError(f"chat_template_kwargs: {min(taken)} is an argument of its own", field="chat_template_kwargs")
+            raise RequestError(
+                f"chat_template_kwargs: {min(taken)} is an argument of its own",
+                field="chat_template_kwargs",
+            )
         given |= chat_template_kwargs or {}
         parted = [without_pictures(for_template(list(c), template)) for c in conversations]
         texts = [tokenizer.apply_chat_template(plain, **given) for plain, _ in parted]
         to_name = "tool_call_parser"
-        readings = [reading(formats, offered, template, partial(str, text), to_name=to_name) for text in texts]
+        readings = [
+            reading(formats, offered, template, partial(str, text), to_name=to_name)
+            for text in texts
+        ]
         prompts: list[Prompt] = [
             {"prompt": text, "multi_modal_data": {"image": pictures}} if pictures else text
             for text, (_, pictures) in zip(texts, parted, strict=True)
@@ -270,14 +306,23 @@ class LLM:
         each = self._each(sampling_params, len(prompts))
         if readings and readings[0] is not None:
             readings[0].check()  # the others have the same tools
-        each = [own if how is None else _read_by(how, own, tokenizer) for how, own in zip(readings, each, strict=True)]
+        each = [
+            own if how is None else _read_by(how, own, tokenizer)
+            for how, own in zip(readings, each, strict=True)
+        ]
         shown = progress if use_tqdm is None else use_tqdm
-        answers = self._run(prompts, each, progress=shown, add_special_tokens=False, lora=lora_request)
+        answers = self._run(
+            prompts, each, progress=shown, add_special_tokens=False, lora=lora_request
+        )
         for how, answer in zip(readings, answers, strict=True):
             for output in answer.outputs:
-                output.message = ChatMessage(output.text) if how is None else how.message(output.text)
+                output.message = (
+                    ChatMessage(output.text) if how is None else how.message(output.text)
+                )
                 if output.finish_reason is not None:
-                    output.finish_reason = finish_reason(output.finish_reason, len(output.message.tool_calls))
+                    output.finish_reason = finish_reason(
+                        output.finish_reason, len(output.message.tool_calls)
+                    )
         return answers
 
     def beam_search(
@@ -291,7 +336,10 @@ class LLM:
         prompt that can't work before anything runs."""
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
-        searches = [self._input.prepare_beams(p, params, lora=a) for p, a in zip(prompts, adapters, strict=True)]
+        searches = [
+            self._input.prepare_beams(p, params, lora=a)
+            for p, a in zip(prompts, adapters, strict=True)
+        ]
         found: dict[str, BeamsOutput] = {}
         core, ids = self.core, [s.request.request_id for s in searches]
         with self._exclusive(), no_collections():
@@ -299,7 +347,9 @@ class LLM:
                 for search in searches:
                     core.add_beams(search.request)
                 while len(found) < len(searches):
-                    found |= {o.request_id: o for o in self._core_step() if isinstance(o, BeamsOutput)}
+                    found |= {
+                        o.request_id: o for o in self._core_step() if isinstance(o, BeamsOutput)
+                    }
             finally:
                 core.abort(ids)
         return [s.answer(found[s.request.request_id], self.tokenizer) for s in searches]
@@ -356,12 +406,17 @@ class LLM:
     ) -> list[ScoreOutput]:
         """How well each of `data_1` goes with the text at its place in `data_2`; one text of `data_1` goes with all. By the
         model's scores of pairs, or by the cosine of their vectors, as `rerank`."""
-        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        first, second = (
+            [data] if isinstance(data, str) else list(data) for data in (data_1, data_2)
+        )
         texts = score_texts(self.core.description, first, second)
         shown = progress if use_tqdm is None else use_tqdm
         answer = self._read(texts, truncate, lambda place, vectors: None, progress=shown)
         found, counts = scores(self.core.description, len(first), answer.vectors())
-        return [ScoreOutput(score=float(score), num_tokens=count) for score, count in zip(found, counts, strict=True)]
+        return [
+            ScoreOutput(score=float(score), num_tokens=count)
+            for score, count in zip(found, counts, strict=True)
+        ]
 
     @suggesting
     def encode(
@@ -378,7 +433,9 @@ class LLM:
         prompts = _listed(prompts)
         check_task(self.core.description, pooling_task)
         shown = progress if use_tqdm is None else use_tqdm
-        return encoded(self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors())
+        return encoded(
+            self._read(prompts, truncate, lambda first, vectors: None, progress=shown).vectors()
+        )
 
     def stream(
         self,
@@ -436,11 +493,15 @@ class LLM:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take back what `sleep` gave away. `tags` are vLLM's: None, or both of "weights" and "kv_cache"."""
         if tags is not None and set(tags) != {"weights", "kv_cache"}:
-            raise RequestError(f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags")
+            raise RequestError(
+                f"all is taken back at once; leave tags out, got {list(tags)!r}", field="tags"
+            )
         if self._asleep is None:
             return
         self._core, self._asleep = self._asleep.wake(), None
-        self._input = InputProcessor.for_model(self._core.description, self._core.config, self.tokenizer)
+        self._input = InputProcessor.for_model(
+            self._core.description, self._core.config, self.tokenizer
+        )
 
     @property
     def is_sleeping(self) -> bool:
@@ -461,7 +522,10 @@ class LLM:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.shutdown()
 
@@ -482,7 +546,9 @@ class LLM:
         for i, (prompt, sampling, adapter) in enumerate(zip(prompts, each, adapters, strict=True)):
             try:
                 requests.append(
-                    self._input.prepare(prompt, sampling, add_special_tokens=add_special_tokens, lora=adapter)
+                    self._input.prepare(
+                        prompt, sampling, add_special_tokens=add_special_tokens, lora=adapter
+                    )
                 )
             except RequestError as error:
                 error.add_note(f"in prompt {i} of {len(prompts)}")
@@ -493,9 +559,14 @@ class LLM:
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[LoRARequest | None]:
         """Of each prompt."""
-        adapters = [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
+        adapters = (
+            [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
+        )
         if strange := [a for a in adapters if not (a is None or isinstance(a, LoRARequest))]:
-            raise RequestError(f"lora_request is a LoRARequest(name, id, folder), got {strange[0]!r}", field="lora_request")
+            raise RequestError(
+                f"lora_request is a LoRARequest(name, id, folder), got {strange[0]!r}",
+                field="lora_request",
+            )
         if len(adapters) != num_prompts:
             raise RequestError(
                 f"{len(adapters)} lora_request for {num_prompts} prompts; give one for all, or one for each",
@@ -503,14 +574,21 @@ class LLM:
             )
         return adapters
 
-    def _each(self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    def _each(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         """One for each of so many prompts."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        each = [sampling_params] * count if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        each = (
+            [sampling_params] * count
+            if isinstance(sampling_params, SamplingParams)
+            else list(sampling_params)
+        )
         if len(each) != count:
             raise RequestError(
-                f"{len(each)} sampling_params for {count} prompts; give one for all, or one for each", field="sampling_params"
+                f"{len(each)} sampling_params for {count} prompts; give one for all, or one for each",
+                field="sampling_params",
             )
         return each
 
@@ -538,12 +616,16 @@ class LLM:
                             if output.request_id == request.request_id:
                                 vectors = answer.take(output)
                                 take(output.first_text, vectors)
-                                advance(len(vectors.prompts), sum(map(len, vectors.prompt_token_ids)))
+                                advance(
+                                    len(vectors.prompts), sum(map(len, vectors.prompt_token_ids))
+                                )
             finally:
                 self.core.abort([request.request_id])
         return answer
 
-    def _finish_all(self, requests: Sequence[PreparedRequest], *, progress: bool) -> list[RequestOutput]:
+    def _finish_all(
+        self, requests: Sequence[PreparedRequest], *, progress: bool
+    ) -> list[RequestOutput]:
         """Their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
         core = self.core  # an error before anything is queued
@@ -555,9 +637,13 @@ class LLM:
                 with progress_bar(len(requests), shown=progress) as advance:
                     while self._output:
                         for delta in self._step(until_done=True):
-                            done[delta.request_id] = merge(done.get(delta.request_id), raise_on_error(delta))
+                            done[delta.request_id] = merge(
+                                done.get(delta.request_id), raise_on_error(delta)
+                            )
                             if delta.finished:
-                                advance(1, sum(len(c.token_ids) for c in done[delta.request_id].outputs))
+                                advance(
+                                    1, sum(len(c.token_ids) for c in done[delta.request_id].outputs)
+                                )
             finally:  # an error or an interrupt leaves nothing behind
                 core.abort([key for r in requests for key in self._output.discard(r.request_id)])
         return [best_of(done[r.request_id], r) for r in requests]

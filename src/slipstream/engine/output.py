@@ -18,7 +18,13 @@ from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, RequestError
-from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestTimes
+from slipstream.outputs import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestTimes,
+)
 from slipstream.types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 
 OnToken: TypeAlias = Callable[[int, str, float], None]
@@ -67,8 +73,12 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._states: dict[str, _State] = {}
         self._owner: dict[str, str] = {}  # engine request id -> user's request id
-        self._plain: dict[str, tuple[_State, IncrementalDetokenizer, OnToken]] = {}  # by engine request id
-        self._may_wait: dict[str, _Choice] = {}  # those whose tokens may wait for the last: the first is there
+        self._plain: dict[
+            str, tuple[_State, IncrementalDetokenizer, OnToken]
+        ] = {}  # by engine request id
+        self._may_wait: dict[
+            str, _Choice
+        ] = {}  # those whose tokens may wait for the last: the first is there
 
     def __len__(self) -> int:
         return len(self._states)
@@ -76,18 +86,27 @@ class OutputProcessor:
     def add(self, request: PreparedRequest, on_token: OnToken | None = None) -> None:
         """`on_token` may be called for tokens between the first and the last, in the place of a delta."""
         if request.request_id in self._states:
-            raise RequestError(f"request_id {request.request_id!r} is in use; choose another", field="request_id")
+            raise RequestError(
+                f"request_id {request.request_id!r} is in use; choose another", field="request_id"
+            )
         can_wait = not request.sampling.stop and request.sampling.logprobs is None
         choices = {
-            r.request_id: _Choice(i, self._detokenizer(r), can_wait) for i, r in enumerate(request.engine_requests)
+            r.request_id: _Choice(i, self._detokenizer(r), can_wait)
+            for i, r in enumerate(request.engine_requests)
         }
-        self._states[request.request_id] = _State(request, choices, list(request.prompt_token_ids), on_token)
+        self._states[request.request_id] = _State(
+            request, choices, list(request.prompt_token_ids), on_token
+        )
         self._owner.update(dict.fromkeys(choices, request.request_id))
 
     def unfinished(self, request_id: str) -> list[str]:
         """A request's engine requests that still run; none if it is unknown."""
         state = self._states.get(request_id)
-        return [] if state is None else [key for key, choice in state.choices.items() if not choice.done]
+        return (
+            []
+            if state is None
+            else [key for key, choice in state.choices.items() if not choice.done]
+        )
 
     def discard(self, request_id: str) -> list[str]:
         """Forget a request; the engine requests that must be aborted."""
@@ -160,19 +179,30 @@ class OutputProcessor:
             if output.token_ids:
                 if state.first_token is None:
                     state.first_token = now
-                    self._may_wait.update((key, c) for key, c in state.choices.items() if c.can_wait and not c.done)
-                    if state.on_token is not None and choice.can_wait and choice.detokenizer and len(state.choices) == 1:
+                    self._may_wait.update(
+                        (key, c) for key, c in state.choices.items() if c.can_wait and not c.done
+                    )
+                    if (
+                        state.on_token is not None
+                        and choice.can_wait
+                        and choice.detokenizer
+                        and len(state.choices) == 1
+                    ):
                         self._plain[output.request_id] = state, choice.detokenizer, state.on_token
                 state.last_token = now
             state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
             if (of_prompt := output.prompt_logprobs) is not None:
-                state.prompt_logprobs[of_prompt.start :] = [self._decode_logprobs(p) for p in of_prompt.logprobs]
+                state.prompt_logprobs[of_prompt.start :] = [
+                    self._decode_logprobs(p) for p in of_prompt.logprobs
+                ]
             delta = news.get(owner)
             if delta is None:
                 delta = news[owner] = self._delta(state)
             delta.outputs.append(completion)
             delta.finished = all(c.done for c in state.choices.values())
-            delta.times = RequestTimes(state.request.engine_requests[0].arrival, state.first_token, state.last_token)
+            delta.times = RequestTimes(
+                state.request.engine_requests[0].arrival, state.first_token, state.last_token
+            )
             if delta.finished:
                 self.discard(owner)
         return list(news.values()), aborts
@@ -209,7 +239,10 @@ class OutputProcessor:
         detokenizer = choice.detokenizer
         if detokenizer is not None:
             # A token that ends the answer is no part of its text, unless asked for.
-            hide_last = output.stop_token_id is not None and not state.request.sampling.include_stop_str_in_output
+            hide_last = (
+                output.stop_token_id is not None
+                and not state.request.sampling.include_stop_str_in_output
+            )
             before = detokenizer.num_tokens
             text = detokenizer.push(tokens[:-1] if hide_last else tokens)
             if detokenizer.stop_reason is None and reason is not None:
@@ -246,14 +279,20 @@ class OutputProcessor:
             num_cached_tokens=state.num_cached_tokens,
         )
         # The prompt's log-probabilities go out once, with the first tokens, when the prompt is complete.
-        if request.sampling.prompt_logprobs is not None and not state.sent_prompt_logprobs and state.first_token:
+        if (
+            request.sampling.prompt_logprobs is not None
+            and not state.sent_prompt_logprobs
+            and state.first_token
+        ):
             delta.prompt_logprobs = [None, *state.prompt_logprobs]
             state.sent_prompt_logprobs = True
         return delta
 
     def _decode_logprobs(self, position: TokenLogprobs) -> PositionLogprobs:
         chosen = self._logprob(position.token_id, position.logprob, position.rank)
-        top = tuple(self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1))
+        top = tuple(
+            self._logprob(t, value, rank) for rank, (t, value) in enumerate(position.top, 1)
+        )
         return PositionLogprobs(chosen, top)
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:
@@ -269,7 +308,11 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
             error = str(choice.stop_reason)
-            field = "logits_processors" if error.startswith("logits_processors: ") else "structured_outputs"
+            field = (
+                "logits_processors"
+                if error.startswith("logits_processors: ")
+                else "structured_outputs"
+            )
             raise RequestError(error, field=field)
         if choice.finish_reason == FinishReason.ERROR:
             raise EngineError(str(choice.stop_reason))
@@ -285,7 +328,9 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
         known = by_index.get(new.index)
         if known is None:
             logprobs = None if new.logprobs is None else list(new.logprobs)
-            by_index[new.index] = dataclasses.replace(new, token_ids=list(new.token_ids), logprobs=logprobs)
+            by_index[new.index] = dataclasses.replace(
+                new, token_ids=list(new.token_ids), logprobs=logprobs
+            )
         else:
             extend(known, new)
     whole.outputs = [by_index[i] for i in sorted(by_index)]
@@ -303,7 +348,9 @@ def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
 def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
     """A complete answer with the `n` best of the choices that were drawn, the best first, in place."""
     if request.sampling.best_of is not None:
-        ranked = sorted(output.outputs, key=lambda choice: -mean_logprob(choice.logprobs))  # of equals the first stays first
+        ranked = sorted(
+            output.outputs, key=lambda choice: -mean_logprob(choice.logprobs)
+        )  # of equals the first stays first
         output.outputs = ranked[: request.sampling.n]
         for index, choice in enumerate(output.outputs):
             choice.index = index
@@ -314,7 +361,9 @@ def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
 def refuse_best_of(sampling: SamplingParams | None) -> None:
     """RequestError: which answers are the best is known at their end."""
     if sampling is not None and sampling.best_of is not None:
-        raise RequestError("a stream can't have best_of above n: the best are known at the end", field="best_of")
+        raise RequestError(
+            "a stream can't have best_of above n: the best are known at the end", field="best_of"
+        )
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:

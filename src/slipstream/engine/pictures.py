@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from slipstream.engine.tokenizer import Tokenizer
 
 _logger = logging.getLogger("slipstream.engine")
-_NO_PILLOW = "pictures are read by Pillow, which is not installed here: pip install 'slipstream[vision]'"
+_NO_PILLOW = (
+    "pictures are read by Pillow, which is not installed here: pip install 'slipstream[vision]'"
+)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
@@ -107,7 +109,14 @@ class DetailedPicture:
 class PictureProcessor:
     """For the pictures of a model. Without Pillow text is served, a warning says so, and pictures are refused."""
 
-    def __init__(self, vision: VisionSpec, processing: ImageProcessing, most: int, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        vision: VisionSpec,
+        processing: ImageProcessing,
+        most: int,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
         self._has_pillow = find_spec("PIL") is not None
         if not self._has_pillow:
             _logger.warning("%s; until then only text is served", _NO_PILLOW)
@@ -144,7 +153,9 @@ class PictureProcessor:
         rows = columns = 0
         match p.sizes:
             case TileSizes() as sizes:
-                tiles, rows, columns = self._tiles(image, sizes, splits=sizes.splits and detail != "low")
+                tiles, rows, columns = self._tiles(
+                    image, sizes, splits=sizes.splits and detail != "low"
+                )
             case FixedSize(height=height, width=width):
                 if detail == "low":
                     message = "this model reads every picture in one size; leave detail out"
@@ -152,7 +163,10 @@ class PictureProcessor:
                 tiles = [self._scaled(image, height, width)]
             case PixelRange() as sizes:
                 if max(image.size) > MAX_RATIO * min(image.size):
-                    raise RequestError(f"one side of the picture is over {MAX_RATIO} times the other", field="image")
+                    raise RequestError(
+                        f"one side of the picture is over {MAX_RATIO} times the other",
+                        field="image",
+                    )
                 if detail == "low":
                     most = max(sizes.factor**2, min(sizes.max_pixels, LOW_DETAIL_PIXELS))
                     least = min(sizes.min_pixels, most)
@@ -161,7 +175,9 @@ class PictureProcessor:
         pieces = tuple(self._piece(tile) for tile in tiles)
         return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)
 
-    def _tiles(self, image: Image, sizes: TileSizes, *, splits: bool) -> tuple[list[Image], int, int]:
+    def _tiles(
+        self, image: Image, sizes: TileSizes, *, splits: bool
+    ) -> tuple[list[Image], int, int]:
         """The tiles row by row with the whole picture behind them, and the numbers of rows and columns: 0 if it is one tile."""
         tile = sizes.tile
         image = self._scaled(image, *scaled_for_tiles(image.height, image.width, sizes.longest))
@@ -171,8 +187,16 @@ class PictureProcessor:
         image = self._scaled(image, height, width)
         if height <= tile and width <= tile:
             return [image], 0, 0
-        boxes = [(x, y, x + tile, y + tile) for y in range(0, height, tile) for x in range(0, width, tile)]
-        return [*map(image.crop, boxes), self._scaled(image, tile, tile)], height // tile, width // tile
+        boxes = [
+            (x, y, x + tile, y + tile)
+            for y in range(0, height, tile)
+            for x in range(0, width, tile)
+        ]
+        return (
+            [*map(image.crop, boxes), self._scaled(image, tile, tile)],
+            height // tile,
+            width // tile,
+        )
 
     def _scaled(self, image: Image, height: int, width: int) -> Image:
         from PIL.Image import Resampling
@@ -196,8 +220,15 @@ def opened(source: Any) -> Image:
     from PIL import ImageOps
 
     if isinstance(source, np.ndarray):
-        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or 0 in source.shape:
-            raise _bad(f"an array must be uint8 [height, width, 3], got {source.dtype} {list(source.shape)}")
+        if (
+            source.dtype != np.uint8
+            or source.ndim != 3
+            or source.shape[2] != 3
+            or 0 in source.shape
+        ):
+            raise _bad(
+                f"an array must be uint8 [height, width, 3], got {source.dtype} {list(source.shape)}"
+            )
         source = PIL.Image.fromarray(source)
     if isinstance(source, PIL.Image.Image):
         image: Image = source
@@ -206,8 +237,14 @@ def opened(source: Any) -> Image:
             raise _bad(f"the file has {len(source)} bytes, more than {MAX_FILE_BYTES}")
         image = _decoded(bytes(source))
     else:
-        hint = "; nothing is opened here, read the file" if isinstance(source, (str, os.PathLike)) else ""
-        raise _bad(f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}")
+        hint = (
+            "; nothing is opened here, read the file"
+            if isinstance(source, (str, os.PathLike))
+            else ""
+        )
+        raise _bad(
+            f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}"
+        )
     _check_size(image)
     try:
         turned = ImageOps.exif_transpose(image)
@@ -245,7 +282,9 @@ def _check_size(image: Image) -> None:
     if width < 1 or height < 1:
         raise _bad("it has no pixels")
     if width * height > MAX_PIXELS:
-        raise _bad(f"it has {width} by {height} pixels, more than {MAX_PIXELS} in all; make it smaller")
+        raise _bad(
+            f"it has {width} by {height} pixels, more than {MAX_PIXELS} in all; make it smaller"
+        )
 
 
 def _in_rgb(image: Image) -> Image:
@@ -257,7 +296,9 @@ def _in_rgb(image: Image) -> Image:
         raise _bad(f"its pixels are numbers of 32 bits (mode {image.mode}); send 8 bits a colour")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
-        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        image = PIL.Image.alpha_composite(
+            PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image
+        )
     return image.convert("RGB")
 
 
@@ -267,7 +308,9 @@ def _bad(why: str) -> RequestError:
 
 # --- Conversations ------------------------------------------------------------------------------------------------------
 
-_DATA = re.compile(r"(?s)data:(image/[a-z0-9.+-]{1,40})?((?:;[a-z0-9=._-]{1,60})*?)(;base64)?,(.*)", re.IGNORECASE)
+_DATA = re.compile(
+    r"(?s)data:(image/[a-z0-9.+-]{1,40})?((?:;[a-z0-9=._-]{1,60})*?)(;base64)?,(.*)", re.IGNORECASE
+)
 _SHOWN = 80
 
 
@@ -309,7 +352,9 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
                 case _:
                     kind = part.get("type") if isinstance(part, dict) else part
                     known = "text, image_url and image_pil"
-                    raise RequestError(f"{where}: a part of type {kind!r}; the types are {known}", field="messages")
+                    raise RequestError(
+                        f"{where}: a part of type {kind!r}; the types are {known}", field="messages"
+                    )
             if message.get("role") != "user":
                 raise RequestError(f"{where}: only a user's message has pictures", field="messages")
             parts.append({"type": "image"})
@@ -319,12 +364,21 @@ def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str,
 
 def _named(given: str | dict[str, Any], where: str) -> Any:
     """The picture of OpenAI's `image_url`, or of vLLM's short form: the URL alone."""
-    url, more = (given, {}) if isinstance(given, str) else (given["url"], {k: v for k, v in given.items() if k != "url"})
+    url, more = (
+        (given, {})
+        if isinstance(given, str)
+        else (given["url"], {k: v for k, v in given.items() if k != "url"})
+    )
     detail = more.pop("detail", None)
     if more:
-        raise RequestError(f"{where}.image_url: unknown key {min(map(str, more))!r}; it has url and detail", field="messages")
+        raise RequestError(
+            f"{where}.image_url: unknown key {min(map(str, more))!r}; it has url and detail",
+            field="messages",
+        )
     if url[:5].lower() != "data:":
-        raise RequestError(f"{where}: nothing is fetched here; give a data: URI or the picture", field="messages")
+        raise RequestError(
+            f"{where}: nothing is fetched here; give a data: URI or the picture", field="messages"
+        )
     data = from_data_uri(url)
     return data if detail is None else DetailedPicture(data, detail)
 
@@ -340,11 +394,16 @@ def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: Vision
             f"the prompt has {len(parts) - 1} places for pictures ({vision.prompt.placeholder}), and there are {len(pictures)}",
             field="image",
         )
-    return parts[0] + "".join(picture.text + part for picture, part in zip(pictures, parts[1:], strict=True))
+    return parts[0] + "".join(
+        picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
+    )
 
 
 def expanded(
-    tokens: Sequence[int], pictures: Sequence[PreparedPicture], vision: VisionSpec, tokenizer: Tokenizer | None
+    tokens: Sequence[int],
+    pictures: Sequence[PreparedPicture],
+    vision: VisionSpec,
+    tokenizer: Tokenizer | None,
 ) -> tuple[int, ...]:
     """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
     writes a picture otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
@@ -352,7 +411,10 @@ def expanded(
     if count == sum(piece.num_tokens for picture in pictures for piece in picture.pieces):
         return tuple(tokens)
     if tokenizer is None:
-        raise RequestError("without a tokenizer a prompt must have all placeholders of its pictures", field="prompt_token_ids")
+        raise RequestError(
+            "without a tokenizer a prompt must have all placeholders of its pictures",
+            field="prompt_token_ids",
+        )
     mark = tokenizer.encode(vision.prompt.placeholder, add_special_tokens=False)
     if len(mark) != 1 or tokens.count(mark[0]) != len(pictures):
         raise RequestError(
@@ -362,20 +424,30 @@ def expanded(
         )
     found, left = list[int](), iter(pictures)
     for token in tokens:
-        found += tokenizer.encode(next(left).text, add_special_tokens=False) if token == mark[0] else [token]
+        found += (
+            tokenizer.encode(next(left).text, add_special_tokens=False)
+            if token == mark[0]
+            else [token]
+        )
     return tuple(found)
 
 
-def placed(tokens: Sequence[int], pictures: Sequence[PreparedPicture], vision: VisionSpec) -> tuple[ImageSpan, ...]:
+def placed(
+    tokens: Sequence[int], pictures: Sequence[PreparedPicture], vision: VisionSpec
+) -> tuple[ImageSpan, ...]:
     """Where the pieces of the pictures stand in a prompt that has all placeholders. RequestError if they don't go together."""
     places = [i for i, token in enumerate(tokens) if token == vision.token_id]
     spans, start = list[ImageSpan](), 0
     for piece in (piece for picture in pictures for piece in picture.pieces):
         own = places[start : start + piece.num_tokens]
         if len(own) < piece.num_tokens or own[-1] - own[0] != piece.num_tokens - 1:
-            raise RequestError("the prompt's placeholders are not those of its pictures", field="image")
+            raise RequestError(
+                "the prompt's placeholders are not those of its pictures", field="image"
+            )
         spans.append(piece.at(own[0]))
         start += piece.num_tokens
     if start != len(places):
-        raise RequestError(f"the prompt has {len(places) - start} placeholders of no picture", field="image")
+        raise RequestError(
+            f"the prompt has {len(places) - start} placeholders of no picture", field="image"
+        )
     return tuple(spans)

@@ -29,7 +29,9 @@ def scores_pairs(model: ModelDescription) -> bool:
 
 def refuse_classifier(model: ModelDescription) -> None:
     if scores_pairs(model):
-        raise RequestError("this model is a classifier and gives scores, not embeddings; use rerank", field="model")
+        raise RequestError(
+            "this model is a classifier and gives scores, not embeddings; use rerank", field="model"
+        )
 
 
 def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
@@ -38,7 +40,9 @@ def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
     if dimensions is None or dimensions == whole:
         return
     if known is None:
-        raise RequestError(f"this model gives vectors of {whole} dimensions only; leave it out", field="dimensions")
+        raise RequestError(
+            f"this model gives vectors of {whole} dimensions only; leave it out", field="dimensions"
+        )
     if not 1 <= dimensions < whole or (known and dimensions not in known):
         choice = f"one of {', '.join(map(str, known))}" if known else f"from 1 to {whole}"
         raise RequestError(f"dimensions must be {choice}, got {dimensions}", field="dimensions")
@@ -59,16 +63,22 @@ class TextsAnswer:
         if output.finish_reason is not None:
             self.finished = True
             if output.finish_reason is not FinishReason.STOP:
-                raise EngineError(output.error or f"the engine ended the request: {output.finish_reason}")
+                raise EngineError(
+                    output.error or f"the engine ended the request: {output.finish_reason}"
+                )
         which = slice(output.first_text, output.first_text + output.num_texts)
         prepared = self._prepared
         return Vectors(
-            prompts=prepared.prompts[which], prompt_token_ids=prepared.token_ids[which], data=output.vectors
+            prompts=prepared.prompts[which],
+            prompt_token_ids=prepared.token_ids[which],
+            data=output.vectors,
         )
 
     def vectors(self) -> Vectors:
         data = b"".join([part for _, part in sorted(self._parts)])
-        return Vectors(prompts=self._prepared.prompts, prompt_token_ids=self._prepared.token_ids, data=data)
+        return Vectors(
+            prompts=self._prepared.prompts, prompt_token_ids=self._prepared.token_ids, data=data
+        )
 
 
 def rows(vectors: Vectors, dimensions: int | None = None) -> npt.NDArray[np.float32]:
@@ -77,7 +87,9 @@ def rows(vectors: Vectors, dimensions: int | None = None) -> npt.NDArray[np.floa
     if dimensions is None or dimensions >= found.shape[1]:
         return found
     cut = found[:, :dimensions]
-    return np.asarray(cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32)
+    return np.asarray(
+        cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12), np.float32
+    )
 
 
 def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[EmbeddingOutput]:
@@ -85,10 +97,15 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
     if not vectors.prompts:
         return []
     found = rows(vectors, dimensions)
-    data, width = vectors.data if found.nbytes == len(vectors.data) else found.tobytes(), 4 * found.shape[1]
+    data, width = (
+        vectors.data if found.nbytes == len(vectors.data) else found.tobytes(),
+        4 * found.shape[1],
+    )
     return [
         EmbeddingOutput(prompt=prompt, prompt_token_ids=ids, data=data[width * i : width * (i + 1)])
-        for i, (prompt, ids) in enumerate(zip(vectors.prompts, vectors.prompt_token_ids, strict=True))
+        for i, (prompt, ids) in enumerate(
+            zip(vectors.prompts, vectors.prompt_token_ids, strict=True)
+        )
     ]
 
 
@@ -96,13 +113,23 @@ def check_task(model: ModelDescription, task: str | None) -> None:
     """RequestError if the model does not do what vLLM calls so."""
     own = ("classify", "score") if scores_pairs(model) else ("embed",)
     if task is not None and task not in own:
-        raise RequestError(f"this model does {' and '.join(own)}, and no {task!r}", field="pooling_task")
+        raise RequestError(
+            f"this model does {' and '.join(own)}, and no {task!r}", field="pooling_task"
+        )
 
 
 def encoded(vectors: Vectors) -> list[EncodingOutput]:
     """An object for each text."""
-    parts = zip(vectors.prompts, vectors.prompt_token_ids, rows(vectors) if vectors.prompts else (), strict=True)
-    return [EncodingOutput(prompt=prompt, prompt_token_ids=ids, data=data) for prompt, ids, data in parts]
+    parts = zip(
+        vectors.prompts,
+        vectors.prompt_token_ids,
+        rows(vectors) if vectors.prompts else (),
+        strict=True,
+    )
+    return [
+        EncodingOutput(prompt=prompt, prompt_token_ids=ids, data=data)
+        for prompt, ids, data in parts
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +146,9 @@ class EncodingOutput:
         return self
 
 
-def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) -> list[Prompt | tuple[str, str]]:
+def rerank_texts(
+    model: ModelDescription, query: str, documents: Sequence[str]
+) -> list[Prompt | tuple[str, str]]:
     """The model's inputs: a pair for each document, or the query and the documents."""
     if isinstance(documents, str):  # a sequence of letters
         raise RequestError("documents is a string; give a list of them", field="documents")
@@ -128,27 +157,40 @@ def rerank_texts(model: ModelDescription, query: str, documents: Sequence[str]) 
     return score_texts(model, [query], documents)
 
 
-def score_texts(model: ModelDescription, first: Sequence[str], second: Sequence[str]) -> list[Prompt | tuple[str, str]]:
+def score_texts(
+    model: ModelDescription, first: Sequence[str], second: Sequence[str]
+) -> list[Prompt | tuple[str, str]]:
     """The model's inputs to score first[i] with second[i]; `first` may be one text for all."""
     classifier = model.spec.classifier
     if not second:
-        raise RequestError("there is nothing to score; give at least one text on each side", field="data_2")
+        raise RequestError(
+            "there is nothing to score; give at least one text on each side", field="data_2"
+        )
     if len(first) not in (1, len(second)):
-        message = f"{len(first)} texts on one side and {len(second)} on the other; give one, or as many"
+        message = (
+            f"{len(first)} texts on one side and {len(second)} on the other; give one, or as many"
+        )
         raise RequestError(message, field="data_1")
     if not scores_pairs(model):
         return [*first, *second]
     if classifier is not None and classifier.num_labels != 1:
-        raise RequestError(f"this classifier has {classifier.num_labels} labels; a pair needs one score", field="model")
+        raise RequestError(
+            f"this classifier has {classifier.num_labels} labels; a pair needs one score",
+            field="model",
+        )
     return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
 
 
-def scores(model: ModelDescription, num_first: int, vectors: Vectors) -> tuple[npt.NDArray[np.float64], list[int]]:
+def scores(
+    model: ModelDescription, num_first: int, vectors: Vectors
+) -> tuple[npt.NDArray[np.float64], list[int]]:
     """Of the answer to `score_texts`: each pair's score, and how many tokens were computed for it."""
     found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
     if scores_pairs(model):
         logits = found[:, 0]
-        return (np.exp(-np.logaddexp(0.0, -logits)) if model.pooling.probabilities else logits), counts  # the logistic function
+        return (
+            np.exp(-np.logaddexp(0.0, -logits)) if model.pooling.probabilities else logits
+        ), counts  # the logistic function
     first, second = found[:num_first], found[num_first:]
     norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = np.where(norms > 0, (first * second).sum(axis=1) / np.maximum(norms, 1e-38), 0.0)
@@ -166,6 +208,8 @@ def rank(
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
     found, counts = scores(model, 1, vectors)
     return [
-        RerankResult(index=i, document=documents[i], relevance_score=float(found[i]), num_tokens=counts[i])
+        RerankResult(
+            index=i, document=documents[i], relevance_score=float(found[i]), num_tokens=counts[i]
+        )
         for i in np.argsort(-found, kind="stable")[:top_n].tolist()
     ]

@@ -24,7 +24,13 @@ from slipstream.engine.prompts import PromptReader
 from slipstream.engine.sampler_params import Breakers, with_functions
 from slipstream.engine.texts import TextsProcessor
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import AdapterError, ContextLengthError, EngineError, RequestError, UnsupportedModelError
+from slipstream.errors import (
+    AdapterError,
+    ContextLengthError,
+    EngineError,
+    RequestError,
+    UnsupportedModelError,
+)
 from slipstream.hub import resolve_model
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import CanaryResult
@@ -108,12 +114,16 @@ def load_tokenizer(args: EngineArgs, model: ModelDescription) -> Tokenizer | Non
         return Tokenizer.for_model(model, None)
     folder = Path(args.tokenizer).expanduser()
     alone = (folder / "tokenizer.json").is_file()  # it needs no model beside it
-    return Tokenizer.for_model(model, folder if alone else resolve_model(args.tokenizer, download_dir=args.download_dir))
+    return Tokenizer.for_model(
+        model, folder if alone else resolve_model(args.tokenizer, download_dir=args.download_dir)
+    )
 
 
 def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Every token that ends an answer: those that the model's files name, and the tokenizer's."""
-    of_tokenizer = [i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < model.spec.vocab_size]
+    of_tokenizer = [
+        i for i in (tokenizer.eos_token_ids if tokenizer else ()) if i < model.spec.vocab_size
+    ]
     return tuple(dict.fromkeys((*model.eos_token_ids, *of_tokenizer)))
 
 
@@ -122,7 +132,9 @@ def default_sampling(model: ModelDescription) -> SamplingParams:
     try:
         return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
     except RequestError as error:
-        raise UnsupportedModelError(f"generation_config.json: {error}", field=error.field) from error
+        raise UnsupportedModelError(
+            f"generation_config.json: {error}", field=error.field
+        ) from error
 
 
 def log_canary(result: CanaryResult | None) -> None:
@@ -205,16 +217,27 @@ class InputProcessor:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
         spec = None if self.description is None else self.description.spec
         if spec is not None and not spec.generates:
-            use = "/rerank, LLM.rerank" if spec.classifier else "/v1/embeddings, LLM.embed or `slipstream embed`"
-            raise RequestError(f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}", field="model")
+            use = (
+                "/rerank, LLM.rerank"
+                if spec.classifier
+                else "/v1/embeddings, LLM.embed or `slipstream embed`"
+            )
+            raise RequestError(
+                f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}",
+                field="model",
+            )
         if lora is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
         prompt, pictures = self.prompts.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
-        text, tokens = self.prompts.tokens(prompt, add_special_tokens, any_length=any_length, pictures=pictures)
+        text, tokens = self.prompts.tokens(
+            prompt, add_special_tokens, any_length=any_length, pictures=pictures
+        )
         images = placed(tokens, pictures, self.prompts.vision) if pictures else ()
         if images and any_length:
-            raise RequestError("a prompt with pictures can't be cut", field="truncate_prompt_tokens")
+            raise RequestError(
+                "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
+            )
         if sampling.truncate_prompt_tokens is not None:
             tokens = self.prompts.last(tokens, sampling, text is not None and add_special_tokens)
         encoded: tuple[int, ...] = ()
@@ -223,7 +246,10 @@ class InputProcessor:
             if len(encoded) > self.max_model_len:
                 raise self.prompts.too_long(len(encoded))
             if sampling.prompt_logprobs is not None:
-                raise RequestError("an encoder's prompt has no log-probabilities (echo needs them)", field="prompt_logprobs")
+                raise RequestError(
+                    "an encoder's prompt has no log-probabilities (echo needs them)",
+                    field="prompt_logprobs",
+                )
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ContextLengthError(
@@ -240,7 +266,8 @@ class InputProcessor:
             )
         if sampling.min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit", field="min_tokens"
+                f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit",
+                field="min_tokens",
             )
         self.prompts.check_ids("logit_bias", sampling.logit_bias)
         self.prompts.check_ids("stop_token_ids", sampling.stop_token_ids)
@@ -249,9 +276,13 @@ class InputProcessor:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
             check(sampling.structured_outputs)
-        sampling = with_functions(self._breakers.put(self._with_words(sampling)), in_process=self.in_process)
+        sampling = with_functions(
+            self._breakers.put(self._with_words(sampling)), in_process=self.in_process
+        )
         if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop")
+            raise RequestError(
+                "stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop"
+            )
         if deadline_s is not None and not deadline_s > 0:
             raise RequestError("deadline_s must be above 0", field="deadline_s")
         hides_logprobs = sampling.best_of is not None and sampling.logprobs is None
@@ -264,7 +295,9 @@ class InputProcessor:
         first = EngineRequest(
             request_id=key,
             prompt_token_ids=tokens,
-            sampling=sampling if sampling.num_drawn == 1 else dataclasses.replace(sampling, n=1, best_of=None),
+            sampling=sampling
+            if sampling.num_drawn == 1
+            else dataclasses.replace(sampling, n=1, best_of=None),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             max_tokens=max_tokens,
             arrival=now,
@@ -278,13 +311,20 @@ class InputProcessor:
             images=images,
         )
         others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
-        return PreparedRequest(request_id or f"request-{key}", text, sampling, (first, *others), hides_logprobs)
+        return PreparedRequest(
+            request_id or f"request-{key}", text, sampling, (first, *others), hides_logprobs
+        )
 
-    def _check_answer(self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int) -> None:
+    def _check_answer(
+        self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
+    ) -> None:
         """That an answer can go on behind the tokens that are there."""
         self.prompts.check_ids("answer_token_ids", begun)
         if len(begun) >= max_tokens:
-            raise RequestError(f"{len(begun)} tokens of at most {max_tokens} are there already", field="answer_token_ids")
+            raise RequestError(
+                f"{len(begun)} tokens of at most {max_tokens} are there already",
+                field="answer_token_ids",
+            )
         if sampling.n > 1 or sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             message = "an answer of several choices or with log-probabilities can't go on elsewhere; ask again for all of it"
             raise RequestError(message, field="answer_token_ids")
@@ -305,9 +345,13 @@ class InputProcessor:
         if self.description is not None:
             check_beams(params, len(ends), self.description.spec)
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=params.max_tokens, truncate_prompt_tokens=truncate_prompt_tokens
+            temperature=0.0,
+            max_tokens=params.max_tokens,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        made = self.prepare(prompt, sampling, priority=priority, add_special_tokens=add_special_tokens, lora=lora)
+        made = self.prepare(
+            prompt, sampling, priority=priority, add_special_tokens=add_special_tokens, lora=lora
+        )
         (first,) = made.engine_requests
         if first.images:
             raise RequestError("beam search takes no pictures", field="multi_modal_data")
@@ -330,17 +374,25 @@ class InputProcessor:
             if self.tokenizer is None:
                 message = "bad_words need a tokenizer (skip_tokenizer_init is set); pass bad_words_token_ids"
                 raise RequestError(message, field="bad_words")
-            forms = [form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())]
-            encoded = (tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+            forms = [
+                form for word in sampling.bad_words for form in (word.strip(), " " + word.strip())
+            ]
+            encoded = (
+                tuple(self.tokenizer.encode(form, add_special_tokens=False)) for form in forms
+            )
             words = tuple(dict.fromkeys((*words, *encoded)))
             sampling = dataclasses.replace(sampling, bad_words=(), bad_words_token_ids=words)
         self.prompts.check_ids("bad_words_token_ids", list(itertools.chain.from_iterable(words)))
         allowed = sampling.allowed_token_ids
         if allowed is not None:
             self.prompts.check_ids("allowed_token_ids", allowed)
-            sampling = dataclasses.replace(sampling, allowed_token_ids=tuple(dict.fromkeys(allowed)))
+            sampling = dataclasses.replace(
+                sampling, allowed_token_ids=tuple(dict.fromkeys(allowed))
+            )
             if set(allowed) <= {word[0] for word in words if len(word) == 1}:
-                raise RequestError("every one of allowed_token_ids is one of bad_words", field="allowed_token_ids")
+                raise RequestError(
+                    "every one of allowed_token_ids is one of bad_words", field="allowed_token_ids"
+                )
         return sampling
 
     def _fork(self, first: EngineRequest, index: int) -> EngineRequest:

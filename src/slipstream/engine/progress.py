@@ -16,7 +16,13 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int, int], No
         yield lambda num_requests, num_tokens: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     bar = Progress(
         TextColumn("[progress.description]{task.description}"),

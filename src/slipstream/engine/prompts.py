@@ -31,14 +31,20 @@ class PromptReader:
         self.description = description
         self.pictures = pictures
 
-    def last(self, tokens: tuple[int, ...], sampling: SamplingParams, special: bool) -> tuple[int, ...]:
+    def last(
+        self, tokens: tuple[int, ...], sampling: SamplingParams, special: bool
+    ) -> tuple[int, ...]:
         """The last tokens, as many as `truncate_prompt_tokens` says; the `special` ones that begin a text stay."""
         limit = sampling.truncate_prompt_tokens
         if limit == -1:
             limit = max(1, self.max_model_len - (sampling.max_tokens or 1))
         assert limit is not None
         before = self.tokenizer.prefix[:limit] if self.tokenizer is not None and special else ()
-        return tokens if len(tokens) <= limit else (*before, *tokens[len(tokens) - limit + len(before) :])
+        return (
+            tokens
+            if len(tokens) <= limit
+            else (*before, *tokens[len(tokens) - limit + len(before) :])
+        )
 
     @property
     def vision(self) -> VisionSpec:
@@ -56,7 +62,10 @@ class PromptReader:
             return prompt, ()
         data = given["multi_modal_data"]
         if not isinstance(data, dict) or set(data) != {"image"}:
-            raise RequestError('multi_modal_data must be {"image": a picture, or a list of them}', field="multi_modal_data")
+            raise RequestError(
+                'multi_modal_data must be {"image": a picture, or a list of them}',
+                field="multi_modal_data",
+            )
         found = data["image"]
         sources = list(found) if isinstance(found, (list, tuple)) else [found]
         self.check_pictures(len(sources))
@@ -74,7 +83,10 @@ class PromptReader:
                 given = data["image"]
                 sources = list(given) if isinstance(given, (list, tuple)) else [given]
                 self.check_pictures(len(sources))
-                begun[i] = [x if isinstance(x, PreparedPicture) else self.pictures.submit(x) for x in sources]
+                begun[i] = [
+                    x if isinstance(x, PreparedPicture) else self.pictures.submit(x)
+                    for x in sources
+                ]
         try:
             for i, waiting in begun.items():
                 ready = [x if isinstance(x, PreparedPicture) else x.result() for x in waiting]
@@ -88,7 +100,10 @@ class PromptReader:
     def check_pictures(self, count: int) -> None:
         """RequestError if a prompt can't have so many."""
         if count and self.vision and self.pictures is not None and count > self.pictures.most:
-            raise RequestError(f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)", field="image")
+            raise RequestError(
+                f"{count} pictures, and a prompt may have {self.pictures.most} (max_images)",
+                field="image",
+            )
 
     def tokens(
         self,
@@ -99,13 +114,20 @@ class PromptReader:
         pictures: Sequence[PreparedPicture] = (),
     ) -> tuple[str | None, tuple[int, ...]]:
         given: Any = prompt
-        if isinstance(given, dict) and set(given) == {"prompt"} and isinstance(given["prompt"], str):
+        if (
+            isinstance(given, dict)
+            and set(given) == {"prompt"}
+            and isinstance(given["prompt"], str)
+        ):
             prompt = given["prompt"]  # vLLM's other way to say a text
         if isinstance(prompt, str):
             prompt = with_pictures(prompt, pictures, self.vision) if pictures else prompt
             self.check_text(prompt, any_length=any_length)
             assert self.tokenizer is not None
-            text, tokens = prompt, tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+            text, tokens = (
+                prompt,
+                tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)),
+            )
         elif isinstance(given, dict) and set(given) == {"prompt_token_ids"}:
             given = given["prompt_token_ids"]
             try:
@@ -117,9 +139,14 @@ class PromptReader:
             self.check_ids("prompt_token_ids", tokens)
             tokens = expanded(tokens, pictures, self.vision, self.tokenizer) if pictures else tokens
         else:
-            got = f"a dict of {', '.join(map(str, given))}" if given and isinstance(given, dict) else type(prompt).__name__
+            got = (
+                f"a dict of {', '.join(map(str, given))}"
+                if given and isinstance(given, dict)
+                else type(prompt).__name__
+            )
             raise RequestError(
-                f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}', field="prompt"
+                f'a prompt is a string, {{"prompt": "…"}} or {{"prompt_token_ids": [...]}}, got {got}',
+                field="prompt",
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", field="prompt")
@@ -128,7 +155,8 @@ class PromptReader:
     def check_text(self, text: str, *, any_length: bool = False) -> None:
         if self.tokenizer is None:
             raise RequestError(
-                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids", field="prompt"
+                "a text prompt needs a tokenizer (skip_tokenizer_init is set); pass prompt_token_ids",
+                field="prompt",
             )
         # No token stands for more than a few dozen characters: a hopeless text is refused before it is tokenised.
         if len(text) > self.max_model_len * 128 and not any_length:
@@ -138,15 +166,20 @@ class PromptReader:
             )
 
     def check_ids(self, name: str, ids: Sequence[int] | dict[int, float]) -> None:
-        if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
+        if not ids or (
+            set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size
+        ):
             return  # without a loop in Python: a step of the engine waits for the first 16,384
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool):
                 hint = "; `tolist()` of an array gives ints" if hasattr(token, "tolist") else ""
-                raise RequestError(f"{name}: {token!r} is not a token id, which is an int{hint}", field=name)
+                raise RequestError(
+                    f"{name}: {token!r} is not a token id, which is an int{hint}", field=name
+                )
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
-                    f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})", field=name
+                    f"{name}: {token!r} is not a token id of this model (0 … {self.vocab_size - 1})",
+                    field=name,
                 )
 
     def too_long(self, num_tokens: int) -> ContextLengthError:

@@ -32,8 +32,12 @@ class Breakers:
                 return sampling
             message = "dry_sequence_breakers need a tokenizer (skip_tokenizer_init is set); pass dry_breaker_token_ids"
             raise RequestError(message, field="dry_sequence_breakers")
-        ids = frozenset(sampling.dry_breaker_token_ids).union(*(self._tokens(self._tokenizer, text) for text in texts))
-        return dataclasses.replace(sampling, dry_sequence_breakers=(), dry_breaker_token_ids=tuple(sorted(ids)))
+        ids = frozenset(sampling.dry_breaker_token_ids).union(
+            *(self._tokens(self._tokenizer, text) for text in texts)
+        )
+        return dataclasses.replace(
+            sampling, dry_sequence_breakers=(), dry_breaker_token_ids=tuple(sorted(ids))
+        )
 
     def _tokens(self, tokenizer: Tokenizer, text: str) -> frozenset[int]:
         if text not in self._found:
@@ -41,7 +45,9 @@ class Breakers:
                 self._found.clear()
             data = text.encode()
             holding = {i for i in range(self._vocab_size) if data in tokenizer.token_bytes(i)}
-            self._found[text] = frozenset(holding.union(tokenizer.encode(text, add_special_tokens=False)[-1:]))
+            self._found[text] = frozenset(
+                holding.union(tokenizer.encode(text, add_special_tokens=False)[-1:])
+            )
         return self._found[text]
 
 
@@ -50,7 +56,8 @@ def with_functions(sampling: SamplingParams, *, in_process: bool) -> SamplingPar
     if not sampling.logits_processors:
         return sampling
     names = tuple(
-        given if in_process and not isinstance(given, str) else importable(given) for given in sampling.logits_processors
+        given if in_process and not isinstance(given, str) else importable(given)
+        for given in sampling.logits_processors
     )
     return dataclasses.replace(sampling, logits_processors=names)
 
@@ -61,7 +68,12 @@ def importable(given: Any) -> str:
         _imported(given)
         return given
     module, path = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
-    if module in (None, "__main__") or not path or "<" in path or _imported(f"{module}:{path}") is not given:
+    if (
+        module in (None, "__main__")
+        or not path
+        or "<" in path
+        or _imported(f"{module}:{path}") is not given
+    ):
         message = (
             f"{path or given!r} runs in another process, which must be able to import it: put it into a module as a plain "
             'function, or give its name, "module:function"'
@@ -77,7 +89,9 @@ def _imported(name: str) -> Any:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise RequestError(f"{name} can't be imported: {error}", field="logits_processors") from error
+        raise RequestError(
+            f"{name} can't be imported: {error}", field="logits_processors"
+        ) from error
     if not callable(found):
         raise RequestError(f"{name} is no function", field="logits_processors")
     return found

@@ -44,7 +44,9 @@ def build(
                 if left is not None and right is not None:
                     merges.append((-scores[i], left, right))
     merges.sort()
-    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.UNKNOWN), None)
+    unknown = next(
+        (token for token, kind in zip(tokens, kinds, strict=True) if kind == Kind.UNKNOWN), None
+    )
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -57,14 +59,18 @@ def build(
     prefix = [normalizers.Prepend("▁")] if add_space_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     add_tokens(backend, tokens, kinds)
     return backend
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Mark the tokens that a text names as a whole. Of these, only the user-defined ones are not special."""
-    whole = {int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)}  # a Kind's hash takes longer
+    whole = {
+        int(kind) for kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED)
+    }  # a Kind's hash takes longer
     backend.add_tokens(
         [
             AddedToken(token, special=kind != Kind.USER_DEFINED, normalized=False)
@@ -90,11 +96,25 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
                 trainer = dict(_fields(value))
             elif number == 3:
                 normalizer = dict(_fields(value))
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
-        raise CheckpointError(f"{path} can't be read as a SentencePiece model: {error}", field=path.name) from error
-    if trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds:  # model_type: unigram
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(
+            f"{path} can't be read as a SentencePiece model: {error}", field=path.name
+        ) from error
+    if (
+        trainer.get(3, 1) == 1 and kinds.count(Kind.UNKNOWN) == 1 and Kind.BYTE not in kinds
+    ):  # model_type: unigram
         prefix, cleaned = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
-        return unigram(tokens, scores, kinds, normalizer.get(2) or b"", add_prefix=prefix, remove_extra=cleaned)
+        return unigram(
+            tokens, scores, kinds, normalizer.get(2) or b"", add_prefix=prefix, remove_extra=cleaned
+        )
     if trainer.get(3, 1) != 2:  # BPE
         raise UnsupportedModelError(
             f"{path} is neither a BPE model nor a unigram model without bytes; pass tokenizer=PATH of a folder with a "
@@ -112,12 +132,20 @@ def from_file(path: Path) -> tokenizers.Tokenizer:
 
 
 def unigram(
-    tokens: list[str], scores: list[float], kinds: list[int], charsmap: bytes, *, add_prefix: bool, remove_extra: bool
+    tokens: list[str],
+    scores: list[float],
+    kinds: list[int],
+    charsmap: bytes,
+    *,
+    add_prefix: bool,
+    remove_extra: bool,
 ) -> tokenizers.Tokenizer:
     """A unigram model (Kudo 2018): the cut of a text whose pieces are likeliest. Its character map is applied as it stands;
     `add_prefix` and `remove_extra` are SentencePiece's add_dummy_prefix and remove_extra_whitespaces."""
     known = list(zip(tokens, scores, strict=True))
-    backend = tokenizers.Tokenizer(models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False))
+    backend = tokenizers.Tokenizer(
+        models.Unigram(known, unk_id=kinds.index(Kind.UNKNOWN), byte_fallback=False)
+    )
     steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if remove_extra:
         steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]

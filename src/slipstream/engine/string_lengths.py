@@ -41,9 +41,37 @@ SLICED = 10
 MOST_MASKS = 1024
 """Masks of the model's vocabulary that are kept."""
 
-_STRUCTURE = {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "$ref"}
-_VALUES = {"minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-_WORDS = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "$defs", "definitions"}
+_STRUCTURE = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "prefixItems",
+    "minItems",
+    "maxItems",
+    "$ref",
+}
+_VALUES = {
+    "minLength",
+    "maxLength",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+}
+_WORDS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$comment",
+    "$schema",
+    "$id",
+    "$defs",
+    "definitions",
+}
 _LISTED, _COMBINED = {"enum", "const"}, {"anyOf", "oneOf", "allOf"}
 KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 
@@ -51,7 +79,9 @@ KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 class CountedStrings(enum.Enum):
     """Inside which strings of a schema only their length counts."""
 
-    BOUNDED = "those that have a maxLength"  # others may be names of properties, which must stay distinct
+    BOUNDED = (
+        "those that have a maxLength"  # others may be names of properties, which must stay distinct
+    )
     ALL = "all"
 
 
@@ -74,7 +104,9 @@ def _known(schema: Any, keywords: set[str]) -> bool:
     if not isinstance(schema, dict) or not schema.keys() <= KNOWN:
         return False
     keywords.update(schema)
-    if ("properties" in schema or schema.get("required")) and schema.get("additionalProperties") is not False:
+    if ("properties" in schema or schema.get("required")) and schema.get(
+        "additionalProperties"
+    ) is not False:
         keywords.add("open")
     parts: list[Any] = []
     for key in ("properties", "$defs", "definitions"):
@@ -104,20 +136,31 @@ class LengthVocabulary:
         runs = [PLAIN.match(token).end() for token in tokens]  # type: ignore[union-attr]  # in bytes; it may be empty
         begins = [_characters(token[:run]) for token, run in zip(tokens, runs, strict=True)]
         self._most = max(SLICED, *begins) + 1
-        own = [b"</s>", *[b""] * 31, *(bytes([byte]) for byte in range(256)), *(b"a" * n for n in range(2, self._most + 1))]
+        own = [
+            b"</s>",
+            *[b""] * 31,
+            *(bytes([byte]) for byte in range(256)),
+            *(b"a" * n for n in range(2, self._most + 1)),
+        ]
         places = {token: i for i, token in enumerate(own) if i >= 32}
-        self._place = np.zeros(-(-num_rows // 32) * 32, np.int64)  # of a token of the model; 0: it has none
+        self._place = np.zeros(
+            -(-num_rows // 32) * 32, np.int64
+        )  # of a token of the model; 0: it has none
         ruled_out = set(special)
         for i in range(len(tokens)):
             if tokens[i] and i not in ruled_out:
                 token = b"a" * begins[i] + tokens[i][runs[i] :]
                 self._place[i] = places.setdefault(token, len(places) + 32)
         own += [token for token, place in places.items() if place >= len(own)]
-        self._is_same = [own[place] == token for token, place in zip(tokens, self._place.tolist(), strict=False)]
+        self._is_same = [
+            own[place] == token for token, place in zip(tokens, self._place.tolist(), strict=False)
+        ]
         self.num_words = -(-len(own) // 32)
         import llguidance  # late: it would take a tenth of every start
 
-        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Own(own)), n_vocab=len(own), eos_token=[0])
+        self.tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Own(own)), n_vocab=len(own), eos_token=[0]
+        )
         plain = np.zeros(256, bool)
         plain[[byte for byte in range(0x20, 0x7F) if chr(byte) not in '"\\']] = True
         self._plain: Bits = np.packbits(plain, bitorder="little").view(np.int32)  # [8]
@@ -127,7 +170,9 @@ class LengthVocabulary:
         """A mask of the model's vocabulary, int32 [words], from one of this, int32 [num_words]; None if that does not follow,
         since it is not inside a string whose length alone counts."""
         if ((own[1:9] & self._plain) != self._plain).any():
-            return None  # as many characters can follow only inside a string that is not one of a list
+            return (
+                None  # as many characters can follow only inside a string that is not one of a list
+            )
         last = 32 + 256 - 2 + self._most
         if counts is CountedStrings.BOUNDED and own[last >> 5] >> (last & 31) & 1:
             return None
@@ -172,12 +217,16 @@ class _Own:
 class StringLengths:
     """One answer, followed in a `LengthVocabulary`."""
 
-    def __init__(self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: CountedStrings) -> None:
+    def __init__(
+        self, vocabulary: LengthVocabulary, matcher: LLMatcher, counts: CountedStrings
+    ) -> None:
         self.vocabulary, self.matcher, self._counts = vocabulary, matcher, counts
         self.may_be_inside = False  # a string
         self._is_inside = False  # the last mask was found here, and nothing was accepted since
         self._spelled: list[int] = []  # of each token of the answer, in how many tokens
-        self._pending: list[int] = []  # tokens that the matcher has not taken in, since no mask was needed
+        self._pending: list[
+            int
+        ] = []  # tokens that the matcher has not taken in, since no mask was needed
 
     def expand(self, own: Bits) -> Bits | None:
         """The mask of the model's vocabulary that follows from the matcher's; None if none does."""

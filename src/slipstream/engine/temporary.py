@@ -38,7 +38,9 @@ class OwnedFolder:
         while True:
             try:
                 os.mkdir(self.path, 0o700)
-            except FileExistsError:  # a sweep has taken the lock and not removed all yet, or was killed in between
+            except (
+                FileExistsError
+            ):  # a sweep has taken the lock and not removed all yet, or was killed in between
                 time.sleep(_PAUSE_S)
                 sweep()
                 continue

@@ -40,26 +40,41 @@ class TextsProcessor:
         self._ids = ids
 
     def prepare(
-        self, texts: Sequence[Prompt | tuple[str, str]], *, priority: int = 0, truncate_to: int | None = None
+        self,
+        texts: Sequence[Prompt | tuple[str, str]],
+        *,
+        priority: int = 0,
+        truncate_to: int | None = None,
     ) -> PreparedTexts:
         """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
         before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
         its end with the latter given; of a pair, the second text is cut. A note of the error says which text is at fault."""
         spec, how = self._pooled_spec(pair=any(isinstance(text, tuple) for text in texts))
         limit = self._prompts.max_model_len
-        if truncate_to is not None and (truncate_to == 0 or truncate_to < -1 or truncate_to > limit):
-            raise RequestError(f"it must be −1 or from 1 to {limit}, got {truncate_to}", field="truncate_prompt_tokens")
+        if truncate_to is not None and (
+            truncate_to == 0 or truncate_to < -1 or truncate_to > limit
+        ):
+            raise RequestError(
+                f"it must be −1 or from 1 to {limit}, got {truncate_to}",
+                field="truncate_prompt_tokens",
+            )
         room = limit if truncate_to == -1 else truncate_to
         prompts: list[str | None] = []
         token_ids: list[list[int]] = []
         packed: list[npt.NDArray[np.int32]] = []  # the same
         num_first: list[int] = []  # of pairs of a model that tells the two parts apart
-        for kind, run in itertools.groupby(texts, _kind):  # a call's texts are of one kind, as a rule
+        for kind, run in itertools.groupby(
+            texts, _kind
+        ):  # a call's texts are of one kind, as a rule
             given: list[Any] = list(run)
             if kind is tuple:
                 found, firsts = self._pairs(given, how, room)
                 prompts += [pair[1] for pair in given]
-                num_first += [0] * (len(token_ids) - len(num_first)) + firsts if spec.num_token_types > 1 else []
+                num_first += (
+                    [0] * (len(token_ids) - len(num_first)) + firsts
+                    if spec.num_token_types > 1
+                    else []
+                )
             elif kind is str:
                 given = [how.prompt + text for text in given] if how.prompt else given
                 found = self._texts(given, room, first=len(token_ids))
@@ -93,7 +108,9 @@ class TextsProcessor:
     ) -> tuple[list[list[int]], list[int]]:
         """Their tokens, and how many of each are the first text's."""
         if self._tokenizer is None:
-            raise RequestError("pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt")
+            raise RequestError(
+                "pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt"
+            )
         if how.score_tokens is not None:
             judged = [list(_judged(self._tokenizer, *pair, how.prompt, room)) for pair in pairs]
             return judged, [len(tokens) for tokens in judged]
@@ -109,7 +126,10 @@ class TextsProcessor:
         end = list(self._tokenizer.suffix)
         for i, ids in enumerate(found):
             if not ids:
-                raise _in_text(RequestError("the prompt is empty; give at least one token", field="prompt"), first + i)
+                raise _in_text(
+                    RequestError("the prompt is empty; give at least one token", field="prompt"),
+                    first + i,
+                )
             if room is not None and len(ids) > room:
                 found[i] = ids[: room - len(end)] + end if room > len(end) else ids[:room]
         return found
@@ -142,9 +162,15 @@ class TextsProcessor:
         assert self._prompts.description is not None
         spec, how = self._prompts.description.spec, self._prompts.description.pooling
         if spec.encoder is not None:
-            raise RequestError(f"this model ({spec.family}) is an encoder-decoder and gives no embeddings", field="model")
+            raise RequestError(
+                f"this model ({spec.family}) is an encoder-decoder and gives no embeddings",
+                field="model",
+            )
         if not spec.is_encoder and spec.classifier is None and how.kind != "last":
-            raise RequestError(f"of a decoder only the last token stands for a text, not {how.kind!r}", field="model")
+            raise RequestError(
+                f"of a decoder only the last token stands for a text, not {how.kind!r}",
+                field="model",
+            )
         if pair and spec.classifier is None and how.score_tokens is None:
             raise RequestError("only a cross-encoder takes pairs of texts", field="model")
         return spec, how
@@ -189,14 +215,22 @@ def _in_text(error: RequestError, index: int) -> RequestError:
     return error
 
 
-def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None) -> tuple[int, ...]:
+def _judged(
+    tokenizer: Tokenizer, query: str, document: str, instruction: str, room: int | None
+) -> tuple[int, ...]:
     """A query and a document as the chat template of a model that judges them has it; the document is cut to `room` tokens in
     all."""
     said = [{"role": "system", "content": instruction}] if instruction else []
 
     def rendered(text: str) -> tuple[int, ...]:
-        messages = [*said, {"role": "query", "content": query}, {"role": "document", "content": text}]
-        return tuple(tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False))
+        messages = [
+            *said,
+            {"role": "query", "content": query},
+            {"role": "document", "content": text},
+        ]
+        return tuple(
+            tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        )
 
     tokens = rendered(document)
     if room is None or len(tokens) <= room:
@@ -204,7 +238,9 @@ def _judged(tokenizer: Tokenizer, query: str, document: str, instruction: str, r
     cut = tokenizer.encode(document, add_special_tokens=False)
     while len(tokens) > room:
         if not cut:
-            raise RequestError(f"{room} tokens leave no room for a document", field="truncate_prompt_tokens")
+            raise RequestError(
+                f"{room} tokens leave no room for a document", field="truncate_prompt_tokens"
+            )
         cut = cut[: max(0, len(cut) - (len(tokens) - room))]
         tokens = rendered(tokenizer.decode(cut))
     return tokens

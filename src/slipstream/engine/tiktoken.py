@@ -27,7 +27,10 @@ WORDS_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CL100K = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + WORDS_END
 """The pattern of OpenAI's vocabulary of that name, which Llama 3 and GLM-4 took over."""
 
-PREFIXES = {"ChatGLM4Tokenizer": ("[gMASK]", "<sop>"), "PreTrainedTokenizerFast": ("<|begin_of_text|>",)}
+PREFIXES = {
+    "ChatGLM4Tokenizer": ("[gMASK]", "<sop>"),
+    "PreTrainedTokenizerFast": ("<|begin_of_text|>",),
+}
 """By `tokenizer_class`, what stands before every text: GLM-4's, and what Llama 3's folders name. Both cut by CL100K."""
 
 
@@ -54,7 +57,9 @@ def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     vocab = {names[token]: rank for token, rank in ranks.items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     cut = pre_tokenizers.Split(Regex(CL100K), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -68,9 +73,15 @@ def read(path: Path) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error) as error:
-        raise CheckpointError(f"{path} can't be read as a tiktoken file: {error}", field=path.name) from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
-        raise CheckpointError(f"{path}: ranks are missing or twice there, or a byte is no token", field=path.name)
+        raise CheckpointError(
+            f"{path} can't be read as a tiktoken file: {error}", field=path.name
+        ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(
+        bytes([b]) not in ranks for b in range(256)
+    ):
+        raise CheckpointError(
+            f"{path}: ranks are missing or twice there, or a byte is no token", field=path.name
+        )
     return ranks
 
 

@@ -22,7 +22,13 @@ from tokenizers import processors
 from slipstream.engine import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.chat_template import render, shaped_for
 from slipstream.engine.tiktoken import spelling
-from slipstream.engine.tokenizer_parts import SpecialTokens, TokenizerParts, has_own_patterns, in_time, on_text
+from slipstream.engine.tokenizer_parts import (
+    SpecialTokens,
+    TokenizerParts,
+    has_own_patterns,
+    in_time,
+    on_text,
+)
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gguf import GGUFFile
@@ -32,15 +38,23 @@ class Tokenizer:
     """`backend` splits and merges; what surrounds a text, and the way back, are done here. `chat_templates` by name."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special: SpecialTokens, *, chat_templates: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        *,
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         self._backend = backend
         self._special = special
         self._templates = dict(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size: int = max((backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)))
-        self._bytes = {i: token.content.encode() for i, token in added.items()}  # filled as tokens are met
+        self.vocab_size: int = max(
+            (backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added))
+        )
+        self._bytes = {
+            i: token.content.encode() for i, token in added.items()
+        }  # filled as tokens are met
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
         self._is_bounded = has_own_patterns(backend)  # its patterns may take hours
@@ -59,8 +73,16 @@ class Tokenizer:
         else:
             tokenizer = cls.from_pretrained(model.path if path is None else path)
         rows = tokenizer._num_rows = model.spec.vocab_size
-        tokenizer.image_placeholder = None if model.spec.vision is None else model.spec.vision.prompt.placeholder
-        largest = max([tokenizer._largest_ordinary_id(), *tokenizer._special.prefix, *tokenizer._special.suffix])
+        tokenizer.image_placeholder = (
+            None if model.spec.vision is None else model.spec.vision.prompt.placeholder
+        )
+        largest = max(
+            [
+                tokenizer._largest_ordinary_id(),
+                *tokenizer._special.prefix,
+                *tokenizer._special.suffix,
+            ]
+        )
         if largest >= rows:
             raise CheckpointError(
                 f"the tokenizer has the token id {largest}, and the model's embedding has {rows} rows: it is another model's. "
@@ -109,8 +131,12 @@ class Tokenizer:
         around = self._special.prefix, self._special.suffix
         if any(around):
             before, after = (" ".join(f"{backend.id_to_token(i)}:0" for i in ids) for ids in around)
-            named = [(str(backend.id_to_token(i)), i) for i in dict.fromkeys((*around[0], *around[1]))]
-            backend.post_processor = processors.TemplateProcessing(f"{before} $A {after}".strip(), special_tokens=named)
+            named = [
+                (str(backend.id_to_token(i)), i) for i in dict.fromkeys((*around[0], *around[1]))
+            ]
+            backend.post_processor = processors.TemplateProcessing(
+                f"{before} $A {after}".strip(), special_tokens=named
+            )
         backend.save(str(folder / "tokenizer.json"))
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -120,8 +146,12 @@ class Tokenizer:
         if set(self._templates) == {"default"}:
             config["chat_template"] = self._templates["default"]
         elif self._templates:
-            config["chat_template"] = [{"name": name, "template": text} for name, text in self._templates.items()]
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in self._templates.items()
+            ]
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8"
+        )
         ends = {"bos_token_id": self._special.bos_id, "eos_token_id": list(self._special.eos_ids)}
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2), encoding="utf-8")
 
@@ -140,14 +170,20 @@ class Tokenizer:
         found = self._encoded(texts, add_special_tokens=False)
         return [self._surrounded(self._checked(encoding.ids)) for encoding in found]
 
-    def _encoded(self, texts: Sequence[Any], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+    def _encoded(
+        self, texts: Sequence[Any], *, add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
         """Of texts, or of pairs of them. The library keeps other threads waiting over one text, unless it comes as a batch."""
         if self._is_bounded:
-            return in_time(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+            return in_time(
+                self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
+            )
         if len(texts) == 1:
             own = texts[0] if isinstance(texts[0], tuple) else (texts[0],)
             return [on_text(self._backend.encode, *own, add_special_tokens=add_special_tokens)]
-        return on_text(self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens)
+        return on_text(
+            self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
+        )
 
     def _surrounded(self, ids: list[int]) -> list[int]:
         prefix, suffix = self._special.prefix, self._special.suffix
@@ -157,7 +193,9 @@ class Tokenizer:
             ids = [*ids, *suffix]
         return ids
 
-    def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None
+    ) -> list[tuple[list[int], int]]:
         """Two texts each, as the model's files join them, and how many tokens are of the first part; on all cores where the
         library may use them. With `max_length` the second is cut at its end, and the first too if nothing else helps."""
         found = self._encoded(pairs, add_special_tokens=True)
@@ -186,7 +224,9 @@ class Tokenizer:
         """Whether `decode` takes off a space that comes after `ids`: only the space that SentencePiece puts before a
         text, so only if nothing of `ids` shows. What continues a text keeps its space."""
         skip = self.special_ids if skip_special_tokens else frozenset[int]()
-        return self._strips_leading_space and not any(i not in skip and self.token_bytes(i) for i in ids)
+        return self._strips_leading_space and not any(
+            i not in skip and self.token_bytes(i) for i in ids
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, also where that is part of a character; nothing for an id without a token."""
@@ -210,7 +250,9 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it; None for an id without one."""
-        token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        token: str | None = (
+            self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        )
         return token
 
     @property
@@ -263,15 +305,22 @@ class Tokenizer:
         template = chat_template or (self.tool_template if tools else self.chat_template)
         if template is None:
             raise RequestError(
-                "this model has no chat template; if it writes text, use completions with a plain prompt", field="messages"
+                "this model has no chat template; if it writes text, use completions with a plain prompt",
+                field="messages",
             )
         if continue_final_message:
             last = messages[-1] if messages else {}
             if not isinstance(last.get("content"), str):
-                raise RequestError("continue_final_message needs a last message that is text", field="messages")
+                raise RequestError(
+                    "continue_final_message needs a last message that is text", field="messages"
+                )
             messages = [*messages[:-1], {**last, "content": last["content"] + _END}]
         messages = shaped_for(template, messages, self.image_placeholder)
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         text = render(template, {**self._special.texts, **variables, **given})
         if continue_final_message:
             text, found, _ = text.rpartition(_END)
@@ -287,7 +336,9 @@ _END = "\ue000end\ue000"
 _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 
 
-def _decoding(backend: tokenizers.Tokenizer) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
+def _decoding(
+    backend: tokenizers.Tokenizer,
+) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
     """From the backend's decoder: (how tokens spell text, is a space at the beginning taken off?)."""
     state = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     parts = state.get("decoders", [state])
@@ -316,7 +367,9 @@ def _cut_pair(encoding: tokenizers.Encoding, max_length: int | None) -> tuple[li
     spare = len(ids) - max_length
     cut = {1: min(spare, parts.count(1)), 0: max(0, spare - parts.count(1))}
     if cut[0] > parts.count(0):
-        raise RequestError(f"max_length={max_length} leaves no room for a pair", field="truncate_prompt_tokens")
+        raise RequestError(
+            f"max_length={max_length} leaves no room for a pair", field="truncate_prompt_tokens"
+        )
     ends = {part: [i for i, s in enumerate(parts) if s == part] for part in (0, 1)}
     gone = {i for part in (0, 1) for i in ends[part][len(ends[part]) - cut[part] :]}
     kept = [i for i in range(len(ids)) if i not in gone]

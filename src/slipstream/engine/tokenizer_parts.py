@@ -40,7 +40,9 @@ MAX_SECONDS = 5.0
 MAX_STUCK = 2
 """Texts that took longer and are still computed; each has a core."""
 
-_texts: BoundedThreads[Any] = BoundedThreads(lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer")
+_texts: BoundedThreads[Any] = BoundedThreads(
+    lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer"
+)
 
 PATTERNS = frozenset(
     (
@@ -84,7 +86,9 @@ def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         said = str(error)[:300] or type(error).__name__
-        raise CheckpointError(f"{path}: the tokenizer can't be read: {said}", field=field) from error
+        raise CheckpointError(
+            f"{path}: the tokenizer can't be read: {said}", field=field
+        ) from error
 
 
 def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -92,11 +96,15 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
     try:
         return call(*args, **options)
     except TypeError as error:  # no str, or one that UTF-8 can't write
-        raise RequestError("the text is not valid Unicode (half a surrogate pair?)", field="prompt") from error
+        raise RequestError(
+            "the text is not valid Unicode (half a surrogate pair?)", field="prompt"
+        ) from error
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise RequestError(f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt") from error
+        raise RequestError(
+            f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt"
+        ) from error
 
 
 def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -131,14 +139,19 @@ def is_panic(error: BaseException) -> bool:
 
 def check_normalizer(backend: tokenizers.Tokenizer, path: Path) -> None:
     """CheckpointError if it can make a text much longer."""
-    growth, left = 1.0, [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())]
+    growth, left = (
+        1.0,
+        [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())],
+    )
     while left:
         step: dict[str, Any] = left.pop()
         match step.get("type"):
             case "Sequence":
                 left += step["normalizers"]
             case "Replace":
-                growth *= max(1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", ""))))
+                growth *= max(
+                    1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", "")))
+                )
             case "Prepend":
                 growth *= 1 + len(step["prepend"]) // 64
             case "Precompiled":
@@ -146,4 +159,7 @@ def check_normalizer(backend: tokenizers.Tokenizer, path: Path) -> None:
                 texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
                 growth *= 1 if max(map(len, texts)) <= MAX_MAPPED_BYTES else 1000
     if growth > MAX_GROWTH:
-        raise CheckpointError(f"{path}: the tokenizer's normaliser makes texts {growth:g} times longer", field="normalizer")
+        raise CheckpointError(
+            f"{path}: the tokenizer's normaliser makes texts {growth:g} times longer",
+            field="normalizer",
+        )

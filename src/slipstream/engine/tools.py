@@ -68,7 +68,9 @@ class OfferedTools:
         if not names and self.parallel is not None:
             raise RequestError("parallel_tool_calls needs tools", field="parallel_tool_calls")
         if self.only is not None and self.only not in names:
-            raise RequestError(f"there is no tool named {self.only!r}", field="tool_choice.function.name")
+            raise RequestError(
+                f"there is no tool named {self.only!r}", field="tool_choice.function.name"
+            )
 
     @property
     def is_made(self) -> bool:
@@ -76,27 +78,45 @@ class OfferedTools:
         return bool(self.tools) and self.choice != "none"
 
 
-def offer(tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None) -> OfferedTools:
+def offer(
+    tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None
+) -> OfferedTools:
     """Of OpenAI's fields, as Python has them. RequestError names what is wrong with them."""
     made, strict = [], False
     for i, spec in enumerate(tools or ()):
-        function = spec.get("function") if isinstance(spec, dict) and spec.get("type", "function") == "function" else None
+        function = (
+            spec.get("function")
+            if isinstance(spec, dict) and spec.get("type", "function") == "function"
+            else None
+        )
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             message = 'a tool is {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
             raise RequestError(message, field=f"tools[{i}]")
         parameters = function.get("parameters")
         if not isinstance(parameters, dict | None):
-            raise RequestError("parameters of a tool are a JSON schema", field=f"tools[{i}].function.parameters")
+            raise RequestError(
+                "parameters of a tool are a JSON schema", field=f"tools[{i}].function.parameters"
+            )
         made.append(Tool(function["name"], parameters or NO_PARAMETERS))
         strict |= bool(function.get("strict"))
     only = None
     if isinstance(choice, dict):
         named = choice.get("function")
         only = named.get("name") if isinstance(named, dict) else None
-    if (choice not in (None, "auto", "none", "required")) if not isinstance(choice, dict) else not isinstance(only, str):
+    if (
+        (choice not in (None, "auto", "none", "required"))
+        if not isinstance(choice, dict)
+        else not isinstance(only, str)
+    ):
         message = 'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": …}}'
         raise RequestError(message, field="tool_choice")
-    return OfferedTools(tools=tuple(made), choice=None if only else choice, only=only, parallel=parallel, strict=strict)
+    return OfferedTools(
+        tools=tuple(made),
+        choice=None if only else choice,
+        only=only,
+        parallel=parallel,
+        strict=strict,
+    )
 
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -122,7 +142,11 @@ class Reading:
             assert form is not None
             return form.script(parser, tools)
 
-        return Parser(script if form is not None and (tools or form.reasons) else None, self.think, thinking=self.opened)
+        return Parser(
+            script if form is not None and (tools or form.reasons) else None,
+            self.think,
+            thinking=self.opened,
+        )
 
     def message(self, text: str) -> ChatMessage:
         """A whole answer."""
@@ -151,7 +175,9 @@ class Reading:
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
 
-    def structured(self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer) -> StructuredOutputsParams | None:
+    def structured(
+        self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer
+    ) -> StructuredOutputsParams | None:
         """The grammar of the answers."""
         writer = Writer(lambda text: _special(tokenizer, text))
         before = self._before(writer)
@@ -167,12 +193,18 @@ class Reading:
         final = form.final(writer) if form is not None else ""
         if asked is not None:
             called = f" | {trigger} {calls}" if calls else ""
-            return dataclasses.replace(asked, around=writer.lark(f"{before} ({final} @answer{called})"))
+            return dataclasses.replace(
+                asked, around=writer.lark(f"{before} ({final} @answer{called})")
+            )
         assert form is not None
         if trigger:
             writer.rules["ANYTHING"] = "/(?s:.*)/"
-            return StructuredOutputsParams(grammar=writer.lark(f"{before} ({writer.up_to(form.trigger)} {calls} | ANYTHING)"))
-        return StructuredOutputsParams(grammar=writer.lark(f"{before} ({calls} | {form.free(writer)})"))
+            return StructuredOutputsParams(
+                grammar=writer.lark(f"{before} ({writer.up_to(form.trigger)} {calls} | ANYTHING)")
+            )
+        return StructuredOutputsParams(
+            grammar=writer.lark(f"{before} ({calls} | {form.free(writer)})")
+        )
 
     def _before(self, writer: Writer) -> str:
         if self.form is not None and (own := self.form.before(writer)):
@@ -204,12 +236,20 @@ class Formats:
 
     def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
         """Of calls, and the markers of reasoning where that is no part of it."""
-        form, think = tool_format(self.tool_calls, template), reasoning_markers(self.reasoning, template)
+        form, think = (
+            tool_format(self.tool_calls, template),
+            reasoning_markers(self.reasoning, template),
+        )
         return form, None if form is not None and form.reasons else think
 
 
 def reading(
-    formats: Formats, offered: OfferedTools, template: str | None, end: Callable[[], str], *, to_name: str
+    formats: Formats,
+    offered: OfferedTools,
+    template: str | None,
+    end: Callable[[], str],
+    *,
+    to_name: str,
 ) -> Reading | None:
     """How answers behind a prompt are read that ends with the text `end()`. None: the answer is its text. RequestError if the
     model can't call tools; `to_name` is what names its format."""
@@ -218,7 +258,11 @@ def reading(
     opened, closed = (tail.endswith(marker) for marker in think or ("\0", "\0"))
     if not offered.is_made:
         form = form if form is not None and form.reasons else None
-        return None if think is None and form is None else Reading(form=form, think=think, opened=opened, closed=closed)
+        return (
+            None
+            if think is None and form is None
+            else Reading(form=form, think=think, opened=opened, closed=closed)
+        )
     if "tools" not in (template or ""):
         message = "this model's chat template knows no tools; leave them out, or take another model"
         raise RequestError(message, field="tools")
@@ -293,7 +337,9 @@ def for_template(messages: Sequence[dict[str, Any]], template: str | None) -> li
             what = f"messages[{i}] must be a dict with a role and a content, got {type(message).__name__}"
             raise RequestError(what, field="messages")
         role = message.get("role")
-        if role not in ROLES and not any(f"{quote}{role}{quote}" in (template or "") for quote in "'\""):
+        if role not in ROLES and not any(
+            f"{quote}{role}{quote}" in (template or "") for quote in "'\""
+        ):
             near = likely_value(role, ROLES) if isinstance(role, str) else ""
             what = f"messages[{i}]: role {role!r} is not supported; use one of {', '.join(ROLES)}{near}"
             raise RequestError(what, field="messages")

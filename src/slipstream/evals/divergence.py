@@ -142,9 +142,13 @@ def compare(
     counts = torch.tensor([len(k) for k in kls], dtype=torch.float64)
     total, every = float(counts.sum()), torch.cat(kls).double()
     means = torch.stack([k.double().mean() for k in kls])
-    difference = (torch.tensor(nll_b, dtype=torch.float64) - torch.tensor(nll_a, dtype=torch.float64)) / counts
+    difference = (
+        torch.tensor(nll_b, dtype=torch.float64) - torch.tensor(nll_a, dtype=torch.float64)
+    ) / counts
     ratio = math.exp(min(float((difference * counts).sum()) / total, 700.0))
-    found, why = layer_divergence(a, b, windows[:LAYER_WINDOWS]) if layers else ((), "not asked for")
+    found, why = (
+        layer_divergence(a, b, windows[:LAYER_WINDOWS]) if layers else ((), "not asked for")
+    )
     progress(len(windows) + layers, num_steps)
     order, worst = means.argsort(descending=True).tolist(), []
     for i in _distinct(windows, kls, order)[:num_worst]:
@@ -198,7 +202,9 @@ def check_vocabularies(a: Scorer, b: Scorer, windows: Sequence[Window]) -> None:
 
 
 @torch.inference_mode()
-def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[tuple[LayerDivergence, ...], str]:
+def layer_divergence(
+    a: Scorer, b: Scorer, windows: Sequence[Window]
+) -> tuple[tuple[LayerDivergence, ...], str]:
     """(the divergence of each layer, "") or ((), the reason why there is none). Layers run one by one, so without what an op
     set compiles for several layers."""
     if (len(a.decoder.layers), a.spec.hidden_size) != (len(b.decoder.layers), b.spec.hidden_size):
@@ -206,7 +212,9 @@ def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[t
             f"{a.name} has {len(a.decoder.layers)} layers of width {a.spec.hidden_size}, {b.name} "
             f"{len(b.decoder.layers)} of {b.spec.hidden_size}"
         )
-    sums = torch.zeros(len(a.decoder.layers), 4, dtype=torch.float64)  # |Δown|², |own|², |Δstate|², |state|²
+    sums = torch.zeros(
+        len(a.decoder.layers), 4, dtype=torch.float64
+    )  # |Δown|², |own|², |Δstate|², |state|²
     for window in windows:
         tokens = window.token_ids[:STEP_TOKENS]
         meta_a, meta_b = a.step(0, len(tokens)), b.step(0, len(tokens))
@@ -226,7 +234,9 @@ def layer_divergence(a: Scorer, b: Scorer, windows: Sequence[Window]) -> tuple[t
 def _after(scorer: Scorer, layer: int, state: Tensor, meta: AttentionMetadata) -> Tensor:
     """The residual after a layer that reads `state` [T, E], which is not changed."""
     decoder = scorer.decoder
-    pending, residual = decoder.layers[layer](decoder.ops, state.clone(), None, scorer.kv[layer], meta)
+    pending, residual = decoder.layers[layer](
+        decoder.ops, state.clone(), None, scorer.kv[layer], meta
+    )
     made = whole(decoder.ops, pending)
     return made.clone() if residual is None else made + residual
 
@@ -251,7 +261,9 @@ def _worst(a: Scorer, b: Scorer, window: Window, number: int, kl: Tensor) -> Wor
     def expected(scorer: Scorer) -> tuple[LikelyToken, ...]:
         best = scorer.logits(scorer.hidden(before)[-1:]).softmax(-1)[0].topk(TOP)
         return tuple(
-            LikelyToken(token=scorer.tokenizer.decode([t], skip_special_tokens=False), probability=p)
+            LikelyToken(
+                token=scorer.tokenizer.decode([t], skip_special_tokens=False), probability=p
+            )
             for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         )
 

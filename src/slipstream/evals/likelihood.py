@@ -18,14 +18,19 @@ class Likelihood:
     is_greedy: bool
 
 
-def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+def loglikelihoods(
+    llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Likelihood]:
     """The likelihood of each continuation after its context, both in tokens. A context that is too long loses its beginning.
     ConfigError if a context or a continuation is empty, or if a continuation alone does not fit."""
     room = llm.config.model.max_model_len - 1  # the engine always has one more token to say
     prompts = []
     for i, (context, continuation) in enumerate(pairs):
         if not context or not continuation:
-            raise ConfigError(f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}", field="pairs")
+            raise ConfigError(
+                f"pair {i}: a continuation of {len(continuation)} tokens after {len(context)}",
+                field="pairs",
+            )
         if len(continuation) >= room:
             raise ConfigError(
                 f"pair {i}: {len(continuation)} tokens are too many to score in a context of {room + 1}; raise max_model_len",
@@ -36,7 +41,13 @@ def loglikelihoods(llm: LLM, pairs: Sequence[tuple[Sequence[int], Sequence[int]]
     answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, progress=False)
     found = []
     for answer, (_, continuation) in zip(answers, pairs, strict=True):
-        scored = [p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None]
+        scored = [
+            p.chosen for p in (answer.prompt_logprobs or [])[-len(continuation) :] if p is not None
+        ]
         assert len(scored) == len(continuation)
-        found.append(Likelihood(logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)))
+        found.append(
+            Likelihood(
+                logprob=sum(p.logprob for p in scored), is_greedy=all(p.rank == 1 for p in scored)
+            )
+        )
     return found

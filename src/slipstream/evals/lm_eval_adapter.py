@@ -42,7 +42,11 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+        return (
+            self.eot_token_id
+            if self.tokenizer.bos_token_id is None
+            else self.tokenizer.bos_token_id
+        )
 
     @property
     def max_length(self) -> int:
@@ -52,28 +56,40 @@ class SlipstreamLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
     def tokenizer_name(self) -> str:
         return self.llm.config.model.model.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         return self.tokenizer.encode(string, add_special_tokens is not False)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt
+        )
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        scores = loglikelihoods(self.llm, [(context, continuation) for _, context, continuation in requests])
+        scores = loglikelihoods(
+            self.llm, [(context, continuation) for _, context, continuation in requests]
+        )
         found = [(s.logprob, s.is_greedy) for s in scores]
         for request, score in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], score)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """ln p of whole texts. Each token is scored once, with as much before it as fits."""
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
             ids = self.tokenizer.encode(request.args[0], add_special_tokens=False)
-            for before, scored in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 2, 1):
+            for before, scored in get_rolling_token_windows(
+                ids, self.prefix_token_id, self.max_length - 2, 1
+            ):
                 pairs.append((before[: len(before) - len(scored) + 1], scored))
                 owners.append(i)
         found = [0.0] * len(requests)
@@ -110,9 +126,16 @@ def sampling_of(settings: dict[str, Any]) -> SamplingParams:
     until = left.pop("until", [])
     lengths = [left.pop(name) for name in LENGTHS if name in left]
     temperature, sample = float(left.pop("temperature", 0.0)), left.pop("do_sample", None)
-    known = {name: left.pop(name) for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed") if name in left}
+    known = {
+        name: left.pop(name)
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        if name in left
+    }
     if left:
-        raise ConfigError(f"generation_kwargs {', '.join(left)} are not supported; drop them", field="generation_kwargs")
+        raise ConfigError(
+            f"generation_kwargs {', '.join(left)} are not supported; drop them",
+            field="generation_kwargs",
+        )
     return SamplingParams(
         temperature=0.0 if sample is False else temperature or (1.0 if sample else 0.0),
         stop=tuple(s for s in ([until] if isinstance(until, str) else until) if s),

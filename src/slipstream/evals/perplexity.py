@@ -29,7 +29,9 @@ class PerplexityResult:
 
 
 @torch.inference_mode()
-def perplexity(scorer: Scorer, windows: Sequence[Window], *, progress: Progress = lambda done, total: None) -> PerplexityResult:
+def perplexity(
+    scorer: Scorer, windows: Sequence[Window], *, progress: Progress = lambda done, total: None
+) -> PerplexityResult:
     """The model's perplexity on `windows`. ConfigError if they have no scored token, or one that is not in the vocabulary."""
     check_windows(scorer, windows)
     total = 0.0
@@ -40,7 +42,9 @@ def perplexity(scorer: Scorer, windows: Sequence[Window], *, progress: Progress 
         progress(i + 1, len(windows))
     num_tokens = sum(w.num_scored for w in windows)
     return PerplexityResult(
-        perplexity=math.exp(min(total / num_tokens, 700.0)), num_tokens=num_tokens, num_windows=len(windows)
+        perplexity=math.exp(min(total / num_tokens, 700.0)),
+        num_tokens=num_tokens,
+        num_windows=len(windows),
     )
 
 

@@ -57,17 +57,24 @@ class Scorer:
         UnsupportedModelError if it is not a decoder."""
         args = settled(args, one_device=True)
         description, runner, _ = load_runner(
-            dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None), by_torch=True
+            dataclasses.replace(
+                args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None
+            ),
+            by_torch=True,
         )
         assert isinstance(runner, ModelRunner)
         if description.spec.kind != "a decoder":
             raise UnsupportedModelError(
-                f"{description.name} is {description.spec.kind}; only decoders can be measured on text", field="model_type"
+                f"{description.name} is {description.spec.kind}; only decoders can be measured on text",
+                field="model_type",
             )
         config = runner.config
         tokenizer = load_tokenizer(args, description)
         if tokenizer is None:
-            raise ConfigError("measuring on text needs a tokenizer; leave skip_tokenizer_init out", field="skip_tokenizer_init")
+            raise ConfigError(
+                "measuring on text needs a tokenizer; leave skip_tokenizer_init out",
+                field="skip_tokenizer_init",
+            )
         return cls(
             runner.forwards,
             runner.make_cache(len(config.cache.groups) * config.max_blocks_per_seq + 1),
@@ -93,11 +100,14 @@ class Scorer:
         """The final hidden states [T, E] of tokens from position `start` on. Those before must be of the last calls."""
         if start + len(token_ids) > self.context:
             raise ConfigError(
-                f"{start + len(token_ids)} tokens are more than the context of {self.context}; lower context", field="context"
+                f"{start + len(token_ids)} tokens are more than the context of {self.context}; lower context",
+                field="context",
             )
         return torch.cat(
             [
-                self.forwards.hidden(self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num))
+                self.forwards.hidden(
+                    self.tensor(token_ids[i : i + STEP_TOKENS]), self.kv, self.step(start + i, num)
+                )
                 for i in range(0, len(token_ids), STEP_TOKENS)
                 for num in [min(STEP_TOKENS, len(token_ids) - i)]
             ]
@@ -107,7 +117,9 @@ class Scorer:
         """Logits float32 [N, V] of hidden states [N, E]. EngineError if any is NaN or infinite."""
         logits = self.forwards.logits(hidden).float()
         if not torch.isfinite(logits.logsumexp(-1)).all():
-            raise EngineError(f"{self.name} computes logits that are no numbers (NaN or infinity): it can't be measured")
+            raise EngineError(
+                f"{self.name} computes logits that are no numbers (NaN or infinity): it can't be measured"
+            )
         return logits
 
     def rows(self, num_rows: int) -> Iterator[slice]:
@@ -140,4 +152,6 @@ class Scorer:
         """The attention metadata of `num_tokens` tokens from position `start` on."""
         size, groups = self.kv[0].block_size, len(self.spec.cache_groups)
         device = self.decoder.device
-        return AttentionMetadata.single_sequence(start, num_tokens, block_size=size, device=device, num_groups=groups)
+        return AttentionMetadata.single_sequence(
+            start, num_tokens, block_size=size, device=device, num_groups=groups
+        )

@@ -29,8 +29,12 @@ class States:
     """Of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the states before these
     are wanted beside the final ones."""
 
-    def __init__(self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int) -> None:
-        args = dataclasses.replace(args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None)
+    def __init__(
+        self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int
+    ) -> None:
+        args = dataclasses.replace(
+            args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None
+        )
         self.description, runner, _ = load_runner(args, by_torch=True)
         assert isinstance(runner, ModelRunner)
         self.forwards, self.block_size = runner.forwards, runner.config.cache.block_size
@@ -38,12 +42,16 @@ class States:
         self.spec, self.device, size = decoder.spec, decoder.device, decoder.spec.hidden_size
         self._kept = Collected(self.block_size, size, torch.float32)
         self.forwards.keep_states(self._kept, JoinedTap(tuple(layers)) if layers else None)
-        self.kv = runner.make_cache(len(self.spec.cache_groups) * (-(-step_tokens // self.block_size) + 1))
+        self.kv = runner.make_cache(
+            len(self.spec.cache_groups) * (-(-step_tokens // self.block_size) + 1)
+        )
 
     @torch.inference_mode()
     def of(self, sequences: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
         """(final states [L, E], the states before each of `layers` side by side; without layers the final ones) of each."""
-        tokens = torch.tensor([t for s in sequences for t in s], dtype=torch.int32, device=self.device)
+        tokens = torch.tensor(
+            [t for s in sequences for t in s], dtype=torch.int32, device=self.device
+        )
         lengths = [len(s) for s in sequences]
         hidden = self.forwards.hidden(tokens, self.kv, self._meta(lengths))
         return list(hidden.split(lengths)), list(self._kept.last.split(lengths))
@@ -76,4 +84,6 @@ class States:
             from_start=True,
         )
         others = (of_group(g) for g in range(1, groups))
-        return meta.with_groups(*(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in others))
+        return meta.with_groups(
+            *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in others)
+        )

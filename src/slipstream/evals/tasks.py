@@ -41,13 +41,21 @@ class TaskResult:
     higher_is_better: bool | None = None
 
 
-def run_tasks(llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None) -> list[TaskResult]:
+def run_tasks(
+    llm: LLM, names: Sequence[str], *, limit: int | None = None, num_fewshot: int | None = None
+) -> list[TaskResult]:
     """Run the tasks `names`, each a .jsonl file or a task of lm-eval, on their first `limit` questions. `num_fewshot` is for
     lm-eval's tasks; ConfigError if there are none."""
     files = [name for name in names if name.endswith(".jsonl")]
     if num_fewshot is not None and len(files) == len(names):
-        raise ConfigError("num_fewshot is for lm-eval's tasks; write the examples into the file's prompts", field="num_fewshot")
-    found = {name: multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem) for name in files}
+        raise ConfigError(
+            "num_fewshot is for lm-eval's tasks; write the examples into the file's prompts",
+            field="num_fewshot",
+        )
+    found = {
+        name: multiple_choice(llm, read_questions(Path(name))[:limit], name=Path(name).stem)
+        for name in files
+    }
     if others := [name for name in names if name not in found]:
         found |= run_lm_eval(llm, others, limit=limit, num_fewshot=num_fewshot)
     return [found[name] for name in names]
@@ -62,7 +70,9 @@ def check_tasks(names: Sequence[str]) -> None:
         _manager(others)
 
 
-def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "choices") -> TaskResult:
+def multiple_choice(
+    llm: LLM, questions: Sequence[Question], *, name: str = "choices"
+) -> TaskResult:
     """The share of questions whose right choice is the likeliest."""
     tokenizer = llm.get_tokenizer()
     pairs = []
@@ -80,7 +90,12 @@ def multiple_choice(llm: LLM, questions: Sequence[Question], *, name: str = "cho
     stderr = math.sqrt(share * (1 - share) / len(questions))
     count = len(questions)
     return TaskResult(
-        name=name, metric="acc_norm", value=share, stderr=stderr, num_questions=count, higher_is_better=True
+        name=name,
+        metric="acc_norm",
+        value=share,
+        stderr=stderr,
+        num_questions=count,
+        higher_is_better=True,
     )
 
 
@@ -89,8 +104,14 @@ def read_questions(path: Path) -> list[Question]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the questions in {path} can't be read: {error}", field="tasks") from error
-    found = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        raise ConfigError(
+            f"the questions in {path} can't be read: {error}", field="tasks"
+        ) from error
+    found = [
+        _question(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not found:
         raise ConfigError(f"{path} holds no questions", field="tasks")
     return found
@@ -103,7 +124,10 @@ def _question(line: str, where: str) -> Question:
         raise ConfigError(f"{where} is no JSON: {error}", field="tasks") from error
     match row:
         case {"prompt": str(prompt), "choices": list(choices), "answer": int(answer)} if (
-            prompt and len(choices) > 1 and all(isinstance(c, str) and c for c in choices) and 0 <= answer < len(choices)
+            prompt
+            and len(choices) > 1
+            and all(isinstance(c, str) and c for c in choices)
+            and 0 <= answer < len(choices)
         ):
             return Question(prompt=prompt, choices=tuple(choices), answer=answer)
     raise ConfigError(
@@ -117,16 +141,25 @@ def _manager(tasks: Sequence[str | dict[str, Any]]) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ConfigError(f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks") from error
+        raise ConfigError(
+            f"lm-eval's tasks need it: pip install 'slipstream[eval]' ({error})", field="tasks"
+        ) from error
     manager = TaskManager()
     unknown = [t for t in tasks if isinstance(t, str) and t not in manager.all_tasks]
     if unknown:
-        raise ConfigError(f"lm-eval knows no task {', '.join(unknown)}; `lm-eval ls tasks` lists them", field="tasks")
+        raise ConfigError(
+            f"lm-eval knows no task {', '.join(unknown)}; `lm-eval ls tasks` lists them",
+            field="tasks",
+        )
     return manager
 
 
 def run_lm_eval(
-    llm: LLM, tasks: Sequence[str | dict[str, Any]], *, limit: int | None = None, num_fewshot: int | None = None
+    llm: LLM,
+    tasks: Sequence[str | dict[str, Any]],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
 ) -> dict[str, TaskResult]:
     """Run tasks of lm-eval, given by name or as configs. A group of tasks has one result. ConfigError if the package is missing
     or does not know a name."""
@@ -150,10 +183,17 @@ def run_lm_eval(
 
 def _result(name: str, result: dict[str, Any]) -> TaskResult:
     values = {**result["results"], **result.get("groups", {})}[name]
-    metrics = {k: v for k, v in values.items() if isinstance(v, (int, float)) and "," in k and "_stderr," not in k}
+    metrics = {
+        k: v
+        for k, v in values.items()
+        if isinstance(v, (int, float)) and "," in k and "_stderr," not in k
+    }
     if not metrics:
         raise ConfigError(f"lm-eval gives no number for {name}: {sorted(values)}", field="tasks")
-    key = next((k for wanted in PREFERRED for k in metrics if k.split(",")[0] == wanted), next(iter(metrics)))
+    key = next(
+        (k for wanted in PREFERRED for k in metrics if k.split(",")[0] == wanted),
+        next(iter(metrics)),
+    )
     metric, _, kind = key.partition(",")
     stderr = values.get(f"{metric}_stderr,{kind}")
     counts = result.get("n-samples", {}).get(name, {})

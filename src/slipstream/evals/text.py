@@ -38,7 +38,13 @@ SECTION = 4096
 """A section of plain text has at least this many characters and ends at an empty line."""
 
 OPENING = 256
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +58,11 @@ class Document:
     def part(self) -> Part:
         """The part that the document belongs to."""
         opening = self.turns[0][1] if self.turns else self.text[:OPENING]
-        return "evaluation" if hashlib.sha256(opening.encode("utf-8", "replace")).digest()[0] % 2 else "calibration"
+        return (
+            "evaluation"
+            if hashlib.sha256(opening.encode("utf-8", "replace")).digest()[0] % 2
+            else "calibration"
+        )
 
     def render(self, tokenizer: Tokenizer) -> str:
         """The text of a conversation by the model's chat template; without one, a paragraph for each turn that begins with its
@@ -90,32 +100,52 @@ class TextSettings:
 
     def __post_init__(self) -> None:
         if self.part not in get_args(Part):
-            raise ConfigError(f"part={self.part!r} is not one of {', '.join(get_args(Part))}", field="part")
+            raise ConfigError(
+                f"part={self.part!r} is not one of {', '.join(get_args(Part))}", field="part"
+            )
         if self.context < 2:
-            raise ConfigError(f"context={self.context}: a window needs two tokens at least", field="context")
+            raise ConfigError(
+                f"context={self.context}: a window needs two tokens at least", field="context"
+            )
         if not 1 <= self.stride <= self.context:
             raise ConfigError(
                 f"stride={self.stride} must lie between 1 and context={self.context}, or tokens would not be scored",
                 field="stride",
             )
         if self.num_windows is not None and self.num_windows < 1:
-            message = f"num_windows={self.num_windows} must be above 0, or None for all (--windows 0)"
+            message = (
+                f"num_windows={self.num_windows} must be above 0, or None for all (--windows 0)"
+            )
             raise ConfigError(message, field="num_windows")
 
 
-def read_windows(settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None) -> list[Window]:
+def read_windows(
+    settings: TextSettings, tokenizer: Tokenizer, *, download_dir: str | None = None
+) -> list[Window]:
     """The windows to score. ConfigError if there are none."""
     documents = read_documents(settings.source, settings.part, download_dir=download_dir)
-    found = list(islice(cut(documents, tokenizer, context=settings.context, stride=settings.stride), settings.num_windows))
+    found = list(
+        islice(
+            cut(documents, tokenizer, context=settings.context, stride=settings.stride),
+            settings.num_windows,
+        )
+    )
     if not found:
-        raise ConfigError(f"{_which(settings.source, settings.part)} holds no text to score", field="text")
+        raise ConfigError(
+            f"{_which(settings.source, settings.part)} holds no text to score", field="text"
+        )
     return found
 
 
 def check_text(settings: TextSettings, *, download_dir: str | None = None) -> None:
     """ConfigError or DownloadError if there is no text, before a model is loaded."""
-    if next(iter(read_documents(settings.source, settings.part, download_dir=download_dir)), None) is None:
-        raise ConfigError(f"{_which(settings.source, settings.part)} holds no text to score", field="text")
+    if (
+        next(iter(read_documents(settings.source, settings.part, download_dir=download_dir)), None)
+        is None
+    ):
+        raise ConfigError(
+            f"{_which(settings.source, settings.part)} holds no text to score", field="text"
+        )
 
 
 def calibration_windows(
@@ -129,7 +159,11 @@ def calibration_windows(
     """`num_windows` windows of exactly `context` tokens of the calibration part, without overlaps. ConfigError if it has
     fewer."""
     documents = read_documents(source, "calibration", download_dir=download_dir)
-    whole = (w.token_ids for w in cut(documents, tokenizer, context=context, stride=context) if len(w.token_ids) == context)
+    whole = (
+        w.token_ids
+        for w in cut(documents, tokenizer, context=context, stride=context)
+        if len(w.token_ids) == context
+    )
     found = list(islice(whole, num_windows))
     if len(found) < num_windows:
         raise ConfigError(
@@ -140,7 +174,9 @@ def calibration_windows(
     return found
 
 
-def cut(documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int) -> Iterator[Window]:
+def cut(
+    documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, stride: int
+) -> Iterator[Window]:
     """Windows of at most `context` tokens within a document, `stride` tokens apart. Every token is scored once, except the
     first of a document and, if windows do not overlap (stride = context), the first of each window."""
     for document in documents:
@@ -159,7 +195,9 @@ def cut(documents: Iterable[Document], tokenizer: Tokenizer, *, context: int, st
 # --- Sources ----------------------------------------------------------------------------------------------------------
 
 
-def read_documents(source: str, part: Part, *, download_dir: str | None = None) -> Iterator[Document]:
+def read_documents(
+    source: str, part: Part, *, download_dir: str | None = None
+) -> Iterator[Document]:
     """The documents of one part of the source, in its order, read as needed. ConfigError or DownloadError if it can't be
     read."""
     if source == DEFAULT_TEXT:
@@ -186,7 +224,8 @@ def _sharegpt(path: Path) -> Iterator[Document]:
 def _file(path: Path, part: Part) -> Iterator[Document]:
     if not path.is_file():
         raise ConfigError(
-            f"text {str(path)!r} is no file; give a text or .jsonl file, {DEFAULT_TEXT!r}, or hf:ORG/NAME", field="text"
+            f"text {str(path)!r} is no file; give a text or .jsonl file, {DEFAULT_TEXT!r}, or hf:ORG/NAME",
+            field="text",
         )
     if path.suffix == ".jsonl":
         return _documents(_lines(path), str(path))
@@ -195,7 +234,9 @@ def _file(path: Path, part: Part) -> Iterator[Document]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"text {str(path)!r} can't be read as UTF-8: {error}", field="text") from error
+        raise ConfigError(
+            f"text {str(path)!r} can't be read as UTF-8: {error}", field="text"
+        ) from error
     if part == "all":
         return iter([Document(text=text)] if text else [])
     return (Document(text=section) for section in sections(text))
@@ -218,7 +259,9 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
                 try:
                     yield parse_json(line)
                 except ValueError as error:
-                    raise ConfigError(f"{path}, line {number} is no JSON: {error}", field="text") from error
+                    raise ConfigError(
+                        f"{path}, line {number} is no JSON: {error}", field="text"
+                    ) from error
 
 
 def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
@@ -230,7 +273,8 @@ def _hub_rows(source: str) -> Iterator[Mapping[str, Any]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"text {source!r} needs the package datasets: pip install 'slipstream[eval]'", field="text"
+            f"text {source!r} needs the package datasets: pip install 'slipstream[eval]'",
+            field="text",
         ) from error
     return iter(load_dataset(name, config or None, split=split or "train", streaming=True))
 
@@ -266,10 +310,24 @@ def _turns(given: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     no answer."""
     turns: list[tuple[str, str]] = []
     for turn in given:
-        role, content = ROLES.get(str(turn.get("role", turn.get("from")))), turn.get("content", turn.get("value"))
+        role, content = (
+            ROLES.get(str(turn.get("role", turn.get("from")))),
+            turn.get("content", turn.get("value")),
+        )
         last = turns[-1][0] if turns else None
-        wanted = ("system", "user") if last is None else ("user",) if last in ("system", "assistant") else ("assistant",)
-        if role is None or role not in wanted or not isinstance(content, str) or not content.strip():
+        wanted = (
+            ("system", "user")
+            if last is None
+            else ("user",)
+            if last in ("system", "assistant")
+            else ("assistant",)
+        )
+        if (
+            role is None
+            or role not in wanted
+            or not isinstance(content, str)
+            or not content.strip()
+        ):
             break
         turns.append((role, content))
     return tuple(turns) if any(role == "assistant" for role, _ in turns) else ()

@@ -112,7 +112,10 @@ class Autoscaler:
         attainment: float = 0.99,
     ) -> None:
         if not 0 < share <= keep_share < 1:
-            raise ConfigError(f"share={share} and keep_share={keep_share}: need 0 < share ≤ keep_share < 1", field="share")
+            raise ConfigError(
+                f"share={share} and keep_share={keep_share}: need 0 < share ≤ keep_share < 1",
+                field="share",
+            )
         self.replicas_for, self.limits = replicas_for, limits
         self._interval_s, self._cold_start_s, self._hold_s = interval_s, cold_start_s, hold_s
         self._share = self._least_share = share
@@ -144,13 +147,19 @@ class Autoscaler:
         if seen.num_arrivals or seen.num_ongoing or (usual and self._last_request is None):
             self._last_request = seen.at
         self._follow_quality(seen)
-        if limits.min_replicas == 0 and (self._last_request is None or seen.at - self._last_request >= limits.idle_s):
+        if limits.min_replicas == 0 and (
+            self._last_request is None or seen.at - self._last_request >= limits.idle_s
+        ):
             self._wanted.clear()
             return 0
-        behind = max(0, seen.num_at_gateway + seen.num_waiting - usual)  # one that waits a moment on each is no queue
+        behind = max(
+            0, seen.num_at_gateway + seen.num_waiting - usual
+        )  # one that waits a moment on each is no queue
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
-        most = self.replicas_for(self._forecast.upper(min(MOST_SHARE, self._share + self._caution)) + late)
+        most = self.replicas_for(
+            self._forecast.upper(min(MOST_SHARE, self._share + self._caution)) + late
+        )
         self._decisions += 1
         wanted = max(1, least, usual if self._decisions <= LEARNING else min(usual, most))
         self._wanted.append((seen.at, wanted))

@@ -73,12 +73,18 @@ class Enova:
             for i in range(self.MINUTES)
         ]
         there = max(1, seen.num_ready)
-        if all(statistics.fmean(o.num_waiting + o.num_at_gateway for o in m) >= self.PENDING for m in minutes):
+        if all(
+            statistics.fmean(o.num_waiting + o.num_at_gateway for o in m) >= self.PENDING
+            for m in minutes
+        ):
             new = max(sum(o.num_arrivals for o in m) for m in minutes)
             answered = max(1, max(sum(o.num_finished for o in m) for m in minutes))
             return max(there, math.ceil(new / answered * there))
-        idle = all(statistics.fmean(o.kv_cache_usage for o in m) <= self.CACHE for m in minutes) and all(
-            statistics.fmean(o.num_running for o in m) / there <= self.RUNNING * self._max_num_seqs for m in minutes
+        idle = all(
+            statistics.fmean(o.kv_cache_usage for o in m) <= self.CACHE for m in minutes
+        ) and all(
+            statistics.fmean(o.num_running for o in m) / there <= self.RUNNING * self._max_num_seqs
+            for m in minutes
         )
         return math.ceil(there / 2) if idle and there > 1 else there
 
@@ -93,7 +99,10 @@ class RayServe:
         self._limits, self._target = limits, target
         self._ongoing: deque[tuple[float, int]] = deque()
         self._wanted: int | None = None
-        self._since: tuple[int, float] = (0, 0.0)  # the direction that is wished for, and since when
+        self._since: tuple[int, float] = (
+            0,
+            0.0,
+        )  # the direction that is wished for, and since when
 
     def decide(self, seen: FleetObservation) -> int:
         if self._wanted is None:
@@ -101,7 +110,9 @@ class RayServe:
         self._ongoing.append((seen.at, seen.num_ongoing))
         while self._ongoing[0][0] <= seen.at - self.LOOK_BACK_S:
             self._ongoing.popleft()
-        wished = self._limits.within(math.ceil(statistics.fmean(n for _, n in self._ongoing) / self._target))
+        wished = self._limits.within(
+            math.ceil(statistics.fmean(n for _, n in self._ongoing) / self._target)
+        )
         direction = (wished > self._wanted) - (wished < self._wanted)
         if direction != self._since[0]:
             self._since = (direction, seen.at)

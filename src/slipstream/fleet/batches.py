@@ -28,7 +28,11 @@ class FleetLineRunner:
             surplus += lines[::-1][: max(0, -room)]
             free += max(0, room) if self._is_able(replica) else 0
         waiting = [scope for scope in running if "replica" not in scope]
-        if not free and not waiting and any(v.is_asleep for versions in self.members.models.values() for v in versions):
+        if (
+            not free
+            and not waiting
+            and any(v.is_asleep for versions in self.members.models.values() for v in versions)
+        ):
             free = 1
         most = self.members.fleet.batch_max_concurrent
         if most is not None:
@@ -46,4 +50,9 @@ class FleetLineRunner:
     @staticmethod
     def _is_able(replica: Replica) -> bool:
         watched = replica.version.guard.replicas.get(replica.id)
-        return replica.heard and not replica.draining and watched is not None and watched.out_until <= time.monotonic()
+        return (
+            replica.heard
+            and not replica.draining
+            and watched is not None
+            and watched.out_until <= time.monotonic()
+        )

@@ -66,7 +66,12 @@ class RecentCapacity:
     RECENT, FEWEST, FIRST_S, EVERY_S = 2000, 100, 60.0, 600.0
 
     def __init__(
-        self, engine: SimulatedEngine, prior: Workload, objectives: LatencyObjectives, *, sizes: Sequence[int] = SIZES
+        self,
+        engine: SimulatedEngine,
+        prior: Workload,
+        objectives: LatencyObjectives,
+        *,
+        sizes: Sequence[int] = SIZES,
     ) -> None:
         self._engine, self._objectives, self._sizes = engine, objectives, sizes
         self._lengths: deque[TrafficRequest] = deque(maxlen=self.RECENT)
@@ -108,7 +113,9 @@ def fleet_capacity(
     one = find_capacity(engine, users, objectives, seed=seed)
     if one.rate is None:
         reached = ", ".join(f"{k}={v:.3g}" for k, v in objectives.reached(one.alone).items())
-        raise ConfigError(f"the objectives do not hold for a request alone, which reaches {reached}", field="slo")
+        raise ConfigError(
+            f"the objectives do not hold for a request alone, which reaches {reached}", field="slo"
+        )
     rates = [(1, one.rate)]
     for number in sizes:
         if number == 1:
@@ -119,7 +126,13 @@ def fleet_capacity(
         while True:
             rate *= PRECISION
             traffic = users.traffic(Poisson(rate=rate), count, seed=seed)
-            run = simulate(engine, traffic, num_replicas=number, router="least-loaded", objectives=objectives.limits)
+            run = simulate(
+                engine,
+                traffic,
+                num_replicas=number,
+                router="least-loaded",
+                objectives=objectives.limits,
+            )
             if not objectives.met_by(run) or not keeps_up(run, rate):
                 break
             best = rate

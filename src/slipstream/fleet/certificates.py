@@ -53,12 +53,19 @@ def make(folder: Path) -> CertificateFiles:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
     except ImportError:
-        raise ConfigError("tls: auto needs cryptography: pip install 'slipstream[fleet]'", field="tls") from None
+        raise ConfigError(
+            "tls: auto needs cryptography: pip install 'slipstream[fleet]'", field="tls"
+        ) from None
 
     now = datetime.datetime.now(datetime.UTC)
 
     def sign(
-        name: str, key: ec.EllipticCurvePrivateKey, issuer: str, by: ec.EllipticCurvePrivateKey, *, is_ca: bool
+        name: str,
+        key: ec.EllipticCurvePrivateKey,
+        issuer: str,
+        by: ec.EllipticCurvePrivateKey,
+        *,
+        is_ca: bool,
     ) -> bytes:
         def named(text: str) -> x509.Name:
             return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
@@ -72,20 +79,33 @@ def make(folder: Path) -> CertificateFiles:
             .not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
             .not_valid_after(now + datetime.timedelta(days=_DAYS))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()), critical=False
+            )
         )
         if not is_ca:
-            builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            builder = builder.add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False
+            )
         else:
             usage = dict.fromkeys(
                 (
-                    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment"),
+                    *(
+                        "digital_signature",
+                        "content_commitment",
+                        "key_encipherment",
+                        "data_encipherment",
+                    ),
                     *("key_agreement", "encipher_only", "decipher_only"),
                 ),
                 False,
             )
-            builder = builder.add_extension(x509.KeyUsage(key_cert_sign=True, crl_sign=True, **usage), critical=True)
+            builder = builder.add_extension(
+                x509.KeyUsage(key_cert_sign=True, crl_sign=True, **usage), critical=True
+            )
         return builder.sign(by, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,12 +117,16 @@ def make(folder: Path) -> CertificateFiles:
         return str(path)
 
     authority = ec.generate_private_key(ec.SECP256R1())
-    ca = keep("ca.pem", sign("slipstream fleet", authority, "slipstream fleet", authority, is_ca=True))
+    ca = keep(
+        "ca.pem", sign("slipstream fleet", authority, "slipstream fleet", authority, is_ca=True)
+    )
     pairs = []
     for name in ("gateway", "replica"):
         key = ec.generate_private_key(ec.SECP256R1())
         pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
         )
         certificate = sign(name, key, "slipstream fleet", authority, is_ca=False)
         pairs.append((keep(f"{name}.pem", certificate), keep(f"{name}-key.pem", pem)))

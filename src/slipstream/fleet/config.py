@@ -51,7 +51,9 @@ class Resources(Spec, frozen=True, kw_only=True):
 
     cpus: Annotated[float, Meta(ge=0)] = 1.0
     gpus: Annotated[float, Meta(ge=0)] = 0.0
-    devices: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES of the first replica, the second, … ; empty: as they come
+    devices: tuple[
+        str, ...
+    ] = ()  # CUDA_VISIBLE_DEVICES of the first replica, the second, … ; empty: as they come
     custom: dict[str, float] = {}  # of Ray's: kinds of nodes
 
 
@@ -69,14 +71,18 @@ class Version(Spec, frozen=True, kw_only=True):
     name: Name
     model: str  # as `slipstream serve` takes it
     share: Share = 1.0  # of the model's requests, against its other versions
-    shadow: Annotated[float, Meta(ge=0, le=1)] = 0.0  # this share of requests is sent here, too; the answers are dropped
+    shadow: Annotated[float, Meta(ge=0, le=1)] = (
+        0.0  # this share of requests is sent here, too; the answers are dropped
+    )
     replicas: Count | ReplicaRange = 1
     engine: dict[str, Any] = {}  # fields of EngineArgs
     server: dict[str, Any] = {}  # some fields of ServerSettings
     resources: Resources = Resources()
     weight: Annotated[float, Meta(gt=0)] = 1.0
     pools: tuple[Pool, ...] = ()
-    prefill_tokens_per_s: Annotated[float, Meta(gt=0)] = 10_000.0  # what the planner expects of one replica
+    prefill_tokens_per_s: Annotated[float, Meta(gt=0)] = (
+        10_000.0  # what the planner expects of one replica
+    )
     step_s: Seconds = 0.02
 
 
@@ -98,7 +104,9 @@ class Autoscale(Spec, frozen=True, kw_only=True):
     cold_start_s: Seconds | None = None  # as measured
     wait_s: Seconds = 300.0
     max_waiting: Annotated[int, Meta(ge=1)] = 256
-    device: str | None = None  # that the replicas have, as `slipstream plan --gpu` names it; None: this machine's
+    device: str | None = (
+        None  # that the replicas have, as `slipstream plan --gpu` names it; None: this machine's
+    )
 
 
 class Model(Spec, frozen=True, kw_only=True):
@@ -107,7 +115,9 @@ class Model(Spec, frozen=True, kw_only=True):
 
 
 class Retries(Spec, frozen=True, kw_only=True):
-    share: Annotated[float, Meta(ge=0, le=1)] = 0.2  # of requests may be sent again, in the long run
+    share: Annotated[float, Meta(ge=0, le=1)] = (
+        0.2  # of requests may be sent again, in the long run
+    )
     most: Annotated[int, Meta(ge=0, le=20)] = 3  # of one request
 
 
@@ -125,12 +135,22 @@ class Routing(Spec, frozen=True, kw_only=True):
     thrift: Annotated[float, Meta(ge=0)] = 1.5
     retries: Retries = Retries()
     hedging: Hedging | None = None
-    queue_s: Annotated[float, Meta(ge=0)] = 30.0  # how long a request waits at the gateway for a replica
-    slow_factor: Annotated[float, Meta(gt=1)] = 4.0  # a replica so many times slower than the others is taken out
-    probe_s: Annotated[float, Meta(ge=0)] = 30.0  # between looks whether replicas say the same; 0: none
+    queue_s: Annotated[float, Meta(ge=0)] = (
+        30.0  # how long a request waits at the gateway for a replica
+    )
+    slow_factor: Annotated[float, Meta(gt=1)] = (
+        4.0  # a replica so many times slower than the others is taken out
+    )
+    probe_s: Annotated[float, Meta(ge=0)] = (
+        30.0  # between looks whether replicas say the same; 0: none
+    )
     connect_s: Seconds = 2.0
-    silence_s: Seconds = 20.0  # of a replica, which reports its load twice a second: it hangs as a whole
-    first_token_s: Seconds = 120.0  # from when a request was sent to a replica; or three times what was predicted
+    silence_s: Seconds = (
+        20.0  # of a replica, which reports its load twice a second: it hangs as a whole
+    )
+    first_token_s: Seconds = (
+        120.0  # from when a request was sent to a replica; or three times what was predicted
+    )
     next_token_s: Seconds = 120.0  # between tokens
 
 
@@ -149,18 +169,28 @@ class Fleet(Spec, frozen=True, kw_only=True):
     backend: Literal["processes", "ray"] = "processes"
     ray_address: str | None = None  # of a cluster; left out: one on this machine
     api_key_file: str | None = None
-    keys_file: str | None = None  # of `slipstream keys`: roles, and limits that the gateway holds over all replicas
+    keys_file: str | None = (
+        None  # of `slipstream keys`: roles, and limits that the gateway holds over all replicas
+    )
     state_dir: str | None = None  # where keys' tokens by day are kept beyond the fleet's life
     detect: bool = False  # watch the replicas for trouble
     alert_urls: tuple[str, ...] = ()  # addresses that get findings
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
-    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = None  # where the gateway speaks KServe's protocol over gRPC
-    files_dir: str | None = None  # where files and batches are, beyond the fleet's life; None: there are none
+    grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = (
+        None  # where the gateway speaks KServe's protocol over gRPC
+    )
+    files_dir: str | None = (
+        None  # where files and batches are, beyond the fleet's life; None: there are none
+    )
     max_files_bytes: Annotated[int, Meta(gt=0)] = 2**30
     max_file_bytes: Annotated[int, Meta(gt=0)] = 100 * 2**20
-    batch_max_concurrent: Annotated[int, Meta(gt=0)] | None = None  # lines at once; None: half of what the replicas run at once
-    batch_beside: Annotated[int, Meta(ge=0)] = 0  # of them at replicas that have requests of clients
+    batch_max_concurrent: Annotated[int, Meta(gt=0)] | None = (
+        None  # lines at once; None: half of what the replicas run at once
+    )
+    batch_beside: Annotated[int, Meta(ge=0)] = (
+        0  # of them at replicas that have requests of clients
+    )
     audit_log: str | None = None  # the file
     audit_max_bytes: Annotated[int, Meta(ge=4096)] = 64 * 2**20
     audit_prompts: bool = False
@@ -206,7 +236,9 @@ class PoolSpec:
     @property
     def fingerprint(self) -> str:
         """Of what a replica is started with: another one needs other replicas."""
-        return hashlib.blake2b(repr((self.args, self.server, self.resources)).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            repr((self.args, self.server, self.resources)).encode(), digest_size=8
+        ).hexdigest()
 
 
 _OF_FLEET = {  # fields of ServerSettings that the fleet itself sets
@@ -226,14 +258,30 @@ _NOT_IN_FLEET = {
 
 _OF_GATEWAY = (
     *("host", "port", "keys_file", "state_dir", "ssl_certfile", "ssl_keyfile", "grpc_port"),
-    *("files_dir", "max_files_bytes", "max_file_bytes", "audit_log", "audit_max_bytes", "audit_prompts", "audit_failure"),
+    *(
+        "files_dir",
+        "max_files_bytes",
+        "max_file_bytes",
+        "audit_log",
+        "audit_max_bytes",
+        "audit_prompts",
+        "audit_failure",
+    ),
 )
 """Fields that are the gateway's ServerSettings, and that a rollout can't change."""
 
 FIXED = (*_OF_GATEWAY, "api_key_file", "backend", "ray_address", "tls", "detect", "alert_urls")
 """Fields that a rollout can't change."""
 
-_PATHS = ("api_key_file", "keys_file", "state_dir", "ssl_certfile", "ssl_keyfile", "files_dir", "audit_log")
+_PATHS = (
+    "api_key_file",
+    "keys_file",
+    "state_dir",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "files_dir",
+    "audit_log",
+)
 
 
 def read(path: str | Path) -> Fleet:
@@ -253,9 +301,14 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
         try:
             return str(folder / Path(path).expanduser())
         except RuntimeError:
-            raise ConfigError(f"{field}: the home folder of {path} is not known; write the whole path", field=field) from None
+            raise ConfigError(
+                f"{field}: the home folder of {path} is not known; write the whole path",
+                field=field,
+            ) from None
 
-    def model(name: str, field: str = "model") -> str:  # a name that only looks like a path is one of a hub
+    def model(
+        name: str, field: str = "model"
+    ) -> str:  # a name that only looks like a path is one of a hub
         return at(name, field) if name.startswith(("./", "../", "~")) else name
 
     def placed(version: Version) -> Version:
@@ -263,14 +316,26 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
             adapters = given.get("lora_modules")
             if not isinstance(adapters, dict):
                 return given
-            return {**given, "lora_modules": {name: model(str(path), "lora_modules") for name, path in adapters.items()}}
+            return {
+                **given,
+                "lora_modules": {
+                    name: model(str(path), "lora_modules") for name, path in adapters.items()
+                },
+            }
 
         own = tuple(replace(pool, engine=engine(pool.engine)) for pool in version.pools)
-        return replace(version, model=model(version.model), engine=engine(version.engine), pools=own)
+        return replace(
+            version, model=model(version.model), engine=engine(version.engine), pools=own
+        )
 
     replace = msgspec.structs.replace
-    models = {name: replace(m, versions=tuple(map(placed, m.versions))) for name, m in fleet.models.items()}
-    given: dict[str, Any] = {name: at(path, name) for name in _PATHS if (path := getattr(fleet, name)) is not None}
+    models = {
+        name: replace(m, versions=tuple(map(placed, m.versions)))
+        for name, m in fleet.models.items()
+    }
+    given: dict[str, Any] = {
+        name: at(path, name) for name in _PATHS if (path := getattr(fleet, name)) is not None
+    }
     if isinstance(tls := fleet.tls, Tls) and tls.ca and tls.certificate and tls.key:
         files = {"ca": tls.ca, "certificate": tls.certificate, "key": tls.key}
         given["tls"] = Tls(**{name: at(path, f"tls.{name}") for name, path in files.items()})
@@ -300,7 +365,9 @@ def check(data: object) -> Fleet:
         raise ConfigError("alert_urls has an effect only with detect: true", field="alert_urls")
     for field in ("batch_max_concurrent", "batch_beside"):
         if fleet.files_dir is None and getattr(fleet, field):
-            raise ConfigError(f"{field} has an effect only with files_dir; set that, or leave it out", field=field)
+            raise ConfigError(
+                f"{field} has an effect only with files_dir; set that, or leave it out", field=field
+            )
     for name, model in fleet.models.items():
         where = f"models.{name}.versions"
         _unique((version.name for version in model.versions), where)
@@ -308,7 +375,9 @@ def check(data: object) -> Fleet:
             raise ConfigError(f"{where}: every share is 0, so nobody would answer", field=where)
     if fleet.backend == "processes" and fleet.ray_address is not None:
         raise ConfigError("ray_address has an effect only with backend: ray", field="ray_address")
-    if isinstance(fleet.tls, Tls) and not (fleet.tls.ca and fleet.tls.certificate and fleet.tls.key):
+    if isinstance(fleet.tls, Tls) and not (
+        fleet.tls.ca and fleet.tls.certificate and fleet.tls.key
+    ):
         raise ConfigError("tls: give ca, certificate and key, or auto", field="tls")
     found = pools(fleet)
     _check_adapters(fleet, found)
@@ -336,10 +405,16 @@ def _plain(message: str, where: str) -> str:
     if message.startswith("Invalid enum value"):
         return message + allowed_values(Fleet, where)
     if (found := _UNKNOWN.fullmatch(message)) is None:
-        return "the file is empty" if where == "fleet.yaml" and message.endswith("got `null`") else message
+        return (
+            "the file is empty"
+            if where == "fleet.yaml" and message.endswith("got `null`")
+            else message
+        )
     known, told = _fields(), f"there is no field {found[1]!r}"
     here = re.sub(r"\[[^]]*\]", "[]", where).removeprefix("fleet.yaml")
-    if near := difflib.get_close_matches(found[1].lower(), [name for place, name in known if place == here], n=1):
+    if near := difflib.get_close_matches(
+        found[1].lower(), [name for place, name in known if place == here], n=1
+    ):
         return f"{told}; did you mean {near[0]!r}?"
     if others := [place for place, name in known if name == found[1] and place != here]:
         return f"{told} here; it stands in {' or '.join(others[:3])}"
@@ -383,19 +458,28 @@ def pools(fleet: Fleet) -> list[PoolSpec]:
 
 def _pool(model: str, version: Version, pool: Pool, where: str) -> PoolSpec:
     replicas = version.replicas if pool.replicas is None else pool.replicas
-    least, most = (replicas.min, replicas.max) if isinstance(replicas, ReplicaRange) else (replicas, replicas)
+    least, most = (
+        (replicas.min, replicas.max) if isinstance(replicas, ReplicaRange) else (replicas, replicas)
+    )
     if least > most:
-        raise ConfigError(f"{where}.replicas: min {least} is above max {most}", field=f"{where}.replicas")
+        raise ConfigError(
+            f"{where}.replicas: min {least} is above max {most}", field=f"{where}.replicas"
+        )
     settings = {**version.engine, **pool.engine}
     for name in ("model", "download_dir"):
         if name == "model" and name in settings:
-            raise ConfigError(f"{where}.engine.model: the version's own field says it", field=f"{where}.engine.model")
+            raise ConfigError(
+                f"{where}.engine.model: the version's own field says it",
+                field=f"{where}.engine.model",
+            )
     try:
         args = EngineArgs(model=version.model, **settings)
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{where}.engine: {error}", field=f"{where}.engine") from None
     if taken := sorted(_OF_FLEET & version.server.keys()):
-        raise ConfigError(f"{where}.server.{taken[0]}: the fleet sets it", field=f"{where}.server.{taken[0]}")
+        raise ConfigError(
+            f"{where}.server.{taken[0]}: the fleet sets it", field=f"{where}.server.{taken[0]}"
+        )
     if wrong := sorted(_NOT_IN_FLEET.keys() & version.server.keys()):
         message = f"{where}.server.{wrong[0]}: leave it out; {_NOT_IN_FLEET[wrong[0]]}"
         raise ConfigError(message, field=f"{where}.server.{wrong[0]}")
@@ -425,7 +509,9 @@ def _check_adapters(fleet: Fleet, found: list[PoolSpec]) -> None:
         for name in spec.adapters:
             where = f"models.{spec.model}: engine.lora_modules"
             if name in fleet.models:
-                raise ConfigError(f"{where}: {name!r} is a model's name; take another", field="lora_modules")
+                raise ConfigError(
+                    f"{where}: {name!r} is a model's name; take another", field="lora_modules"
+                )
             if of.setdefault(name, spec.model) != spec.model:
                 message = f"{where}: {name!r} is an adapter of {of[name]}, too; take another name"
                 raise ConfigError(message, field="lora_modules")
@@ -449,12 +535,22 @@ def _check_autoscale(fleet: Fleet, name: str, own: list[PoolSpec]) -> None:
     if not any(spec.is_scaled for spec in own):
         field = f"models.{name}.versions[0].replicas"
         raise ConfigError(f"{field}: autoscale needs {{min, max}} that differ", field=field)
-    if fleet.ray_address is not None and settings.device is None and any(s.is_scaled and s.resources.gpus for s in own):
+    if (
+        fleet.ray_address is not None
+        and settings.device is None
+        and any(s.is_scaled and s.resources.gpus for s in own)
+    ):
         field = f"{where}.device"
-        raise ConfigError(f"{field}: name the GPU of the cluster's replicas, as for `slipstream plan --gpu`", field=field)
+        raise ConfigError(
+            f"{field}: name the GPU of the cluster's replicas, as for `slipstream plan --gpu`",
+            field=field,
+        )
     objectives = settings.objectives or fleet.objectives
     if objectives.ttft_s is None and objectives.itl_s is None:
-        raise ConfigError(f"{where}.objectives: give ttft_s, itl_s or both, here or for the fleet", field=f"{where}.objectives")
+        raise ConfigError(
+            f"{where}.objectives: give ttft_s, itl_s or both, here or for the fleet",
+            field=f"{where}.objectives",
+        )
 
 
 def _check_scaled(spec: PoolSpec, share: float, field: str, where: str, *, is_alone: bool) -> None:

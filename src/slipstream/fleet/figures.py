@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from slipstream.fleet.forward import Forwarder
     from slipstream.fleet.members import Members
 
-_MEANS = frozenset({"kv_cache_usage", "host_bytes_per_s", "disk_bytes_per_s", "prefill_tokens_per_s", "rank_imbalance"})
+_MEANS = frozenset(
+    {
+        "kv_cache_usage",
+        "host_bytes_per_s",
+        "disk_bytes_per_s",
+        "prefill_tokens_per_s",
+        "rank_imbalance",
+    }
+)
 _MOST = frozenset({"last_step_age_s", "uptime_s"})
 
 
@@ -59,7 +67,9 @@ def _joined(name: str, now: list[Any], gone: list[Any]) -> Any:
     if name == "expert_load":
         by_layer: dict[int, list[int]] = {}
         for layer, counts in (one for load in (*now, *gone) for one in load):
-            by_layer[layer] = [a + b for a, b in zip_longest(by_layer.get(layer, ()), counts, fillvalue=0)]
+            by_layer[layer] = [
+                a + b for a, b in zip_longest(by_layer.get(layer, ()), counts, fillvalue=0)
+            ]
         return tuple((layer, tuple(counts)) for layer, counts in sorted(by_layer.items()))
     if isinstance(first, tuple):
         return tuple(map(sum, zip_longest(*now, *gone, fillvalue=0)))
@@ -79,13 +89,21 @@ class FleetMetrics(Collector):
         self._members, self._forwarder = members, forwarder
 
     def collect(self) -> Iterator[Metric]:
-        replicas = GaugeMetricFamily("slipstream:fleet_replicas", "Replicas by state", labels=["model_name", "state"])
+        replicas = GaugeMetricFamily(
+            "slipstream:fleet_replicas", "Replicas by state", labels=["model_name", "state"]
+        )
         for name, versions in self._members.models.items():
-            states = [version.state_of(replica) for version in versions for replica in version.replicas.values()]
+            states = [
+                version.state_of(replica)
+                for version in versions
+                for replica in version.replicas.values()
+            ]
             for state in ("serving", "draining", "silent", "out"):
                 replicas.add_metric([name, state], states.count(state))
         yield replicas
-        events = CounterMetricFamily("slipstream:fleet_events", "What became of requests at the gateway", labels=["event"])
+        events = CounterMetricFamily(
+            "slipstream:fleet_events", "What became of requests at the gateway", labels=["event"]
+        )
         for event, number in self._forwarder.counts.items():
             events.add_metric([event], number)
         yield events

@@ -59,9 +59,13 @@ class Forecast:
         self._day = max(1, round(DAY_S / interval_s))
         self._seen: deque[float] = deque(maxlen=max(self._day, self.steps) + 1)
         self._levels: deque[float] = deque(maxlen=self._seen.maxlen)
-        self._made: deque[list[float]] = deque(maxlen=self.steps)  # forecasts that are not due yet, the oldest first
+        self._made: deque[list[float]] = deque(
+            maxlen=self.steps
+        )  # forecasts that are not due yet, the oldest first
         self._error = [0.0] * (len(SPEEDS) + 1)
-        self._short: deque[float] = deque(maxlen=WINDOW)  # by how much the chosen forecasts were too low, over √rate
+        self._short: deque[float] = deque(
+            maxlen=WINDOW
+        )  # by how much the chosen forecasts were too low, over √rate
         self._chosen: deque[float] = deque(maxlen=self.steps)
 
     def look_ahead(self, horizon_s: float) -> None:
@@ -118,8 +122,16 @@ class Forecast:
         """What the rate a horizon ahead stays below in such a share of the cases."""
         mean = self.mean()
         scale = math.sqrt(max(mean, 1 / self.interval_s))
-        if len(self._short) < 10:  # independent users: a Poisson distribution's noise over half a horizon
-            return max(0.0, mean + _NORMAL.inv_cdf(share) * scale / math.sqrt(max(1.0, self.steps / 2) * self.interval_s))
+        if (
+            len(self._short) < 10
+        ):  # independent users: a Poisson distribution's noise over half a horizon
+            return max(
+                0.0,
+                mean
+                + _NORMAL.inv_cdf(share)
+                * scale
+                / math.sqrt(max(1.0, self.steps / 2) * self.interval_s),
+            )
         errors = sorted(self._short)
         place = min(len(errors) - 1, math.ceil(share * (len(errors) + 1)) - 1)
         return max(0.0, mean + errors[place] * scale)

@@ -42,20 +42,34 @@ MAX_SHADOWS = 256
 
 SHADOWED = frozenset(
     {
-        *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate"),
+        *(
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/messages",
+            "/v1/embeddings",
+            "/api/chat",
+            "/api/generate",
+        ),
         *("/api/embed", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
     }
 )
 """Routes that leave nothing behind. /v1/responses keeps answers."""
 
-_PASSED = (b"content-type", b"cache-control", b"retry-after", b"inference-header-content-length")  # of answers
+_PASSED = (
+    b"content-type",
+    b"cache-control",
+    b"retry-after",
+    b"inference-header-content-length",
+)  # of answers
 _MAX_STORED = 100_000  # places of kept answers that are remembered
 
 
 class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
     """This replica can't answer; another may. `error` is its answer, if there was one."""
 
-    def __init__(self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True) -> None:
+    def __init__(
+        self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True
+    ) -> None:
         super().__init__(why)
         self.gone, self.error, self.blame = gone, error, blame
 
@@ -103,7 +117,9 @@ class Forwarder:
         self.members, self.metrics = members, metrics
         self.stored: dict[str, str] = {}  # kept answers: which replica has them
         self.shadows: set[asyncio.Task[None]] = set()
-        self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = self.num_unshadowed = 0
+        self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = (
+            self.num_unshadowed
+        ) = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,7 +150,9 @@ class Forwarder:
             except RetryElsewhere as failed:
                 last = failed
             self.num_failovers += 1
-            if len(call.marked.tokens) > told:  # it has come further, so this is no request that kills replicas
+            if (
+                len(call.marked.tokens) > told
+            ):  # it has come further, so this is no request that kills replicas
                 number, told = 0, len(call.marked.tokens)
             number += 1
             if number > most or not (call.begun or last.gone or self.members.budget.take()):
@@ -144,16 +162,27 @@ class Forwarder:
         """End a stream that can't go on."""
         self.num_broken += 1
         call.record.status, call.record.error = error.status, error.code
-        await call.send({"type": "http.response.body", "body": error_event(call.scope, error), "more_body": False})
+        await call.send(
+            {
+                "type": "http.response.body",
+                "body": error_event(call.scope, error),
+                "more_body": False,
+            }
+        )
 
-    async def _choose(self, version: Version, call: Call, last: RetryElsewhere | None) -> tuple[Replica, Decision]:
+    async def _choose(
+        self, version: Version, call: Call, last: RetryElsewhere | None
+    ) -> tuple[Replica, Decision]:
         """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
         now = time.monotonic()
         until = now + self.members.fleet.router.queue_s
         if (autoscale := version.autoscale) is not None and version.is_asleep:
             until = now + autoscale.wait_s
             if version.num_waiting >= autoscale.max_waiting:
-                raise unavailable(f"{version.num_waiting} requests wait for {version.model} to start", "too_many_waiting")
+                raise unavailable(
+                    f"{version.num_waiting} requests wait for {version.model} to start",
+                    "too_many_waiting",
+                )
         version.num_waiting += 1
         try:
             while True:
@@ -161,24 +190,36 @@ class Forwarder:
                 if decision is not None:
                     version.guard.sent(decision.replica, now)
                     return version.replicas[decision.replica], decision
-                if call.tried and not any(r.heard and r.id not in call.tried for r in version.replicas.values()):
+                if call.tried and not any(
+                    r.heard and r.id not in call.tried for r in version.replicas.values()
+                ):
                     call.tried.clear()  # all were tried; the first may be back
                     if last is not None and last.error is not None and last.error.status == 429:
                         raise last.error
                 if call.is_line and version.can_answer:
-                    raise unavailable(f"all replicas of {version.model} have requests of clients", "no_room")
+                    raise unavailable(
+                        f"all replicas of {version.model} have requests of clients", "no_room"
+                    )
                 if now >= until:
-                    raise unavailable(f"no replica of {version.model} could take the request", "no_replica")
+                    raise unavailable(
+                        f"no replica of {version.model} could take the request", "no_replica"
+                    )
                 change = version.guard.next_change(now)
                 await version.wait(min(until, change or until, now + 1.0) - now + 0.001)
                 now = time.monotonic()
         finally:
             version.num_waiting -= 1
 
-    def _decide(self, version: Version, call: Call, now: float, *, by_load: bool = False) -> Decision | None:
+    def _decide(
+        self, version: Version, call: Call, now: float, *, by_load: bool = False
+    ) -> Decision | None:
         exclude = version.guard.out(now) | call.tried
         if call.is_line:
-            exclude |= {r.id for r in version.replicas.values() if r.room_for_lines(self.members.fleet.batch_beside) <= 0}
+            exclude |= {
+                r.id
+                for r in version.replicas.values()
+                if r.room_for_lines(self.members.fleet.batch_beside) <= 0
+            }
         if call.only is not None and call.only in version.replicas:
             exclude = version.replicas.keys() - {call.only}
         if call.adapter is not None:
@@ -187,9 +228,13 @@ class Forwarder:
         if not by_load:
             able = [r for r in version.replicas.values() if r.heard]
             identities = {(r.root_of(call.adapter), r.block_size) for r in able}
-            chains = [chain(call.tokens, root, size) for root, size in identities if root is not None]
+            chains = [
+                chain(call.tokens, root, size) for root, size in identities if root is not None
+            ]
         session = None if by_load else call.session
-        return version.router.choose(chains, max(2, len(call.tokens)), now=now, session=session, exclude=exclude)
+        return version.router.choose(
+            chains, max(2, len(call.tokens)), now=now, session=session, exclude=exclude
+        )
 
     # --- One try ------------------------------------------------------------------------------------------------------
 
@@ -206,8 +251,13 @@ class Forwarder:
         tries = {asyncio.ensure_future(self._open(opened, call)): opened}
         failed: RetryElsewhere | None = None
         try:
-            await asyncio.wait(tries, timeout=max(hedging.after_s, 3 * opened.decision.predicted_ttft_s))
-            if not any(task.done() for task in tries) and (second := self._second(opened, call)) is not None:
+            await asyncio.wait(
+                tries, timeout=max(hedging.after_s, 3 * opened.decision.predicted_ttft_s)
+            )
+            if (
+                not any(task.done() for task in tries)
+                and (second := self._second(opened, call)) is not None
+            ):
                 tries[asyncio.ensure_future(self._open(second, call))] = second
             while tries:
                 done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
@@ -250,7 +300,9 @@ class Forwarder:
         if not (call.streams or call.generates):
             return None
         seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
-        if call.begun:  # the answer so far is computed first, which took no longer than all has taken
+        if (
+            call.begun
+        ):  # the answer so far is computed first, which took no longer than all has taken
             seconds += 2 * (time.monotonic() - call.record.start)
         return seconds
 
@@ -285,7 +337,9 @@ class Forwarder:
             opened.began()
         except BaseException as error:
             if isinstance(error, TimeoutError):
-                error = RetryElsewhere(f"replica {replica.id} gave no token in time", blame=not call.is_line)
+                error = RetryElsewhere(
+                    f"replica {replica.id} gave no token in time", blame=not call.is_line
+                )
             elif isinstance(error, UpstreamError):
                 error = RetryElsewhere(f"replica {replica.id}: {error}", gone=True)
             opened.failed(error)
@@ -329,7 +383,9 @@ class Forwarder:
                 while True:
                     if unwritten:
                         unwritten, events = b"", unwritten
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
                     if not call.begun or write is None:
                         break
                     await answer.pour(pass_on, next_token_s)
@@ -338,15 +394,22 @@ class Forwarder:
                 async with asyncio.timeout(next_token_s):
                     data = await answer.read()
         except (UpstreamError, TimeoutError) as error:
-            why = str(error) if isinstance(error, UpstreamError) else "it gave no more tokens in time"
-            failed = RetryElsewhere(f"replica {opened.replica.id}: {why}", gone=isinstance(error, UpstreamError))
+            why = (
+                str(error) if isinstance(error, UpstreamError) else "it gave no more tokens in time"
+            )
+            failed = RetryElsewhere(
+                f"replica {opened.replica.id}: {why}", gone=isinstance(error, UpstreamError)
+            )
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
         else:  # it sent an error event, or it is a route without marks
             code = marked.error_code
             if code in ELSEWHERE:
-                failed = RetryElsewhere(f"replica {opened.replica.id}: {code}", error=unavailable("the replica failed", code))
+                failed = RetryElsewhere(
+                    f"replica {opened.replica.id}: {code}",
+                    error=unavailable("the replica failed", code),
+                )
                 raise self._unless_lost(opened, call, failed)
             if not call.begun:
                 call.begun = True
@@ -371,7 +434,9 @@ class Forwarder:
         if not call.is_shadow:
             self.num_resumed += bool(call.marked.tokens)
         if call.begun and not call.marked.tokens:
-            return failed.error or unavailable("the replica failed, and the answer can't go on elsewhere", "replica_failed")
+            return failed.error or unavailable(
+                "the replica failed, and the answer can't go on elsewhere", "replica_failed"
+            )
         return failed
 
     async def _whole(self, opened: Opened, call: Call, about: list[tuple[bytes, bytes]]) -> None:
@@ -415,7 +480,9 @@ class Forwarder:
 
         scope = {"path": call.scope["path"], "record": RequestRecord(key=call.record.key)}
         given = (call.method, call.path, call.raw, call.headers, call.streams, call.generates)
-        copy = Call(scope, nowhere, *given, tokens=call.tokens, session=call.session, is_shadow=True)
+        copy = Call(
+            scope, nowhere, *given, tokens=call.tokens, session=call.session, is_shadow=True
+        )
         with contextlib.suppress(ApiError, RetryElsewhere):
             replica, decision = await self._choose(version, copy, None)
             await self._attempt(Opened(version, replica, decision, copy), copy)
@@ -425,7 +492,12 @@ class Opened:
     """A request at a replica that has been counted, until `close`."""
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
-        self.version, self.replica, self.decision, self._is_line = version, replica, decision, call.is_line
+        self.version, self.replica, self.decision, self._is_line = (
+            version,
+            replica,
+            decision,
+            call.is_line,
+        )
         self.answer: UpstreamConnection | None = None
         self.first: bytes | None = None  # of a stream
         self.whole: bytes | None = None
@@ -440,13 +512,17 @@ class Opened:
         now = time.monotonic()
         if self.whole is None:
             self.version.router.began(self.decision, now)
-            self.version.guard.answered(self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now)
+            self.version.guard.answered(
+                self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now
+            )
         else:
             self.version.guard.let_go(self.replica.id)
 
     def failed(self, error: BaseException) -> None:
         if isinstance(error, RetryElsewhere) and error.blame:
-            self.version.guard.failed(self.replica.id, str(error), time.monotonic(), gone=error.gone)
+            self.version.guard.failed(
+                self.replica.id, str(error), time.monotonic(), gone=error.gone
+            )
 
     def close(self) -> None:
         if self._closed:
@@ -490,10 +566,18 @@ def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsew
     if status == 429:
         return RetryElsewhere(message, error=overloaded(message), blame=False)
     if status in (500, 502, 503):
-        return RetryElsewhere(message, error=unavailable(message, code or "replica_failed"), blame=code != "shutting_down")
+        return RetryElsewhere(
+            message,
+            error=unavailable(message, code or "replica_failed"),
+            blame=code != "shutting_down",
+        )
     return RetryElsewhere(message, error=ApiError(status, message, code=code), blame=False)
 
 
 def _resume_body(call: Call) -> bytes:
-    wanted = {"path": call.scope["path"], "body": msgspec.Raw(call.raw), "answer_token_ids": call.marked.tokens}
+    wanted = {
+        "path": call.scope["path"],
+        "body": msgspec.Raw(call.raw),
+        "answer_token_ids": call.marked.tokens,
+    }
     return msgspec.json.encode(wanted)

@@ -46,12 +46,24 @@ from slipstream.server.replies import greeting, json_response
 from slipstream.server.state import ServerState
 from slipstream.server.status import page
 
-_KSERVE = re.compile(r"/v2/models/([^/]+(?:/[^/]+)*?)(?:/versions/\d+)?(?:/(?:infer|generate|generate_stream|ready|config))?")
+_KSERVE = re.compile(
+    r"/v2/models/([^/]+(?:/[^/]+)*?)(?:/versions/\d+)?(?:/(?:infer|generate|generate_stream|ready|config))?"
+)
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/input_items|/cancel)?")
 _WITH_MODEL = {
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"),
-    *("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/api/chat", "/api/generate", "/api/embed", "/api/show"),
+    *(
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/score",
+        "/v1/score",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/show",
+    ),
 }
 _NOT_HERE = {
     **dict.fromkeys(
@@ -59,7 +71,8 @@ _NOT_HERE = {
         "adapters of a fleet stand in its file (engine.lora_modules); change it and use `slipstream fleet rollout`",
     ),
     **dict.fromkeys(
-        ("/sleep", "/wake_up"), "replicas of a fleet do not sleep; use `slipstream fleet scale`, or autoscale with min: 0"
+        ("/sleep", "/wake_up"),
+        "replicas of a fleet do not sleep; use `slipstream fleet scale`, or autoscale with min: 0",
     ),
 }
 
@@ -92,7 +105,10 @@ class FleetDescription(Description):
         self.gateway = gateway
 
     def index(self) -> list[dict[str, str]]:
-        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.gateway.members.models]
+        return [
+            {"name": name, "version": VERSION, "state": "READY"}
+            for name in self.gateway.members.models
+        ]
 
     def require_ready(self) -> None:
         self.gateway.require_ready()
@@ -106,7 +122,11 @@ class Gateway:
         self.forwarder = Forwarder(members, metrics)
         self.autoscale_status: Callable[[], dict[str, dict[str, Any]]] = dict  # by pool; the head's
         self.about = FleetDescription(self)
-        self._stored: list[Route] = [*files.routes(state), *batches.routes(state), *feedback.routes(state)]
+        self._stored: list[Route] = [
+            *files.routes(state),
+            *batches.routes(state),
+            *feedback.routes(state),
+        ]
         metrics.registry.register(ScalerMetrics(lambda: self.autoscale_status()))
         metrics.registry.register(FleetMetrics(members, self.forwarder))
 
@@ -150,11 +170,17 @@ class Gateway:
         elif path == "/fleet/status":
             answer = self.status()
         elif path == "/metrics":
-            await Response(self._render_metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
+            await Response(self._render_metrics(), media_type="text/plain; version=0.0.4")(
+                scope, receive, send
+            )
             return True
         elif path == "/findings":
             if self.state.watch is None:
-                raise ApiError(404, "nobody looks for findings here: detect: true in the fleet's file", code="no_detector")
+                raise ApiError(
+                    404,
+                    "nobody looks for findings here: detect: true in the fleet's file",
+                    code="no_detector",
+                )
             answer = {"findings": self.state.watch.findings}
         elif path == "/v1/models":
             answer = self._models(is_anthropic=b"anthropic-version" in dict(scope["headers"]))
@@ -167,7 +193,9 @@ class Gateway:
         elif f"{path}/".startswith(("/v1/files/", "/v1/batches/", "/v1/feedback/")):
             await self._keep(scope, receive, send)
             return True
-        elif path.startswith("/fleet/"):  # a replica's own routes are for us: by them a client would reach every route there
+        elif path.startswith(
+            "/fleet/"
+        ):  # a replica's own routes are for us: by them a client would reach every route there
             raise ApiError(404, "unknown route; see /openapi.json", code="unknown_route")
         if answer is None:
             return False
@@ -179,14 +207,20 @@ class Gateway:
         if self.state.draining and not also_draining:
             raise shutting_down()
         models = self.members.models.items()
-        if down := [name for name, versions in models if not any(v.can_answer or v.is_asleep for v in versions)]:
+        if down := [
+            name
+            for name, versions in models
+            if not any(v.can_answer or v.is_asleep for v in versions)
+        ]:
             raise unavailable(f"no replica serves {', '.join(down)}", "no_replica")
 
     async def _keep(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Routes of what is kept at the gateway, and on no replica."""
         off = next((off for begin, off in _OFF.items() if scope["path"].startswith(begin)), None)
         if off is not None and getattr(self.state.settings, off[0]) is None:
-            raise ApiError(403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled")
+            raise ApiError(
+                403, f"{off[1]}: give the fleet's file {off[0]}", code=f"{off[2]}_disabled"
+            )
         methods: set[str] = set()
         for route in self._stored:
             match, more = route.matches(scope)
@@ -203,7 +237,9 @@ class Gateway:
         if self.state.watch is not None:
             lasting = (f for f in self.state.watch.findings if f["ended"] is None)
             # A replica's name begins with its model's, then come version, pool and number.
-            self.metrics.findings = Counter((f["replica"].rsplit("/", 3)[0], f["cause"]) for f in lasting)
+            self.metrics.findings = Counter(
+                (f["replica"].rsplit("/", 3)[0], f["cause"]) for f in lasting
+            )
         return self.metrics.render_all(of_engines(self.members))
 
     def _models(self, *, is_anthropic: bool) -> dict[str, object]:
@@ -214,7 +250,12 @@ class Gateway:
             if is_anthropic:
                 cards.append(anthropic_card(name, self.state.created, context))
                 continue
-            about = {"object": "model", "created": self.state.created, "owned_by": "slipstream", "max_model_len": context}
+            about = {
+                "object": "model",
+                "created": self.state.created,
+                "owned_by": "slipstream",
+                "max_model_len": context,
+            }
             cards.append({"id": name, **about})
             adapters = frozenset().union(*(v.adapters for v in versions if v.spec.share))
             cards += [{"id": adapter, **about, "parent": name} for adapter in sorted(adapters)]
@@ -228,7 +269,11 @@ class Gateway:
 
     def status(self) -> dict[str, object]:
         counts = self.forwarder.counts
-        own = {"in_flight": len(self.state.in_flight), "counts": counts, "autoscale": self.autoscale_status()}
+        own = {
+            "in_flight": len(self.state.in_flight),
+            "counts": counts,
+            "autoscale": self.autoscale_status(),
+        }
         return {**self.members.status(), **own}
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -241,18 +286,32 @@ class Gateway:
         headers = [
             b"%b: %b\r\n" % (key, value)
             for key, value in scope["headers"]
-            if key in (b"content-type", b"accept", b"anthropic-version", b"inference-header-content-length")
+            if key
+            in (
+                b"content-type",
+                b"accept",
+                b"anthropic-version",
+                b"inference-header-content-length",
+            )
         ]
         target = scope["raw_path"].split(b"?")[0] + (b"?" + query if query else b"")
         streams = bool(peek.stream) or path.endswith("/generate_stream")
         if path in ("/api/chat", "/api/generate") and peek.stream is None:
             streams = True
-        call = Call(scope, send, scope["method"].encode(), target, raw, headers, streams, adapter=adapter)
+        call = Call(
+            scope, send, scope["method"].encode(), target, raw, headers, streams, adapter=adapter
+        )
         own = dict(scope["headers"]).get(b"x-session-id")
         call.session = peek.prompt_cache_key or peek.user if own is None else own.decode("latin-1")
         stored = _STORED.fullmatch(path)
-        call.only = self.forwarder.stored.get(peek.previous_response_id or (stored[1] if stored else ""))
-        limits = contextlib.nullcontext() if scope["method"] == "GET" else admitted(self.state, call.record, adapter or name)
+        call.only = self.forwarder.stored.get(
+            peek.previous_response_id or (stored[1] if stored else "")
+        )
+        limits = (
+            contextlib.nullcontext()
+            if scope["method"] == "GET"
+            else admitted(self.state, call.record, adapter or name)
+        )
         try:
             with limits:
                 async with in_flight(self.state, receive):
@@ -294,7 +353,9 @@ class Gateway:
                 peek = _peek.decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 if path in _WITH_MODEL:
-                    raise bad_request(f"the body is not valid: {error}", code="invalid_json") from None
+                    raise bad_request(
+                        f"the body is not valid: {error}", code="invalid_json"
+                    ) from None
         elif path.startswith("/v1/models/"):
             peek.model = path.removeprefix("/v1/models/")
         if peek.model is None:

@@ -49,7 +49,9 @@ class Watched:
     out_until: float = 0.0
     why: str = ""
     trial: bool = False  # it was out, and one request may try
-    was_slow: bool = False  # it was out for that; until it has shown otherwise, requests go there one at a time
+    was_slow: bool = (
+        False  # it was out for that; until it has shown otherwise, requests go there one at a time
+    )
     seen: int = 0
     late_s: float = 0.0  # how far first tokens come behind what was predicted, smoothed
     ttft_s: float = 0.0  # smoothed
@@ -69,11 +71,17 @@ class Guard:
 
     def out(self, now: float) -> set[str]:
         """Replicas that get no requests now. After its pause a replica gets one request, and more once that is answered."""
-        return {name for name, watched in self.replicas.items() if watched.out_until > now or watched.trial}
+        return {
+            name
+            for name, watched in self.replicas.items()
+            if watched.out_until > now or watched.trial
+        }
 
     def next_change(self, now: float) -> float | None:
         """When a pause ends."""
-        return min((w.out_until for w in self.replicas.values() if inf > w.out_until > now), default=None)
+        return min(
+            (w.out_until for w in self.replicas.values() if inf > w.out_until > now), default=None
+        )
 
     def sent(self, replica: str, now: float) -> None:
         watched = self.replicas.get(replica)
@@ -104,8 +112,14 @@ class Guard:
         watched.late_s += weight * (max(0.0, ttft_s - predicted_s) - watched.late_s)
         watched.ttft_s += weight * (ttft_s - watched.ttft_s)
         if self._is_slow(replica, now):
-            others = median(w.ttft_s for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN)
-            self._pause(watched, f"slow: {watched.ttft_s:.2f} s to a first token, the others {others:.2f} s", now)
+            others = median(
+                w.ttft_s for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN
+            )
+            self._pause(
+                watched,
+                f"slow: {watched.ttft_s:.2f} s to a first token, the others {others:.2f} s",
+                now,
+            )
             watched.was_slow = True
             watched.seen, watched.late_s, watched.ttft_s = 0, 0.0, 0.0
         elif watched.out_until <= now and (not watched.was_slow or watched.seen >= MIN_SEEN):
@@ -117,7 +131,10 @@ class Guard:
         if watched.seen < MIN_SEEN or not others or not self._may_take_out(now):
             return False
         late_s = median(w.late_s for w in others) + SLOW_EXCESS_S
-        return watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others) and watched.late_s > late_s
+        return (
+            watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others)
+            and watched.late_s > late_s
+        )
 
     def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
         """The answers of replicas that should give the same. A replica whose answer differs from most others' twice in a row
@@ -138,7 +155,9 @@ class Guard:
             if is_out and not watched.wrong:
                 watched.out_until = now
             elif not is_out and watched.wrong >= 2 and self._may_take_out(now):
-                self._pause(watched, "wrong: it answers a probe otherwise than the other replicas", now)
+                self._pause(
+                    watched, "wrong: it answers a probe otherwise than the other replicas", now
+                )
                 watched.out_until = inf
                 found.append(name)
         return found

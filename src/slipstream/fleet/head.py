@@ -60,7 +60,13 @@ _END_S = 30.0
 """From the last request's end to the head's: its replicas end first."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_PROBE = {"prompt": [1, 2, 3, 5, 8], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+_PROBE = {
+    "prompt": [1, 2, 3, 5, 8],
+    "max_tokens": 8,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
 
 
 class Member:
@@ -90,19 +96,25 @@ class Head:
         self._lock: IO[str] | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._until_end: list[asyncio.StreamWriter] = []  # who ordered `down`: the connection ends with this process
+        self._until_end: list[
+            asyncio.StreamWriter
+        ] = []  # who ordered `down`: the connection ends with this process
         self._failed: asyncio.Future[None]
 
     # --- Life ---------------------------------------------------------------------------------------------------------
 
-    async def run(self, listener: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+    async def run(
+        self, listener: socket.socket, on_ready: Callable[[], None] = lambda: None
+    ) -> None:
         """Until a signal or `down`. Errors of the first start are raised."""
         self._failed = asyncio.get_running_loop().create_future()
         self._take_folder()
         try:
             if self.fleet.tls is not None:
                 own = self.fleet.tls if isinstance(self.fleet.tls, Tls) else None
-                self._files = certificates.given(own) if own else certificates.make(self.folder / "tls")
+                self._files = (
+                    certificates.given(own) if own else certificates.make(self.folder / "tls")
+                )
             await asyncio.to_thread(check_engines, self.fleet)
             await self.members.configure(self.fleet)
             if self.fleet.backend == "ray":
@@ -111,7 +123,9 @@ class Head:
 
                 cluster = await RayCluster.make(self.fleet, self._key, self._files)
                 started = self.scaling.cold_starts.add
-                self._ray = RayReplicas(self.fleet, self.members, cluster, self._tls, self._key, started, self._spawn)
+                self._ray = RayReplicas(
+                    self.fleet, self.members, cluster, self._tls, self._key, started, self._spawn
+                )
             else:
                 self._backend = self._make_backend()
             if self.settings.grpc_port is not None:
@@ -131,12 +145,16 @@ class Head:
             self._spawn(self._ray.follow())
             ready = asyncio.ensure_future(self._until_ready(self._ray.apply(self.fleet)))
         else:
-            wanted = [member for spec in pools(self.fleet) for member in self._grow(spec, spec.least)]
+            wanted = [
+                member for spec in pools(self.fleet) for member in self._grow(spec, spec.least)
+            ]
             ready = asyncio.ensure_future(self._until_ready(_all_serve(wanted)))
         stopped = asyncio.ensure_future(self._until_stopped())
         try:
             waited: set[asyncio.Future[Any]] = {ready, self._failed, stopped}
-            await asyncio.wait(waited, timeout=self.fleet.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                waited, timeout=self.fleet.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if self._failed.done():
                 self._failed.result()
             if ready.done():
@@ -172,7 +190,9 @@ class Head:
         for member in members:
             if member.task is not None:
                 member.task.cancel()
-        await asyncio.gather(*(m.task for m in members if m.task is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(m.task for m in members if m.task is not None), return_exceptions=True
+        )
         followed = 0 if self._ray is None else len(self._ray.followed)
         if self._backend is not None:
             await self._backend.close()
@@ -188,7 +208,10 @@ class Head:
         if self._lock is not None:
             self._lock.close()
         server = self._server
-        told = {"replicas": len(members) + followed, "finished": server.num_at_stop - server.num_cut}
+        told = {
+            "replicas": len(members) + followed,
+            "finished": server.num_at_stop - server.num_cut,
+        }
         for writer in self._until_end:
             with contextlib.suppress(ConnectionError):
                 writer.write(json.dumps({**told, "cut": server.num_cut}).encode() + b"\n")
@@ -207,7 +230,10 @@ class Head:
             self._lock.close()
             self._lock, folder = None, self.folder
             self.folder = Path("/nonexistent")  # it is not ours to remove
-            raise ConfigError(f"a fleet runs in {folder} already; `slipstream fleet down` ends it", field="state_dir") from None
+            raise ConfigError(
+                f"a fleet runs in {folder} already; `slipstream fleet down` ends it",
+                field="state_dir",
+            ) from None
         for old in ("tls", "kept", "control"):
             path = self.folder / old
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -227,7 +253,11 @@ class Head:
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
         return Processes(
-            str(self.folder), self._key, self._files, lambda key: str(logs / key.replace("/", "--")), self.fleet.drain_timeout_s
+            str(self.folder),
+            self._key,
+            self._files,
+            lambda key: str(logs / key.replace("/", "--")),
+            self.fleet.drain_timeout_s,
         )
 
     def _make_server(self) -> Server:
@@ -238,7 +268,9 @@ class Head:
         if self.fleet.detect:
             state.watch = _watch(self.members, self.fleet.alert_urls)
         app = RequestLog(ApiKeys(self.gateway, state.keys), state.observers)
-        return Server(uvicorn_config(app, self.settings), state, FleetLineRunner(self.members, state))
+        return Server(
+            uvicorn_config(app, self.settings), state, FleetLineRunner(self.members, state)
+        )
 
     def _tls(self) -> ssl.SSLContext | None:
         return None if self._files is None else self._files.context()
@@ -274,7 +306,11 @@ class Head:
                     version.starting.add(member.id)
                 await self._live(member)
             except (SlipstreamError, OSError) as error:
-                if not member.serves.is_set() and not self._failed.done() and not self._server.started:
+                if (
+                    not member.serves.is_set()
+                    and not self._failed.done()
+                    and not self._server.started
+                ):
                     self._failed.set_exception(error)
                     return
                 logger.error("replica %s could not start: %s", member.id, error)
@@ -283,7 +319,11 @@ class Head:
                     version.starting.discard(member.id)
             if member.unwanted:
                 return
-            pause = _FIRST_PAUSE_S if time.monotonic() - began > 60 else min(2 * pause, _LONGEST_PAUSE_S)
+            pause = (
+                _FIRST_PAUSE_S
+                if time.monotonic() - began > 60
+                else min(2 * pause, _LONGEST_PAUSE_S)
+            )
             await asyncio.sleep(pause if time.monotonic() - began < 5 else 0)
 
     async def _live(self, member: Member) -> None:
@@ -338,9 +378,15 @@ class Head:
                     if len(able) < 3:
                         continue
                     found = await asyncio.gather(*map(_ask_probe, able))
-                    answers = {r.id: answer for r, answer in zip(able, found, strict=True) if answer is not None}
+                    answers = {
+                        r.id: answer
+                        for r, answer in zip(able, found, strict=True)
+                        if answer is not None
+                    }
                     for name in version.guard.probed(answers, time.monotonic()):
-                        logger.error("replica %s is taken out: it answers otherwise than the others", name)
+                        logger.error(
+                            "replica %s is taken out: it answers otherwise than the others", name
+                        )
 
     # --- Orders -------------------------------------------------------------------------------------------------------
 
@@ -352,9 +398,17 @@ class Head:
             if order["do"] == "down":
                 self._until_end.append(writer)
         except SlipstreamError as error:
-            answer = {"error": {"type": type(error).__name__, "message": error.message, "field": error.field}}
+            answer = {
+                "error": {
+                    "type": type(error).__name__,
+                    "message": error.message,
+                    "field": error.field,
+                }
+            }
         except (ValueError, KeyError, TypeError) as error:
-            answer = {"error": {"type": "ConfigError", "message": f"not an order: {error}", "field": None}}
+            answer = {
+                "error": {"type": "ConfigError", "message": f"not an order: {error}", "field": None}
+            }
         with contextlib.suppress(ConnectionError):
             writer.write(json.dumps(answer).encode() + b"\n")
             await writer.drain()
@@ -382,13 +436,17 @@ class Head:
         """Make the fleet what the file says, one replica at a time."""
         for name in FIXED:
             if getattr(fleet, name) != getattr(self.fleet, name):
-                raise ConfigError(f"{name}: the fleet must be started anew to change it", field=name)
+                raise ConfigError(
+                    f"{name}: the fleet must be started anew to change it", field=name
+                )
         async with self._changing:
             scalers = await self.scaling.make(fleet)
             await self.members.configure(_with_old(fleet, self.fleet))
             before, self.fleet = self.fleet, fleet
             if self._ray is not None:
-                replaced, started, ended = await self._rollout_on_ray(self._ray, fleet, before, scalers)
+                replaced, started, ended = await self._rollout_on_ray(
+                    self._ray, fleet, before, scalers
+                )
                 self._write_file()
                 return {"replaced": replaced, "started": started, "ended": ended}
             wanted = {spec.key: spec for spec in pools(fleet)}
@@ -399,7 +457,9 @@ class Head:
                 same = [m for m in kept if m not in old]
                 for member in same:
                     member.spec = spec
-                number = max(spec.least, min(spec.most, len(kept)))  # as many as an autoscaler or `scale` has made them
+                number = max(
+                    spec.least, min(spec.most, len(kept))
+                )  # as many as an autoscaler or `scale` has made them
                 for _ in range(number - len(same)):
                     (new,) = self._grow(spec, 1)
                     await self._until_serves(new, before)
@@ -410,7 +470,9 @@ class Head:
                 for member in (*old, *same[spec.most :]):
                     await self._retire(member)
                     ended += 1
-            await self.members.configure(fleet)  # requests go to the new versions only; those of old ones end
+            await self.members.configure(
+                fleet
+            )  # requests go to the new versions only; those of old ones end
             self.scaling.take(scalers)
             for key in [key for key in self._kept if key not in wanted]:
                 for member in tuple(self._kept[key]):
@@ -418,7 +480,9 @@ class Head:
                     ended += 1
                 del self._kept[key]
             self._write_file()
-            logger.info("rolled out: %d replaced, %d started, %d ended", replaced, started - replaced, ended)
+            logger.info(
+                "rolled out: %d replaced, %d started, %d ended", replaced, started - replaced, ended
+            )
             return {"replaced": replaced, "started": started - replaced, "ended": ended}
 
     async def _rollout_on_ray(
@@ -434,9 +498,17 @@ class Head:
             await self.members.configure(before)
             await ray.apply(before)
             await ray.end_others()
-            why = f"replicas did not start: {error}" if str(error) else "not all replicas did start in time"
-            raise ConfigError(f"{why}; the fleet is what it was before", field=getattr(error, "field", None)) from None
-        await self.members.configure(fleet)  # requests go to the new versions only; those of old ones end
+            why = (
+                f"replicas did not start: {error}"
+                if str(error)
+                else "not all replicas did start in time"
+            )
+            raise ConfigError(
+                f"{why}; the fleet is what it was before", field=getattr(error, "field", None)
+            ) from None
+        await self.members.configure(
+            fleet
+        )  # requests go to the new versions only; those of old ones end
         self.scaling.take(scalers)
         await ray.end_others()
         are = set(ray.followed)
@@ -458,10 +530,16 @@ class Head:
         """Have so many replicas of a pool, between its `min` and `max`."""
         known = {spec.key: spec for spec in pools(self.fleet)}
         if (spec := known.get(pool)) is None:
-            raise ConfigError(f"there is no pool {pool!r}; the fleet's are {', '.join(known)}", field="pool")
+            raise ConfigError(
+                f"there is no pool {pool!r}; the fleet's are {', '.join(known)}", field="pool"
+            )
         if not spec.least <= replicas <= spec.most:
             hint = "write others into its file (replicas: {min, max}) and use `slipstream fleet rollout`"
-            has = f"from {spec.least} to {spec.most}" if spec.least < spec.most else f"always {spec.most}"
+            has = (
+                f"from {spec.least} to {spec.most}"
+                if spec.least < spec.most
+                else f"always {spec.most}"
+            )
             raise ConfigError(f"{pool} has {has} replicas; {hint}", field="replicas")
         async with self._changing:
             if self._ray is not None:
@@ -518,7 +596,9 @@ def check_engines(fleet: Fleet) -> None:
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         if fleet.ray_address is None:
             try:
-                resolve(args, description, this_hardware(args.device, args.num_threads).device_info())
+                resolve(
+                    args, description, this_hardware(args.device, args.num_threads).device_info()
+                )
             except ConfigError as error:
                 raise ConfigError(f"{spec.key}: {error.message}", field=error.field) from None
 
@@ -527,12 +607,18 @@ def _watch(members: Members, alert_urls: Sequence[str]) -> Watch:
     try:
         from slipstream.fleet.watch import FleetWatch
     except ImportError:
-        raise ConfigError("detect needs a library: pip install 'slipstream[detect]'", field="detect") from None
+        raise ConfigError(
+            "detect needs a library: pip install 'slipstream[detect]'", field="detect"
+        ) from None
     return FleetWatch(members, alert_urls, source=socket.gethostname())
 
 
 def _serves(member: Member) -> bool:
-    return member.replica is not None and member.replica.heard and member.replica.id in member.replica.version.replicas
+    return (
+        member.replica is not None
+        and member.replica.heard
+        and member.replica.id in member.replica.version.replicas
+    )
 
 
 async def _all_serve(members: Sequence[Member]) -> None:
@@ -545,11 +631,17 @@ def _with_old(new: Fleet, old: Fleet) -> Fleet:
     models = dict(new.models)
     for name, model in old.models.items():
         known = {version.name for version in models[name].versions} if name in models else set()
-        gone = tuple(msgspec.structs.replace(v, share=0.0, shadow=0.0) for v in model.versions if v.name not in known)
+        gone = tuple(
+            msgspec.structs.replace(v, share=0.0, shadow=0.0)
+            for v in model.versions
+            if v.name not in known
+        )
         if name not in models:
             models[name] = model
         elif gone:
-            models[name] = msgspec.structs.replace(models[name], versions=(*models[name].versions, *gone))
+            models[name] = msgspec.structs.replace(
+                models[name], versions=(*models[name].versions, *gone)
+            )
     return msgspec.structs.replace(new, models=models)
 
 
@@ -558,7 +650,9 @@ async def _ask_probe(replica: Replica) -> object:
     about = [replica.key_line + b"\r\n", b"content-type: application/json\r\n"]
     try:
         async with asyncio.timeout(30):
-            answer = await replica.pool.ask(b"POST", b"/v1/completions", about, msgspec.json.encode(_PROBE))
+            answer = await replica.pool.ask(
+                b"POST", b"/v1/completions", about, msgspec.json.encode(_PROBE)
+            )
             try:
                 told = msgspec.json.decode(await answer.read_all())
             finally:

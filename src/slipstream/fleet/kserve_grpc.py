@@ -36,15 +36,21 @@ class FleetGrpc(GrpcGateway):
     def name_of(self, name: str, version: str) -> str:
         model, adapter = self.gateway.find(name)
         if version not in ("", VERSION):
-            raise ApiError(404, f"there is only version {VERSION} of this model", code="model_not_found")
+            raise ApiError(
+                404, f"there is only version {VERSION} of this model", code="model_not_found"
+            )
         return adapter or model
 
     def is_ready(self, model: str) -> bool:
         """Whether a replica answers for this model, whatever the other models do."""
         name, _ = self.gateway.find(model)
-        return not self.state.draining and any(v.can_answer or v.is_asleep for v in self.gateway.members.models[name])
+        return not self.state.draining and any(
+            v.can_answer or v.is_asleep for v in self.gateway.members.models[name]
+        )
 
-    async def responses(self, body: GrpcInference, record: RequestRecord) -> AsyncGenerator[bytes, None]:
+    async def responses(
+        self, body: GrpcInference, record: RequestRecord
+    ) -> AsyncGenerator[bytes, None]:
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_WAITING)
         failure: Exception | None = None
 
@@ -83,7 +89,10 @@ class FleetGrpc(GrpcGateway):
         """ApiError if it is an error that ended a stream."""
         if "error" in told:
             raise unavailable(str(told["error"]), record.error or "replica_failed")
-        outputs = {name: told[name] if isinstance(told[name], list) else [told[name]] for name in body.wanted or OUTPUTS}
+        outputs = {
+            name: told[name] if isinstance(told[name], list) else [told[name]]
+            for name in body.wanted or OUTPUTS
+        }
         last = not body.stream or bool(told["finish_reason"])
         if last:
             record.status = 200
@@ -92,7 +101,10 @@ class FleetGrpc(GrpcGateway):
 
 def _request(body: GrpcInference, record: RequestRecord) -> tuple[Scope, bytes]:
     given = {**body.tensors, "parameters": body.parameters, "id": body.id}
-    raw, path = encode(given), f"/v2/models/{body.model}/{'generate_stream' if body.stream else 'generate'}"
+    raw, path = (
+        encode(given),
+        f"/v2/models/{body.model}/{'generate_stream' if body.stream else 'generate'}",
+    )
     scope = {
         "type": "http",
         "method": "POST",

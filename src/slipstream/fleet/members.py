@@ -42,7 +42,15 @@ _decode = msgspec.msgpack.Decoder(FromReplica).decode
 class Replica:
     """A replica that serves at `url`."""
 
-    def __init__(self, id_: str, spec: PoolSpec, url: str, version: Version, tls: ssl.SSLContext | None, key: str) -> None:
+    def __init__(
+        self,
+        id_: str,
+        spec: PoolSpec,
+        url: str,
+        version: Version,
+        tls: ssl.SSLContext | None,
+        key: str,
+    ) -> None:
         self.id, self.spec, self.url, self.version = id_, spec, url, version
         self.pool = ConnectionPool(url, tls, connect_s=version.connect_s)
         self.key_line = f"{HEADER}: {key}".encode()
@@ -65,7 +73,9 @@ class Replica:
 
     @property
     def kv_cache_usage(self) -> float:
-        return 0.0 if self.load is None or self.load.stats is None else self.load.stats.kv_cache_usage
+        return (
+            0.0 if self.load is None or self.load.stats is None else self.load.stats.kv_cache_usage
+        )
 
     @property
     def has_clients(self) -> bool:
@@ -74,7 +84,9 @@ class Replica:
 
     def room_for_lines(self, beside: int) -> int:
         """How many more may run; below 0: so many are too many. Beside clients' requests there are `beside`."""
-        return (beside if self.has_clients else max(1, (self.spec.args.max_num_seqs or 256) // 2)) - self.num_lines
+        return (
+            beside if self.has_clients else max(1, (self.spec.args.max_num_seqs or 256) // 2)
+        ) - self.num_lines
 
     async def _hear(self) -> None:
         while True:
@@ -83,7 +95,11 @@ class Replica:
             except (UpstreamError, msgspec.DecodeError):
                 pass
             except TimeoutError:
-                logger.warning("replica %s hangs: it has said nothing for %g s", self.id, self.version.silence_s)
+                logger.warning(
+                    "replica %s hangs: it has said nothing for %g s",
+                    self.id,
+                    self.version.silence_s,
+                )
                 self.pool.close()
             if self.heard:
                 logger.warning("replica %s says nothing any more", self.id)
@@ -94,7 +110,9 @@ class Replica:
         """Until the connection breaks. TimeoutError if nothing comes."""
         buffer = b""
         async with asyncio.timeout(self.version.silence_s):
-            answer = await self.pool.ask(b"GET", b"/fleet/events", [self.key_line + b"\r\n"], fresh=True)
+            answer = await self.pool.ask(
+                b"GET", b"/fleet/events", [self.key_line + b"\r\n"], fresh=True
+            )
         try:
             while answer.status == 200:
                 async with asyncio.timeout(self.version.silence_s):
@@ -102,7 +120,9 @@ class Replica:
                 if data is None:
                     return
                 buffer += data
-                while len(buffer) >= 4 and len(buffer) >= 4 + (size := int.from_bytes(buffer[:4], "little")):
+                while len(buffer) >= 4 and len(buffer) >= 4 + (
+                    size := int.from_bytes(buffer[:4], "little")
+                ):
                     self._take(_decode(buffer[4 : 4 + size]))
                     buffer = buffer[4 + size :]
         finally:
@@ -117,7 +137,11 @@ class Replica:
     def _take(self, news: FromReplica) -> None:
         router = self.version.router
         if isinstance(news, CacheEvents):
-            self.root_key, self.block_size, self._adapter_roots = news.root_key, news.block_size, news.adapters
+            self.root_key, self.block_size, self._adapter_roots = (
+                news.root_key,
+                news.block_size,
+                news.adapters,
+            )
             stored, removed = _keys(news.stored), _keys(news.removed)
             if news.whole:
                 router.reset(self.id, news.number, stored)
@@ -153,7 +177,12 @@ class Version:
     """The replicas of one version of a model, of all kinds, and the router that chooses among them."""
 
     def __init__(
-        self, model: str, spec: VersionSpec, fleet: Fleet, prompts: Prompts, gone: Callable[[EngineStats], None]
+        self,
+        model: str,
+        spec: VersionSpec,
+        fleet: Fleet,
+        prompts: Prompts,
+        gone: Callable[[EngineStats], None],
     ) -> None:
         """`gone` is called with the last figures of a replica that is removed."""
         routing = fleet.router
@@ -250,14 +279,25 @@ class Members:
             found[name] = []
             for spec in model.versions:
                 version = known.get(spec.name)
-                if version is None or (version.spec.model, version.spec.engine) != (spec.model, spec.engine):
+                if version is None or (version.spec.model, version.spec.engine) != (
+                    spec.model,
+                    spec.engine,
+                ):
                     args, server = EngineArgs(model=spec.model, **spec.engine), dict(spec.server)
                     prompts = await asyncio.to_thread(Prompts, name, args, server)
                     if version is None:
                         version = Version(name, spec, fleet, prompts, partial(self._gone, name))
                     version.prompts = prompts
-                version.spec, version.silence_s, version.autoscale = spec, fleet.router.silence_s, _to_zero(model)
-                own = [pool.adapters for pool in pools(fleet) if (pool.model, pool.version) == (name, spec.name)]
+                version.spec, version.silence_s, version.autoscale = (
+                    spec,
+                    fleet.router.silence_s,
+                    _to_zero(model),
+                )
+                own = [
+                    pool.adapters
+                    for pool in pools(fleet)
+                    if (pool.model, pool.version) == (name, spec.name)
+                ]
                 version.adapters = frozenset().union(*own)
                 version.prompts.know_adapters(version.adapters)
                 found[name].append(version)
@@ -274,7 +314,11 @@ class Members:
         """The model of this name; or the model that has an adapter of it, and the adapter."""
         if name in self.models:
             return name, None
-        having = (m for m, versions in self.models.items() if any(v.spec.share and name in v.adapters for v in versions))
+        having = (
+            m
+            for m, versions in self.models.items()
+            if any(v.spec.share and name in v.adapters for v in versions)
+        )
         model = next(having, None)
         return None if model is None else (model, name)
 
@@ -282,8 +326,14 @@ class Members:
         """By share among those that have the adapter and can answer, or among all that have it if none can. The same for the
         same `by`."""
         versions = [v for v in self.models[model] if adapter is None or adapter in v.adapters]
-        able = [v for v in versions if v.spec.share and v.can_answer] or [v for v in versions if v.spec.share]
-        place = int.from_bytes(blake2b(by.encode(), digest_size=8).digest()) / 2**64 * sum(v.spec.share for v in able)
+        able = [v for v in versions if v.spec.share and v.can_answer] or [
+            v for v in versions if v.spec.share
+        ]
+        place = (
+            int.from_bytes(blake2b(by.encode(), digest_size=8).digest())
+            / 2**64
+            * sum(v.spec.share for v in able)
+        )
         for version in able:
             place -= version.spec.share
             if place < 0:
@@ -291,7 +341,9 @@ class Members:
         return able[-1]
 
     def all_replicas(self) -> list[Replica]:
-        return [r for versions in self.models.values() for v in versions for r in v.replicas.values()]
+        return [
+            r for versions in self.models.values() for v in versions for r in v.replicas.values()
+        ]
 
     def status(self) -> dict[str, object]:
         """For `slipstream fleet status` and the gateway's /fleet/status."""
@@ -304,7 +356,9 @@ class Members:
                     "share": version.spec.share,
                     "shadow": version.spec.shadow,
                     "waiting_at_gateway": version.num_waiting,
-                    "replicas": [_about(version, replica, now) for replica in version.replicas.values()],
+                    "replicas": [
+                        _about(version, replica, now) for replica in version.replicas.values()
+                    ],
                     "starting": sorted(version.starting),
                 }
                 for version in versions

@@ -63,14 +63,24 @@ class Directory:
     def replicas(self) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str, str | None]]]:
         """Pool and url of each, and which pools could not start a replica."""
         now = time.monotonic()
-        self._places = {name: place for name, place in self._places.items() if now - place[2] < _SILENT_S}
+        self._places = {
+            name: place for name, place in self._places.items() if now - place[2] < _SILENT_S
+        }
         return {name: place[:2] for name, place in self._places.items()}, self._failed
 
 
 class ServerReplica:
     """A Serve replica: the server's process, for as long as the actor lives."""
 
-    def __init__(self, pool: str, setup: bytes, pem: dict[str, bytes], drain_s: float, directory: str, local: bool) -> None:
+    def __init__(
+        self,
+        pool: str,
+        setup: bytes,
+        pem: dict[str, bytes],
+        drain_s: float,
+        directory: str,
+        local: bool,
+    ) -> None:
         import ray
 
         self._stopped = threading.Event()  # `__del__` needs it, also after a failed start
@@ -83,7 +93,11 @@ class ServerReplica:
             path.write_bytes(data)
         wanted = msgspec.json.decode(setup, type=ReplicaSetup)
         if pem:
-            names = {"ssl_certfile": "replica.pem", "ssl_keyfile": "replica-key.pem", "ssl_ca_certs": "ca.pem"}
+            names = {
+                "ssl_certfile": "replica.pem",
+                "ssl_keyfile": "replica-key.pem",
+                "ssl_ca_certs": "ca.pem",
+            }
             wanted.server |= {field: f"{self._folder.path}/{name}" for field, name in names.items()}
         if not local:
             wanted.server["host"] = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -159,7 +173,9 @@ class RayCluster:
             import ray
             from ray import serve
         except ImportError:
-            raise ConfigError("backend: ray needs Ray Serve: pip install 'slipstream[fleet]'", field="backend") from None
+            raise ConfigError(
+                "backend: ray needs Ray Serve: pip install 'slipstream[fleet]'", field="backend"
+            ) from None
 
         settings: dict[str, Any] = {"address": self._fleet.ray_address}
         if self._local:
@@ -167,13 +183,17 @@ class RayCluster:
             specs = pools(self._fleet)
             settings = {
                 "address": "local",
-                "num_cpus": max(os.cpu_count() or 1, int(2 * sum(s.most * s.resources.cpus for s in specs)) + 1),
+                "num_cpus": max(
+                    os.cpu_count() or 1, int(2 * sum(s.most * s.resources.cpus for s in specs)) + 1
+                ),
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "include_dashboard": False,
                 "_temp_dir": self._temp,
             }
         try:
-            ray.init(namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **settings)
+            ray.init(
+                namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **settings
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"Ray can't be reached: {error}", field="ray_address") from None
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
@@ -212,7 +232,10 @@ class RayCluster:
     def _states() -> dict[str, tuple[str, str]]:
         from ray import serve
 
-        return {name: (str(app.status.value), app.message) for name, app in serve.status().applications.items()}
+        return {
+            name: (str(app.status.value), app.message)
+            for name, app in serve.status().applications.items()
+        }
 
     def _run(self, counts: list[tuple[PoolSpec, int]]) -> None:
         """Serve has no deployment of no replicas: then there is none."""
@@ -222,7 +245,9 @@ class RayCluster:
             if not number:
                 self._delete(spec.key)
         targets = [
-            serve.RunTarget(target=self._application(spec, number), name=self._app(spec.key), route_prefix=None)
+            serve.RunTarget(
+                target=self._application(spec, number), name=self._app(spec.key), route_prefix=None
+            )
             for spec, number in counts
             if number
         ]
@@ -234,13 +259,21 @@ class RayCluster:
 
         pem = {}
         if self._files is not None:
-            found = {"ca.pem": self._files.ca, "replica.pem": self._files.replica[0], "replica-key.pem": self._files.replica[1]}
+            found = {
+                "ca.pem": self._files.ca,
+                "replica.pem": self._files.replica[0],
+                "replica-key.pem": self._files.replica[1],
+            }
             pem = {name: Path(path).read_bytes() for name, path in found.items()}
         drain_s = self._fleet.drain_timeout_s
         settings = server_settings(spec, self._key, None, drain_timeout_s=drain_s)
         setup = msgspec.json.encode(ReplicaSetup(spec.args, settings))
         resources = spec.resources
-        actor = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "resources": resources.custom}
+        actor = {
+            "num_cpus": resources.cpus,
+            "num_gpus": resources.gpus,
+            "resources": resources.custom,
+        }
         made: Any = serve.deployment(ServerReplica)
         deployment = made.options(
             name="replica",
@@ -274,7 +307,13 @@ class RayCluster:
     async def failure(self) -> SlipstreamError | None:
         """Why a replica could not start, if one could not."""
         _, failed = await self._directory.replicas.remote()
-        return next((as_error(kind, f"{pool}: {text}", field) for pool, (kind, text, field) in failed.items()), None)
+        return next(
+            (
+                as_error(kind, f"{pool}: {text}", field)
+                for pool, (kind, text, field) in failed.items()
+            ),
+            None,
+        )
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)

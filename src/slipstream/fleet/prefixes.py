@@ -111,7 +111,9 @@ class PrefixStore:
         self._dead = 0  # a mask of slots that are not swept
         self._free_slots: list[int] = []
         self._num_slots = 0
-        self._shared: dict[bytes, int] = {}  # by a chain's first block: how many the most holders had, which a search tries
+        self._shared: dict[
+            bytes, int
+        ] = {}  # by a chain's first block: how many the most holders had, which a search tries
 
     # --- Slots --------------------------------------------------------------------------------------------------------
 
@@ -261,7 +263,11 @@ class PrefixStore:
     @property
     def num_bytes(self) -> int:
         """Of the table and the sets, nearly."""
-        sets = sum(28 + mask.bit_length() // 7 for mask in self._masks) + 16 * len(self._masks) + 100 * len(self._numbers)
+        sets = (
+            sum(28 + mask.bit_length() // 7 for mask in self._masks)
+            + 16 * len(self._masks)
+            + 100 * len(self._numbers)
+        )
         return sum(part.num_bytes for part in self._parts) + sets
 
 
@@ -282,4 +288,6 @@ def fill(values: np.ndarray, mask: int, value: float) -> None:
             values[slot] = value
     else:
         raw = np.frombuffer(mask.to_bytes((len(values) + 7) // 8, "little"), np.uint8)
-        np.putmask(values, np.unpackbits(raw, count=len(values), bitorder="little").view(np.bool_), value)
+        np.putmask(
+            values, np.unpackbits(raw, count=len(values), bitorder="little").view(np.bool_), value
+        )

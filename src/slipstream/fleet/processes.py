@@ -54,12 +54,25 @@ class Backend(Protocol):
         """Leave nothing behind."""
 
 
-def server_settings(spec: PoolSpec, key: str, files: CertificateFiles | None, **more: Any) -> dict[str, Any]:
+def server_settings(
+    spec: PoolSpec, key: str, files: CertificateFiles | None, **more: Any
+) -> dict[str, Any]:
     """The fields of a replica's ServerSettings."""
     tls: dict[str, Any] = {}
     if files is not None:
-        tls = {"ssl_certfile": files.replica[0], "ssl_keyfile": files.replica[1], "ssl_ca_certs": files.ca}
-    return {**spec.server, "port": 0, "served_model_names": (spec.model,), "fleet_key": key, **tls, **more}
+        tls = {
+            "ssl_certfile": files.replica[0],
+            "ssl_keyfile": files.replica[1],
+            "ssl_ca_certs": files.ca,
+        }
+    return {
+        **spec.server,
+        "port": 0,
+        "served_model_names": (spec.model,),
+        "fleet_key": key,
+        **tls,
+        **more,
+    }
 
 
 class ProcessReplica:
@@ -101,9 +114,20 @@ class Processes:
     """`folder` is the fleet's; replicas on it share what /v1/responses keeps."""
 
     def __init__(
-        self, folder: str, key: str, files: CertificateFiles | None, log: Callable[[str], str], drain_s: float
+        self,
+        folder: str,
+        key: str,
+        files: CertificateFiles | None,
+        log: Callable[[str], str],
+        drain_s: float,
     ) -> None:
-        self._folder, self._key, self._files, self._log, self._drain_s = folder, key, files, log, drain_s
+        self._folder, self._key, self._files, self._log, self._drain_s = (
+            folder,
+            key,
+            files,
+            log,
+            drain_s,
+        )
         self._running: set[ProcessReplica] = set()
 
     @property
@@ -113,7 +137,9 @@ class Processes:
     async def start(self, spec: PoolSpec, place: int) -> ProcessReplica:
         kept = f"{self._folder}/kept/{spec.model.replace('/', '--')}"
         os.makedirs(kept, 0o700, exist_ok=True)
-        settings = server_settings(spec, self._key, self._files, shared_dir=kept, drain_timeout_s=self._drain_s)
+        settings = server_settings(
+            spec, self._key, self._files, shared_dir=kept, drain_timeout_s=self._drain_s
+        )
         args = spec.args
         environment = dict(os.environ)
         if devices := spec.resources.devices:
@@ -134,13 +160,17 @@ class Processes:
             assert process.stdout is not None
             is_gentle = self._some_serve and await _give_share(process.pid, START_NICE)
             saying = asyncio.ensure_future(process.stdout.readline())
-            process.stdin.write(msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n")
+            process.stdin.write(
+                msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n"
+            )
             if is_gentle:
                 await asyncio.wait({saying}, timeout=GENTLE_S)
                 await _give_share(process.pid, 0)
             line = await saying
             if not line:
-                raise EngineError(f"a replica of {spec.key} {await replica.ended()}; its log is {self._log(spec.key)}")
+                raise EngineError(
+                    f"a replica of {spec.key} {await replica.ended()}; its log is {self._log(spec.key)}"
+                )
             said: Serving | Failed = msgspec.json.decode(line, type=Serving | Failed)
             if isinstance(said, Failed):
                 raise as_error(said.error, f"{spec.key}: {said.message}", said.field)

@@ -25,10 +25,23 @@ from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.server import anthropic, chat, completions, kserve, ollama, responses
 from slipstream.server.app import make_state
-from slipstream.server.embeddings import RERANK_PATHS, SCORE_PATHS, PooledRoute, embeddings, rerank, score
+from slipstream.server.embeddings import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    PooledRoute,
+    embeddings,
+    rerank,
+    score,
+)
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Answer, GenerationRoute
-from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from slipstream.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import Engine, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
@@ -79,8 +92,13 @@ class Prompts:
     def __init__(self, name: str, args: EngineArgs, server: dict[str, Any]) -> None:
         args = settled(args)
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-        tokenizer, context = load_tokenizer(args, description), args.max_model_len or description.spec.max_position
-        model = SimpleNamespace(max_model_len=2**31)  # the replica answers a prompt that is too long
+        tokenizer, context = (
+            load_tokenizer(args, description),
+            args.max_model_len or description.spec.max_position,
+        )
+        model = SimpleNamespace(
+            max_model_len=2**31
+        )  # the replica answers a prompt that is too long
         self.input = InputProcessor(
             tokenizer,
             vocab_size=description.spec.vocab_size,
@@ -89,14 +107,32 @@ class Prompts:
             description=description,
         )
         engine = _Reading(tokenizer, description, name, SimpleNamespace(model=model), self.input)
-        self._state = make_state(cast(Engine, engine), ServerSettings(**server, served_model_names=(name,)), name)
+        self._state = make_state(
+            cast(Engine, engine), ServerSettings(**server, served_model_names=(name,)), name
+        )
         state = self._state
         routes = (
-            Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
-            Route("/v1/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]),
-            Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
-            *(Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"]) for path in RERANK_PATHS),
-            *(Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"]) for path in SCORE_PATHS),
+            Route(
+                "/v1/completions",
+                GenerationRoute(state, CompletionRequest, completions.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/chat/completions",
+                GenerationRoute(state, ChatRequest, chat.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
+            ),
+            *(
+                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
+                for path in RERANK_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
+                for path in SCORE_PATHS
+            ),
             *responses.routes(state),
             *anthropic.routes(state),
             *ollama.routes(state),
@@ -151,14 +187,22 @@ class Prompts:
         if isinstance(prompt, dict):
             return list(prompt["prompt_token_ids"])
         tokenizer = self._state.engine.tokenizer
-        return [] if tokenizer is None else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt))
+        return (
+            []
+            if tokenizer is None
+            else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt))
+        )
 
     async def _reserve(self, answer: Answer) -> tuple[int, int]:
         """What `AsyncLLM.submit` and `beam_search` reserve."""
         prompt = output = 0
-        plain = dataclasses.replace(answer.sampling, structured_outputs=None, bad_words=(), logits_processors=())
+        plain = dataclasses.replace(
+            answer.sampling, structured_outputs=None, bad_words=(), logits_processors=()
+        )
         for part in answer.parts:
-            made = await in_thread_if_long(partial(self.input.prepare, part.prompt, plain), len(part.prompt))
+            made = await in_thread_if_long(
+                partial(self.input.prepare, part.prompt, plain), len(part.prompt)
+            )
             own, *_ = made.engine_requests
             prompt += len(own.prompt_token_ids) + len(own.encoder_token_ids)
             if answer.beams is None:

@@ -72,7 +72,9 @@ class RayReplicas:
                 version.starting.clear()
         for spec in specs.values():
             if (version := self._members.version(spec.model, spec.version)) is not None:
-                version.starting |= {f"{spec.key}/{i + 1} to come" for i in range(self.numbers_of(spec)[1])}
+                version.starting |= {
+                    f"{spec.key}/{i + 1} to come" for i in range(self.numbers_of(spec)[1])
+                }
 
     async def _until_heard(self, replica: Replica) -> None:
         while not replica.heard:
@@ -95,7 +97,9 @@ class RayReplicas:
     def numbers_of(self, spec: PoolSpec) -> tuple[int, int]:
         """Replicas of a pool that are ready, and that start. Those that Serve is about to end are none of them."""
         wanted = self._counts.get(spec.key, 0)
-        ready = sum(r.spec.key == spec.key and r.heard and not r.draining for r in self.followed.values())
+        ready = sum(
+            r.spec.key == spec.key and r.heard and not r.draining for r in self.followed.values()
+        )
         return min(ready, wanted), max(0, wanted - ready)
 
     # --- How many there shall be --------------------------------------------------------------------------------------
@@ -127,7 +131,9 @@ class RayReplicas:
         self.fleet = fleet
         wanted = {spec.key: spec for spec in pools(fleet)}
         for spec in wanted.values():
-            self._want(spec, min(max(self._counts.get(spec.key, spec.least), spec.least), spec.most))
+            self._want(
+                spec, min(max(self._counts.get(spec.key, spec.least), spec.least), spec.most)
+            )
         async with contextlib.AsyncExitStack() as stack:
             for key in sorted(wanted):
                 await stack.enter_async_context(self._ordering[key])
@@ -135,9 +141,13 @@ class RayReplicas:
         fingerprints = {key: spec.fingerprint for key, spec in wanted.items()}
 
         def is_old(replica: Replica) -> bool:
-            return replica.spec.fingerprint != fingerprints.get(replica.spec.key, replica.spec.fingerprint)
+            return replica.spec.fingerprint != fingerprints.get(
+                replica.spec.key, replica.spec.fingerprint
+            )
 
-        while any(self.numbers_of(spec)[1] for spec in wanted.values()) or any(map(is_old, self.followed.values())):
+        while any(self.numbers_of(spec)[1] for spec in wanted.values()) or any(
+            map(is_old, self.followed.values())
+        ):
             await asyncio.sleep(0.05)
         for replica in self.followed.values():
             replica.spec = wanted.get(replica.spec.key, replica.spec)

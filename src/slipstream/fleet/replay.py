@@ -165,7 +165,9 @@ class FleetReplay:
             self._gateway.append(index)
             self._most_at_gateway = max(self._most_at_gateway, len(self._gateway))
             return
-        min(ready, key=lambda p: p.replica.num_open).replica.add(index, self._requests[index].arrival)
+        min(ready, key=lambda p: p.replica.num_open).replica.add(
+            index, self._requests[index].arrival
+        )
 
     def _ready(self, place: _Place) -> None:
         place.is_ready = True
@@ -221,7 +223,9 @@ class FleetReplay:
             else:
                 self._start(at, self._cold_start.draw(self._rng))
         surplus = len(active) - wanted
-        for place in sorted(active, key=lambda p: (p.is_ready, p.replica.num_open, p.wanted_at))[: max(0, surplus)]:
+        for place in sorted(active, key=lambda p: (p.is_ready, p.replica.num_open, p.wanted_at))[
+            : max(0, surplus)
+        ]:
             if place.is_ready and place.replica.can_step:
                 place.is_draining = True
             else:

@@ -88,7 +88,9 @@ class _Replica:
     others_running: int = 0  # the replica's report, less our own
     others_waiting: int = 0
     others_queued: int = 0
-    sequence: int | None = None  # of the last change that it reported; None: it must report everything
+    sequence: int | None = (
+        None  # of the last change that it reported; None: it must report everything
+    )
 
     @property
     def running(self) -> int:
@@ -137,13 +139,17 @@ class Router:
         self._replicas: dict[str, _Replica] = {}
         self._by_slot: dict[int, _Replica] = {}
         # By slot. Where there is no replica, _wait is inf and the others are 0.
-        self._wait = np.zeros(0)  # seconds of a new request's TTFT but for its own prompt; inf: it gets none
+        self._wait = np.zeros(
+            0
+        )  # seconds of a new request's TTFT but for its own prompt; inf: it gets none
         self._per_token = np.zeros(0)  # seconds
         self._per_block = np.zeros(0)  # tokens
         self._work = np.zeros(0)  # recent work, in seconds of a replica of its weight
         self._work_at = 0.0
         self._under_way: dict[int, _UnderWay] = {}
-        self._expected: dict[bytes, _Expected] = {}  # by the first block that was new, and by the last
+        self._expected: dict[
+            bytes, _Expected
+        ] = {}  # by the first block that was new, and by the last
         self._expiring: deque[tuple[bytes, _Expected]] = deque()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = 0
@@ -221,7 +227,9 @@ class Router:
         known.sequence = sequence
         self.store.stored(known.slot, stored)
 
-    def apply(self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]) -> bool:
+    def apply(
+        self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]
+    ) -> bool:
         """Take a change that a replica reports. False if a change before it is missing: the replica must then report everything
         (`reset`)."""
         known = self._replicas[replica]
@@ -258,9 +266,19 @@ class Router:
         chosen = self._pick(score, computing, session)
         if chosen is None:
             return None
-        return self._count(chosen, chains, num_tokens, int(held[chosen.slot]), float(score[chosen.slot]), session, now)
+        return self._count(
+            chosen,
+            chains,
+            num_tokens,
+            int(held[chosen.slot]),
+            float(score[chosen.slot]),
+            session,
+            now,
+        )
 
-    def predict(self, chains: Sequence[Sequence[bytes]], num_tokens: int, *, now: float) -> dict[str, float]:
+    def predict(
+        self, chains: Sequence[Sequence[bytes]], num_tokens: int, *, now: float
+    ) -> dict[str, float]:
         """The TTFT that each replica is expected to give now; inf where it gets none."""
         score = self._wait + (num_tokens - self._held(chains, num_tokens, now)) * self._per_token
         return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
@@ -276,11 +294,18 @@ class Router:
         replica.own_running += 1
         replica.own_queued -= under_way.num_new
         tokens, seconds = under_way.queued_before + under_way.num_new, now - under_way.chosen
-        if self._learns and tokens >= 64 and seconds > 0 and replica.running <= replica.state.max_num_seqs:
+        if (
+            self._learns
+            and tokens >= 64
+            and seconds > 0
+            and replica.running <= replica.state.max_num_seqs
+        ):
             old = replica.state.prefill_tokens_per_s
             rate = tokens / max(seconds - replica.state.step_s / 2, seconds / 4)
             rate = min(max(rate, old / 2), old * 2)  # one odd request does not turn it over
-            replica.state = dataclasses.replace(replica.state, prefill_tokens_per_s=old + _LEARN * (rate - old))
+            replica.state = dataclasses.replace(
+                replica.state, prefill_tokens_per_s=old + _LEARN * (rate - old)
+            )
         self._refresh(replica)
 
     def ended(self, decision: Decision, now: float) -> None:
@@ -307,7 +332,10 @@ class Router:
         self._by_slot[slot] = replica
         while slot >= len(self._wait):
             self._wait = np.append(self._wait, np.inf)
-            self._per_token, self._per_block = np.append(self._per_token, 0.0), np.append(self._per_block, 0)
+            self._per_token, self._per_block = (
+                np.append(self._per_token, 0.0),
+                np.append(self._per_block, 0),
+            )
             self._work = np.append(self._work, 0.0)
         self._per_block[slot], self._work[slot] = replica.state.block_size, work
         self._refresh(replica)
@@ -339,13 +367,18 @@ class Router:
                 fill(blocks, mask, count)
             for place in {0, deepest} if deepest < len(chain) else ():
                 found = self._expected.get(chain[place])
-                if found is not None and self._by_slot.get(slot := found.replica.slot) is found.replica:
+                if (
+                    found is not None
+                    and self._by_slot.get(slot := found.replica.slot) is found.replica
+                ):
                     known = max(place, int(blocks[slot]))  # fewer common ones change nothing
                     blocks[slot] = max(blocks[slot], _common(chain, found.chain, known))
         blocks *= self._per_block
         return np.minimum(blocks, max(0, num_tokens - 2), out=blocks)
 
-    def _pick(self, score: np.ndarray, computing: np.ndarray, session: str | None) -> _Replica | None:
+    def _pick(
+        self, score: np.ndarray, computing: np.ndarray, session: str | None
+    ) -> _Replica | None:
         if self.policy == "prefix":
             costs = self.balance * self._work  # less the mean's, which is the same for all
             costs += score
@@ -366,7 +399,9 @@ class Router:
             return able[self._turn % len(able)]
         if self.policy == "power_of_two" and len(able) > 2:
             able = self._random.sample(able, 2)
-        return min(able, key=lambda r: ((r.running + r.waiting) / r.state.weight, self._work[r.slot]))
+        return min(
+            able, key=lambda r: ((r.running + r.waiting) / r.state.weight, self._work[r.slot])
+        )
 
     def _count(
         self,
@@ -383,7 +418,9 @@ class Router:
         self._under_way[self._numbers] = _UnderWay(replica, num_new, now, replica.queued)
         replica.own_waiting += 1
         replica.own_queued += num_new
-        self._work[replica.slot] += (num_new / replica.state.prefill_tokens_per_s + replica.state.step_s) / replica.state.weight
+        self._work[replica.slot] += (
+            num_new / replica.state.prefill_tokens_per_s + replica.state.step_s
+        ) / replica.state.weight
         self._refresh(replica)
         for chain in chains:
             first = cached // replica.state.block_size
@@ -416,7 +453,9 @@ class Router:
             return
         behind = in_flight + 1 - state.max_num_seqs  # so many must end before this one's turn
         for_place = behind * state.service_s / state.max_num_seqs if behind > 0 else 0.0
-        self._wait[slot] = state.step_s / 2 + for_place + replica.queued / state.prefill_tokens_per_s
+        self._wait[slot] = (
+            state.step_s / 2 + for_place + replica.queued / state.prefill_tokens_per_s
+        )
 
 
 def _common(one: Sequence[bytes], other: Sequence[bytes], known: int) -> int:

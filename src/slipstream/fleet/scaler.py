@@ -100,11 +100,24 @@ class Change:
 class Scaler:
     """Of one version, which has one pool."""
 
-    def __init__(self, spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives, capacity: RecentCapacity) -> None:
-        self.spec, self.settings, self.objectives, self.capacity = spec, settings, objectives, capacity
+    def __init__(
+        self,
+        spec: PoolSpec,
+        settings: Autoscale,
+        objectives: ScalingObjectives,
+        capacity: RecentCapacity,
+    ) -> None:
+        self.spec, self.settings, self.objectives, self.capacity = (
+            spec,
+            settings,
+            objectives,
+            capacity,
+        )
         self.policy = Autoscaler(
             capacity.replicas_for,
-            limits=ScalingLimits(min_replicas=spec.least, max_replicas=spec.most, idle_s=settings.idle_s),
+            limits=ScalingLimits(
+                min_replicas=spec.least, max_replicas=spec.most, idle_s=settings.idle_s
+            ),
             interval_s=settings.interval_s,
             cold_start_s=settings.cold_start_s or _FIRST_COLD_START_S,
             hold_s=settings.hold_s,
@@ -124,7 +137,12 @@ class Scaler:
         here = now.num_ready + now.num_starting
         if at < self._next:
             if here == 0 and now.num_at_gateway:
-                return Change(at=at, before=0, wanted=max(1, self.spec.least), why="a request waits at the gateway")
+                return Change(
+                    at=at,
+                    before=0,
+                    wanted=max(1, self.spec.least),
+                    why="a request waits at the gateway",
+                )
             return None
         late = at - self._next  # the machine was busy: what came, came in all that time
         interval_s = self.settings.interval_s + late
@@ -134,7 +152,12 @@ class Scaler:
         arrivals, finished, met = tally.take()
         numbers = dataclasses.asdict(now)
         seen = FleetObservation(
-            at=at, interval_s=interval_s, num_arrivals=arrivals, num_finished=finished, num_met=met, **numbers
+            at=at,
+            interval_s=interval_s,
+            num_arrivals=arrivals,
+            num_finished=finished,
+            num_met=met,
+            **numbers,
         )
         wanted = self.wanted = self.policy.decide(seen)
         if wanted == here:
@@ -171,7 +194,9 @@ class Scaler:
             "cold_start_s": round(self.policy.cold_start_s, 3),
             "ups": self.num_up,
             "downs": self.num_down,
-            "last": None if last is None else {"ago_s": round(at - last.at, 1), "change": str(last)},
+            "last": None
+            if last is None
+            else {"ago_s": round(at - last.at, 1), "change": str(last)},
         }
 
 
@@ -186,8 +211,12 @@ class ScalerMetrics(Collector):
         if not told:
             return
         labels = ["model_name", "version"]
-        changes = CounterMetricFamily("slipstream:autoscale_changes", "Changes made", labels=[*labels, "direction"])
-        replicas = GaugeMetricFamily("slipstream:autoscale_replicas", "Replicas by state", labels=[*labels, "state"])
+        changes = CounterMetricFamily(
+            "slipstream:autoscale_changes", "Changes made", labels=[*labels, "direction"]
+        )
+        replicas = GaugeMetricFamily(
+            "slipstream:autoscale_replicas", "Replicas by state", labels=[*labels, "state"]
+        )
         for one in told.values():
             of = [one["model"], one["version"]]
             changes.add_metric([*of, "up"], one["ups"])
@@ -214,12 +243,16 @@ def make(spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives) -> 
     the objectives even for a request alone."""
     where = f"models.{spec.model}.autoscale"
     limits = {"ttft_s": objectives.ttft_s, "tpot_s": objectives.itl_s}
-    wanted = LatencyObjectives(limits={k: v for k, v in limits.items() if v is not None}, attainment=ATTAINMENT)
+    wanted = LatencyObjectives(
+        limits={k: v for k, v in limits.items() if v is not None}, attainment=ATTAINMENT
+    )
     args = spec.args
     try:
         description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
         named = settings.device
-        hardware = this_hardware(args.device, args.num_threads) if named is None else find_device(named)
+        hardware = (
+            this_hardware(args.device, args.num_threads) if named is None else find_device(named)
+        )
         engine = plan_engine(args, description, hardware).simulated
         sizes = tuple(n for n in SIZES if n <= max(2, spec.most))
         capacity = RecentCapacity(engine, _expected(engine.max_model_len), wanted, sizes=sizes)
@@ -232,7 +265,10 @@ def make(spec: PoolSpec, settings: Autoscale, objectives: ScalingObjectives) -> 
 def _expected(max_model_len: int) -> Workload:
     """ShareGPT's lengths, cut to the context, until those of users are known."""
     most = max(1, max_model_len // 2)
-    lengths = [(min(r.input_tokens, most), min(r.output_tokens, most)) for r in parse_workload("sharegpt").requests]
+    lengths = [
+        (min(r.input_tokens, most), min(r.output_tokens, most))
+        for r in parse_workload("sharegpt").requests
+    ]
     return of_lengths("sharegpt", lengths)
 
 

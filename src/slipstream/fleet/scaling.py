@@ -37,7 +37,11 @@ class Scaling:
         found = {}
         for key, (spec, settings, objectives) in autoscaled(fleet).items():
             known = self.scalers.get(key)
-            if known is None or (known.spec, known.settings, known.objectives) != (spec, settings, objectives):
+            if known is None or (known.spec, known.settings, known.objectives) != (
+                spec,
+                settings,
+                objectives,
+            ):
                 known = await asyncio.to_thread(make, spec, settings, objectives)
             found[key] = known
         return found
@@ -74,10 +78,14 @@ class Scaling:
         change = scaler.look(at, self.now(spec), version.tally)
         if change is not None and self._scale(spec, change.wanted):
             scaler.made(change)
-        if scaler.began is not None and (spec.key not in self._refreshing or self._refreshing[spec.key].done()):
+        if scaler.began is not None and (
+            spec.key not in self._refreshing or self._refreshing[spec.key].done()
+        ):
             age = at - scaler.began
             if scaler.capacity.is_due(age):
-                self._refreshing[spec.key] = asyncio.create_task(asyncio.to_thread(scaler.capacity.refresh, age))
+                self._refreshing[spec.key] = asyncio.create_task(
+                    asyncio.to_thread(scaler.capacity.refresh, age)
+                )
 
     def now(self, spec: PoolSpec) -> PoolState:
         version = self.members.version(spec.model, spec.version)
@@ -92,10 +100,14 @@ class Scaling:
             num_waiting=sum(state.waiting for state in states),
             num_ready=ready,
             num_starting=starting,
-            kv_cache_usage=sum(r.kv_cache_usage for r in replicas) / len(replicas) if replicas else 0.0,
+            kv_cache_usage=sum(r.kv_cache_usage for r in replicas) / len(replicas)
+            if replicas
+            else 0.0,
             cold_start_s=self.cold_starts.median(spec.key),
         )
 
     def status(self) -> dict[str, dict[str, Any]]:
         at = time.monotonic()
-        return {key: scaler.status(self.now(scaler.spec), at) for key, scaler in self.scalers.items()}
+        return {
+            key: scaler.status(self.now(scaler.spec), at) for key, scaler in self.scalers.items()
+        }

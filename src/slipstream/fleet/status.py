@@ -28,11 +28,16 @@ def fleet_status(
                 else:
                     assert load.stats is not None  # `Replica.load` is the last that has them
                     one = replica_status(replica.id, doing, load.stats, canary_ok=load.canary_ok)
-                one.num_running, one.num_waiting = seen.running, seen.waiting  # with what is on its way there
+                one.num_running, one.num_waiting = (
+                    seen.running,
+                    seen.waiting,
+                )  # with what is on its way there
                 replicas.append(one)
                 if replica.counts is not None:
                     told.add(replica.counts)
-            replicas += [ReplicaStatus(name=name, state="starting") for name in sorted(version.starting)]
+            replicas += [
+                ReplicaStatus(name=name, state="starting") for name in sorted(version.starting)
+            ]
     return Status(
         models=list(members.models),
         num_in_flight=len(state.in_flight),

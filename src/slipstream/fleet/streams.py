@@ -10,7 +10,16 @@ from slipstream.server.errors import ApiError, error_body
 
 _MARK = re.compile(rb":(?:t ([\d ]*)|e (\d+ \d+))\n")  # where a line begins
 
-ELSEWHERE = frozenset({"engine_dead", "engine_asleep", "engine_unhealthy", "engine_error", "shutting_down", "internal"})
+ELSEWHERE = frozenset(
+    {
+        "engine_dead",
+        "engine_asleep",
+        "engine_unhealthy",
+        "engine_error",
+        "shutting_down",
+        "internal",
+    }
+)
 """Codes of errors that another replica does not have."""
 
 
@@ -19,7 +28,9 @@ class MarkedStream:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # what they brought was handed out
-        self.ended: tuple[int, int] | None = None  # the tokens of prompt and answer, once it came to its end
+        self.ended: tuple[int, int] | None = (
+            None  # the tokens of prompt and answer, once it came to its end
+        )
         self.rest = b""  # not known yet to be whole
 
     def feed(self, data: bytes) -> bytes:

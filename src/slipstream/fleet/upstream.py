@@ -96,7 +96,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._ended = self.status != 0
-        self._keeps_alive = self._parser.should_keep_alive()  # behind a message the parser has forgotten how it ended
+        self._keeps_alive = (
+            self._parser.should_keep_alive()
+        )  # behind a message the parser has forgotten how it ended
 
     # --- To the gateway --------------------------------------------------------------------------------------------------
 
@@ -190,7 +192,12 @@ class ConnectionPool:
         parts = urlsplit(url)
         assert parts.hostname is not None
         assert parts.port is not None
-        self.host, self.port, self._tls, self._connect_s = parts.hostname, parts.port, tls, connect_s
+        self.host, self.port, self._tls, self._connect_s = (
+            parts.hostname,
+            parts.port,
+            tls,
+            connect_s,
+        )
         self._host_line = f"host: {parts.netloc}\r\n".encode()
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
@@ -208,7 +215,14 @@ class ConnectionPool:
         """The answer, once its head is there. `headers` are whole lines. UpstreamError. The caller calls `done`. Of interim
         answers (1xx) `on_interim` is given the headers."""
         length = b"content-length: %d\r\n" % len(body) if body or method != b"GET" else b""
-        request = [b"%b %b HTTP/1.1\r\n" % (method, path), self._host_line, *headers, length, b"\r\n", body]
+        request = [
+            b"%b %b HTTP/1.1\r\n" % (method, path),
+            self._host_line,
+            *headers,
+            length,
+            b"\r\n",
+            body,
+        ]
         while True:
             answer = await self._connection(fresh=fresh)
             try:

@@ -14,7 +14,12 @@ from slipstream.server.state import ServerState
 
 class FleetWatch(ServerWatch):
     def __init__(
-        self, members: Members, alert_urls: Sequence[str] = (), *, source: str = "fleet", interval_s: float = INTERVAL_S
+        self,
+        members: Members,
+        alert_urls: Sequence[str] = (),
+        *,
+        source: str = "fleet",
+        interval_s: float = INTERVAL_S,
     ) -> None:
         super().__init__(alert_urls, source=source, interval_s=interval_s)
         self._members = members

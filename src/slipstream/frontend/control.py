@@ -83,7 +83,9 @@ T = TypeVar("T")
 class Channel(Generic[T]):
     """One end of the pair, on which messages of the type T arrive."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any
+    ) -> None:
         self._reader, self._writer = reader, writer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)

@@ -101,7 +101,9 @@ class FrontEnd:
         def pause(deaths: int, error: Exception) -> float | None:
             if isinstance(error, EngineStaysDownError):
                 return None
-            return 0.0 if isinstance(error, EngineDeadError) else 1.0  # the supervisor has its own pauses
+            return (
+                0.0 if isinstance(error, EngineDeadError) else 1.0
+            )  # the supervisor has its own pauses
 
         return CoreSource(connect, pause, id_prefix=f"{self._setup.number}.")
 
@@ -127,14 +129,18 @@ class FrontEnd:
         return await self._waiters[-1]
 
 
-async def serve(control: socket.socket, listener: socket.socket, shared: mmap.mmap, folder: str) -> int:
+async def serve(
+    control: socket.socket, listener: socket.socket, shared: mmap.mmap, folder: str
+) -> int:
     channel: Channel[ToFrontEnd] = await Channel.open(control, ToFrontEnd)
     setup = await channel.receive()
     if not isinstance(setup, FrontEndSetup):
         return 1
     configure_logging(setup.settings, front_end=setup.slot + 1)
     try:
-        await FrontEnd(channel, setup, folder).run(listener, ServerLoad(memoryview(shared), setup.slot))
+        await FrontEnd(channel, setup, folder).run(
+            listener, ServerLoad(memoryview(shared), setup.slot)
+        )
         return 0
     except SlipstreamError as error:
         channel.send(Failed(type(error).__name__, error.message, error.field))
@@ -153,7 +159,9 @@ def main() -> int:
     accepting = socket.socket(fileno=listener)
     accepting.setblocking(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(socket.socket(fileno=control), accepting, mmap.mmap(load, 0), folder))
+        return runner.run(
+            serve(socket.socket(fileno=control), accepting, mmap.mmap(load, 0), folder)
+        )
 
 
 if __name__ == "__main__":

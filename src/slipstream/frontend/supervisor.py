@@ -69,7 +69,11 @@ class FrontEnd:
     """A front end's process, as the supervisor sees it."""
 
     def __init__(
-        self, number: int, slot: int, process: subprocess.Popen[bytes], channel: Channel[ToSupervisor]
+        self,
+        number: int,
+        slot: int,
+        process: subprocess.Popen[bytes],
+        channel: Channel[ToSupervisor],
     ) -> None:
         self.number, self.slot, self.process, self.channel = number, slot, process, channel
         self.is_serving = False
@@ -151,11 +155,15 @@ class Supervisor:
         shortens: bool = False,
     ) -> None:
         if settings.grpc_port == 0:
-            raise ConfigError("several front ends share one port for gRPC; name it", field="grpc_port")
+            raise ConfigError(
+                "several front ends share one port for gRPC; name it", field="grpc_port"
+            )
         engines = [settled(args) for args in engines]
         self._engines, self._shortens = engines, shortens
         self._listener, self._num_front_ends = listener, num_front_ends
-        self._cores = [SharedCore(index, args, self._send_to_all) for index, args in enumerate(engines)]
+        self._cores = [
+            SharedCore(index, args, self._send_to_all) for index, args in enumerate(engines)
+        ]
         self._front_ends: dict[int, FrontEnd] = {}  # by slot
         self._numbers = itertools.count(1)
         self._ended = Metrics("")  # what front ends that have ended had counted
@@ -240,7 +248,9 @@ class Supervisor:
             deaths = 0 if served else deaths + 1
             if deaths:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), min(2.0**deaths, MAX_RESTART_PAUSE_S))
+                    await asyncio.wait_for(
+                        self._stopping.wait(), min(2.0**deaths, MAX_RESTART_PAUSE_S)
+                    )
 
     async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
         """A front end's life. Whether it served, and how it ended."""
@@ -254,13 +264,21 @@ class Supervisor:
             code = await asyncio.to_thread(wait_or_kill, front_end.process, 5.0)
         finally:
             self._mark_dead(front_end)
-        return front_end.is_serving, front_end.failed or EngineError(f"front end {slot + 1} {describe_exit(code)}")
+        return front_end.is_serving, front_end.failed or EngineError(
+            f"front end {slot + 1} {describe_exit(code)}"
+        )
 
     async def _spawn(self, slot: int) -> FrontEnd:
         ours, theirs = socket.socketpair()
         with theirs:
             shared = (theirs.fileno(), self._listener.fileno(), self._load_fd)
-            command = [sys.executable, "-m", "slipstream.frontend.process", *map(str, shared), self._folder.path]
+            command = [
+                sys.executable,
+                "-m",
+                "slipstream.frontend.process",
+                *map(str, shared),
+                self._folder.path,
+            ]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
         try:
             self._folder.make()  # after the process, which removes it if we are killed
@@ -315,7 +333,9 @@ class Supervisor:
         others = [f for f in self._front_ends.values() if f.is_serving and f is not asker]
         if others:
             await asyncio.wait([f.ask_counts() for f in others], timeout=_COUNTS_TIMEOUT_S)
-        asker.channel.send(Totals([self._ended.counts(), *(f.counts for f in self._front_ends.values())]))
+        asker.channel.send(
+            Totals([self._ended.counts(), *(f.counts for f in self._front_ends.values())])
+        )
 
     def _send_to_all(self, message: EngineDied) -> None:
         for front_end in self._front_ends.values():

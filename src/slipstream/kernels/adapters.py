@@ -64,7 +64,9 @@ class LoRATokens:
     order: Tensor  # int32 [T]: tokens by slot; those without an adapter are not among the tiles
     tiles: Tensor  # int32 [M, 3]: slot, and begin and end in `order`
     tile_tokens: int  # the most tokens of a tile
-    groups: tuple[tuple[int, int, int], ...] = ()  # on the host: (slot, begin, end) in `order`; not in a graph
+    groups: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # on the host: (slot, begin, end) in `order`; not in a graph
 
 
 def most_tiles(num_tokens: int, num_slots: int) -> int:
@@ -87,7 +89,11 @@ def sort_tokens(
     ends = counts.cumsum()
     size = tile_tokens(len(slots))
     groups = tuple(zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True))
-    tiles = [(slot, at, min(at + size, end)) for slot, begin, end in groups for at in range(begin, end, size)]
+    tiles = [
+        (slot, at, min(at + size, end))
+        for slot, begin, end in groups
+        for at in range(begin, end, size)
+    ]
     return order, np.array(tiles, np.int32).reshape(-1, 3), groups
 
 
@@ -96,7 +102,9 @@ def tokens_of(slots: Sequence[int] | npt.NDArray[np.int32], device: torch.device
     given = np.asarray(slots, np.int32)
     order, tiles, groups = sort_tokens(given)
     on_host = (torch.from_numpy(a) for a in (given, order, tiles))
-    there = (a if device.type == "cpu" else a.pin_memory().to(device, non_blocking=True) for a in on_host)
+    there = (
+        a if device.type == "cpu" else a.pin_memory().to(device, non_blocking=True) for a in on_host
+    )
     return LoRATokens(next(there), next(there), next(there), tile_tokens(len(given)), groups)
 
 
@@ -115,14 +123,25 @@ class AdapterOps:
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         own = self._weights.get(id(w))
-        return self._ops.linear(x, w) if own is None else self._ops.adapted_linear(x, w, own, self._tokens)
+        return (
+            self._ops.linear(x, w)
+            if own is None
+            else self._ops.adapted_linear(x, w, own, self._tokens)
+        )
 
     def moe_and_shared(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, shared: tuple[Linear, Linear], load: ExpertLoad | None = None
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: Experts,
+        shared: tuple[Linear, Linear],
+        load: ExpertLoad | None = None,
     ) -> Tensor:
         up, down = shared
         if id(up) not in self._weights and id(down) not in self._weights:
             return self._ops.moe_and_shared(x, router_logits, experts, shared, load)
         expert = experts.spec.expert
-        inner = self._ops.activation(self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs)
+        inner = self._ops.activation(
+            self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs
+        )
         return self._ops.moe(x, router_logits, experts, load) + self.linear(inner, down)

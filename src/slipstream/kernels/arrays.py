@@ -19,9 +19,13 @@ AnyLinear = TypeVar("AnyLinear", bound=Linear)
 
 def to_array(x: Tensor) -> npt.NDArray[Any]:
     """The same memory, of a tensor on the CPU; of one on the meta device an array without memory."""
-    kind = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}.get(x.dtype)
+    kind = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}.get(
+        x.dtype
+    )
     if x.device.type == "meta":
-        return stand_in(tuple(x.shape), str(x.dtype).removeprefix("torch.") if kind is None else kind)
+        return stand_in(
+            tuple(x.shape), str(x.dtype).removeprefix("torch.") if kind is None else kind
+        )
     if kind is None:
         return x.detach().numpy()
     bits = torch.int16 if kind is ml_dtypes.bfloat16 else torch.int8
@@ -40,7 +44,11 @@ def to_tensor(x: npt.NDArray[Any]) -> Tensor:
 
 def as_arrays(w: AnyLinear) -> AnyLinear:
     """A weight with arrays in the place of its tensors."""
-    found: dict[str, Any] = {f.name: to_array(v) for f in dataclasses.fields(w) if isinstance(v := getattr(w, f.name), Tensor)}
+    found: dict[str, Any] = {
+        f.name: to_array(v)
+        for f in dataclasses.fields(w)
+        if isinstance(v := getattr(w, f.name), Tensor)
+    }
     if (kind := getattr(w, "out_dtype", None)) is not None:
         found["out_dtype"] = np.dtype(str(kind).removeprefix("torch."))
     return dataclasses.replace(w, **found)

@@ -28,31 +28,52 @@ class AutogradOps(ReferenceOps):
 
     name = "autograd"
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
         if scheme is not None:
-            raise ConfigError(f"{scheme.name} weights have no gradient; train the dense ones", field="quantization")
+            raise ConfigError(
+                f"{scheme.name} weights have no gradient; train the dense ones",
+                field="quantization",
+            )
         return Linear(weight=weight, bias=bias)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
         return F.linear(x, w.weight, w.bias)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         s = params
         if s.distance_bias is not None or not s.causal:
-            raise ConfigError("the autograd op set runs decoder-only models; encoders and T5 can't be trained", field="kernels")
+            raise ConfigError(
+                "the autograd op set runs decoder-only models; encoders and T5 can't be trained",
+                field="kernels",
+            )
         length = kv.block_size
-        if meta.block_table.shape[1] != 1 or length != meta.max_seq_len or meta.max_query_len != meta.max_seq_len:
-            raise ConfigError("the autograd op set runs whole sequences over a flat cache (model.sequences)", field="kernels")
+        if (
+            meta.block_table.shape[1] != 1
+            or length != meta.max_seq_len
+            or meta.max_query_len != meta.max_seq_len
+        ):
+            raise ConfigError(
+                "the autograd op set runs whole sequences over a flat cache (model.sequences)",
+                field="kernels",
+            )
         if s.softcap is not None or s.sinks is not None:
             return _each(q, kv, meta, s)
         group = q.shape[1] // kv.k.shape[1]
         k, v = (t.to(q.dtype).repeat_interleave(group, dim=1) for t in (kv.k, kv.v))
         rows = meta.slot_mapping // length, meta.slot_mapping % length
-        padded = q.new_zeros(len(k), length, *q.shape[1:])  # [S, L, H, D]; rows beyond a sequence's end see what they like
+        padded = q.new_zeros(
+            len(k), length, *q.shape[1:]
+        )  # [S, L, H, D]; rows beyond a sequence's end see what they like
         padded[rows] = q
         mask = _mask(length, s.window, s.alibi_slopes, q)
-        seen = F.scaled_dot_product_attention(padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=s.scale)
+        seen = F.scaled_dot_product_attention(
+            padded.transpose(1, 2), k, v, mask, is_causal=mask is None, scale=s.scale
+        )
         return seen.transpose(1, 2)[rows]
 
 

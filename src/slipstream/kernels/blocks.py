@@ -15,7 +15,10 @@ class BlockRows:
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         self.rows = list(rows)
-        places = [[part.data_ptr(), part.stride(0) * part.itemsize, part.shape[1] * part.itemsize] for part in self.rows]
+        places = [
+            [part.data_ptr(), part.stride(0) * part.itemsize, part.shape[1] * part.itemsize]
+            for part in self.rows
+        ]
         self.places = torch.tensor(places, dtype=torch.int64, device=self.rows[0].device)
         """int64 [parts, 3], for a kernel: where each begins, the bytes from row to row, and the bytes of a row."""
         self.row_bytes = [num_bytes for _, _, num_bytes in places]
@@ -27,17 +30,29 @@ class BlockRows:
         """Of tensors [B, …]. The last two dimensions may lie in memory in the other order. What is there twice counts once."""
         once = {cache.data_ptr(): cache for cache in caches}.values()
         whole = [cache if cache.is_contiguous() else cache.mT for cache in once]
-        return cls(_as_wide_as_possible([cache.view(len(cache), -1).view(torch.uint8) for cache in whole]))
+        return cls(
+            _as_wide_as_possible([cache.view(len(cache), -1).view(torch.uint8) for cache in whole])
+        )
 
     @classmethod
     def of_layers(cls, layers: Iterable[LayerKV]) -> BlockRows:
         """Layers of different groups may share tensors."""
-        return cls.of(cache for layer in layers for cache in ((layer.k,) if layer.latent else (layer.k, layer.v)))
+        return cls.of(
+            cache
+            for layer in layers
+            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
+        )
 
     def in_buffer(self, buffer: Tensor) -> BlockRows:
         """The parts of blocks that lie side by side in `buffer`, uint8 [blocks, num_bytes]."""
-        return BlockRows([part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)])
+        return BlockRows(
+            [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
+        )
 
 
 def _as_wide_as_possible(parts: list[Tensor]) -> list[Tensor]:
-    return [part.view(torch.int64) for part in parts] if all(part.shape[1] % 8 == 0 for part in parts) else parts
+    return (
+        [part.view(torch.int64) for part in parts]
+        if all(part.shape[1] % 8 == 0 for part in parts)
+        else parts
+    )

@@ -30,7 +30,11 @@ def remedy() -> str:
         command = BUILD
     else:  # pip keeps a wheel that it built without a compiler, and would install that again
         command = f"pip install --force-reinstall --no-deps --no-cache-dir {_origin()}"
-    return command if has_compiler() else f"install a C++ compiler (Debian: apt install g++), then {command}"
+    return (
+        command
+        if has_compiler()
+        else f"install a C++ compiler (Debian: apt install g++), then {command}"
+    )
 
 
 def has_compiler() -> bool:
@@ -50,8 +54,18 @@ def _origin() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.kernels.build", description=__doc__)
-    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UndefinedBehaviorSanitizer")
-    parser.add_argument("--into", type=Path, default=PACKAGE, help="another folder than this package's", metavar="FOLDER")
+    parser.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="with AddressSanitizer and UndefinedBehaviorSanitizer",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=PACKAGE,
+        help="another folder than this package's",
+        metavar="FOLDER",
+    )
     args = parser.parse_args(arguments)
     if not args.into.is_dir():
         print(f"--into: {args.into} is no folder", file=sys.stderr)
@@ -67,8 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     with tempfile.TemporaryDirectory() as build:
         sanitize = f"-DSLIPSTREAM_SANITIZE={'ON' if args.sanitize else 'OFF'}"
-        subprocess.run(["cmake", "-S", SOURCE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True)
-        subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
+        subprocess.run(
+            ["cmake", "-S", SOURCE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", sanitize], check=True
+        )
+        subprocess.run(
+            ["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True
+        )
         (built,) = Path(build).glob("libslipstream_cpu.*")
         target = args.into / built.name
         temporary = target.with_suffix(".new")  # a running process may have the old one mapped

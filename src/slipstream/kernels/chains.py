@@ -13,7 +13,9 @@ class ChainPlaces:
     """A chain of K drafts of S sequences computes tokens [T]: in its first pass [again, S], then padding up to a multiple of 4,
     then [K − 1, room], one a sequence in each pass. `room` is S up to a multiple of 4. Tensors are int32."""
 
-    rows: Tensor  # [T]: the null row for padding, and behind the first pass where no draft is wanted
+    rows: (
+        Tensor  # [T]: the null row for padding, and behind the first pass where no draft is wanted
+    )
     positions: Tensor  # [T]
     seq_lens: Tensor  # [T]: tokens that end with each
     draft_rows: Tensor  # [K · S]: where drafts go; the null row where none is wanted
@@ -29,7 +31,14 @@ def num_places(size: int, room: int, num_drafts: int, num_again: int) -> tuple[i
 
 
 def chain_places(
-    tokens: Tensor, kept: Tensor, inputs: Tensor, *, num_drafts: int, size: int, num_again: int, first: int
+    tokens: Tensor,
+    kept: Tensor,
+    inputs: Tensor,
+    *,
+    num_drafts: int,
+    size: int,
+    num_again: int,
+    first: int,
 ) -> ChainPlaces:
     """`OpSet.chain_places`"""
     rows, known, wanted, sampled = inputs.unbind(0)
@@ -37,7 +46,9 @@ def chain_places(
     steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
     # Of the tokens drawn behind the known ones those count that are right drafts, and the one behind them.
     places = (known[:, None] + 1 + steps).clamp(max=tokens.shape[1] - 1)
-    right = (tokens[rows[:, None], places] == kept[rows, :num_drafts]) & (steps < sampled[:, None] - 1)
+    right = (tokens[rows[:, None], places] == kept[rows, :num_drafts]) & (
+        steps < sampled[:, None] - 1
+    )
     last = known + (right.int().cumprod(1).sum(1) + 1).minimum(sampled).int()
     # A sequence has no blocks beyond the drafts that it wants, and their places may be beyond the context.
     idle = wanted <= steps[:, None]
@@ -46,13 +57,17 @@ def chain_places(
 
     room = inputs.shape[1]
     begin, total = num_places(size, room, num_drafts, num_again)
-    all_rows, positions = (torch.zeros(total, dtype=torch.int32, device=rows.device) for _ in range(2))
+    all_rows, positions = (
+        torch.zeros(total, dtype=torch.int32, device=rows.device) for _ in range(2)
+    )
     again = torch.arange(num_again, dtype=torch.int32, device=rows.device)[:, None]
     count = num_again * size
     all_rows[:count] = rows[:size].repeat(num_again)
     all_rows[count:begin] = null
     positions[:count] = (last[:size] - (num_again - 1 + first) + again).flatten()
     all_rows[begin:] = own[1:].flatten()
-    positions[begin:] = (places[1:] - 1 - first).clamp(min=0).flatten()  # a token's keys stand `first` positions before it
+    positions[begin:] = (
+        (places[1:] - 1 - first).clamp(min=0).flatten()
+    )  # a token's keys stand `first` positions before it
     drafts = own[:, :size].flatten(), places[:, :size].flatten()
     return ChainPlaces(all_rows, positions, positions + 1, *drafts, begin, room)

@@ -22,13 +22,25 @@ from torch import Tensor
 from slipstream.kernels import native
 from slipstream.kernels.arrays import as_arrays, meta, to_array
 from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
-from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_down, add_expert_linear, add_experts
+from slipstream.kernels.cpu_moe import (
+    NativeExperts,
+    add_choice,
+    add_down,
+    add_expert_linear,
+    add_experts,
+)
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
 from slipstream.kernels.native import NativeLinear, Program, activation_of
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
-from slipstream.kernels.programs import Argmax, LinearProgram, add_attention, add_norm, add_rope_and_cache
+from slipstream.kernels.programs import (
+    Argmax,
+    LinearProgram,
+    add_attention,
+    add_norm,
+    add_rope_and_cache,
+)
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
@@ -44,7 +56,12 @@ class NativeOps(CpuOps):
     block_types = frozenset(CPU_BLOCK_BYTES)
 
     def __init__(
-        self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None, *, dense_copies: bool = False
+        self,
+        num_threads: int = 1,
+        isa: str | None = None,
+        sparse_from: float | None = None,
+        *,
+        dense_copies: bool = False,
     ) -> None:
         super().__init__()
         self.host = HostOps(num_threads, isa, sparse_from, dense_copies=dense_copies)
@@ -59,14 +76,25 @@ class NativeOps(CpuOps):
 
     # --- Weights ----------------------------------------------------------------------------------------------------
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> NativeLinear:
-        return _held(self.host.quantize_weight(to_array(weight), None if bias is None else to_array(bias), scheme))
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> NativeLinear:
+        return _held(
+            self.host.quantize_weight(
+                to_array(weight), None if bias is None else to_array(bias), scheme
+            )
+        )
 
     def pack_weight(self, w: Linear) -> NativeLinear:
         return _held(self.host.pack_weight(as_arrays(w)))
 
     def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+        self,
+        weight: Tensor,
+        scheme: Scheme | None = None,
+        bias: Tensor | None = None,
+        *,
+        num_experts: int,
     ) -> NativeExperts:
         arrays = to_array(weight), scheme, None if bias is None else to_array(bias)
         return _held(self.host.quantize_experts(*arrays, num_experts=num_experts))
@@ -88,7 +116,9 @@ class NativeOps(CpuOps):
         return {name: _held(w) for name, w in self.host.read_products(path).items()}
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
+        if isinstance(tied, NativeLinear) and all(
+            p.kind not in (native.I8, native.S8) for p in tied.parts
+        ):
             return tied  # the head holds the table's rows exactly
         return self.pack_weight(table) if isinstance(table, Linear) else table
 
@@ -114,12 +144,21 @@ class NativeOps(CpuOps):
         return torch.from_numpy(LinearProgram(self.pool, w)(_wide(x).numpy())).to(x.dtype)
 
     def norm(
-        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if isinstance(norm.kind, OwnNorm):
             return super().norm(x, norm, residual=residual, inputs=inputs)
         assert inputs is None
-        total = None if residual is None else residual.float().clone(memory_format=torch.contiguous_format)
+        total = (
+            None
+            if residual is None
+            else residual.float().clone(memory_format=torch.contiguous_format)
+        )
         out = torch.empty(x.shape, dtype=torch.float32)
         p = Program(self.pool)
         into = -1 if total is None else p.bound(total)
@@ -128,7 +167,12 @@ class NativeOps(CpuOps):
         return out.to(x.dtype), x if total is None else total.to(x.dtype)
 
     def activation(
-        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
     ) -> Activations:
         if isinstance(activation, OwnActivation):
             return super().activation(x, activation, gated=gated, inputs=inputs)
@@ -142,7 +186,9 @@ class NativeOps(CpuOps):
         self._run(p, len(x))
         return out.to(x.dtype)
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
@@ -162,7 +208,9 @@ class NativeOps(CpuOps):
             return p, gathered
 
         p, gathered = begun(counts, up.form)
-        if isinstance(spec.expert.activation, OwnActivation):  # torch's, between two programs that choose alike
+        if isinstance(
+            spec.expert.activation, OwnActivation
+        ):  # torch's, between two programs that choose alike
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)
             p.run(step)
@@ -178,7 +226,9 @@ class NativeOps(CpuOps):
         p.run(step)
         return out.to(x.dtype)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
         if kv.latent:
             return super().rope_and_cache(qkv, kv, meta, heads)
         rows = qkv.float().clone(memory_format=torch.contiguous_format)
@@ -188,7 +238,9 @@ class NativeOps(CpuOps):
         q_size = heads.num_heads * heads.head_dim
         return rows[:, :q_size].reshape(-1, heads.num_heads, heads.head_dim).to(qkv.dtype)
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
         out = torch.empty(len(q), num_heads * value_dim)
         p = Program(self.pool)
@@ -197,7 +249,9 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.view(-1, num_heads, value_dim).to(q.dtype)
 
-    def mla_queries(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_queries(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         out = torch.empty(len(q), q.shape[1], params.rotary_dim + params.keys.rows)
         p = Program(self.pool)
         places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
@@ -205,10 +259,19 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
-    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_paged_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         out = torch.empty(len(q), params.values.out_features)
         p = Program(self.pool)
-        add_latent_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, params, lambda _, *sizes: p.buffer(*sizes))
+        add_latent_attention(
+            p,
+            p.bound(_wide(q.flatten(1))),
+            p.bound(out),
+            0,
+            params,
+            lambda _, *sizes: p.buffer(*sizes),
+        )
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 

@@ -62,9 +62,13 @@ class Emitter:
         """Whether the weight's layout allows its activation as an epilogue."""
         return False
 
-    def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None: ...
+    def embed(
+        self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool
+    ) -> None: ...
 
-    def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None: ...
+    def norm(
+        self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
+    ) -> None: ...
 
     def convert(self, x: int, out: int, form: int, size: int) -> None: ...
 
@@ -74,11 +78,23 @@ class Emitter:
 
     def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None: ...
 
-    def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None: ...
+    def activation(
+        self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int
+    ) -> None: ...
 
-    def rope_and_cache(self, rows: int, layer: int, group: int, heads: Any, *, has_queries: bool) -> None: ...
+    def rope_and_cache(
+        self, rows: int, layer: int, group: int, heads: Any, *, has_queries: bool
+    ) -> None: ...
 
-    def attention(self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: Any) -> None: ...
+    def attention(
+        self,
+        q: int,
+        out: int,
+        layer: int,
+        group: int,
+        sizes: tuple[int, int, int, int],
+        params: Any,
+    ) -> None: ...
 
     def mla_attention(
         self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
@@ -89,7 +105,9 @@ class Emitter:
         """Route, gather and multiply; where each token's results stand, one row for each of its experts."""
         return scratch("results", F32, 0, 1)
 
-    def combine(self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool) -> None: ...
+    def combine(
+        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
+    ) -> None: ...
 
 
 class Scratch:
@@ -182,7 +200,11 @@ class Lowered:
 
 
 def lower(
-    ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter, more: Sequence[Value] = ()
+    ops: Sequence[Op],
+    given: Value | None,
+    result: Value | None,
+    emit: Emitter,
+    more: Sequence[Value] = (),
 ) -> Lowered | Reason:
     """Write `ops` with `emit`. `given` is the program's input; `result` and copies of `more` go to the caller. Returns a
     `Reason` if the program lacks something."""
@@ -206,7 +228,9 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
             continue
         inputs = tuple(same.get(x.index, x) for x in op.inputs)
         op = op if inputs == op.inputs else replace(op, inputs=inputs)
-        waits = next((key for key, ops_ in late.items() if any(_made(x, key, ops_) for x in inputs)), None)
+        waits = next(
+            (key for key, ops_ in late.items() if any(_made(x, key, ops_) for x in inputs)), None
+        )
         if waits is not None:
             late[waits].append(op)
             continue
@@ -227,12 +251,19 @@ def refusal(head: Sequence[Op]) -> Reason | None:
     if names.count("linear") > 1:
         return Reason("embed_size: the C++ program has no projection behind the last layer")
     unknown = set(names) - {"linear", "scale", "softcap"}
-    return Reason(f"the C++ program has no {min(unknown)} behind the last layer") if unknown else None
+    return (
+        Reason(f"the C++ program has no {min(unknown)} behind the last layer") if unknown else None
+    )
 
 
 class Lowering:
     def __init__(
-        self, ops: Sequence[Op], given: Value | None, result: Value | None, emit: Emitter, more: Sequence[Value] = ()
+        self,
+        ops: Sequence[Op],
+        given: Value | None,
+        result: Value | None,
+        emit: Emitter,
+        more: Sequence[Value] = (),
     ) -> None:
         self.ops, self.emit, self.result, self.more = ops, emit, result, more
         self.uses: dict[int, list[int]] = {}  # by value: the ops that read it
@@ -262,7 +293,9 @@ class Lowering:
                 if not self.lives(x.index):
                     self._release(x.index)
         if self.result is not None and self.places.get(self.result.index) != Stored(self._out):
-            raise Refused("the C++ program has no sum after the last layer (a model without a final norm)")
+            raise Refused(
+                "the C++ program has no sum after the last layer (a model without a final norm)"
+            )
         copies = []
         for value in self.more:
             copies.append(self.emit.bound())
@@ -284,7 +317,9 @@ class Lowering:
 
     def free(self, buffer: Buffer) -> None:
         if not buffer.bound:
-            self.unused.setdefault((buffer.form, buffer.size, buffer.rows_a_token), []).append(buffer)
+            self.unused.setdefault((buffer.form, buffer.size, buffer.rows_a_token), []).append(
+                buffer
+            )
 
     def put(self, value: Value, place: Place) -> None:
         self.places[value.index] = place
@@ -293,7 +328,11 @@ class Lowering:
 
     def lives(self, value: int) -> bool:
         """Whether the value is read after this op."""
-        return self._is_result(value) or self._is_kept(value) or any(i > self.at for i in self.uses.get(value, ()))
+        return (
+            self._is_result(value)
+            or self._is_kept(value)
+            or any(i > self.at for i in self.uses.get(value, ()))
+        )
 
     def _is_result(self, value: int) -> bool:
         return self.result is not None and value == self.result.index
@@ -319,7 +358,9 @@ class Lowering:
         if buffer.form == form:
             return buffer
         if buffer.form != F32:
-            raise Refused("the C++ program has no product of rows that were rounded for another one")
+            raise Refused(
+                "the C++ program has no product of rows that were rounded for another one"
+            )
         known = self.converted.get((value.index, form))
         if known is None:
             known = self.converted[value.index, form] = self.new(form, value.width)
@@ -375,7 +416,9 @@ class Lowering:
 
     def _embed_positions(self, op: Op) -> None:
         buffer, accumulate = self.target(op.out)
-        self.emit.embed(buffer, True, op.arguments["offset"], op.arguments["table"], 1.0, accumulate)
+        self.emit.embed(
+            buffer, True, op.arguments["offset"], op.arguments["table"], 1.0, accumulate
+        )
 
     def _norm(self, op: Op) -> None:
         if isinstance(op.arguments["norm"].kind, OwnNorm):
@@ -392,15 +435,30 @@ class Lowering:
             else:
                 x, residual = self.stored(op.x), total.number
                 if any(self.lives(v) for v in total.values):
-                    raise Refused("the C++ program keeps no residual that is read again after an addition")
+                    raise Refused(
+                        "the C++ program keeps no residual that is read again after an addition"
+                    )
             self.put(op.outputs[1], Stored(total))
-        dies = not any(self.lives(v) for v in x.values) and (x.size, form, residual) == (op.out.width, F32, -1)
-        out = self._out if self._is_result(op.out.index) else x if dies else self.new(form, op.out.width)
+        dies = not any(self.lives(v) for v in x.values) and (x.size, form, residual) == (
+            op.out.width,
+            F32,
+            -1,
+        )
+        out = (
+            self._out
+            if self._is_result(op.out.index)
+            else x
+            if dies
+            else self.new(form, op.out.width)
+        )
         self.put(op.out, Stored(out))
         self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
 
     def _place(self, op: Op) -> None:
-        x, out = self.stored(op.x), self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1])
+        x, out = (
+            self.stored(op.x),
+            self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1]),
+        )
         self.put(op.out, Stored(out))
         self.emit.place(x.number, out.number, op.arguments["column"], op.x.width)
 
@@ -411,14 +469,18 @@ class Lowering:
         reader = self.ops[uses[0]] if len(uses) == 1 else None
         if reader is not None and reader.arguments.get("gated") and self.emit.gates(w):
             self.done.add(uses[0])
-            self._activated(reader, lambda out, form, act: self.emit.gated_linear(x.number, out, form, w, act))
+            self._activated(
+                reader, lambda out, form, act: self.emit.gated_linear(x.number, out, form, w, act)
+            )
         else:
             out, accumulate = self.target(op.out)
             self.emit.linear(x.number, out, w, accumulate)
 
     def _activation(self, op: Op) -> None:
         x, gated = self.stored(op.x).number, op.arguments["gated"]
-        self._activated(op, lambda out, form, act: self.emit.activation(x, out, form, act, gated, op.out.width))
+        self._activated(
+            op, lambda out, form, act: self.emit.activation(x, out, form, act, gated, op.out.width)
+        )
 
     def _activated(self, op: Op, write: Any) -> None:
         activation, form = _known(op.arguments["activation"]), self.form_for(op.out)
@@ -429,7 +491,9 @@ class Lowering:
     def _rope_and_cache(self, op: Op) -> None:
         """The queries stay in place, at the beginning of the rows."""
         rows = self.stored(op.x)
-        self.emit.rope_and_cache(rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True)
+        self.emit.rope_and_cache(
+            rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True
+        )
         self.put(op.out, Stored(rows))
 
     def _cache_kv(self, op: Op) -> None:
@@ -443,7 +507,9 @@ class Lowering:
         self.emit.attention(q.number, out.number, *_cache_of(op), sizes, op.arguments["params"])
 
     def _bidirectional_attention(self, op: Op) -> None:
-        self.emit.rope_and_cache(self.stored(op.x).number, *_cache_of(op), op.arguments["heads"], has_queries=True)
+        self.emit.rope_and_cache(
+            self.stored(op.x).number, *_cache_of(op), op.arguments["heads"], has_queries=True
+        )
         self._attention(op)
 
     def _mla_attention(self, op: Op) -> None:
@@ -451,14 +517,20 @@ class Lowering:
         out, scratch = self.new(F32, op.out.width), Scratch(self)
         self.put(op.out, Stored(out))
         size = op.x.shape[0] * op.inputs[1].width
-        self.emit.mla_attention(q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch)
+        self.emit.mla_attention(
+            q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch
+        )
         scratch.free()
 
     def _moe(self, op: Op) -> None:
         results, scratch = self._results(op)
         uses = self.uses.get(op.out.index, [])
         reader = self.ops[uses[0]] if len(uses) == 1 else None
-        if reader is not None and reader.name == "add" and self._is_weighed(reader.inputs[reader.x == op.out]):
+        if (
+            reader is not None
+            and reader.name == "add"
+            and self._is_weighed(reader.inputs[reader.x == op.out])
+        ):
             self.put(op.out, Routed(scratch.take(results)))
         else:
             self.emit.combine(results, *self._summed(op.out, -1, -1))

@@ -48,13 +48,30 @@ def add_latent_queries(
     _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
 
 
-def add_latent_attention(p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer) -> None:
+def add_latent_attention(
+    p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer
+) -> None:
     """`OpSet.mla_paged_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
     values = params.values
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)
     sizes = num_heads, 1, params.rotary_dim + rank, rank
-    p.add("attention", queries, seen, layer, 0, *sizes, params.scale, 0, 0.0, None, None, None, 0, True)
+    p.add(
+        "attention",
+        queries,
+        seen,
+        layer,
+        0,
+        *sizes,
+        params.scale,
+        0,
+        0.0,
+        None,
+        None,
+        None,
+        0,
+        True,
+    )
     if values.form != native.FORM_F32:
         wide, seen = seen, new("seen latents", values.form, num_heads * rank)
         p.add("convert", wide, seen, values.form, num_heads * rank, 1)

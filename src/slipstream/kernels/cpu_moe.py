@@ -58,7 +58,9 @@ class NativeExperts(Linear):
         return self.parts[0].inner
 
 
-def pack_expert_weight(w: Linear, num_experts: int, arena: Arena, *, rounded: int | None = None) -> NativeExperts:
+def pack_expert_weight(
+    w: Linear, num_experts: int, arena: Arena, *, rounded: int | None = None
+) -> NativeExperts:
     """The weights of all experts (arrays), one below the other, in any form that a checkpoint or `round_groups` has; dense ones
     in their own type, or `rounded` to a kind that `Packed.put_dense` makes."""
     rows, weight, kept = w.out_features // num_experts, _array(w.weight), _array(w.weight)
@@ -73,7 +75,9 @@ def pack_expert_weight(w: Linear, num_experts: int, arena: Arena, *, rounded: in
     else:
         scaled = isinstance(w, ScaledLinear)
         if scaled and weight.dtype != np.int8:
-            raise ConfigError("the CPU's kernels have no fp8 product; use kernels='reference'", field="kernels")
+            raise ConfigError(
+                "the CPU's kernels have no fp8 product; use kernels='reference'", field="kernels"
+            )
         dense = native.BF16 if native.type_name(weight) == "bfloat16" else native.F32
         kind = native.I8 if scaled else dense if rounded is None else rounded
         experts = PackedExperts.empty(kind, rows, weight.shape[1], num_experts, arena)
@@ -103,13 +107,19 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
     assert all(piece.copies == num_experts and piece.order is None for piece in pieces)
     whole = None
     if len({piece.type for piece in pieces}) == 1:
-        whole = PackedExperts.empty(native.BLOCK_KINDS[pieces[0].type], rows, inner, num_experts, arena)
+        whole = PackedExperts.empty(
+            native.BLOCK_KINDS[pieces[0].type], rows, inner, num_experts, arena
+        )
     parts = []
     for piece in pieces:
         count = piece.rows // num_experts
-        experts = whole or PackedExperts.empty(native.BLOCK_KINDS[piece.type], count, inner, num_experts, arena)
+        experts = whole or PackedExperts.empty(
+            native.BLOCK_KINDS[piece.type], count, inner, num_experts, arena
+        )
         for e in range(num_experts):
-            experts.of(e).put_blocks(piece.blocks[e * count :].ctypes.data, count, piece.start if whole else 0)
+            experts.of(e).put_blocks(
+                piece.blocks[e * count :].ctypes.data, count, piece.start if whole else 0
+            )
         piece.read()
         parts.append(experts)
     return (whole,) if whole is not None else tuple(parts)
@@ -132,7 +142,9 @@ class GroupForm:
         for row in range(0, packed.rows, ROWS_AT_ONCE):
             at = slice(first + row, first + min(packed.rows, row + ROWS_AT_ONCE))
             codes = unpack4(_array(self.w.weight)[at], self.w.chunk)
-            packed.put_codes4(codes, self.scales[at], None if self.minima is None else self.minima[at], row)
+            packed.put_codes4(
+                codes, self.scales[at], None if self.minima is None else self.minima[at], row
+            )
 
 
 def group_form(w: GroupedLinear) -> GroupForm:
@@ -145,11 +157,18 @@ def group_form(w: GroupedLinear) -> GroupForm:
     kind = native.W4 if minima is None else native.W4M
     if w.group_size == 32:
         if minima is None:  # of a group of zeros any scale is right
-            parts = (_array(w.weight)[at : at + ROWS_AT_ONCE] for at in range(0, len(w.weight), ROWS_AT_ONCE))
-            some = [(unpack4(part, w.chunk).reshape(len(part), -1, 32) != 8).any(-1) for part in parts]
+            parts = (
+                _array(w.weight)[at : at + ROWS_AT_ONCE]
+                for at in range(0, len(w.weight), ROWS_AT_ONCE)
+            )
+            some = [
+                (unpack4(part, w.chunk).reshape(len(part), -1, 32) != 8).any(-1) for part in parts
+            ]
             scales = np.where(np.concatenate(some), scales, np.float32(0.0))
         with np.errstate(over="ignore"):
-            halves = minima is None and np.array_equal(scales.astype(np.float16).astype(np.float32), scales)
+            halves = minima is None and np.array_equal(
+                scales.astype(np.float16).astype(np.float32), scales
+            )
         kind = native.Q4 if halves else native.W4M32
         minima = np.float32(-8) * scales if minima is None and not halves else minima
     return GroupForm(w, kind, scales, minima)
@@ -162,7 +181,10 @@ def round_groups(weight: npt.NDArray[Any], bias: Any, scheme: Scheme) -> Grouped
     assert size is not None
     assert scheme.name == "mxfp4"
     chunk = chunk_of(weight.shape[1], size)
-    parts = [_round_floats(weight[at : at + ROWS_AT_ONCE], size, weight.dtype) for at in range(0, len(weight), ROWS_AT_ONCE)]
+    parts = [
+        _round_floats(weight[at : at + ROWS_AT_ONCE], size, weight.dtype)
+        for at in range(0, len(weight), ROWS_AT_ONCE)
+    ]
     made: Any = np.concatenate([pack4(codes, chunk) for codes, _ in parts])
     scales: Any = np.concatenate([scales for _, scales in parts], axis=1)
     return GroupedLinear(
@@ -170,15 +192,23 @@ def round_groups(weight: npt.NDArray[Any], bias: Any, scheme: Scheme) -> Grouped
     )
 
 
-def _round_floats(weight: npt.NDArray[Any], size: int, kind: np.dtype[Any]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
+def _round_floats(
+    weight: npt.NDArray[Any], size: int, kind: np.dtype[Any]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
     """The same to e2m1, scaled so that the largest magnitude's power of two falls on 4, the largest code's (OCP Microscaling
     Formats 1.0, section 6.3); of two codes as near, the larger."""
     groups = weight.astype(np.float32).reshape(len(weight), -1, size)
-    exponents = np.floor(np.log2(np.maximum(np.abs(groups).max(-1), np.float32(1e-12)))) - np.float32(2)
+    exponents = np.floor(
+        np.log2(np.maximum(np.abs(groups).max(-1), np.float32(1e-12)))
+    ) - np.float32(2)
     scaled = groups / np.exp2(exponents)[..., None]
     edges = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
-    codes = np.searchsorted(np.array(edges, np.float32), np.abs(scaled).reshape(-1), side="right").astype(np.uint8)
-    codes = codes.reshape(weight.shape) + np.where(scaled < 0, np.uint8(8), np.uint8(0)).reshape(weight.shape)
+    codes = np.searchsorted(
+        np.array(edges, np.float32), np.abs(scaled).reshape(-1), side="right"
+    ).astype(np.uint8)
+    codes = codes.reshape(weight.shape) + np.where(scaled < 0, np.uint8(8), np.uint8(0)).reshape(
+        weight.shape
+    )
     return codes, np.ascontiguousarray(np.exp2(exponents).astype(kind).T)
 
 
@@ -202,7 +232,15 @@ NewBuffer = Callable[[str, int, int, int], int]
 
 
 def add_choice(
-    p: Program, x: int, logits: int, counts: int, spec: MoESpec, correction: Array | None, rows: int, form: int, size: int
+    p: Program,
+    x: int,
+    logits: int,
+    counts: int,
+    spec: MoESpec,
+    correction: Array | None,
+    rows: int,
+    form: int,
+    size: int,
 ) -> None:
     """Choose each token's experts by the router's `logits` (float32), and write the tokens' rows x (float32), sorted by
     expert, to `rows` in `form`. `counts`: a buffer for int64 [experts], bound if tokens are counted."""
@@ -216,14 +254,18 @@ def add_choice(
     p.add("gather", x, rows, form, size, counts)
 
 
-def add_made_choice(p: Program, x: int, choice: int, spec: MoESpec, rows: int, form: int, size: int) -> None:
+def add_made_choice(
+    p: Program, x: int, choice: int, spec: MoESpec, rows: int, form: int, size: int
+) -> None:
     """`add_choice` where the choice is made already: `choice` has a token's experts and then their weights, float32 [2 · k]. An
     expert below 0 is none."""
     p.add("choice", choice, spec.num_experts, spec.num_experts_per_token)
     p.add("gather", x, rows, form, size, -1)
 
 
-def add_experts(p: Program, x: int, up: NativeExperts, down: NativeExperts, spec: MoESpec, new: NewBuffer) -> int:
+def add_experts(
+    p: Program, x: int, up: NativeExperts, down: NativeExperts, spec: MoESpec, new: NewBuffer
+) -> int:
     """The two products and the activation between them, over gathered rows in `up.form`. Returns the results' buffer."""
     e, k = spec.expert, spec.num_experts_per_token
     activation = native.activation_of(e.activation)
@@ -245,7 +287,12 @@ def add_down(p: Program, inner: int, down: NativeExperts, spec: MoESpec, new: Ne
 
 
 def add_expert_linear(
-    p: Program, x: int, y: int, w: NativeExperts, form: int = -1, activation: tuple[int, float, float] = (0, 0.0, 0.0)
+    p: Program,
+    x: int,
+    y: int,
+    w: NativeExperts,
+    form: int = -1,
+    activation: tuple[int, float, float] = (0, 0.0, 0.0),
 ) -> None:
     """A product, part by part. With a form it is gate and up, and the result is their activation in that form."""
     for column, part in _columns(w.parts):

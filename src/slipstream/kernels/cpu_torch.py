@@ -90,7 +90,9 @@ def keep_freed_memory() -> bool:
     heap, and up to 256 MiB stay at its end. False where the C library has no such setting (it changes speed only)."""
     trim_threshold, mmap_threshold = -1, -3  # names in malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(trim_threshold, 256 * 2**20) and mallopt(mmap_threshold, 32 * 2**20))
+    return mallopt is not None and bool(
+        mallopt(trim_threshold, 256 * 2**20) and mallopt(mmap_threshold, 32 * 2**20)
+    )
 
 
 class CpuOps(ReferenceOps):
@@ -102,9 +104,13 @@ class CpuOps(ReferenceOps):
 
     # --- Layers -----------------------------------------------------------------------------------------------------
 
-    packed_attention = OpSet.packed_attention  # by torch's own kernel; the reference's is the oracle
+    packed_attention = (
+        OpSet.packed_attention
+    )  # by torch's own kernel; the reference's is the oracle
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
         if scheme is not None:
             raise ConfigError(
                 f"the torch kernels have no {scheme.name} product: use kernels='reference', or {_native_instead()}",
@@ -113,7 +119,9 @@ class CpuOps(ReferenceOps):
         if not can_pack(weight.dtype):
             return Linear(weight=weight, bias=bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_BATCH)
-        return PackedLinear(weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed)
+        return PackedLinear(
+            weight=torch.empty_like(weight, device="meta"), bias=bias, packed=packed
+        )
 
     def pack_weight(self, w: Linear) -> Linear:
         raise ConfigError(
@@ -128,13 +136,24 @@ class CpuOps(ReferenceOps):
         return self.pack_weight(w)
 
     def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+        self,
+        weight: Tensor,
+        scheme: Scheme | None = None,
+        bias: Tensor | None = None,
+        *,
+        num_experts: int,
     ) -> Linear:
         if scheme is not None and scheme.name == "mxfp4":
             return self.pack_experts(round_linear(weight, bias, scheme), num_experts=num_experts)
-        return Linear(weight=weight, bias=bias) if scheme is None else self.quantize_weight(weight, bias, scheme)
+        return (
+            Linear(weight=weight, bias=bias)
+            if scheme is None
+            else self.quantize_weight(weight, bias, scheme)
+        )
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         """Rows are put in the order of their experts, so that each product is one call over all of them."""
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction)
@@ -142,13 +161,18 @@ class CpuOps(ReferenceOps):
         held = spec.num_local_experts
         if spec.held is not None:  # others come behind all that are here, and get no product
             here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
-            chosen, weights = torch.where(here, chosen - spec.held[0], held), torch.where(here, weights, 0.0)
+            chosen, weights = (
+                torch.where(here, chosen - spec.held[0], held),
+                torch.where(here, weights, 0.0),
+            )
         by_expert, order = chosen.flatten().sort(stable=True)
         count = int((by_expert < held).sum())
         by_expert, order = by_expert[:count], order[:count]
         ends = by_expert.bincount(minlength=held).cumsum(0).int()
         per_expert = (held, -1, x.shape[1])
-        h = F.grouped_mm(x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends)
+        h = F.grouped_mm(
+            x[order // chosen.shape[1]], up.weight.view(per_expert).transpose(1, 2), offs=ends
+        )
         if up.bias is not None:
             h += up.bias.view(held, -1)[by_expert]
         rows = self.activation(h, spec.expert.activation, gated=spec.expert.gated)
@@ -156,13 +180,19 @@ class CpuOps(ReferenceOps):
         y = F.grouped_mm(rows, down.weight.view(held, x.shape[1], -1).transpose(1, 2), offs=ends)
         if down.bias is not None:
             y += down.bias.view(held, -1)[by_expert]
-        back = y.new_zeros(chosen.numel(), x.shape[1]).index_copy_(0, order, y).view(*chosen.shape, x.shape[1])
+        back = (
+            y.new_zeros(chosen.numel(), x.shape[1])
+            .index_copy_(0, order, y)
+            .view(*chosen.shape, x.shape[1])
+        )
         return (back.float() * weights[..., None]).sum(dim=1).to(x.dtype)
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
         if isinstance(w, PackedLinear):
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.packed, w.bias, "none", [], "")
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(
+                x.contiguous(), w.packed, w.bias, "none", [], ""
+            )
             return y
         return F.linear(x, w.weight, w.bias)
 
@@ -183,7 +213,12 @@ class CpuOps(ReferenceOps):
         return y
 
     def norm(
-        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if inputs is not None or norm.offset or isinstance(norm.kind, OwnNorm):
             return super().norm(x, norm, residual=residual, inputs=inputs)
@@ -194,13 +229,20 @@ class CpuOps(ReferenceOps):
         return F.layer_norm(total, size, norm.weight, norm.bias, norm.eps), total
 
     def activation(
-        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
     ) -> Activations:
         if gated or inputs is not None or not isinstance(activation, str):
             return super().activation(x, activation, gated=gated, inputs=inputs)
         return activate(x, activation)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
         if kv.k_scale is not None:
             raise ConfigError(
                 f"the torch kernels have no 8-bit cache; use kv_cache_dtype='auto', or {_native_instead()}",
@@ -215,20 +257,31 @@ class CpuOps(ReferenceOps):
         if cos_sin is not None:
             # The value holds the tensor, too, so that its id is not used again within the step.
             _, cos, sin = meta.once(
-                (id(cos_sin), h.interleaved), lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved))
+                (id(cos_sin), h.interleaved),
+                lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved)),
             )
             qk = _rotate(qk.float(), cos, sin, h.interleaved)
         qk = qk.to(qkv.dtype)
-        slots = meta.once(("slots", num_kv_heads, size), lambda: _head_slots(meta.slot_mapping, num_kv_heads, size))
+        slots = meta.once(
+            ("slots", num_kv_heads, size),
+            lambda: _head_slots(meta.slot_mapping, num_kv_heads, size),
+        )
         for cache, new in ((kv.k, qk[:, h.num_heads :]), *(() if kv.latent else ((kv.v, v),))):
-            cache.view(-1, h.head_dim).index_copy_(0, slots, new.reshape(-1, h.head_dim).to(cache.dtype))
+            cache.view(-1, h.head_dim).index_copy_(
+                0, slots, new.reshape(-1, h.head_dim).to(cache.dtype)
+            )
         return qk[:, : h.num_heads]
 
     # --- Attention --------------------------------------------------------------------------------------------------
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         lens, window = meta.once("lens", meta.seq_lens.tolist), params.window
-        groups = meta.once((kv.k.shape[1:], window, q.dtype), lambda: decode_groups(meta, lens, kv, window, q.dtype))
+        groups = meta.once(
+            (kv.k.shape[1:], window, q.dtype),
+            lambda: decode_groups(meta, lens, kv, window, q.dtype),
+        )
         if len(groups) == 1 and groups[0].rows is None:
             return _decode(q, kv, groups[0], params)
         out = q.new_empty(*q.shape[:2], kv.v.shape[3])
@@ -290,7 +343,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """[T] slots → [T · K] rows of a cache seen as [B · K · block_size, D]."""
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    return ((block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]).flatten()
+    return (
+        (block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]
+    ).flatten()
 
 
 # --- Decodes --------------------------------------------------------------------------------------------------------
@@ -302,8 +357,13 @@ def decode_groups(
     """The step's decodes, in groups with little padding. Blocks before the window are not gathered."""
     _, num_kv_heads, block_size, _ = kv.k.shape
     count, block_bytes = meta.num_decodes, kv.k[0].nbytes
-    firsts = [0 if window is None else max(0, length - window) // block_size for length in lens[:count]]
-    needed = [max(1, -(-length // block_size) - first) for length, first in zip(lens, firsts, strict=False)]
+    firsts = [
+        0 if window is None else max(0, length - window) // block_size for length in lens[:count]
+    ]
+    needed = [
+        max(1, -(-length // block_size) - first)
+        for length, first in zip(lens, firsts, strict=False)
+    ]
     groups = []
     for rows in _alike(needed, MAX_TEMPORARY_BYTES // block_bytes):
         n = max(needed[i] for i in rows)
@@ -322,9 +382,13 @@ def decode_groups(
                 rows=None if len(rows) == len(lens) else index,
                 lens=group_lens,
                 num_blocks=n,
-                blocks=(blocks[:, None] * num_kv_heads + torch.arange(num_kv_heads)[None, :, None]).flatten(),
+                blocks=(
+                    blocks[:, None] * num_kv_heads + torch.arange(num_kv_heads)[None, :, None]
+                ).flatten(),
                 at=at,
-                mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None, None],
+                mask=torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)[
+                    :, None, None
+                ],
                 any_empty=any(lens[i] == 0 for i in rows),
             )
         )
@@ -352,11 +416,15 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: AttentionParams) -> T
     # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
     shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
     gathered = (kv.k,) if kv.latent else (kv.k, kv.v)
-    keys, *others = (t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in gathered)
+    keys, *others = (
+        t.view(-1, size * head_dim).index_select(0, group.blocks).view(shape) for t in gathered
+    )
     values = others[0] if others else keys[..., -kv.v.shape[3] :]
     rows = q.view(num_seqs, num_kv_heads, -1, head_dim)
     if s.scales_only:
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask, scale=s.scale)
+        out = F.scaled_dot_product_attention(
+            rows, keys, values, attn_mask=group.mask, scale=s.scale
+        )
     else:
         scores = rows.float() @ keys.float().transpose(-1, -2) * s.scale
         if s.softcap is not None:
@@ -381,8 +449,13 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
     scale, window, causal = s.scale, s.window, s.causal
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
-    group, latent = num_heads // num_kv_heads, values.shape[2] < head_dim  # whose single kv head is not copied for each of many
-    if (not causal or (num_queries == length and not latent)) and (window is None or window >= length):
+    group, latent = (
+        num_heads // num_kv_heads,
+        values.shape[2] < head_dim,
+    )  # whose single kv head is not copied for each of many
+    if (not causal or (num_queries == length and not latent)) and (
+        window is None or window >= length
+    ):
         if group > 1:
             keys, values = (t.repeat_interleave(group, dim=0) for t in (keys, values))
         mixed = F.scaled_dot_product_attention(
@@ -395,7 +468,10 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
         step = min(step, max(window, 64))
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
-        first, last = length - num_queries + begin, length - num_queries + end  # positions of these queries
+        first, last = (
+            length - num_queries + begin,
+            length - num_queries + end,
+        )  # positions of these queries
         low = 0 if window is None else max(0, first - window + 1)
         at = torch.arange(first, last)[:, None]
         last = last if causal else min(length, last + (window or length) - 1)
@@ -403,13 +479,27 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
         hidden = ahead > 0 if causal else ahead >= (window or length)
         if window is not None:
             hidden |= ahead <= -window
-        mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -math.inf).repeat(group, 1)
+        mask = (
+            torch.zeros(hidden.shape, dtype=q.dtype)
+            .masked_fill_(hidden, -math.inf)
+            .repeat(group, 1)
+        )
         # The query heads of a kv head are rows of one problem: [K, group · n, D].
-        rows = q[begin:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        rows = (
+            q[begin:end].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        )
         mixed = F.scaled_dot_product_attention(
-            rows[None], keys[None, :, low:last], values[None, :, low:last], attn_mask=mask, scale=scale
+            rows[None],
+            keys[None, :, low:last],
+            values[None, :, low:last],
+            attn_mask=mask,
+            scale=scale,
         )[0]
-        out[begin:end] = mixed.reshape(num_kv_heads, group, -1, values.shape[2]).permute(2, 0, 1, 3).flatten(1, 2)
+        out[begin:end] = (
+            mixed.reshape(num_kv_heads, group, -1, values.shape[2])
+            .permute(2, 0, 1, 3)
+            .flatten(1, 2)
+        )
 
 
 def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams) -> None:

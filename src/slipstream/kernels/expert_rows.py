@@ -16,7 +16,13 @@ from slipstream.kernels.arrays import to_tensor
 from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.cpu_torch import PACK_BATCH, PackedLinear
 from slipstream.kernels.native import Array, NativeLinear
-from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, TileScaledLinear
+from slipstream.kernels.weights import (
+    GroupedLinear,
+    Linear,
+    Mxfp4Linear,
+    ScaledLinear,
+    TileScaledLinear,
+)
 from slipstream.spec.scheme import FP8_TILE
 
 BY_ROWS = (Linear, ScaledLinear, TileScaledLinear, GroupedLinear, Mxfp4Linear)
@@ -37,7 +43,11 @@ def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
     if isinstance(w, NativeExperts):
         arrays = [part.data for part in w.parts] + ([] if w.bias is None else [w.bias])
         found = [_writable(x) for x in arrays]
-        return None if any(x is None for x in found) else [x.view(num_experts, -1) for x in found if x is not None]
+        return (
+            None
+            if any(x is None for x in found)
+            else [x.view(num_experts, -1) for x in found if x is not None]
+        )
     if type(w) not in BY_ROWS or w.sparse is not None:
         return None
     if isinstance(w, TileScaledLinear) and w.out_features // num_experts % FP8_TILE:
@@ -46,7 +56,11 @@ def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
     for field in dataclasses.fields(w):
         if isinstance(x := getattr(w, field.name), Tensor):
             across = isinstance(w, GroupedLinear) and field.name in ("scales", "zeros")
-            views.append(x.unflatten(1, (num_experts, -1)).transpose(0, 1) if across else x.unflatten(0, (num_experts, -1)))
+            views.append(
+                x.unflatten(1, (num_experts, -1)).transpose(0, 1)
+                if across
+                else x.unflatten(0, (num_experts, -1))
+            )
     return views
 
 

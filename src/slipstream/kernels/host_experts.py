@@ -60,7 +60,9 @@ class HostExpertOps:
         self._ops, self.host, self._platform = device, host, platform
         self.arena = PinnedArena(host, platform)
         host.host.arena = self.arena
-        self.copy_from: int | None = None  # steps of so many tokens are the device's; None: all are the host's
+        self.copy_from: int | None = (
+            None  # steps of so many tokens are the device's; None: all are the host's
+        )
         self._queue = platform.copy_queue()
         self._memory = SharedMemory(platform)
         self._layers: dict[int, HostMixture] = {}
@@ -80,7 +82,9 @@ class HostExpertOps:
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
         if not isinstance(w, NativeExperts):
             return self._ops.pack_experts(w, num_experts=num_experts)
-        return self.host.pack_experts(w if w.bias is None else replace(w, bias=w.bias.cpu()), num_experts=num_experts)
+        return self.host.pack_experts(
+            w if w.bias is None else replace(w, bias=w.bias.cpu()), num_experts=num_experts
+        )
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         if not isinstance(w, NativeExperts):
@@ -89,7 +93,9 @@ class HostExpertOps:
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         if not isinstance(experts.up, NativeExperts):
             return self._ops.moe(x, router_logits, experts, load)
         if self._copies_for(len(x)):
@@ -97,16 +103,25 @@ class HostExpertOps:
         return self._finished(x, self._begin(x, router_logits, experts, load), None)
 
     def moe_and_shared(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, shared: tuple[Linear, Linear], load: ExpertLoad | None = None
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: Experts,
+        shared: tuple[Linear, Linear],
+        load: ExpertLoad | None = None,
     ) -> Tensor:
         if not isinstance(experts.up, NativeExperts):
             return self._ops.moe_and_shared(x, router_logits, experts, shared, load)
         if self._copies_for(len(x)):
-            return self._ops.moe_and_shared(x, router_logits, self.copied(experts, x.dtype), shared, load)
+            return self._ops.moe_and_shared(
+                x, router_logits, self.copied(experts, x.dtype), shared, load
+            )
         begun = self._begin(x, router_logits, experts, load)
         return self._finished(x, begun, self._ops._always(x, experts, shared))
 
-    def _begin(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None) -> Begun:
+    def _begin(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None
+    ) -> Begun:
         """Queue the host's work beside what the device queues next."""
         weights, chosen = self._ops.route(router_logits, experts.spec, experts.correction, load)
         hot, here = self._hot.get(id(experts.up)), None
@@ -138,7 +153,9 @@ class HostExpertOps:
     def _layer(self, experts: Experts) -> HostMixture:
         found = self._layers.get(id(experts.up))
         if found is None:
-            found = self._layers[id(experts.up)] = HostMixture(experts, self.host, self._memory, self._platform)
+            found = self._layers[id(experts.up)] = HostMixture(
+                experts, self.host, self._memory, self._platform
+            )
         return found
 
     # --- Steps of many tokens -----------------------------------------------------------------------------------------
@@ -178,13 +195,17 @@ class HostExpertOps:
         size = math.prod(shape) * dtype.itemsize
         held = self._copies.get(use)
         if held is None or held.numel() < size:
-            held = self._copies[use] = torch.empty(size, dtype=torch.uint8, device=self._platform.device)
+            held = self._copies[use] = torch.empty(
+                size, dtype=torch.uint8, device=self._platform.device
+            )
         return held[:size].view(dtype).view(shape)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the device that copies take, and experts that it holds."""
-        return sum(x.numel() for x in self._copies.values()) + sum(hot.num_bytes for hot in self._hot.values())
+        return sum(x.numel() for x in self._copies.values()) + sum(
+            hot.num_bytes for hot in self._hot.values()
+        )
 
     # --- Experts that the device holds --------------------------------------------------------------------------------
 
@@ -195,7 +216,9 @@ class HostExpertOps:
     def hold(self, mixtures: Mapping[int, Experts], num_bytes: int, dtype: torch.dtype) -> int:
         """Hold experts of the host's mixtures (by layer) on the device as well, as many of each as fit in so many bytes.
         Returns how many of each."""
-        own = {i: e for i, e in mixtures.items() if isinstance(e.up, NativeExperts) and _can_copy(e)}
+        own = {
+            i: e for i, e in mixtures.items() if isinstance(e.up, NativeExperts) and _can_copy(e)
+        }
         if not own:
             return 0
         each = max(_numbers(e) for e in own.values()) * dtype.itemsize
@@ -271,13 +294,21 @@ class HostMixture:
     """A layer's experts as a program over memory that device and host share: `given`, float32 [SLICE, E + 2k], has a token's
     row, its experts and their weights; `result`, float32 [SLICE, E], what they give."""
 
-    def __init__(self, experts: Experts, host: NativeOps, memory: SharedMemory, platform: Platform) -> None:
+    def __init__(
+        self, experts: Experts, host: NativeOps, memory: SharedMemory, platform: Platform
+    ) -> None:
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)
-        self._platform, self._experts = platform, experts  # the program has addresses of their weights
+        self._platform, self._experts = (
+            platform,
+            experts,
+        )  # the program has addresses of their weights
         size, k = up.inner, spec.num_experts_per_token
-        self.given, self.result = memory.pinned("given", size + 2 * k), memory.pinned("result", down.rows)
+        self.given, self.result = (
+            memory.pinned("given", size + 2 * k),
+            memory.pinned("result", down.rows),
+        )
         self.program = p = Program(host.pool)
 
         def scratch(name: str, form: int, width: int, rows: int) -> int:
@@ -341,7 +372,9 @@ class PinnedArena(Arena):
 
     def take(self, num_bytes: int) -> Bytes:
         size = -(-max(1, num_bytes) // HUGE) * HUGE
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory, the default, has small pages
+        pages = mmap.mmap(
+            -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )  # shared memory, the default, has small pages
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has none
                 pages.madvise(mmap.MADV_HUGEPAGE)

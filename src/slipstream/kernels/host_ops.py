@@ -63,19 +63,28 @@ class HostOps:
     eight_bits = "int8"  # `OpSet.eight_bits`
 
     def __init__(
-        self, num_threads: int = 1, isa: str | None = None, sparse_from: float | None = None, *, dense_copies: bool = False
+        self,
+        num_threads: int = 1,
+        isa: str | None = None,
+        sparse_from: float | None = None,
+        *,
+        dense_copies: bool = False,
     ) -> None:
         self.pool = ThreadPool(num_threads, isa)
         chosen = SPARSE_FROM if CPU_ISAS[self.pool.isa].expands_bytes else SPARSE_FROM_ELSEWHERE
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
-        self._dense_from: int | None = 0  # 0: not measured yet, which the first sparse weight is for; None: never
+        self._dense_from: int | None = (
+            0  # 0: not measured yet, which the first sparse weight is for; None: never
+        )
 
     def describe(self) -> str:
         return f"cpu (C++, {self.pool.isa})"
 
-    def quantize_weight(self, weight: Weights, bias: Weights | None, scheme: Scheme | None = None) -> NativeLinear:
+    def quantize_weight(
+        self, weight: Weights, bias: Weights | None, scheme: Scheme | None = None
+    ) -> NativeLinear:
         if scheme is not None and scheme.name == "int4":
             packed = Packed.empty(four_bits(scheme), weight.shape[0], weight.shape[1], self.arena)
             packed.put_dense(weight)
@@ -101,9 +110,14 @@ class HostOps:
             form.put(packed)
             return _native(stand_in((packed.rows, packed.inner), w.scales.dtype), w.bias, (packed,))  # type: ignore[arg-type]
         if isinstance(w, ScaledLinear) and kept.dtype == np.int8:
-            return _native(stand_in(kept.shape, w.out_dtype), w.bias, (self._eight_bits(kept, w.scales),))  # type: ignore[arg-type]
+            return _native(
+                stand_in(kept.shape, w.out_dtype),  # type: ignore[arg-type]
+                w.bias,
+                (self._eight_bits(kept, w.scales),),
+            )
         raise ConfigError(
-            "the CPU's kernels have no product with such weights; use kernels='reference'", field="kernels"
+            "the CPU's kernels have no product with such weights; use kernels='reference'",
+            field="kernels",
         )
 
     def _eight_bits(self, weight: Weights, scales: Any) -> Packed:
@@ -127,7 +141,12 @@ class HostOps:
         return replace(sparse, dense=dense.moved(self.arena).data, dense_from=self._dense_from)
 
     def quantize_experts(
-        self, weight: Weights, scheme: Scheme | None = None, bias: Weights | None = None, *, num_experts: int
+        self,
+        weight: Weights,
+        scheme: Scheme | None = None,
+        bias: Weights | None = None,
+        *,
+        num_experts: int,
     ) -> NativeExperts:
         if scheme is not None and scheme.name == "mxfp4":
             return pack_expert_weight(round_groups(weight, bias, scheme), num_experts, self.arena)
@@ -143,7 +162,9 @@ class HostOps:
             return replace(w, bias=bias)
         return pack_expert_weight(w, num_experts, self.arena)
 
-    def pack_latent(self, expand: Weights, spec: LatentAttentionSpec) -> tuple[NativeExperts, NativeExperts]:
+    def pack_latent(
+        self, expand: Weights, spec: LatentAttentionSpec
+    ) -> tuple[NativeExperts, NativeExperts]:
         """`OpSet.pack_latent`"""
         heads = expand.reshape(spec.num_heads, -1, expand.shape[1])
         keys, values = heads[:, : spec.nope_dim], heads[:, spec.nope_dim :]
@@ -153,7 +174,9 @@ class HostOps:
         return pack_head_weight(weight, self.arena)
 
     def embedding(self, table: Weights | Linear, tied: Linear | None) -> Weights | Linear:
-        if isinstance(tied, NativeLinear) and all(p.kind not in (native.I8, native.S8) for p in tied.parts):
+        if isinstance(tied, NativeLinear) and all(
+            p.kind not in (native.I8, native.S8) for p in tied.parts
+        ):
             return tied  # the head's rows are the table's, exactly
         return self.pack_weight(table) if isinstance(table, Linear) else table
 
@@ -170,7 +193,9 @@ class HostOps:
         """For messages: the formats of a product's weight, with their bytes."""
         assert isinstance(w, NativeLinear | NativeExperts)
         found = [(native.KIND_NAMES[part.kind], part.data.size) for part in w.parts]
-        copies = [part.dense for part in w.parts if isinstance(part, Packed) and part.dense is not None]
+        copies = [
+            part.dense for part in w.parts if isinstance(part, Packed) and part.dense is not None
+        ]
         return found + [("int8 beside sparse int8", copy.size) for copy in copies]
 
     # --- The file of packed products ----------------------------------------------------------------------------------
@@ -180,24 +205,37 @@ class HostOps:
         return f"{native.library_digest()}-{self.pool.isa}-{self._sparse_from}"
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
-        made = {n: w for n, w in products.items() if isinstance(w, (NativeLinear, NativeExperts)) and w.is_rounded}
+        made = {
+            n: w
+            for n, w in products.items()
+            if isinstance(w, (NativeLinear, NativeExperts)) and w.is_rounded
+        }
         return write_packed(path, made) if len(made) == len(products) else 0
 
     def read_products(self, path: Path) -> dict[str, Linear]:
         found = read_packed(path, self.arena, self.pool.num_threads)
         if not self._dense_copies:
             return found
-        return {name: self._with_copies(w) if isinstance(w, NativeLinear) else w for name, w in found.items()}
+        return {
+            name: self._with_copies(w) if isinstance(w, NativeLinear) else w
+            for name, w in found.items()
+        }
 
     def _with_copies(self, w: NativeLinear) -> NativeLinear:
         only = Arena(self.pool, 0)
-        parts = [self._with_copy(p, p.unfolded(only)) if p.kind == native.S8 else p for p in w.parts]
+        parts = [
+            self._with_copy(p, p.unfolded(only)) if p.kind == native.S8 else p for p in w.parts
+        ]
         return replace(w, parts=tuple(parts))
 
 
 def _native(weight: Weights, bias: Any, parts: tuple[Packed, ...]) -> NativeLinear:
     kept: Any = stand_in(weight.shape, weight.dtype)
-    return NativeLinear(weight=kept, bias=None if bias is None else native.float32(bias), parts=parts)  # type: ignore[arg-type]
+    return NativeLinear(
+        weight=kept,
+        bias=None if bias is None else native.float32(bias),  # type: ignore[arg-type]
+        parts=parts,
+    )
 
 
 def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
@@ -255,5 +293,9 @@ def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int | None:
 
 
 def _no_product(scheme: Scheme) -> ConfigError:
-    which = f"{scheme.name} product" + (f" with groups of {scheme.group_size}" if scheme.name == "int4" else "")
-    return ConfigError(f"the CPU's kernels have no {which}; use 'int8' or 'int4'", field="quantization")
+    which = f"{scheme.name} product" + (
+        f" with groups of {scheme.group_size}" if scheme.name == "int4" else ""
+    )
+    return ConfigError(
+        f"the CPU's kernels have no {which}; use 'int8' or 'int4'", field="quantization"
+    )

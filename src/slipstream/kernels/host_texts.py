@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.kernels.native import FORM_F32, NativeLinear, Program, StepInputs, ThreadPool, activation_of
+from slipstream.kernels.native import (
+    FORM_F32,
+    NativeLinear,
+    Program,
+    StepInputs,
+    ThreadPool,
+    activation_of,
+)
 from slipstream.kernels.programs import LinearProgram, add_norm
 from slipstream.spec.model import Activation
 
@@ -32,7 +39,9 @@ class HostTextOps:
         """[T] → float32 [T, E]"""
         kept: Any = table.weight if isinstance(table, NativeLinear) else table
         rows: Floats = (
-            table.parts[0].rows_of(token_ids) if isinstance(table, NativeLinear) else kept[token_ids].astype(np.float32)
+            table.parts[0].rows_of(token_ids)
+            if isinstance(table, NativeLinear)
+            else kept[token_ids].astype(np.float32)
         )
         return rows if scale == 1.0 else rows * np.array(scale, kept.dtype).astype(np.float32)
 
@@ -60,7 +69,16 @@ class HostTextOps:
         kind = activation_of(activation)
         assert kind is not None, "a classifier's is one of the kernels'"
         program, out = Program(self._pool), np.empty_like(x)
-        program.add("activation", program.bound(x), program.bound(out), FORM_F32, *kind, False, x.shape[1], 1)
+        program.add(
+            "activation",
+            program.bound(x),
+            program.bound(out),
+            FORM_F32,
+            *kind,
+            False,
+            x.shape[1],
+            1,
+        )
         program.run(StepInputs(num_tokens=len(x)))
         return out
 
@@ -70,7 +88,9 @@ class HostTextOps:
 
     def mean_of_texts(self, hidden: Floats, starts: Array) -> Floats:
         """Of texts that have tokens."""
-        found: Any = np.add.reduceat(hidden, starts[:-1], axis=0) / np.diff(starts)[:, None].astype(np.float32)
+        found: Any = np.add.reduceat(hidden, starts[:-1], axis=0) / np.diff(starts)[:, None].astype(
+            np.float32
+        )
         return found  # type: ignore[no-any-return]
 
     def states_at(self, hidden: Floats, index: Array) -> Floats:

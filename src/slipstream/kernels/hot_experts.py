@@ -43,9 +43,15 @@ class HotExperts:
         num_experts = source.spec.num_experts
         self.held: list[int] = [-1] * count  # by place
         self.place_of = torch.full((num_experts,), count, dtype=torch.int32, device=platform.device)
-        self._weights = [torch.zeros(count, w.rows, w.inner, dtype=dtype, device=platform.device) for w in (up, down)]
+        self._weights = [
+            torch.zeros(count, w.rows, w.inner, dtype=dtype, device=platform.device)
+            for w in (up, down)
+        ]
         self._biases = [
-            None if w.bias is None else torch.zeros(count, w.rows, dtype=dtype, device=platform.device) for w in (up, down)
+            None
+            if w.bias is None
+            else torch.zeros(count, w.rows, dtype=dtype, device=platform.device)
+            for w in (up, down)
         ]
         own = [
             Linear(weight=weight.flatten(0, 1), bias=None if bias is None else bias.flatten())
@@ -90,7 +96,9 @@ class HotExperts:
                     start += part.rows
                 if bias is not None:
                     assert w.bias is not None
-                    bias[place].copy_(torch.as_tensor(w.bias)[expert * w.rows : (expert + 1) * w.rows])
+                    bias[place].copy_(
+                        torch.as_tensor(w.bias)[expert * w.rows : (expert + 1) * w.rows]
+                    )
         places: npt.NDArray[np.int32] = np.full(len(self.place_of), self.count, np.int32)
         places[self.held] = np.arange(self.count)
         self.place_of.copy_(self._platform.upload(places))

@@ -38,7 +38,9 @@ class QKVLayout:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    cos_sin: Tensor | None = None  # float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second
+    cos_sin: Tensor | None = (
+        None  # float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second
+    )
     interleaved: bool = False
     q_norm: Tensor | None = None  # [D], and k's
     k_norm: Tensor | None = None

@@ -29,7 +29,9 @@ NO_ADAPTER = -1
 class PackedParts:
     """T tokens in parts, one behind another. A token attends to its own part, whole (`OpSet.packed_attention`)."""
 
-    by_length: tuple[tuple[int, Tensor | None], ...]  # for each length the tokens of all its parts, int64; None: all tokens
+    by_length: tuple[
+        tuple[int, Tensor | None], ...
+    ]  # for each length the tokens of all its parts, int64; None: all tokens
     positions: Tensor  # int64 [T]: a token's place in its part
     ends: Tensor  # int32 [T]: where its part ends
 
@@ -43,10 +45,14 @@ class PackedParts:
         starts, kinds = ends - each, each.unique().tolist()
         index: list[Tensor | None] = [None]
         if len(kinds) > 1:
-            index = [(starts[each == n][:, None] + torch.arange(n)).flatten().to(device) for n in kinds]
+            index = [
+                (starts[each == n][:, None] + torch.arange(n)).flatten().to(device) for n in kinds
+            ]
         positions = torch.arange(int(each.sum())) - starts.repeat_interleave(each)
         of_tokens = ends.repeat_interleave(each).int()
-        return cls(tuple(zip(kinds, index, strict=True)), positions.to(device), of_tokens.to(device))
+        return cls(
+            tuple(zip(kinds, index, strict=True)), positions.to(device), of_tokens.to(device)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +159,12 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     from_start: bool = False
-    token_types: Tensor | None = None  # int64 [T], for texts of two parts; None: all tokens have type 0
-    text_ends: Tensor | None = None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
+    token_types: Tensor | None = (
+        None  # int64 [T], for texts of two parts; None: all tokens have type 0
+    )
+    text_ends: Tensor | None = (
+        None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
+    )
     shared: SharedPrefixes | None = None
     of_steps: Steps | None = None
     most_tokens: int | None = None
@@ -167,7 +177,9 @@ class AttentionMetadata:
 
     def of_tokens(self, rows: slice) -> AttentionMetadata:
         """For ops that look at some of the tokens one by one, and not at sequences."""
-        return dataclasses.replace(self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows])
+        return dataclasses.replace(
+            self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows]
+        )
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
         """What `make` makes of this, for all layers of the step."""
@@ -187,11 +199,24 @@ class AttentionMetadata:
 
     @classmethod
     def single_sequence(
-        cls, start: int, num_tokens: int, *, block_size: int, device: torch.device, num_groups: int = 1
+        cls,
+        start: int,
+        num_tokens: int,
+        *,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> AttentionMetadata:
         """One sequence, in blocks 1, 2, … which the groups take in turn. Its tokens are start … start + num_tokens − 1, and
         those before are in the cache."""
-        return cls.uniform(1, num_tokens, start + num_tokens, block_size=block_size, device=device, num_groups=num_groups)
+        return cls.uniform(
+            1,
+            num_tokens,
+            start + num_tokens,
+            block_size=block_size,
+            device=device,
+            num_groups=num_groups,
+        )
 
     @classmethod
     def uniform(
@@ -209,12 +234,20 @@ class AttentionMetadata:
         import torch
 
         num_blocks = -(-length // block_size)
-        own = torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(num_seqs, num_blocks) * num_groups + 1
+        own = (
+            torch.arange(num_seqs * num_blocks, dtype=torch.int32, device=device).view(
+                num_seqs, num_blocks
+            )
+            * num_groups
+            + 1
+        )
         positions = torch.arange(length - num_new, length, device=device).repeat(num_seqs)
         rows = torch.arange(num_seqs, device=device).repeat_interleave(num_new)
         slots = own[rows, positions // block_size].long() * block_size + positions % block_size
         first = cls(
-            query_start_loc=torch.arange(0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device),
+            query_start_loc=torch.arange(
+                0, num_seqs * num_new + 1, num_new, dtype=torch.int32, device=device
+            ),
             seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=device),
             block_table=own,
             positions=positions,
@@ -225,7 +258,8 @@ class AttentionMetadata:
             from_start=num_new == length,
         )
         others = (
-            dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size) for g in range(1, num_groups)
+            dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size)
+            for g in range(1, num_groups)
         )
         return first.with_groups(*others)
 
@@ -262,7 +296,9 @@ class SamplingTensors:
     bias_rows: Tensor | None = None  # int64 [N]: logits[bias_rows, bias_tokens] += bias_values
     bias_tokens: Tensor | None = None  # int64 [N]
     bias_values: Tensor | None = None  # float32 [N]
-    limited_rows: Tensor | None = None  # int64 [M]: rows in which only the allowed tokens can be drawn
+    limited_rows: Tensor | None = (
+        None  # int64 [M]: rows in which only the allowed tokens can be drawn
+    )
     allowed_rows: Tensor | None = None  # int64 [K]: of limited row allowed_rows[i] ...
     allowed_tokens: Tensor | None = None  # int64 [K]: ... this token
     all_greedy: bool = False
@@ -272,4 +308,6 @@ class SamplingTensors:
 
     @property
     def changes_logits(self) -> bool:
-        return self.bias_rows is not None or self.history is not None or self.limited_rows is not None
+        return (
+            self.bias_rows is not None or self.history is not None or self.limited_rows is not None
+        )

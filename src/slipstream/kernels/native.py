@@ -56,8 +56,17 @@ ROWS_F32, ROWS_BF16 = -1, -2
 """Tables that only `embed` reads, in torch's layout."""
 
 BLOCK_KINDS = {
-    "Q8_0": Q8, "Q4_0": Q4, "Q4_1": Q4M, "Q5_0": Q5, "Q5_1": Q5M, "MXFP4": MX,
-    "Q2_K": Q2K, "Q3_K": Q3K, "Q4_K": Q4K, "Q5_K": Q5K, "Q6_K": Q6K,
+    "Q8_0": Q8,
+    "Q4_0": Q4,
+    "Q4_1": Q4M,
+    "Q5_0": Q5,
+    "Q5_1": Q5M,
+    "MXFP4": MX,
+    "Q2_K": Q2K,
+    "Q3_K": Q3K,
+    "Q4_K": Q4K,
+    "Q5_K": Q5K,
+    "Q6_K": Q6K,
 }
 """GGUF's types that are used as they are."""
 
@@ -75,7 +84,13 @@ KIND_NAMES = {kind: name for name, kind in BLOCK_KINDS.items()} | {
 FORM_F32, FORM_BF16, FORM_Q = range(3)
 """Forms of activations that products read."""
 
-ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+}
 CLAMPED_SWIGLU = 5
 CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
@@ -105,7 +120,9 @@ def _type_name(dtype: Any) -> str:
 
 def float32(x: Array) -> Array:
     """The same numbers in float32, in rows that lie together."""
-    return np.ascontiguousarray(x, np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
+    return (
+        np.ascontiguousarray(x, np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
+    )
 
 
 def contiguous(x: Array) -> Array:
@@ -157,11 +174,15 @@ def load() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ConfigError(f"{path} can't be loaded: {error}; {_remedy()}", field="kernels") from error
+        raise ConfigError(
+            f"{path} can't be loaded: {error}; {_remedy()}", field="kernels"
+        ) from error
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, "ss_" + name, None)
         if function is None:
-            raise ConfigError(f"{path} is of another version (it lacks ss_{name}): {_remedy()}", field="kernels")
+            raise ConfigError(
+                f"{path} is of another version (it lacks ss_{name}): {_remedy()}", field="kernels"
+            )
         function.restype, function.argtypes = result, arguments
     if library.ss_abi() != ABI:
         raise ConfigError(f"{path} is of another version: {_remedy()}", field="kernels")
@@ -178,7 +199,9 @@ def library_digest() -> str:
 def instruction_sets(*, emulated: bool = False) -> list[str]:
     """The instruction sets that the library was built for and this machine runs, the fastest last. With `emulated` those too
     that run on any machine for tests alone."""
-    return [name for name in _names() if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)]
+    return [
+        name for name in _names() if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)
+    ]
 
 
 @cache
@@ -192,7 +215,10 @@ def _names() -> list[str]:
 def _runs_here(isa: str) -> bool:
     usable = load().ss_isa_usable(_names().index(isa))
     if usable < 0:
-        _logger.warning("the instruction set %s is left out: this machine's small products by it came out wrong", isa)
+        _logger.warning(
+            "the instruction set %s is left out: this machine's small products by it came out wrong",
+            isa,
+        )
     return bool(usable > 0)
 
 
@@ -201,7 +227,9 @@ class ThreadPool:
     work (`use`)."""
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
-        usable = instruction_sets(emulated=isa is not None and isa in CPU_ISAS and CPU_ISAS[isa].emulated)
+        usable = instruction_sets(
+            emulated=isa is not None and isa in CPU_ISAS and CPU_ISAS[isa].emulated
+        )
         if isa is not None and isa not in usable:
             raise ConfigError(f"isa={isa!r} can't run here; {', '.join(usable)} can", field="isa")
         self.isa = usable[-1] if isa is None else isa
@@ -262,7 +290,9 @@ class Packed:
 
     @staticmethod
     def empty(kind: int, rows: int, inner: int, arena: Arena) -> Packed:
-        return Packed(kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.pool)
+        return Packed(
+            kind, rows, inner, arena.take(load().ss_packed_bytes(kind, rows, inner)), arena.pool
+        )
 
     @property
     def form(self) -> int:
@@ -275,12 +305,16 @@ class Packed:
     def put_dense(self, values: Array) -> None:
         """Pack the first n rows: float32, bfloat16 or other floats [n, inner]. I8 is rounded with a scale a row, Q4M and W4M
         with a scale and a minimum a group that are searched for (csrc/cpu/round4.h)."""
-        if type_name(values) not in ("float32", "bfloat16") or not _lies_together(values, rows_only=True):
+        if type_name(values) not in ("float32", "bfloat16") or not _lies_together(
+            values, rows_only=True
+        ):
             values = float32(values)
         self._check(values.shape[0], values.shape[1], 0, None)
         width = 2 if type_name(values) == "bfloat16" else 4
         at, form = [address(self.data), address(values)], (width == 2, row_bytes(values) // width)
-        load().ss_pack_dense(self._pool, self.kind, self.rows, self.inner, *at, *form, len(values), 0, None)
+        load().ss_pack_dense(
+            self._pool, self.kind, self.rows, self.inner, *at, *form, len(values), 0, None
+        )
 
     def put_codes(self, codes: Bytes, scales: npt.NDArray[np.float32]) -> None:
         """Pack the first n rows: int8 [n, inner] with scales float32 [n]."""
@@ -290,7 +324,11 @@ class Packed:
         load().ss_pack_codes(self._pool, self.rows, self.inner, *at, len(codes), 0, None)
 
     def put_codes4(
-        self, codes: Bytes, scales: npt.NDArray[np.float32], minima: npt.NDArray[np.float32] | None, row0: int = 0
+        self,
+        codes: Bytes,
+        scales: npt.NDArray[np.float32],
+        minima: npt.NDArray[np.float32] | None,
+        row0: int = 0,
     ) -> None:
         """Pack rows from row0 on: codes 0 … 15, uint8 [n, inner]; a number is code · scale + minimum, float32 [n, groups]."""
         codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
@@ -302,13 +340,19 @@ class Packed:
         assert (minima is not None) == (self.kind in (W4M, W4M32))
         assert minima is None or (minima.dtype, minima.shape) == (scales.dtype, scales.shape)
         at = [_at(t) for t in (self.data, codes, scales, minima)]
-        load().ss_pack_codes4(self._pool, self.kind, self.rows, self.inner, *at, len(codes), row0, None)
+        load().ss_pack_codes4(
+            self._pool, self.kind, self.rows, self.inner, *at, len(codes), row0, None
+        )
 
-    def put_blocks(self, blocks: int, count: int, row0: int = 0, to: npt.NDArray[np.int32] | None = None) -> None:
+    def put_blocks(
+        self, blocks: int, count: int, row0: int = 0, to: npt.NDArray[np.int32] | None = None
+    ) -> None:
         """Pack `count` rows of GGUF's blocks at the address `blocks`, from row0 on, or to the rows `to`, int32 [count]."""
         self._check(count, self.inner, row0, to)
         at = address(self.data)
-        load().ss_pack_blocks(self._pool, self.kind, self.rows, self.inner, at, blocks, count, row0, _at(to))
+        load().ss_pack_blocks(
+            self._pool, self.kind, self.rows, self.inner, at, blocks, count, row0, _at(to)
+        )
 
     @property
     def zeros(self) -> float:
@@ -320,7 +364,12 @@ class Packed:
     def sparse(self, arena: Arena) -> Packed:
         """An I8 weight without its zeros."""
         assert self.kind == I8
-        packed = Packed(S8, self.rows, self.inner, arena.take(load().ss_sparse_bytes(self.rows, self.inner, _at(self.data))))
+        packed = Packed(
+            S8,
+            self.rows,
+            self.inner,
+            arena.take(load().ss_sparse_bytes(self.rows, self.inner, _at(self.data))),
+        )
         load().ss_pack_sparse(self.rows, self.inner, address(self.data), address(packed.data))
         return packed
 
@@ -375,7 +424,9 @@ class PackedExperts:
     @staticmethod
     def empty(kind: int, rows: int, inner: int, num_experts: int, arena: Arena) -> PackedExperts:
         stride = -(-load().ss_packed_bytes(kind, rows, inner) // 64) * 64
-        return PackedExperts(kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.pool)
+        return PackedExperts(
+            kind, rows, inner, num_experts, arena.take(stride * num_experts), arena.pool
+        )
 
     @property
     def stride(self) -> int:
@@ -461,7 +512,9 @@ class Program:
         assert _lies_together(x, rows_only=True)
         self._library.ss_bind(self._pointer, buffer, address(x), row_bytes(x))
 
-    def add(self, name: str, *arguments: Any, weights: Packed | PackedExperts | None = None) -> None:
+    def add(
+        self, name: str, *arguments: Any, weights: Packed | PackedExperts | None = None
+    ) -> None:
         arrays = [a for a in arguments if isinstance(a, np.ndarray) or hasattr(a, "data_ptr")]
         plain = [address(a) if any(a is x for x in arrays) else a for a in arguments]
         self._kept += arrays
@@ -470,18 +523,26 @@ class Program:
 
     def run(self, step: StepInputs, then: Program | None = None) -> None:
         """Run the program, and then the program `then` over the same tokens, without a return to Python in between."""
-        self._library.ss_run(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
+        self._library.ss_run(
+            self._pointer, None if then is None else then._pointer, ctypes.byref(step)
+        )
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> RunningStep:
         """`run` without waiting: the pool's other threads compute while the caller does other work. `kept`: the memory that
         the step reads and writes."""
-        running = RunningStep(self, then, kept)  # made before the step begins, in case Ctrl-C comes in between
-        self._library.ss_begin(self._pointer, None if then is None else then._pointer, ctypes.byref(step))
+        running = RunningStep(
+            self, then, kept
+        )  # made before the step begins, in case Ctrl-C comes in between
+        self._library.ss_begin(
+            self._pointer, None if then is None else then._pointer, ctypes.byref(step)
+        )
         return running
 
     def wait(self) -> None:
         """Wait until the pool's last job is done. The caller computes meanwhile, as one of its threads."""
-        if pointer := self.__dict__.get("_pointer"):  # the garbage collector may have destroyed it, which waits, too
+        if pointer := self.__dict__.get(
+            "_pointer"
+        ):  # the garbage collector may have destroyed it, which waits, too
             self._library.ss_wait(pointer)
 
     def job(self, num_tokens: int) -> Job:
@@ -492,7 +553,9 @@ class Program:
         """Nanoseconds of each operator since the last call, and start a clock: wall time, or the processor time of all
         threads, which other processes do not change."""
         ns = (c_int64 * len(self.operators))()
-        self._library.ss_profile(self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators))
+        self._library.ss_profile(
+            self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators)
+        )
         return list(ns)
 
 
@@ -532,19 +595,30 @@ def layer_pointers(kv: Sequence[LayerKV]) -> Any:
 
 
 def step_inputs(
-    meta: AttentionMetadata, layers: Any, kv: LayerKV, token_ids: Array | None = None, num_groups: int = 1
+    meta: AttentionMetadata,
+    layers: Any,
+    kv: LayerKV,
+    token_ids: Array | None = None,
+    num_groups: int = 1,
 ) -> tuple[StepInputs, object]:
     """The step as the library reads it, for operators of up to `num_groups` groups, and what must live while it runs."""
     cache = type_name(kv.k)
     if cache not in CACHES:
-        raise ConfigError(f"the C++ kernels have no cache of {cache}; use bfloat16, float32 or int8", field="kv_cache_dtype")
+        raise ConfigError(
+            f"the C++ kernels have no cache of {cache}; use bfloat16, float32 or int8",
+            field="kv_cache_dtype",
+        )
     ids = None if token_ids is None else _ints(token_ids)
     starts, positions = _ints(meta.query_start_loc), _longs(meta.positions)
     groups, kept = (GroupInputs * num_groups)(), list[Array]()
     for i, group in enumerate(groups):
         own = meta.of_group(i)
         lens, table, slots = _ints(own.seq_lens), _ints(own.block_table), _longs(own.slot_mapping)
-        group.seq_lens, group.block_table, group.slots = address(lens), address(table), address(slots)
+        group.seq_lens, group.block_table, group.slots = (
+            address(lens),
+            address(table),
+            address(slots),
+        )
         group.table_stride = row_bytes(table) // 4
         kept += (lens, table, slots)
     inputs = StepInputs(

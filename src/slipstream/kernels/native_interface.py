@@ -14,7 +14,12 @@ class LayerPointers(ctypes.Structure):
 class GroupInputs(ctypes.Structure):
     """`ss_group`"""
 
-    _fields_ = (("seq_lens", c_void_p), ("block_table", c_void_p), ("table_stride", c_int64), ("slots", c_void_p))
+    _fields_ = (
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("table_stride", c_int64),
+        ("slots", c_void_p),
+    )
 
 
 class StepInputs(ctypes.Structure):

@@ -34,7 +34,13 @@ from slipstream.kernels.layouts import MLAParams as MLAParams
 from slipstream.kernels.layouts import NormParams as NormParams
 from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
+from slipstream.kernels.metadata import (
+    AttentionMetadata,
+    ExpertLoad,
+    LayerKV,
+    PackedParts,
+    SamplingTensors,
+)
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
@@ -90,7 +96,9 @@ class OpSet(ABC):
         return False
 
     @abstractmethod
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
         """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
         May return the weight as it is."""
 
@@ -120,7 +128,9 @@ class OpSet(ABC):
     def pack_latent(self, expand: Tensor, spec: LatentAttentionSpec) -> tuple[Any, Any]:
         """Split the weight [H · (P + V), C] that expands latents into those of keys [H, P, C] and values [H, C, V], both in the
         layout of `pack_heads`."""
-        keys, values = expand.unflatten(0, (spec.num_heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
+        keys, values = expand.unflatten(0, (spec.num_heads, -1)).split(
+            (spec.nope_dim, spec.value_dim), dim=1
+        )
         return self.pack_heads(keys), self.pack_heads(values.transpose(1, 2))
 
     def pack_heads(self, weight: Tensor) -> Any:
@@ -132,10 +142,19 @@ class OpSet(ABC):
         return w
 
     def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+        self,
+        weight: Tensor,
+        scheme: Scheme | None = None,
+        bias: Tensor | None = None,
+        *,
+        num_experts: int,
     ) -> Linear:
         """`quantize_weight` for the stacked weights and biases of all experts, which `moe` reads."""
-        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
+        return (
+            Linear(weight=weight, bias=bias)
+            if scheme is None
+            else round_linear(weight, bias, scheme)
+        )
 
     def one_token(
         self,
@@ -150,11 +169,17 @@ class OpSet(ABC):
         why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
         any of the products, since all have the same format; `experts`, if given, any of the experts', which then have another.
         Of a `group` this rank has a part of each layer, and all ranks make this call, and those of the function."""
-        return Reason(f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False)
+        return Reason(
+            f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False
+        )
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
         """The formats of a product's weight and their bytes, for messages."""
-        tensors = [v for f in fields(w) if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"]
+        tensors = [
+            v
+            for f in fields(w)
+            if isinstance(v := getattr(w, f.name), Tensor) and v.device.type != "meta"
+        ]
         name = str(w.weight.dtype).removeprefix("torch.")
         if w.sparse is not None:
             tensors.append(w.sparse.packed)
@@ -166,11 +191,15 @@ class OpSet(ABC):
         rows = F.embedding(token_ids, table)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
-    def embed_part(self, token_ids: Tensor, table: Any, scale: float = 1.0, *, first: int, size: int) -> Tensor:
+    def embed_part(
+        self, token_ids: Tensor, table: Any, scale: float = 1.0, *, first: int, size: int
+    ) -> Tensor:
         """`embed` where `table` has the `size` rows from token `first` on: [T, E], zeros for all other tokens."""
         local = token_ids - first
         mine = (local >= 0) & (local < size)
-        return self.embed(local.masked_fill(~mine, 0), table, scale).masked_fill(~mine[:, None], 0.0)
+        return self.embed(local.masked_fill(~mine, 0), table, scale).masked_fill(
+            ~mine[:, None], 0.0
+        )
 
     def all_reduce(self, x: Tensor, group: RankGroup) -> Tensor:
         """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
@@ -197,7 +226,9 @@ class OpSet(ABC):
         """The pieces of the tokens of x [T, E] whose sums over `group` go on beside products; none: sums are made at once."""
         return () if group.beside is None else group.beside.pieces(len(x))
 
-    def begin_sum(self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice) -> OverlappedSum:
+    def begin_sum(
+        self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice
+    ) -> OverlappedSum:
         """Begin the sum over `group` of x, this rank's part for a piece of the step's tokens (`OverlappedSums.begin`)."""
         assert group.beside is not None
         return group.beside.begin(x, place=place, index=index, rows=rows)
@@ -208,7 +239,12 @@ class OpSet(ABC):
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def norm_arriving(
-        self, sums: Sequence[OverlappedSum], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+        self,
+        sums: Sequence[OverlappedSum],
+        norm: NormParams,
+        *,
+        residual: Tensor,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         """`norm` of `sum_arriving`, which rounds the sums to the model's type. The new residual is where the old one was."""
         rows, total = self.norm(self.sum_arriving(sums), norm, residual=residual, inputs=inputs)
@@ -296,7 +332,9 @@ class OpSet(ABC):
                     y[t, part] = (y[t, part].float() + w.up[slot, part].float() @ own).to(y.dtype)
         return y
 
-    def adapted_linear(self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens) -> Tensor:
+    def adapted_linear(
+        self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens
+    ) -> Tensor:
         """`linear`, and what adapters add to it."""
         return self.lora(self.linear(x, w), x, own, tokens)
 
@@ -311,7 +349,12 @@ class OpSet(ABC):
 
     @abstractmethod
     def norm(
-        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the format that normed rows are quantised to.
 
@@ -324,7 +367,12 @@ class OpSet(ABC):
         return x + y
 
     def norm_pair(
-        self, pair: Pair, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        pair: Pair,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         """`norm` of the pair's sum."""
         return self.norm(pair.x + pair.y, norm, residual=residual, inputs=inputs)
@@ -335,7 +383,9 @@ class OpSet(ABC):
         """`norm` with the user's function."""
         assert isinstance(norm.kind, OwnNorm)
         total = x if residual is None else x + residual
-        normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(x.dtype)
+        normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(
+            x.dtype
+        )
         return normed if inputs is None else self.quantize(normed, inputs), total
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
@@ -350,15 +400,21 @@ class OpSet(ABC):
         q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
         if norm.over == "each":
             qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, spec.head_dim))
-            heads = F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * torch.cat((q_norm, k_norm)).float()
+            heads = (
+                F.layer_norm(qk, qk.shape[-1:], eps=norm.eps) * torch.cat((q_norm, k_norm)).float()
+            )
             return torch.cat((heads.flatten(1).to(v.dtype), v), dim=1)
         normed = [
-            self.norm(x, NormParams(kind="rms", weight=weight, eps=norm.eps, offset=norm.weight_offset))[0]
+            self.norm(
+                x, NormParams(kind="rms", weight=weight, eps=norm.eps, offset=norm.weight_offset)
+            )[0]
             for x, weight in ((q, q_norm), (k, k_norm))
         ]
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
-    def norm_qk_part(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup) -> Tensor:
+    def norm_qk_part(
+        self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup
+    ) -> Tensor:
         """`norm_qk` over rows of which each rank of `group` has the heads of `spec`. A kv head counts as often as it is held,
         which is the same for all; heads of zeros do not count."""
         norm = spec.qk_norm
@@ -369,7 +425,9 @@ class OpSet(ABC):
         sizes = (heads * spec.head_dim for heads in spec.of_heads)
         means = [total / size for total, size in zip(group.all_reduce(squares), sizes, strict=True)]
         normed = [
-            (x.float() * torch.rsqrt(mean + norm.eps)[:, None] * (w.float() + norm.weight_offset)).to(x.dtype)
+            (
+                x.float() * torch.rsqrt(mean + norm.eps)[:, None] * (w.float() + norm.weight_offset)
+            ).to(x.dtype)
             for x, mean, w in ((q, means[0], q_norm), (k, means[1], k_norm))
         ]
         return torch.cat((*normed, v), dim=1)
@@ -382,7 +440,9 @@ class OpSet(ABC):
         return (x.float() / cap).tanh().mul(cap).to(x.dtype)
 
     @abstractmethod
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
         `kv.latent`.
 
@@ -390,25 +450,35 @@ class OpSet(ABC):
         rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
         """
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
+    ) -> Tensor:
         """Attention without a cache: q, k and v [T, H, D] → [T, H, D]."""
         out = torch.empty_like(q)
         for length, index in parts.by_length:
             own = (x if index is None else x[index] for x in (q, k, v))
             queries, keys, values = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in own)
-            found = F.scaled_dot_product_attention(queries, keys, values, scale=scale).transpose(1, 2).flatten(0, 1)
+            found = (
+                F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+                .transpose(1, 2)
+                .flatten(0, 1)
+            )
             if index is None:
                 return found
             out[index] = found
         return out
 
-    def cache_kv(self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> None:
+    def cache_kv(
+        self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> None:
         """Keys and values [T, 2K · D], without queries, go to their slots of the cache."""
         q = rows.new_zeros(len(rows), heads.num_heads * heads.head_dim)
         self.rope_and_cache(torch.cat((q, rows), dim=1), kv, meta, heads)
 
     @abstractmethod
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
 
         Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
@@ -420,7 +490,12 @@ class OpSet(ABC):
         """
 
     def bidirectional_attention(
-        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        heads: QKVLayout,
+        params: AttentionParams,
     ) -> Tensor:
         """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], for whole texts without a causal mask.
         The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give finite numbers."""
@@ -432,20 +507,28 @@ class OpSet(ABC):
         num_texts = len(starts) - 1
         tokens = torch.arange(len(hidden), dtype=starts.dtype, device=starts.device)
         text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of none
-        sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(0, text, hidden.float())
+        sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(
+            0, text, hidden.float()
+        )
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
 
     def states_at(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of hidden [T, E] at index [S], float32 [S, E]. An index behind the end (of a graph's padding) gives any row."""
         return hidden[index.long().clamp(max=len(hidden) - 1)].float()
 
-    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_attention(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries`, then `mla_paged_attention`,
         or an equivalent. All rows are written to the cache before any is read: a decode may share blocks with a prompt of
         this step."""
-        return self.mla_paged_attention(self.mla_queries(q, row, kv, meta, params), kv, meta, params)
+        return self.mla_paged_attention(
+            self.mla_queries(q, row, kv, meta, params), kv, meta, params
+        )
 
-    def mla_queries(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_queries(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         """The queries of latent attention, and its rows of the cache.
 
         q [T, H, P + R] has the non-rotary and rotary numbers of each head, row [T, C + R] the latent and the rotary key. The
@@ -461,9 +544,16 @@ class OpSet(ABC):
         queries, cached = torch.cat((turned, absorbed), dim=2), torch.cat((key, normed), dim=1)
         rows = torch.cat((queries, cached[:, None]), dim=1).flatten(1)
         sizes = dict(num_heads=num_heads, num_kv_heads=1, head_dim=rank + rotary)
-        return self.rope_and_cache(rows, kv, meta, QKVLayout(**sizes, cos_sin=params.cos_sin, interleaved=params.interleaved))
+        return self.rope_and_cache(
+            rows,
+            kv,
+            meta,
+            QKVLayout(**sizes, cos_sin=params.cos_sin, interleaved=params.interleaved),
+        )
 
-    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_paged_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         """`attention` of `mla_queries`' q over a cache of latents. `params.values` takes its sums [T, H, C] to values [T, H
         · V]."""
         seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
@@ -471,7 +561,12 @@ class OpSet(ABC):
 
     @abstractmethod
     def activation(
-        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
     ) -> Activations:
         """[T, F] → [T, F], quantised if `inputs` says so. `gated`: [T, 2F] → [T, F], act(first half) · second half (or as the
         activation has it)."""
@@ -489,7 +584,11 @@ class OpSet(ABC):
 
     @abstractmethod
     def route(
-        self, router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+        self,
+        router_logits: Tensor,
+        spec: MoESpec,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The choice of `moe`: (weights float32, experts of any integer type), [T, num_experts_per_token] each. Of `spec.held`
         experts an implementation may number them anew."""
@@ -500,7 +599,9 @@ class OpSet(ABC):
         (`MoESpec.num_local_experts`) count from 0; a number behind them is none, and has the weight 0."""
 
     @abstractmethod
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
 
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
@@ -522,7 +623,9 @@ class OpSet(ABC):
     def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:
         """The shared expert of all tokens."""
         (up, down), expert = shared, experts.spec.expert
-        inner = self.activation(self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs)
+        inner = self.activation(
+            self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs
+        )
         return self.linear(inner, down)
 
     def gather_inputs(
@@ -532,7 +635,9 @@ class OpSet(ABC):
         and whose blocks those of `block_table` int32 [R, B]: (their ids int32, positions int64, slots int64), [T] each.
         `rows` and `positions` are contiguous."""
         rows, positions = rows.long(), positions.long()
-        slots = block_table[rows, positions // block_size].long() * block_size + positions % block_size
+        slots = (
+            block_table[rows, positions // block_size].long() * block_size + positions % block_size
+        )
         return tokens[rows, positions], positions, slots
 
     def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
@@ -541,14 +646,24 @@ class OpSet(ABC):
         tokens[rows.long(), positions.long()] = new.int()
 
     def chain_places(
-        self, tokens: Tensor, kept: Tensor, inputs: Tensor, *, num_drafts: int, size: int, num_again: int, first: int
+        self,
+        tokens: Tensor,
+        kept: Tensor,
+        inputs: Tensor,
+        *,
+        num_drafts: int,
+        size: int,
+        num_again: int,
+        first: int,
     ) -> ChainPlaces:
         """Where a chain of `num_drafts` drafts of `size` sequences computes. `inputs` int32 [4, room], where room is `size` up
         to a multiple of 4, has of each sequence: its row, the position of its last known token, how many drafts it wants, and
         how many tokens were drawn behind the known ones. `kept` int32 [R, C]: the last drafts of the rows of `tokens` int32
         [R, L], the last of which is the null row. The first pass computes `num_again` tokens of each; a token's keys and values
         stand `first` positions before it."""
-        return chain_places(tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first)
+        return chain_places(
+            tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first
+        )
 
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -558,7 +673,9 @@ class OpSet(ABC):
         u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no state and is the same in any batch.
         """
 
-    def best_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def best_logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Raw logits [N, V] and a token for each row, int64 [N] → (its log-probability [N], its rank int64 [N], the likeliest
         tokens int64 [N, num_top], their log-probabilities [N, num_top]), float32. Which of equal tokens comes first is open."""
         scores = logits.float()
@@ -583,6 +700,8 @@ class OpSet(ABC):
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
     @abstractmethod
-    def copy_blocks(self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+    def copy_blocks(
+        self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor
+    ) -> None:
         """Copy whole blocks: target[targets[i]] = source[sources[i]] in all parts, for int64 [N] each. Both have the same parts
         and may be one; then no target is also a source."""

@@ -19,7 +19,17 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu_moe import NativeExperts
-from slipstream.kernels.native import S8, Arena, Bytes, NativeLinear, Packed, PackedExperts, load, stand_in, type_name
+from slipstream.kernels.native import (
+    S8,
+    Arena,
+    Bytes,
+    NativeLinear,
+    Packed,
+    PackedExperts,
+    load,
+    stand_in,
+    type_name,
+)
 from slipstream.kernels.weights import Linear
 
 CHUNK = 16 * 2**20
@@ -30,7 +40,11 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     """Write a file. Returns its bytes; 0, and no file, without products."""
     if not products:
         return 0
-    header: dict[str, Any] = {"__metadata__": {"products": json.dumps({name: _described(w) for name, w in products.items()})}}
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "products": json.dumps({name: _described(w) for name, w in products.items()})
+        }
+    }
     parts: list[tuple[str, Bytes]] = []
     for name, w in products.items():
         own: Sequence[Packed | PackedExperts] = w.parts
@@ -42,14 +56,18 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")  # nobody else's
+    unfinished = path.with_name(
+        f".{path.name}.{os.getpid()}-{threading.get_ident()}"
+    )  # nobody else's
     try:
         with unfinished.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
                 file.write(data.data)
             file.flush()
-            os.fsync(file.fileno())  # or a lost machine might leave a file of the right length without the numbers
+            os.fsync(
+                file.fileno()
+            )  # or a lost machine might leave a file of the right length without the numbers
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -68,7 +86,11 @@ def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, size)))
             described = json.loads(header["__metadata__"]["products"])
-            spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+            spans = {
+                name: entry["data_offsets"]
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
             if size != 8 + length + max(end for _, end in spans.values()):
                 raise ValueError("it is cut off")
             data = {name: arena.take(end - start) for name, (start, end) in spans.items()}
@@ -103,16 +125,26 @@ def _described(w: NativeLinear | NativeExperts) -> dict[str, Any]:
     }
 
 
-def _linear(name: str, described: Mapping[str, Any], data: Mapping[str, Bytes], arena: Arena) -> Linear:
+def _linear(
+    name: str, described: Mapping[str, Any], data: Mapping[str, Bytes], arena: Arena
+) -> Linear:
     num_experts: int | None = described["num_experts"]
-    parts = [(kind, rows, inner, data[f"{name}:{i}"]) for i, (kind, rows, inner) in enumerate(described["parts"])]
+    parts = [
+        (kind, rows, inner, data[f"{name}:{i}"])
+        for i, (kind, rows, inner) in enumerate(described["parts"])
+    ]
     for kind, rows, inner, own in parts:
         least = load().ss_packed_bytes(kind, rows, inner) if kind != S8 else 8
         if own.size < least * (num_experts or 1):
-            raise ValueError(f"{name} has {own.size} bytes, and {least * (num_experts or 1)} are needed")
+            raise ValueError(
+                f"{name} has {own.size} bytes, and {least * (num_experts or 1)} are needed"
+            )
     weight: Any = stand_in((described["rows"], parts[0][2]), np.dtype(described["dtype"]))
     if num_experts is None:
         plain = tuple(Packed(*part, arena.pool) for part in parts)
         return NativeLinear(weight=weight, bias=None, parts=plain)
-    experts = tuple(PackedExperts(kind, rows, inner, num_experts, own, arena.pool) for kind, rows, inner, own in parts)
+    experts = tuple(
+        PackedExperts(kind, rows, inner, num_experts, own, arena.pool)
+        for kind, rows, inner, own in parts
+    )
     return NativeExperts(weight=weight, bias=None, parts=experts)

@@ -50,7 +50,9 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
     """float32 [rotary_dim / 2] angles per position, and what cos and sin are multiplied by."""
     dim, one = spec.rotary_dim, np.float32(1.0)
     powers = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    base: Floats = one / np.power(np.float64(spec.theta), powers).astype(np.float32)  # NumPy's float32 powers are 2 ulp off
+    base: Floats = one / np.power(np.float64(spec.theta), powers).astype(
+        np.float32
+    )  # NumPy's float32 powers are 2 ulp off
     match spec.scaling:
         case None:
             return base, 1.0
@@ -58,17 +60,24 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             return base / np.float32(factor), 1.0
         case Llama3Scaling() as s:
             wavelength, less = np.float32(2 * math.pi) / base, np.float32(s.factor)
-            low, high = s.original_max_position / s.low_freq_factor, s.original_max_position / s.high_freq_factor
-            smooth = (np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)) / np.float32(
-                s.high_freq_factor - s.low_freq_factor
+            low, high = (
+                s.original_max_position / s.low_freq_factor,
+                s.original_max_position / s.high_freq_factor,
             )
+            smooth = (
+                np.float32(s.original_max_position) / wavelength - np.float32(s.low_freq_factor)
+            ) / np.float32(s.high_freq_factor - s.low_freq_factor)
             between = (one - smooth) * base / less + smooth * base
             scaled = np.where(wavelength > low, base / less, base)
             return np.where((wavelength <= low) & (wavelength >= high), between, scaled), 1.0
         case YarnScaling() as s:
 
             def dimension(rotations: float) -> float:
-                return dim * math.log(s.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+                return (
+                    dim
+                    * math.log(s.original_max_position / (rotations * 2 * math.pi))
+                    / (2 * math.log(spec.theta))
+                )
 
             low, high = dimension(s.beta_fast), dimension(s.beta_slow)
             if s.truncate:
@@ -76,7 +85,11 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             first, last = max(low, 0), min(high, dim - 1)
             count = np.arange(dim // 2, dtype=np.float32)
             ramp = ((count - np.float32(first)) / np.float32(max(last - first, 0.001))).clip(0, 1)
-            attended = s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1.0
+            attended = (
+                s.attention_factor
+                if s.attention_factor is not None
+                else 0.1 * math.log(s.factor) + 1.0
+            )
             mixed: Floats = base / np.float32(s.factor) * ramp + base * (one - ramp)
             return mixed, attended
         case LongRopeScaling() as s:
@@ -85,7 +98,9 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
             return np.divide(base, divisors), s.attention_factor
 
 
-def sectioned_positions(num_tokens: int, images: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+def sectioned_positions(
+    num_tokens: int, images: Sequence[tuple[int, int, int]]
+) -> npt.NDArray[np.int64]:
     """The three positions of each token of a text, int64 [3, num_tokens]: of text one more than before, all alike; of a picture
     (offset, rows, columns) that of its first token, its row's and its column's. Text goes on behind the largest."""
     found = np.empty((3, num_tokens), np.int64)
@@ -137,7 +152,9 @@ class PositionTables:
         self._rope: dict[RopeSpec, Tensor] = {}
         self._biases: dict[BucketSpec, Tensor] = {}
 
-    def of(self, spec: AttentionSpec, own: Tensor | None = None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def of(
+        self, spec: AttentionSpec, own: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(cos_sin, slopes, distance_bias) of a layer; `own`: the layer's weights of distances."""
         position = spec.position
         match position:
@@ -161,7 +178,11 @@ class PositionTables:
 
     def _bias(self, position: BucketSpec, weight: Any) -> Tensor:
         assert weight is not None
-        floats = weight.astype(np.float32) if isinstance(weight, np.ndarray) else weight.float().cpu().numpy()
+        floats = (
+            weight.astype(np.float32)
+            if isinstance(weight, np.ndarray)
+            else weight.float().cpu().numpy()
+        )
         return self._placed(distance_bias(position, floats))
 
     def _placed(self, table: Any) -> Tensor:

@@ -22,7 +22,9 @@ class LinearProgram:
     """One product as a program of its own: float32 [T, in] → [T, out]. To measure, `more` weights of the same shape may be
     multiplied after it; the results are then the last one's."""
 
-    def __init__(self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()) -> None:
+    def __init__(
+        self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()
+    ) -> None:
         self._w, self.program = w, Program(pool)
         self._x, self._y = self.program.bound(), self.program.bound()
         size, x = w.weight.shape[1], self._x
@@ -54,7 +56,17 @@ class LinearArgmax:
         if w.form != native.FORM_F32:
             x = p.buffer(w.form, part.inner)
             p.add("convert", self._x, x, w.form, part.inner, 1)
-        p.add("linear_argmax", x, self._out, part.kind, part.rows, part.inner, part.data, w.bias, weights=part)
+        p.add(
+            "linear_argmax",
+            x,
+            self._out,
+            part.kind,
+            part.rows,
+            part.inner,
+            part.data,
+            w.bias,
+            weights=part,
+        )
 
     def __call__(self, x: Floats) -> npt.NDArray[np.int64]:
         found = self.of(x)
@@ -87,32 +99,58 @@ class Argmax:
         return found[:, 0]
 
 
-def add_linear(program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False) -> None:
+def add_linear(
+    program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False
+) -> None:
     """A product, part by part: x in the weight's form, y float32."""
     row = 0
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
         weight = part.kind, part.rows, part.inner, part.data
-        program.add("linear", x, y, row, *weight, bias, accumulate, part.dense, part.dense_from, weights=part)
+        program.add(
+            "linear",
+            x,
+            y,
+            row,
+            *weight,
+            bias,
+            accumulate,
+            part.dense,
+            part.dense_from,
+            weights=part,
+        )
         row += part.rows
 
 
-def add_norm(program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
+def add_norm(
+    program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
+) -> None:
     """float32 rows → rows in `form`. With a residual (else -1) x is added to it and the sum is normed."""
     how = float32(norm.weight), _floats(norm.bias), norm.eps, norm.offset
     program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
 
-def add_rope_and_cache(program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0) -> None:
+def add_rope_and_cache(
+    program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
+) -> None:
     """float32 rows: q is turned where it stands, k and v go to the step's slots of `group` in the layer's cache."""
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
-    program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset)
+    program.add(
+        "rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset
+    )
 
 
 def add_attention(
-    program: Program, q: int, out: int, layer: int, sizes: tuple[int, int, int, int], s: AttentionParams, *, group: int = 0
+    program: Program,
+    q: int,
+    out: int,
+    layer: int,
+    sizes: tuple[int, int, int, int],
+    s: AttentionParams,
+    *,
+    group: int = 0,
 ) -> None:
     """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `group`: whose tables say
     where the keys and values are."""

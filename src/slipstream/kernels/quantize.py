@@ -8,13 +8,24 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.kernels.weights import GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear, chunk_of
+from slipstream.kernels.weights import (
+    GroupedLinear,
+    Linear,
+    Quantized,
+    ScaledLinear,
+    TileScaledLinear,
+    chunk_of,
+)
 from slipstream.spec.scheme import E2M1, FORMAT_MAX, FP8_TILE, InputFormat, Scheme
 
 SMALLEST = 1e-12
 """The least magnitude that a row is scaled by, so that a row of zeros has a scale."""
 
-DTYPES: dict[InputFormat, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "fp8-block": torch.float8_e4m3fn}
+DTYPES: dict[InputFormat, torch.dtype] = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "fp8-block": torch.float8_e4m3fn,
+}
 
 ROWS_AT_ONCE = 4096
 """Rows of a weight whose float32 values are held while it is rounded."""
@@ -25,11 +36,15 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
     (int8)."""
     if inputs == "fp8-block":
         groups = quantize_rows(x.reshape(-1, FP8_TILE), "fp8")
-        return Quantized(groups.values.view(x.shape), groups.scales.view(len(x), x.shape[1] // FP8_TILE))
+        return Quantized(
+            groups.values.view(x.shape), groups.scales.view(len(x), x.shape[1] // FP8_TILE)
+        )
     x, top = x.float(), FORMAT_MAX[inputs]
     scales = x.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / top
     x = x / scales
-    return Quantized((x.round() if inputs == "int8" else x.clamp(-top, top)).to(DTYPES[inputs]), scales)
+    return Quantized(
+        (x.round() if inputs == "int8" else x.clamp(-top, top)).to(DTYPES[inputs]), scales
+    )
 
 
 def numbers(x: Quantized) -> Tensor:
@@ -38,17 +53,25 @@ def numbers(x: Quantized) -> Tensor:
     return (groups * x.scales[..., None]).flatten(1)
 
 
-def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dtype: torch.dtype | None = None) -> Linear:
+def round_linear(
+    weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dtype: torch.dtype | None = None
+) -> Linear:
     """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time. The scales of groups are of the weight's
     type unless another is given."""
     if scheme.name == "fp8-block":
-        codes, scales = zip(*(_round_tiles(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+        codes, scales = zip(
+            *(_round_tiles(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True
+        )
         made = torch.cat([c.view(torch.uint8) for c in codes]).view(DTYPES["fp8-block"])
-        return TileScaledLinear(weight=made, scales=torch.cat(scales), bias=bias, out_dtype=weight.dtype)
+        return TileScaledLinear(
+            weight=made, scales=torch.cat(scales), bias=bias, out_dtype=weight.dtype
+        )
     if scheme.inputs is not None:
         parts = [quantize_rows(rows, scheme.inputs) for rows in weight.split(ROWS_AT_ONCE)]
         return ScaledLinear(
-            weight=torch.cat([p.values.view(torch.uint8) for p in parts]).view(DTYPES[scheme.inputs]),
+            weight=torch.cat([p.values.view(torch.uint8) for p in parts]).view(
+                DTYPES[scheme.inputs]
+            ),
             scales=torch.cat([p.scales[:, 0] for p in parts]),
             bias=bias,
             out_dtype=weight.dtype,
@@ -59,7 +82,9 @@ def round_linear(weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dty
     kind = scales_dtype or weight.dtype
     floats = scheme.name == "mxfp4"
     rounded = _round_floats if floats else _round_groups
-    words, scales = zip(*(rounded(rows, size, chunk, kind) for rows in weight.split(ROWS_AT_ONCE)), strict=True)
+    words, scales = zip(
+        *(rounded(rows, size, chunk, kind) for rows in weight.split(ROWS_AT_ONCE)), strict=True
+    )
     return GroupedLinear(
         weight=torch.cat(words),
         scales=torch.cat(scales, dim=1),
@@ -76,11 +101,18 @@ def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
     n, across = FP8_TILE, inner // FP8_TILE
     tiles = torch.nn.functional.pad(weight.float(), (0, 0, 0, -rows % n)).view(-1, n, across, n)
     flat = quantize_rows(tiles.transpose(1, 2).flatten(2).flatten(0, 1), "fp8")
-    codes = flat.values.view(torch.uint8).view(-1, across, n, n).transpose(1, 2).reshape(-1, inner)[:rows]
+    codes = (
+        flat.values.view(torch.uint8)
+        .view(-1, across, n, n)
+        .transpose(1, 2)
+        .reshape(-1, inner)[:rows]
+    )
     return codes.contiguous().view(DTYPES["fp8-block"]), flat.scales.view(-1, across)
 
 
-def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _round_groups(
+    weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(int16 words [out, in / 4], scales [in / size, out]).
 
     A group's scale is searched for. Its number of the largest magnitude is put at several distances from 0, of `_STEPS` codes,
@@ -88,7 +120,9 @@ def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dty
     is taken. Of normally distributed numbers the error is a quarter below that of the largest magnitude over 7.5."""
     groups = weight.float().unflatten(1, (-1, size))
     kind = torch.finfo(scales_dtype)
-    least = max(SMALLEST, 7.5 * kind.smallest_normal * kind.eps)  # a group of zeros has a scale, in float16 too
+    least = max(
+        SMALLEST, 7.5 * kind.smallest_normal * kind.eps
+    )  # a group of zeros has a scale, in float16 too
     largest = -groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     largest = torch.where(largest.abs() < least, least, largest)
     gain = torch.full_like(largest, -1.0)
@@ -96,9 +130,14 @@ def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dty
     for step in _STEPS:
         codes = (groups * (step / largest)).round().clamp(-8, 7)
         products, squares = ((codes * x).sum(-1, keepdim=True) for x in (groups, codes))
-        found = products * products / squares.clamp(min=1.0)  # by how much the squared error is less than without any code
+        found = (
+            products * products / squares.clamp(min=1.0)
+        )  # by how much the squared error is less than without any code
         better = found > gain
-        gain, scales = torch.where(better, found, gain), torch.where(better, products / squares.clamp(min=1.0), scales)
+        gain, scales = (
+            torch.where(better, found, gain),
+            torch.where(better, products / squares.clamp(min=1.0), scales),
+        )
     scales = torch.where(scales.abs() < least / 7.5, largest / 7.5, scales).to(scales_dtype)
     codes = (groups / scales.float()).round().clamp(-8, 7).int() + 8
     return pack4(codes.flatten(1), chunk), scales[..., 0].T.contiguous()
@@ -107,14 +146,18 @@ def _round_groups(weight: Tensor, size: int, chunk: int, scales_dtype: torch.dty
 _STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 8.75, 9.0)
 
 
-def _round_floats(weight: Tensor, size: int, chunk: int, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def _round_floats(
+    weight: Tensor, size: int, chunk: int, kind: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`_round_groups` to e2m1. The scale takes the largest magnitude's power of two to 4, the largest code's (OCP Microscaling
     Formats 1.0, section 6.3). Of two codes that are equally near the larger is taken."""
     groups = weight.float().unflatten(1, (-1, size))
     exponents = groups.abs().amax(-1).clamp(min=SMALLEST).log2().floor() - 2
     scaled = groups / exponents.exp2()[..., None]
     edges = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
-    codes = torch.bucketize(scaled.abs(), torch.tensor(edges, device=weight.device), right=True).int()
+    codes = torch.bucketize(
+        scaled.abs(), torch.tensor(edges, device=weight.device), right=True
+    ).int()
     codes += 8 * (scaled < 0)
     return pack4(codes.flatten(1), chunk), exponents.exp2().to(kind).T.contiguous()
 
@@ -132,7 +175,9 @@ def unpack4(words: Tensor, chunk: int) -> Tensor:
     return torch.cat([chunks >> shift & 15 for shift in (0, 4, 8, 12)], dim=-1).flatten(1)
 
 
-def dequantize(w: ScaledLinear | TileScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    w: ScaledLinear | TileScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The weight [out, in], computed in float32."""
     if isinstance(w, TileScaledLinear):
         scales = w.scales.repeat_interleave(FP8_TILE, dim=0)[: len(w.weight)]

@@ -145,7 +145,9 @@ class NamedTables:
         self.distances: NamedWeight | None = None
         self._rope: dict[RopeSpec, NamedWeight] = {}
 
-    def of(self, spec: AttentionSpec, own: NamedWeight | None = None) -> tuple[NamedWeight | None, ...]:
+    def of(
+        self, spec: AttentionSpec, own: NamedWeight | None = None
+    ) -> tuple[NamedWeight | None, ...]:
         match spec.position:
             case None:
                 return None, None, None
@@ -157,7 +159,9 @@ class NamedTables:
                 return self.rope(spec.position), None, None
 
     def rope(self, position: RopeSpec) -> NamedWeight:
-        return self._rope.setdefault(position, NamedWeight("cos_sin", (self.max_model_len, position.rotary_dim)))
+        return self._rope.setdefault(
+            position, NamedWeight("cos_sin", (self.max_model_len, position.rotary_dim))
+        )
 
 
 class RecordingOps:
@@ -190,20 +194,31 @@ class RecordingOps:
 
     # --- Weights ----------------------------------------------------------------------------------------------------
 
-    def quantize_weight(self, weight: NamedWeight, bias: NamedWeight | None, scheme: Scheme | None = None) -> NamedLinear:
+    def quantize_weight(
+        self, weight: NamedWeight, bias: NamedWeight | None, scheme: Scheme | None = None
+    ) -> NamedLinear:
         return NamedLinear(weight, bias)
 
     def quantize_experts(
-        self, weight: NamedWeight, scheme: Scheme | None = None, bias: NamedWeight | None = None, *, num_experts: int
+        self,
+        weight: NamedWeight,
+        scheme: Scheme | None = None,
+        bias: NamedWeight | None = None,
+        *,
+        num_experts: int,
     ) -> NamedLinear:
         return NamedLinear(weight, bias)
 
     def pack_weight(self, w: NamedLinear) -> NamedLinear:
         return w
 
-    def pack_latent(self, expand: NamedWeight, spec: LatentAttentionSpec) -> tuple[NamedWeight, NamedWeight]:
+    def pack_latent(
+        self, expand: NamedWeight, spec: LatentAttentionSpec
+    ) -> tuple[NamedWeight, NamedWeight]:
         heads, rank = spec.num_heads, spec.kv_rank
-        return NamedWeight("keys", (heads, spec.nope_dim, rank)), NamedWeight("values", (heads, rank, spec.value_dim))
+        return NamedWeight("keys", (heads, spec.nope_dim, rank)), NamedWeight(
+            "values", (heads, rank, spec.value_dim)
+        )
 
     def embedding(self, table: NamedWeight, tied: NamedLinear | None) -> NamedWeight:
         return table
@@ -229,13 +244,19 @@ class RecordingOps:
     def embed(self, token_ids: object, table: Any, scale: float = 1.0) -> Value:
         return self.record("embed", (), (_inner(table),), table=table, scale=scale)
 
-    def embed_part(self, token_ids: object, table: Any, scale: float = 1.0, *, first: int, size: int) -> Value:
-        return self.record("embed_part", (), (_inner(table),), table=table, scale=scale, first=first, size=size)
+    def embed_part(
+        self, token_ids: object, table: Any, scale: float = 1.0, *, first: int, size: int
+    ) -> Value:
+        return self.record(
+            "embed_part", (), (_inner(table),), table=table, scale=scale, first=first, size=size
+        )
 
     def all_gather(self, x: Value, group: Any, width: int) -> Value:
         return self.record("all_gather", (x,), (width,), group=group)
 
-    def norm_qk_part(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any, group: Any) -> Value:
+    def norm_qk_part(
+        self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any, group: Any
+    ) -> Value:
         norms: dict[str, Any] = dict(q_norm=q_norm, k_norm=k_norm)
         return self.record("norm_qk_part", (qkv,), qkv.shape, spec=spec, group=group, **norms)
 
@@ -255,7 +276,12 @@ class RecordingOps:
         return self.linear(x, w) + added
 
     def norm(
-        self, x: Value, norm: NormParams, *, residual: Value | None = None, inputs: InputFormat | None = None
+        self,
+        x: Value,
+        norm: NormParams,
+        *,
+        residual: Value | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Value, Value]:
         if residual is None:
             return self.record("norm", (x,), x.shape, form=inputs, norm=norm), x
@@ -270,17 +296,32 @@ class RecordingOps:
         return ()
 
     def all_reduce_norm(
-        self, x: Value, norm: NormParams, *, group: Any, residual: Value | None = None, inputs: InputFormat | None = None
+        self,
+        x: Value,
+        norm: NormParams,
+        *,
+        group: Any,
+        residual: Value | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Value, Value]:
         given = (x,) if residual is None else (x, residual)
-        normed = self.record("all_reduce_norm", given, x.shape, x.shape, form=inputs, norm=norm, group=group)
+        normed = self.record(
+            "all_reduce_norm", given, x.shape, x.shape, form=inputs, norm=norm, group=group
+        )
         return normed, self.ops[-1].outputs[1]
 
     def norm_qk(self, qkv: Value, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Value:
         return self.record("norm_qk", (qkv,), qkv.shape, spec=spec, q_norm=q_norm, k_norm=k_norm)
 
     def rope_and_cache(self, qkv: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout) -> Value:
-        return self.record("rope_and_cache", (qkv,), (heads.num_heads, heads.head_dim), kv=kv, meta=meta, heads=heads)
+        return self.record(
+            "rope_and_cache",
+            (qkv,),
+            (heads.num_heads, heads.head_dim),
+            kv=kv,
+            meta=meta,
+            heads=heads,
+        )
 
     def cache_kv(self, rows: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout) -> None:
         self.record("cache_kv", (rows,), (0,), kv=kv, meta=meta, heads=heads)
@@ -292,19 +333,34 @@ class RecordingOps:
         self, qkv: Value, kv: TracedKV, meta: TracedMeta, heads: QKVLayout, params: AttentionParams
     ) -> Value:
         shape = heads.num_heads, heads.head_dim
-        return self.record("bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params)
+        return self.record(
+            "bidirectional_attention", (qkv,), shape, kv=kv, meta=meta, heads=heads, params=params
+        )
 
-    def mla_attention(self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams) -> Value:
+    def mla_attention(
+        self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams
+    ) -> Value:
         # In the layout of the op set: a tensor [H, C, V], or a weight with the stacked rows of all heads.
         values = params.values
-        width = values.out_features if hasattr(values, "out_features") else values.shape[0] * values.shape[2]
+        width = (
+            values.out_features
+            if hasattr(values, "out_features")
+            else values.shape[0] * values.shape[2]
+        )
         return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
 
     def activation(
-        self, x: Value, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+        self,
+        x: Value,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
     ) -> Value:
         shape = (x.width // 2,) if gated else x.shape
-        return self.record("activation", (x,), shape, form=inputs, activation=activation, gated=gated)
+        return self.record(
+            "activation", (x,), shape, form=inputs, activation=activation, gated=gated
+        )
 
     def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
         """The counts themselves."""
@@ -314,9 +370,16 @@ class RecordingOps:
         return self.record("moe", (x, router_logits), x.shape, experts=experts, load=load)
 
     def moe_and_shared(
-        self, x: Value, router_logits: Value, experts: Experts, shared: tuple[Any, Any], load: Any = None
+        self,
+        x: Value,
+        router_logits: Value,
+        experts: Experts,
+        shared: tuple[Any, Any],
+        load: Any = None,
     ) -> Value:
-        return self.record("moe_and_shared", (x, router_logits), x.shape, experts=experts, shared=shared, load=load)
+        return self.record(
+            "moe_and_shared", (x, router_logits), x.shape, experts=experts, shared=shared, load=load
+        )
 
 
 def _inner(table: Any) -> int:

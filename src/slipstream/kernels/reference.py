@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.blocks import BlockRows
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
+from slipstream.kernels.metadata import (
+    AttentionMetadata,
+    ExpertLoad,
+    LayerKV,
+    PackedParts,
+    SamplingTensors,
+)
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.weights import (
@@ -62,7 +68,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             return F.relu(x).square()
 
 
-def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int64), [T, num_experts_per_token] each."""
     logits = router_logits.float()
     scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
@@ -70,7 +78,9 @@ def route(router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
     if (limit := spec.groups) is not None:
         groups = merits.unflatten(-1, (limit.num_groups, -1))
         best = groups.topk(1 if limit.by == "best" else 2, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(limit.num_chosen, dim=-1).indices, True)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(limit.num_chosen, dim=-1).indices, True
+        )
         merits = groups.masked_fill(~kept[..., None], -math.inf).flatten(1)
     chosen = merits.topk(spec.num_experts_per_token, dim=-1).indices
     weights = scores.gather(1, chosen)
@@ -97,8 +107,14 @@ class ReferenceOps(OpSet):
     name = "reference"
     rounded = NATIVE_PRODUCTS["reference"]
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
-        return Linear(weight=weight, bias=bias) if scheme is None else round_linear(weight, bias, scheme)
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
+        return (
+            Linear(weight=weight, bias=bias)
+            if scheme is None
+            else round_linear(weight, bias, scheme)
+        )
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
@@ -117,7 +133,12 @@ class ReferenceOps(OpSet):
         return quantize_rows(x, inputs)
 
     def norm(
-        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if isinstance(norm.kind, OwnNorm):
             return self._own_norm(x, norm, residual, inputs)
@@ -126,14 +147,18 @@ class ReferenceOps(OpSet):
         if norm.kind == "rms":
             h = rms(h, norm.weight, norm.eps, norm.offset)
         else:
-            h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(h.var(-1, unbiased=False, keepdim=True) + norm.eps)
+            h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(
+                h.var(-1, unbiased=False, keepdim=True) + norm.eps
+            )
             h = h * norm.weight.float() + (0.0 if norm.bias is None else norm.bias.float())
         return self._as(h, x.dtype, inputs), total
 
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:
         return x.to(dtype) if inputs is None else self.quantize(x, inputs)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
         h, num_turned = heads, heads.num_heads + heads.num_kv_heads
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
         q, k = rows[:, : h.num_heads].float(), rows[:, h.num_heads : num_turned].float()
@@ -149,7 +174,9 @@ class ReferenceOps(OpSet):
             kv.v[block, :, offset] = to_cache(v, kv.v_scale, kv.v.dtype)
         return q.to(qkv.dtype).contiguous()
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         out = q.new_zeros(*q.shape[:2], kv.v.shape[3])
         starts, lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
         for i, length in enumerate(lens):
@@ -160,17 +187,26 @@ class ReferenceOps(OpSet):
             out[begin:end] = attend(q[begin:end], keys, values, params)
         return out
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
+    ) -> Tensor:
         out = torch.empty_like(q)
         for length, index in parts.by_length:
             tokens = torch.arange(len(q), device=q.device) if index is None else index
             for own in tokens.split(length):
                 scores = torch.einsum("nhd,lhd->hnl", q[own].float(), k[own].float()) * scale
-                out[own] = torch.einsum("hnl,lhd->nhd", scores.softmax(dim=-1), v[own].float()).to(q.dtype)
+                out[own] = torch.einsum("hnl,lhd->nhd", scores.softmax(dim=-1), v[own].float()).to(
+                    q.dtype
+                )
         return out
 
     def activation(
-        self, x: Tensor, activation: Activation, *, gated: bool = False, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
     ) -> Activations:
         if not gated:
             return self._as(activate(x.float(), activation), x.dtype, inputs)
@@ -178,28 +214,41 @@ class ReferenceOps(OpSet):
         return self._as(activate_gated(gate, up, activation), x.dtype, inputs)
 
     def route(
-        self, router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+        self,
+        router_logits: Tensor,
+        spec: MoESpec,
+        correction: Tensor | None = None,
+        load: ExpertLoad | None = None,
     ) -> tuple[Tensor, Tensor]:
         weights, chosen = route(router_logits, spec, correction)
         count_experts(chosen, load)
         return weights, chosen
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         spec = experts.spec
         weights, chosen = self.route(router_logits, spec, experts.correction, load)
-        return self.moe_of_choice(x, weights, chosen - (0 if spec.held is None else spec.held[0]), experts)
+        return self.moe_of_choice(
+            x, weights, chosen - (0 if spec.held is None else spec.held[0]), experts
+        )
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec
-        how: dict[str, Any] = dict(activation=spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs)
+        how: dict[str, Any] = dict(
+            activation=spec.expert.activation, gated=spec.expert.gated, inputs=down.inputs
+        )
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in (i for i in chosen.unique().tolist() if 0 <= i < spec.num_local_experts):
             tokens, slots = torch.where(chosen == expert)
             up_rows, down_rows = (
-                slice(expert * n, (expert + 1) * n) for n in (spec.expert.up_rows, down.out_features // spec.num_local_experts)
+                slice(expert * n, (expert + 1) * n)
+                for n in (spec.expert.up_rows, down.out_features // spec.num_local_experts)
             )
             h = self.activation(self.linear(x[tokens], up.part(up_rows)), **how)
-            out[tokens] += self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
+            out[tokens] += (
+                self.linear(h, down.part(down_rows)).float() * weights[tokens, slots, None]
+            )
         return out.to(x.dtype)
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
@@ -211,7 +260,9 @@ class ReferenceOps(OpSet):
         drawn = draw(kept, uniform(params.seeds, params.history_lens))
         return torch.where(params.temperature > 0, drawn, greedy)
 
-    def copy_blocks(self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+    def copy_blocks(
+        self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor
+    ) -> None:
         for theirs, ours in zip(source.rows, target.rows, strict=True):
             ours[targets] = theirs[sources]
 
@@ -234,10 +285,16 @@ def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scale is None:
         return x.to(dtype)
     x = x.float() / scale[None, :, None]
-    return x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.round().clamp(-127, 127).to(dtype)
+    return (
+        x.clamp(-448, 448).to(dtype)
+        if dtype == torch.float8_e4m3fn
+        else x.round().clamp(-127, 127).to(dtype)
+    )
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first: int | None = None) -> Tensor:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first: int | None = None
+) -> Tensor:
     """Attention in float32: q [n, H, D] over keys, values [K, L, D] → [n, H, D]. The queries stand at positions `first` …, or
     at the last n. Values may have another width than keys."""
     num_queries, num_heads, _ = q.shape
@@ -257,7 +314,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first
     hidden = distance < 0 if s.causal else torch.zeros_like(distance, dtype=torch.bool)
     if s.window is not None:
         hidden |= distance.abs() >= s.window
-    weights = softmax(scores.masked_fill(hidden, -math.inf), None if s.sinks is None else s.sinks[:, None, None])
+    weights = softmax(
+        scores.masked_fill(hidden, -math.inf), None if s.sinks is None else s.sinks[:, None, None]
+    )
     return torch.einsum("hnl,hld->nhd", weights, values).to(q.dtype)
 
 
@@ -271,7 +330,9 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Over the last dimension of float32 scores, with a score more for each row that gets no weight."""
     if sinks is None:
         return scores.softmax(dim=-1)
-    return torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[
+        ..., :-1
+    ]
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
@@ -304,12 +365,22 @@ def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
     No [S, V] table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs
     twice both write the same value, so that the order of writing does not matter; only the frequency penalty adds up.
     """
-    if params.limited_rows is not None and params.allowed_rows is not None and params.allowed_tokens is not None:
+    if (
+        params.limited_rows is not None
+        and params.allowed_rows is not None
+        and params.allowed_tokens is not None
+    ):
         allowed = params.allowed_rows, params.allowed_tokens
         kept = logits[allowed]
         logits.index_fill_(0, params.limited_rows, -math.inf).index_put_(allowed, kept)
-    if params.bias_rows is not None and params.bias_tokens is not None and params.bias_values is not None:
-        logits.index_put_((params.bias_rows, params.bias_tokens), params.bias_values, accumulate=True)
+    if (
+        params.bias_rows is not None
+        and params.bias_tokens is not None
+        and params.bias_values is not None
+    ):
+        logits.index_put_(
+            (params.bias_rows, params.bias_tokens), params.bias_values, accumulate=True
+        )
     if params.history is None:
         return logits
     assert params.prompt_lens is not None
@@ -351,7 +422,9 @@ def filter_probs(logits: Tensor, probs: Tensor, params: SamplingTensors) -> Tens
         least = logits.sort(dim=-1, descending=True).values.gather(1, k[:, None].long() - 1)
         probs = probs.where(logits >= least, 0.0)
     if params.any_top_p:
-        probs = probs.where(probs >= nucleus(probs.sort(dim=-1, descending=True).values, probs, params.top_p), 0.0)
+        probs = probs.where(
+            probs >= nucleus(probs.sort(dim=-1, descending=True).values, probs, params.top_p), 0.0
+        )
     return probs
 
 
@@ -367,7 +440,9 @@ def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """For each row of weights [S, V] ≥ 0 the first kept token, in id order, where the running sum exceeds u · total."""
-    return first_beyond(weights, u.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64))
+    return first_beyond(
+        weights, u.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    )
 
 
 def first_beyond(weights: Tensor, target: Tensor) -> Tensor:

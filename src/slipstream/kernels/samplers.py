@@ -29,11 +29,21 @@ def drop_forbidden(logits: Floats) -> None:
 
 
 def penalties(
-    logits: Floats, tokens: Longs, num_prompt: int, *, repetition: float, presence: float, frequency: float
+    logits: Floats,
+    tokens: Longs,
+    num_prompt: int,
+    *,
+    repetition: float,
+    presence: float,
+    frequency: float,
 ) -> None:
     """`tokens` [L] so far, of which the first `num_prompt` are the prompt. As `sampling.apply_bias_and_penalties`."""
     seen = np.unique(tokens)
-    logits[seen] = np.where(logits[seen] > 0, logits[seen] / np.float32(repetition), logits[seen] * np.float32(repetition))
+    logits[seen] = np.where(
+        logits[seen] > 0,
+        logits[seen] / np.float32(repetition),
+        logits[seen] * np.float32(repetition),
+    )
     answered, counts = np.unique(tokens[num_prompt:], return_counts=True)
     logits[answered] -= np.float32(frequency) * counts.astype(np.float32)
     logits[answered] -= np.float32(presence)
@@ -49,7 +59,7 @@ def dry(
     last_n: int,
     breakers: npt.NDArray[np.int64],
 ) -> None:
-    """"Don't repeat yourself" (p-e-w 2024, as in llama.cpp): where the last n tokens, n ≥ `allowed_length`, stood before, what
+    """ "Don't repeat yourself" (p-e-w 2024, as in llama.cpp): where the last n tokens, n ≥ `allowed_length`, stood before, what
     followed them there loses multiplier · base ** (n − allowed_length), of the longest such run. Runs hold no token of
     `breakers`. The last `last_n` tokens are looked at; −1: all."""
     if last_n >= 0:
@@ -101,7 +111,11 @@ def temperature(logits: Floats, value: float) -> None:
 def top_n_sigma(logits: Floats, n: float) -> None:
     """Tokens within n standard deviations of the largest logit (Tang et al. 2024)."""
     there = logits[logits > -np.inf]
-    least = there.max(initial=-np.inf) - np.float32(n) * there.std(dtype=np.float64) if len(there) else -np.inf
+    least = (
+        there.max(initial=-np.inf) - np.float32(n) * there.std(dtype=np.float64)
+        if len(there)
+        else -np.inf
+    )
     logits[logits < np.float32(least)] = -np.inf
 
 
@@ -138,7 +152,7 @@ def typical(logits: Floats, mass: float) -> None:
 
 
 def xtc(logits: Floats, probability: float, threshold: float, u: float) -> None:
-    """"Exclude top choices" (p-e-w 2024, as in llama.cpp): if the uniform number `u` is below `probability`, only the least
+    """ "Exclude top choices" (p-e-w 2024, as in llama.cpp): if the uniform number `u` is below `probability`, only the least
     likely stays of the tokens with a probability of `threshold` or more."""
     if u >= probability:
         return

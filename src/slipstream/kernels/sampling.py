@@ -27,14 +27,20 @@ def sample(logits: Floats, params: SamplingTensors, argmax: Callable[[Floats], L
     tokens = argmax(logits)
     if params.all_greedy:
         return tokens
-    temperature, top_k, top_p, min_p = (array(x) for x in (params.temperature, params.top_k, params.top_p, params.min_p))
+    temperature, top_k, top_p, min_p = (
+        array(x) for x in (params.temperature, params.top_k, params.top_p, params.min_p)
+    )
     u = uniform(array(params.seeds), array(params.history_lens))
     for i in np.flatnonzero(temperature > 0).tolist():
-        tokens[i] = draw(logits[i], temperature[i], int(top_k[i]), float(top_p[i]), float(min_p[i]), float(u[i]))
+        tokens[i] = draw(
+            logits[i], temperature[i], int(top_k[i]), float(top_p[i]), float(min_p[i]), float(u[i])
+        )
     return tokens
 
 
-def apply_bias(logits: Floats, limits: tuple[Any, Any, Any] | None, biases: tuple[Any, Any, Any] | None) -> None:
+def apply_bias(
+    logits: Floats, limits: tuple[Any, Any, Any] | None, biases: tuple[Any, Any, Any] | None
+) -> None:
     """The allowed tokens (the rows that are limited, and each allowed token with its row), then biases (rows, tokens, values),
     in place."""
     if limits is not None:
@@ -55,7 +61,9 @@ def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
     apply_bias(logits, None if limits[0] is None else limits, None if biases[0] is None else biases)
     if params.history is None:
         return
-    history, lens, prompts = (array(x).tolist() for x in (params.history, params.history_lens, params.prompt_lens))
+    history, lens, prompts = (
+        array(x).tolist() for x in (params.history, params.history_lens, params.prompt_lens)
+    )
     strengths = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     for row, tokens, end, start, repetition, presence, frequency in zip(
         logits, history, lens, prompts, *(array(x) for x in strengths), strict=True
@@ -74,7 +82,9 @@ def mask_logits(logits: Floats, rows: Longs, bits: npt.NDArray[np.int32]) -> Non
         logits[row, own == 0] = -np.inf
 
 
-def best_logprobs(logits: Floats, tokens: Longs, num_top: int) -> tuple[Floats, Longs, Longs, Floats]:
+def best_logprobs(
+    logits: Floats, tokens: Longs, num_top: int
+) -> tuple[Floats, Longs, Longs, Floats]:
     """Of raw logits [N, V] and a token for each row: (its log-probability, its rank, the best ids, their log-probabilities),
     the last two [N, num_top]; of equals the lower id stands first."""
     count, num_top = len(logits), min(num_top, logits.shape[1])
@@ -112,7 +122,9 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(row: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, u: float) -> int:
+def draw(
+    row: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, u: float
+) -> int:
     """A token of logits [V]."""
     at: Longs | None = None
     if 0 < top_k < len(row):

@@ -26,9 +26,14 @@ def select_ops(
     for a token depends on nothing but the tokens before it). `dense_copies`: 4-bit weights (triton) and sparse ones (cpu) are
     kept dense as well."""
     if implementation == "auto":
-        implementation = "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
+        implementation = (
+            "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"
+        )
     if deterministic and implementation != "triton":
-        raise ConfigError("deterministic=True needs a GPU and its kernels ('triton'); leave it out", field="deterministic")
+        raise ConfigError(
+            "deterministic=True needs a GPU and its kernels ('triton'); leave it out",
+            field="deterministic",
+        )
     if implementation == "reference":
         from slipstream.kernels.reference import ReferenceOps
 
@@ -46,5 +51,6 @@ def select_ops(
 
         return TritonOps(tiles, deterministic=deterministic, dense_copies=dense_copies)
     raise ConfigError(
-        f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device", field="kernels"
+        f"kernels={implementation!r} cannot run on {device}; use 'auto', or 'reference' on any device",
+        field="kernels",
     )

@@ -65,22 +65,32 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
     """Why the kernel can't run layers of these sizes with weights of so many bits; None if it can."""
     group = s.num_heads // s.num_kv_heads
     if s.experts is not None and not _takes_experts(s.experts, s):
-        return Reason("the one-token kernel has no such mixture of experts: in groups, in a parallel block, too many, too wide")
+        return Reason(
+            "the one-token kernel has no such mixture of experts: in groups, in a parallel block, too many, too wide"
+        )
     if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in inner_sizes(s)):
         found = ", ".join(map(str, inner_sizes(s)))
-        return Reason(f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of")
+        return Reason(
+            f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of"
+        )
     if s.head_dim not in (32, 64, 128, 256) or group > 8 or s.num_kv_heads * s.head_dim % 16:
         which = f"heads of {s.head_dim} with {group} queries to a key"
-        return Reason(f"the one-token kernel has no {which}; it has heads of 32, 64, 128 or 256 with at most 8")
+        return Reason(
+            f"the one-token kernel has no {which}; it has heads of 32, 64, 128 or 256 with at most 8"
+        )
     if rotary is not None and rotary % 2:
-        return Reason(f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated")
+        return Reason(
+            f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated"
+        )
     return None
 
 
 def ranks_refusal(s: TokenShape) -> Reason | None:
     """Why several ranks can't run such layers together; None if they can."""
     if s.parallel or s.experts is not None or s.latent is not None:
-        return Reason("the one-token kernel of several ranks has no experts, no latents and no parallel blocks")
+        return Reason(
+            "the one-token kernel of several ranks has no experts, no latents and no parallel blocks"
+        )
     return None
 
 
@@ -103,7 +113,9 @@ class LayerMatch:
     shape: TokenShape
     products: dict[str, Any]
     tensors: dict[str, Any]
-    plain: list[Any]  # the router and the weight of a shared expert: products that are never rounded
+    plain: list[
+        Any
+    ]  # the router and the weight of a shared expert: products that are never rounded
     cos_sin: Any
     window: int | None = None
     cache_group: int = 0
@@ -114,7 +126,11 @@ def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Re
     """The shape that all layers share, and each layer; or the reason why the kernel can't run them. `body`: a trace's
     layers and the ops behind them."""
     try:
-        of_layers = ((i, list(ops)) for i, ops in groupby(_sums_apart(body), key=lambda op: op.layer) if i is not None)
+        of_layers = (
+            (i, list(ops))
+            for i, ops in groupby(_sums_apart(body), key=lambda op: op.layer)
+            if i is not None
+        )
         layers = [Matcher(ops).layer() for _, ops in of_layers]
         return _together(layers), layers
     except Refused as refused:
@@ -131,7 +147,9 @@ def _sums_apart(body: Sequence[Op]) -> Iterator[Op]:
             continue
         part, *residual = op.inputs
         total = Value(-op.out.index, part.shape) if residual else op.outputs[1]
-        yield Op("all_reduce", (part,), (total,), {"group": op.arguments["group"]}, made.get(part.index))
+        yield Op(
+            "all_reduce", (part,), (total,), {"group": op.arguments["group"]}, made.get(part.index)
+        )
         normed = op.outputs if residual else op.outputs[:1]
         yield Op("norm", (total, *residual), normed, {"norm": op.arguments["norm"]}, op.layer)
 
@@ -144,27 +162,46 @@ def _together(layers: Sequence[LayerMatch]) -> TokenShape:
     if len(common) > 1 or len(dense) > 1 or len(mixtures) > 1:
         raise Refused("the layers differ, and the one-token kernel is made for one kind")
     if any(x.cos_sin is not layers[0].cos_sin for x in layers):
-        raise Refused("the layers rotate by different angles, and the one-token kernel has one table of them")
+        raise Refused(
+            "the layers rotate by different angles, and the one-token kernel has one table of them"
+        )
     if (most := max(x.cache_group for x in layers)) >= MOST_TABLES:
-        raise Refused(f"the one-token kernel has {MOST_TABLES} block tables, and the model's layers have {most + 1}")
+        raise Refused(
+            f"the one-token kernel has {MOST_TABLES} block tables, and the model's layers have {most + 1}"
+        )
     experts = next(iter(mixtures), None)
     if experts is not None:
         _check_biases(layers, experts)
     for mixture in (False, True):
-        there = {(*_there(x.products), *_there(x.tensors)) for x in layers if (x.shape.experts is not None) == mixture}
+        there = {
+            (*_there(x.products), *_there(x.tensors))
+            for x in layers
+            if (x.shape.experts is not None) == mixture
+        }
         if len(there) > 1:
-            raise Refused("some layers have biases or norms that others lack, and the one-token kernel is made for one kind")
-    return dataclasses.replace(common.pop(), intermediate_size=next(iter(dense), 0), experts=experts)
+            raise Refused(
+                "some layers have biases or norms that others lack, and the one-token kernel is made for one kind"
+            )
+    return dataclasses.replace(
+        common.pop(), intermediate_size=next(iter(dense), 0), experts=experts
+    )
 
 
 def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     names = ("up", "down", "shared_up", "shared_down")
     beside = experts.shared is not None or any(x.shape.experts is None for x in layers)
-    if beside and any(x.products[n].bias is not None for x in layers for n in names if n in x.products):
+    if beside and any(
+        x.products[n].bias is not None for x in layers for n in names if n in x.products
+    ):
         raise Refused("the one-token kernel has no biases of experts and of an MLP beside them")
     one, shared = experts.expert, experts.shared
-    if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (one.activation, one.gated):
-        raise Refused("the shared expert has another activation than the experts, and the one-token kernel has one")
+    if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (
+        one.activation,
+        one.gated,
+    ):
+        raise Refused(
+            "the shared expert has another activation than the experts, and the one-token kernel has one"
+        )
 
 
 def _there(found: dict[str, Any]) -> Iterator[tuple[str, bool, bool]]:
@@ -201,7 +238,9 @@ class Matcher:
         if not parallel:
             second = self._norm("mlp_norm")
             if len(second.inputs) != 2 or second.x != attended:
-                raise Refused("the one-token kernel adds a branch's result to the residual without a norm of its own")
+                raise Refused(
+                    "the one-token kernel adds a branch's result to the residual without a norm of its own"
+                )
         self._same(first, second)
         out, of_mlp = self._mlp(first.out if second is None else second.out)
         out = self._summed(out)
@@ -223,7 +262,15 @@ class Matcher:
             **of_attention,
             **of_mlp,
         )
-        own = shape, self.products, self.tensors, self.plain, self.cos_sin, self.window, self.cache_group
+        own = (
+            shape,
+            self.products,
+            self.tensors,
+            self.plain,
+            self.cos_sin,
+            self.window,
+            self.cache_group,
+        )
         if not self.groups:
             return LayerMatch(*own)
         if len(self.groups) < 2:
@@ -273,7 +320,11 @@ class Matcher:
         for name in ("softcap", "alibi_slopes", "distance_bias"):
             if getattr(params, name) is not None:
                 raise Refused(f"{name}: the one-token kernel has no such attention")
-        self.cos_sin, self.window, self.cache_group = heads.cos_sin, params.window, op.arguments["meta"].group
+        self.cos_sin, self.window, self.cache_group = (
+            heads.cos_sin,
+            params.window,
+            op.arguments["meta"].group,
+        )
         self.tensors |= {"q_norm": heads.q_norm, "k_norm": heads.k_norm, "sinks": params.sinks}
         return self._linear("out", op.out), dict(
             num_heads=heads.num_heads,
@@ -296,7 +347,10 @@ class Matcher:
         self.tensors |= {"k_norm": params.norm.weight, "keys": params.keys, "values": params.values}
         num_heads = op.x.shape[0]
         latent = MLAShape(
-            nope_dim=op.x.shape[1] - rotary, rotary_dim=rotary, rank=row.width - rotary, eps=params.norm.eps
+            nope_dim=op.x.shape[1] - rotary,
+            rotary_dim=rotary,
+            rank=row.width - rotary,
+            eps=params.norm.eps,
         )
         return out, dict(
             num_heads=num_heads,
@@ -323,16 +377,24 @@ class Matcher:
         spec = experts.spec
         self._plain_activation(spec.expert.activation)
         self.products |= {"up": experts.up, "down": experts.down}
-        self.tensors |= {"router": router.weight, "router_bias": router.bias, "correction": experts.correction}
+        self.tensors |= {
+            "router": router.weight,
+            "router_bias": router.bias,
+            "correction": experts.correction,
+        }
         self.tensors["expert_counts"] = routed.arguments["load"]
         self.plain.append(router)
         out = routed.out
         if routed.name == "moe_and_shared":
-            self.products |= dict(zip(("shared_up", "shared_down"), routed.arguments["shared"], strict=True))
+            self.products |= dict(
+                zip(("shared_up", "shared_down"), routed.arguments["shared"], strict=True)
+            )
         elif spec.shared is not None:
             out = self._shared(x, out)
         expert = spec.expert
-        return out, dict(intermediate_size=0, gated=expert.gated, activation=expert.activation, experts=spec)
+        return out, dict(
+            intermediate_size=0, gated=expert.gated, activation=expert.activation, experts=spec
+        )
 
     def _shared(self, x: Value, routed: Value) -> Value:
         """A shared expert, and its weight, beside the sum of the others."""
@@ -385,4 +447,6 @@ class Matcher:
         name = self._next
         if name is None:
             return Refused("the one-token kernel's layers have more parts than these")
-        return Refused(LACKS.get(name, f"the one-token kernel has no {name} at that place of a layer"))
+        return Refused(
+            LACKS.get(name, f"the one-token kernel has no {name} at that place of a layer")
+        )

@@ -14,7 +14,13 @@ from slipstream.kernels.native import PackedExperts
 PANEL, GROUP = 16, 32
 """Rows of a panel, and inputs of a group, as in csrc/cpu/formats.h."""
 
-FOUR_BITS = {native.Q4: (8, 2, 1), native.Q4M: (0, 2, 1), native.W4: (8, 4, 4), native.W4M: (0, 4, 4), native.W4M32: (0, 4, 1)}
+FOUR_BITS = {
+    native.Q4: (8, 2, 1),
+    native.Q4M: (0, 2, 1),
+    native.W4: (8, 4, 4),
+    native.W4M: (0, 4, 4),
+    native.W4M32: (0, 4, 1),
+}
 """By kind: the code of 0, the bytes of a scale, and the groups that share one."""
 
 WITH_MINIMA = (native.Q4M, native.W4M, native.W4M32)
@@ -34,24 +40,43 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
     if w.kind == native.F32:
         numbers = codes.view(torch.float32).view(count, panels, -1, PANEL).transpose(2, 3)
     elif w.kind == native.BF16:
-        numbers = codes.view(torch.bfloat16).view(count, panels, -1, PANEL, 2).transpose(2, 3).flatten(3)
+        numbers = (
+            codes.view(torch.bfloat16).view(count, panels, -1, PANEL, 2).transpose(2, 3).flatten(3)
+        )
     elif w.kind == native.I8:
         scales = _floats(rest, panels, 1, 4)
-        numbers = codes.view(count, panels, -1, PANEL, 4).transpose(2, 3).flatten(3).float().sub_(128.0).mul_(scales)
+        numbers = (
+            codes.view(count, panels, -1, PANEL, 4)
+            .transpose(2, 3)
+            .flatten(3)
+            .float()
+            .sub_(128.0)
+            .mul_(scales)
+        )
     else:
         lines = codes.view(count, panels, groups, 4, PANEL, 4)
-        halves = torch.stack((lines & 15, lines >> 4), dim=3)  # [experts, panels, groups, half, line, rows, 4]
+        halves = torch.stack(
+            (lines & 15, lines >> 4), dim=3
+        )  # [experts, panels, groups, half, line, rows, 4]
         grouped = halves.permute(0, 1, 5, 2, 3, 4, 6).reshape(count, panels, PANEL, groups, GROUP)
         if w.kind == native.MX:
-            exponents = rest[:, : panels * groups * PANEL].view(count, panels, groups, PANEL).transpose(2, 3)
+            exponents = (
+                rest[:, : panels * groups * PANEL]
+                .view(count, panels, groups, PANEL)
+                .transpose(2, 3)
+            )
             numbers = _twice_e2m1(grouped) * torch.exp2(exponents.float() - MX_BIAS)[..., None]
         else:
             start, size, each = FOUR_BITS[w.kind]
             num_scales = -(-groups // each)
-            scales = _floats(rest, panels, num_scales, size).repeat_interleave(each, dim=3)[:, :, :, :groups, None]
+            scales = _floats(rest, panels, num_scales, size).repeat_interleave(each, dim=3)[
+                :, :, :, :groups, None
+            ]
             numbers = grouped.float().sub_(start).mul_(scales)
             if w.kind in WITH_MINIMA:
-                minima = _floats(rest[:, panels * num_scales * PANEL * size :], panels, num_scales, size)
+                minima = _floats(
+                    rest[:, panels * num_scales * PANEL * size :], panels, num_scales, size
+                )
                 numbers += minima.repeat_interleave(each, dim=3)[:, :, :, :groups, None]
         numbers = numbers.flatten(3)
     out.copy_(numbers.flatten(1, 2)[:, : w.rows, : w.inner])

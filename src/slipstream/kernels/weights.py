@@ -89,7 +89,9 @@ class ScaledLinear(Linear):
 
     def part(self, rows: slice) -> ScaledLinear:
         bias, scales = self._bias(rows), self.scales[rows]
-        return ScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+        return ScaledLinear(
+            weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype
+        )
 
     @property
     def inputs(self) -> InputFormat:
@@ -108,7 +110,9 @@ class TileScaledLinear(Linear):
         assert rows.start % FP8_TILE == 0
         tiles = slice(rows.start // FP8_TILE, -(-rows.stop // FP8_TILE))
         bias, scales = self._bias(rows), self.scales[tiles]
-        return TileScaledLinear(weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype)
+        return TileScaledLinear(
+            weight=self.weight[rows], bias=bias, scales=scales, out_dtype=self.out_dtype
+        )
 
     @property
     def inputs(self) -> InputFormat:
@@ -126,7 +130,9 @@ class SplitLinear(Linear):
     dense: Tensor  # of the model's type [out, C]
 
     @classmethod
-    def of(cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype) -> SplitLinear:
+    def of(
+        cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype
+    ) -> SplitLinear:
         """Split the codes int8 [out, in] of all columns. They are changed in place."""
         import torch
 
@@ -138,7 +144,9 @@ class SplitLinear(Linear):
     @property
     def rest(self) -> ScaledLinear:
         """The int8 product of the other columns, with the bias."""
-        return ScaledLinear(weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype)
+        return ScaledLinear(
+            weight=self.weight, bias=self.bias, scales=self.scales, out_dtype=self.out_dtype
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,13 +43,20 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
         if isinstance(a, Attention):
             own = {"attention.qkv": a.qkv, "attention.out": a.out}
         else:
-            own = {"attention.q_latent": a.q_latent, "attention.q": a.q, "attention.latent": a.latent, "attention.out": a.out}
+            own = {
+                "attention.q_latent": a.q_latent,
+                "attention.q": a.q,
+                "attention.latent": a.latent,
+                "attention.out": a.out,
+            }
         if isinstance(m, MLP):
             own |= {"mlp.up": m.up, "mlp.down": m.down}
         else:
             assert isinstance(m, MoE)
             own |= {"router": m.router, "shared_weight": m.shared_weight}
-            own |= {} if m.shared is None else {"shared.up": m.shared.up, "shared.down": m.shared.down}
+            own |= (
+                {} if m.shared is None else {"shared.up": m.shared.up, "shared.down": m.shared.down}
+            )
         found |= {f"layers.{i}.{stem}.weight": w for stem, w in own.items()}
     return {name: w for name, w in found.items() if w is not None}
 
@@ -100,20 +107,30 @@ class AdapterLayout:
     """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s
     part of the model."""
 
-    def __init__(self, description: ModelDescription, decoder: Decoder, max_rank: int, shard: Shard = ALONE) -> None:
-        self.max_rank, self.description, self._layout = max_rank, description, SlotLayout(description, max_rank, shard)
+    def __init__(
+        self, description: ModelDescription, decoder: Decoder, max_rank: int, shard: Shard = ALONE
+    ) -> None:
+        self.max_rank, self.description, self._layout = (
+            max_rank,
+            description,
+            SlotLayout(description, max_rank, shard),
+        )
         products = adapted_products(decoder)
         self.places = {name: Place(products[name], at) for name, at in self._layout.places.items()}
         self.slot_size = self._layout.size
 
-    def weights(self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None) -> LoRAWeights:
+    def weights(
+        self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None
+    ) -> LoRAWeights:
         """Of one product, the adapters in `slots` [N, slot_size]. `live`: the parts that they have (`HostAdapter.parts`)."""
         at, rank = place.at, self.max_rank
         num = len(at.starts)
         middle = at.begin + num * rank * at.inner
         down = slots[:, at.begin : middle].unflatten(1, (num * rank, at.inner))
         up = slots[:, middle : middle + at.out * rank].unflatten(1, (at.out, rank))
-        parts = tuple(p for p, number in enumerate(at.numbers) if live is None or (at.stem, number) in live)
+        parts = tuple(
+            p for p, number in enumerate(at.numbers) if live is None or (at.stem, number) in live
+        )
         return LoRAWeights(down, up, at.starts, parts)
 
     def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
@@ -127,13 +144,23 @@ class AdapterLayout:
         except (CheckpointError, UnsupportedModelError) as error:
             raise AdapterError(error.message, field=error.field) from error
 
-    def _read(self, folder: Path, config: AdapterConfig) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
+    def _read(
+        self, folder: Path, config: AdapterConfig
+    ) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
         """What is here of it, and `HostAdapter.parts`."""
-        layout, found, sides, parts = self._layout, list[_Piece](), set[tuple[str, str]](), set[tuple[str, int]]()
+        layout, found, sides, parts = (
+            self._layout,
+            list[_Piece](),
+            set[tuple[str, str]](),
+            set[tuple[str, int]](),
+        )
         for name, value in _tensors(folder):
             match = _TENSOR.fullmatch(name)
             if match is None:
-                raise AdapterError(f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)", field=name)
+                raise AdapterError(
+                    f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)",
+                    field=name,
+                )
             module, side = match[1], match[2]
             part = self._part(module, name)
             rank, (num_rows, inner) = config.rank_of(module), layout.whole[part.target]
@@ -155,20 +182,32 @@ class AdapterLayout:
                 begin, columns = place.begin + number * self.max_rank * place.inner, place.inner
                 value = part_of(value, ((0, rank),), own.columns)
             else:
-                begin, columns = place.begin + len(place.starts) * self.max_rank * place.inner, self.max_rank
+                begin, columns = (
+                    place.begin + len(place.starts) * self.max_rank * place.inner,
+                    self.max_rank,
+                )
                 begin += own.start * self.max_rank
-                value = part_of(_reordered(value, part), own.rows or ((0, num_rows),), None).float() * config.scale_of(module)
+                value = part_of(
+                    _reordered(value, part), own.rows or ((0, num_rows),), None
+                ).float() * config.scale_of(module)
             found.append(_Piece(name, begin, columns, value))
         for module, side in sides:
             other = "B" if side == "A" else "A"
             if (module, other) not in sides:
-                raise AdapterError(f"the adapter has lora_{side} of {module}, and lacks its lora_{other}", field=module)
+                raise AdapterError(
+                    f"the adapter has lora_{side} of {module}, and lacks its lora_{other}",
+                    field=module,
+                )
         if not sides:
             raise AdapterError(f"{folder / WEIGHTS_NAME} holds no tensors", field=WEIGHTS_NAME)
         return sorted(found, key=lambda piece: piece.begin), frozenset(parts)
 
     def _filled(
-        self, pieces: list[_Piece], parts: frozenset[tuple[str, int]], dtype: torch.dtype, pinned: bool
+        self,
+        pieces: list[_Piece],
+        parts: frozenset[tuple[str, int]],
+        dtype: torch.dtype,
+        pinned: bool,
     ) -> HostAdapter:
         numbers = torch.empty(sum(p.size for p in pieces), dtype=dtype, pin_memory=pinned)
         spans, at = list[slice](), 0
@@ -182,8 +221,14 @@ class AdapterLayout:
             spans.append(slice(begin, piece.begin + piece.size))
         if not _are_finite(numbers):
             ends = itertools.accumulate(p.size for p in pieces)
-            name = next(p.name for p, end in zip(pieces, ends, strict=True) if not _are_finite(numbers[end - p.size : end]))
-            raise AdapterError(f"the adapter's tensor {name!r} holds numbers that are not finite", field=name)
+            name = next(
+                p.name
+                for p, end in zip(pieces, ends, strict=True)
+                if not _are_finite(numbers[end - p.size : end])
+            )
+            raise AdapterError(
+                f"the adapter's tensor {name!r} holds numbers that are not finite", field=name
+            )
         return HostAdapter(numbers, tuple(spans), parts)
 
     def _part(self, module: str, name: str) -> Placement:
@@ -191,7 +236,9 @@ class AdapterLayout:
         key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
         part = None if key is None else self._layout.names[key]
         if part is not None and adapted_stem(part.target) and part.copies is None:
-            assert part.transform is None or isinstance(part.transform, Transpose | Ungroup | Unpermute | SwapGateUp)
+            assert part.transform is None or isinstance(
+                part.transform, Transpose | Ungroup | Unpermute | SwapGateUp
+            )
             return part
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
@@ -222,7 +269,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
-        why = "; adapter_model.bin is a pickle, which is never loaded: save it with safetensors" if pickled else ""
+        why = (
+            "; adapter_model.bin is a pickle, which is never loaded: save it with safetensors"
+            if pickled
+            else ""
+        )
         raise CheckpointError(f"{folder} holds no {WEIGHTS_NAME}{why}", field=WEIGHTS_NAME)
     try:
         with safe_open(path, framework="pt") as opened:

@@ -60,7 +60,8 @@ def _spread(stem: str, inner: int, bitmask: Array, compressed: Array) -> Array:
     mask = np.unpackbits(bitmask, axis=-1, count=inner, bitorder="little").view(bool)
     if (count := np.count_nonzero(mask)) != compressed.size:
         raise CheckpointError(
-            f"{stem}.compressed holds {compressed.size} numbers, and its bitmask marks {count}", field=f"{stem}.compressed"
+            f"{stem}.compressed holds {compressed.size} numbers, and its bitmask marks {count}",
+            field=f"{stem}.compressed",
         )
     dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 are a zero of every type
     dense[mask] = np.ascontiguousarray(compressed).reshape(-1).view(dense.dtype)

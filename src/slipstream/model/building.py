@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
-from slipstream.model.layers import MLP, Attention, CrossAttention, LatentAttention, Layer, MoE, Partition
+from slipstream.model.layers import (
+    MLP,
+    Attention,
+    CrossAttention,
+    LatentAttention,
+    Layer,
+    MoE,
+    Partition,
+)
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -54,7 +62,9 @@ def build_layer(
 
     def mixture(s: MoESpec) -> MoE:
         up, down = (
-            _experts(f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_local_experts)
+            _experts(
+                f"{name}experts.{part}", parameters, ops, of_experts, products, s.num_local_experts
+            )
             for part in ("up", "down")
         )
         return MoE(
@@ -68,7 +78,9 @@ def build_layer(
     def attention(s: AttentionSpec) -> Attention:
         qkv, out = linear("attention.qkv"), linear("attention.out")
         norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
-        cos_sin, slopes, bias = tables.of(s, parameters.pop(f"{name}attention.distances.weight", None))
+        cos_sin, slopes, bias = tables.of(
+            s, parameters.pop(f"{name}attention.distances.weight", None)
+        )
         of_heads = s.qk_norm is not None and s.qk_norm.over == "head"
         heads = _heads(s, cos_sin, *(norms if of_heads else ()))
         params = AttentionParams(
@@ -85,7 +97,9 @@ def build_layer(
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
-        return CrossAttention(s, q, kv, out, _heads(s), AttentionParams(scale=s.scale, causal=False))
+        return CrossAttention(
+            s, q, kv, out, _heads(s), AttentionParams(scale=s.scale, causal=False)
+        )
 
     def latent(s: LatentAttentionSpec) -> LatentAttention:
         keys, values = ops.pack_latent(parameters.pop(f"{name}attention.expand.weight"), s)
@@ -126,17 +140,32 @@ def build_layer(
 
 def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
     weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
-    return NormParams(kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset)
+    return NormParams(
+        kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset
+    )
 
 
 def build_linear(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear]
+    name: str,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    scheme: Scheme | None,
+    products: dict[str, Linear],
 ) -> Linear:
-    return _product(name, parameters, products, ops.pack_weight, lambda w, bias: ops.quantize_weight(w, bias, scheme))
+    return _product(
+        name,
+        parameters,
+        products,
+        ops.pack_weight,
+        lambda w, bias: ops.quantize_weight(w, bias, scheme),
+    )
 
 
 def _heads(
-    s: AttentionSpec, cos_sin: Tensor | None = None, q_norm: Tensor | None = None, k_norm: Tensor | None = None
+    s: AttentionSpec,
+    cos_sin: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
 ) -> QKVLayout:
     """The layout of a layer's heads, with its rotary table and its norms' weights, if there are any."""
     return QKVLayout(
@@ -153,7 +182,12 @@ def _heads(
 
 
 def _experts(
-    name: str, parameters: dict[str, Tensor], ops: OpSet, scheme: Scheme | None, products: dict[str, Linear], num_experts: int
+    name: str,
+    parameters: dict[str, Tensor],
+    ops: OpSet,
+    scheme: Scheme | None,
+    products: dict[str, Linear],
+    num_experts: int,
 ) -> Linear:
     return _product(
         name,
@@ -173,7 +207,10 @@ def _product(
 ) -> Linear:
     """A product from the weight that is held already, or else from the dense one. Afterwards it is in `products`."""
     key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
-    dense, held = parameters.pop(key, None), products.get(key)  # a table that the head shares has both
+    dense, held = (
+        parameters.pop(key, None),
+        products.get(key),
+    )  # a table that the head shares has both
     if held is not None:
         products[key] = pack(dataclasses.replace(held, bias=bias))
     else:

@@ -29,7 +29,13 @@ PARTS = {
     "k_proj.output_scale": "k",
     "v_proj.output_scale": "v",
 }
-ZERO_POINTS = ("k_zero_point", "v_zero_point", "q_zero_point", "k_proj.output_zero_point", "v_proj.output_zero_point")
+ZERO_POINTS = (
+    "k_zero_point",
+    "v_zero_point",
+    "q_zero_point",
+    "k_proj.output_zero_point",
+    "v_proj.output_zero_point",
+)
 PASSED_OVER = ("q_scale", "q_proj.output_scale")
 
 
@@ -37,13 +43,18 @@ class CacheScales:
     """Takes the scales among a checkpoint's tensors. `layers()` returns them when all were taken. `names` is the family's
     table: a scale beside a projection of queries, keys or values belongs to that attention."""
 
-    def __init__(self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None
+    ) -> None:
         """With a `shard` those of a rank's kv heads are kept."""
-        inputs = [name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")]
+        inputs = [
+            name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")
+        ]
         self._projections = {name.split(".")[-2] for name in inputs}
         self._heads = [layer.attention.num_kv_heads for layer in spec.layers]
         self._own = [
-            _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0] for a in (layer.attention for layer in spec.layers)
+            _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0]
+            for a in (layer.attention for layer in spec.layers)
         ]
         self._found: dict[tuple[int, str], Floats] = {}
 
@@ -52,13 +63,18 @@ class CacheScales:
         """Whether a tensor of a checkpoint is one of those that `take` looks at."""
         return _part_of(name) is not None
 
-    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
         checkpoint's name for it."""
         part = _part_of(name)
         if part is None:
             return False
-        places = (find(f"{name.removesuffix(part)}{projection}.weight") for projection in self._projections)
+        places = (
+            find(f"{name.removesuffix(part)}{projection}.weight")
+            for projection in self._projections
+        )
         place = next((p for p in places if p is not None), None)
         if place is None:
             return False
@@ -66,14 +82,18 @@ class CacheScales:
         return True
 
     def _keep(self, name: str, part: str, layer: int, value: Any) -> None:
-        floats: Floats = value.astype(np.float32) if isinstance(value, np.ndarray) else value.float().numpy()
+        floats: Floats = (
+            value.astype(np.float32) if isinstance(value, np.ndarray) else value.float().numpy()
+        )
         if part in ZERO_POINTS and floats.any():
             raise CheckpointError(f"{name}: zero points of the cache are not supported", field=name)
         if part not in PARTS:
             return
         heads, scales = self._heads[layer], floats.reshape(-1)
         if scales.size not in (1, heads):
-            raise CheckpointError(f"{name} holds {scales.size} scales for {heads} kv heads", field=name)
+            raise CheckpointError(
+                f"{name} holds {scales.size} scales for {heads} kv heads", field=name
+            )
         if not (np.isfinite(scales) & (scales > 0)).all():
             raise CheckpointError(f"{name}: a scale must be a number above 0", field=name)
         if (layer, PARTS[part]) in self._found:
@@ -82,7 +102,9 @@ class CacheScales:
 
     def layers(self) -> list[tuple[Floats, Floats]]:
         """For each layer, float32 [K] for keys and for values. CheckpointError names a missing scale."""
-        missing = [(i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found]
+        missing = [
+            (i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found
+        ]
         if missing:
             layer, x = missing[0]
             raise CheckpointError(

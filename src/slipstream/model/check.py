@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from slipstream.model.layers import Pending
 
 BLOCK_SIZE = 16
-ENDS = {"a decoder": "logits", "an encoder-decoder": "logits", "an encoder": "states", "a classifier": "scores"}
+ENDS = {
+    "a decoder": "logits",
+    "an encoder-decoder": "logits",
+    "an encoder": "states",
+    "a classifier": "scores",
+}
 """The name of a model's last point of comparison, by `ModelSpec.kind`."""
 
 
@@ -51,7 +56,9 @@ class Difference:
 class CheckReport:
     differences: tuple[Difference, ...]
     tolerance: float
-    top1_agreement: float | None  # the share of tokens after which both find the same token likeliest, if there are logits
+    top1_agreement: (
+        float | None
+    )  # the share of tokens after which both find the same token likeliest, if there are logits
 
     @property
     def first_divergence(self) -> str | None:
@@ -64,7 +71,13 @@ class CheckReport:
 
 
 def check(
-    path: Path, theirs: nn.Module, tokens: Sequence[int], *, device: str, kernels: str, tolerance: float
+    path: Path,
+    theirs: nn.Module,
+    tokens: Sequence[int],
+    *,
+    device: str,
+    kernels: str,
+    tolerance: float,
 ) -> CheckReport:
     """`compare` with the checkpoint at `path`, loaded here in float32."""
     place = torch.device(device)
@@ -73,7 +86,9 @@ def check(
 
 
 @torch.inference_mode()
-def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float) -> CheckReport:
+def compare(
+    ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float
+) -> CheckReport:
     """Compare the states behind the embeddings and each layer, and the head's result. If the engine computes a step as one
     program (`model.program`), compare its result, too."""
     found = _our_states(ours.decoder, tokens)
@@ -85,12 +100,20 @@ def compare(ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tole
     for where, state in found.items():
         a, b = state.float().cpu(), expected[where].float().cpu()
         if a.shape != b.shape:
-            raise CheckpointError(f"{where}: ours are {list(a.shape)}, theirs {list(b.shape)}", field=where)
-        differences.append(Difference(where=where, error=float((a - b).abs().max() / b.abs().max())))
+            raise CheckpointError(
+                f"{where}: ours are {list(a.shape)}, theirs {list(b.shape)}", field=where
+            )
+        differences.append(
+            Difference(where=where, error=float((a - b).abs().max() / b.abs().max()))
+        )
     agreement = None
     if "logits" in found:
-        agreement = float((found["logits"].cpu().argmax(-1) == expected["logits"].cpu().argmax(-1)).float().mean())
-    return CheckReport(differences=tuple(differences), tolerance=tolerance, top1_agreement=agreement)
+        agreement = float(
+            (found["logits"].cpu().argmax(-1) == expected["logits"].cpu().argmax(-1)).float().mean()
+        )
+    return CheckReport(
+        differences=tuple(differences), tolerance=tolerance, top1_agreement=agreement
+    )
 
 
 def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
@@ -110,8 +133,14 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
     """A cache for each layer. An encoder's layers share one, which they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
-    num_blocks, specs = 2 * meta.block_table.shape[1] + 1, [layer.attention.spec for layer in decoder.layers]
-    made = [LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new)) for s in specs[: 1 if decoder.spec.is_encoder else None]]
+    num_blocks, specs = (
+        2 * meta.block_table.shape[1] + 1,
+        [layer.attention.spec for layer in decoder.layers],
+    )
+    made = [
+        LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new))
+        for s in specs[: 1 if decoder.spec.is_encoder else None]
+    ]
     return made * len(specs) if decoder.spec.is_encoder else made
 
 
@@ -122,7 +151,9 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
 
     found: dict[str, Tensor] = {}
 
-    def through(layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str) -> Any:
+    def through(
+        layers: Sequence[Layer], kv: Sequence[LayerKV], meta: AttentionMetadata, name: str
+    ) -> Any:
         """Returns the residual before the final norm, and writes the states by name to `found`."""
 
         def before(i: int, pending: Pending, residual: Tensor | None) -> None:
@@ -139,7 +170,9 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
     return {**found, ENDS[decoder.spec.kind]: _end(decoder, decoder, hidden, meta)}
 
 
-def _end(decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata) -> Tensor:
+def _end(
+    decoder: Decoder, way: Decoder | CpuProgram, hidden: Tensor, meta: AttentionMetadata
+) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
     return hidden if decoder.spec.is_encoder else way.logits(hidden)
@@ -153,7 +186,9 @@ def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) ->
     return _end(decoder, program, program.forward(ids, kv, meta), meta)
 
 
-def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+def _their_states(
+    model: Any, tokens: Sequence[int], spec: ModelSpec
+) -> Iterator[tuple[str, Tensor]]:
     """The other model's states by the same names."""
     found: dict[str, Tensor] = {}
     hooks: list[Any] = []
@@ -161,16 +196,25 @@ def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterato
     def watch(part: nn.Module, num_layers: int, name: str) -> None:
         lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
         if not lists:
-            raise CheckpointError(f"the other model has no list of {num_layers} layers", field="num_hidden_layers")
+            raise CheckpointError(
+                f"the other model has no list of {num_layers} layers", field="num_hidden_layers"
+            )
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found[f"{name}embeddings"] = (args[0] if args else kwargs["hidden_states"])[0].clone()
 
         def after(where: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            found[where] = (output[0] if isinstance(output, tuple) else output).reshape(len(tokens), -1).clone()
+            found[where] = (
+                (output[0] if isinstance(output, tuple) else output)
+                .reshape(len(tokens), -1)
+                .clone()
+            )
 
         hooks.append(lists[0][0].register_forward_pre_hook(before, with_kwargs=True))
-        hooks.extend(x.register_forward_hook(partial(after, f"{name}layer {i}")) for i, x in enumerate(lists[0]))
+        hooks.extend(
+            x.register_forward_hook(partial(after, f"{name}layer {i}"))
+            for i, x in enumerate(lists[0])
+        )
 
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
     inputs = {"input_ids": ids}
@@ -181,7 +225,9 @@ def _their_states(model: Any, tokens: Sequence[int], spec: ModelSpec) -> Iterato
     watch(model.get_decoder() if has_more else model, spec.num_layers, "")
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
-        found[ENDS[spec.kind]] = output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits
+        found[ENDS[spec.kind]] = (
+            output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits
+        )
         if spec.kind in ("a decoder", "an encoder-decoder"):
             found["logits"] = found["logits"][0]
     finally:

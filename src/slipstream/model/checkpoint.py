@@ -59,7 +59,9 @@ class StoredWeights(Protocol):
     def __contains__(self, target: str) -> bool:
         """Whether the weight of that name (ours) is held."""
 
-    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` (the checkpoint's) belongs to one of them; `find` gives a tensor's place."""
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
@@ -77,7 +79,9 @@ def names_of(description: ModelDescription) -> Mapping[str, Placement]:
     return description.family.names(description.spec)
 
 
-def finder(description: ModelDescription, names: Mapping[str, Placement]) -> Callable[[str], Placement | None]:
+def finder(
+    description: ModelDescription, names: Mapping[str, Placement]
+) -> Callable[[str], Placement | None]:
     """The place of a tensor by the checkpoint's name for it."""
 
     def find(name: str) -> Placement | None:
@@ -103,7 +107,11 @@ def fill_parameters(
     prefixes, find = description.family.prefixes, finder(description, names)
     if description.format == "gguf":
         assert description.family.gguf is not None
-        ignored = (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
+        ignored = (
+            *map(re.escape, GGUF_FREQUENCIES),
+            *GGUF_UNREAD,
+            *description.family.gguf.ignored,
+        )
     else:
         ignored = (*ROTARY_BUFFERS, *description.family.ignored)
         if description.family.mtp:
@@ -118,9 +126,14 @@ def fill_parameters(
         if key is None:
             if description.spec.tied_embeddings and name.split(".")[-2:] == ["lm_head", "weight"]:
                 continue  # written although tied
-            if any(re.fullmatch(pattern, _strip(name, prefixes)) or re.fullmatch(pattern, name) for pattern in ignored):
+            if any(
+                re.fullmatch(pattern, _strip(name, prefixes)) or re.fullmatch(pattern, name)
+                for pattern in ignored
+            ):
                 continue
-            raise CheckpointError(f"the checkpoint has a tensor {name!r} that the model has no place for", field=name)
+            raise CheckpointError(
+                f"the checkpoint has a tensor {name!r} that the model has no place for", field=name
+            )
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
@@ -128,9 +141,12 @@ def fill_parameters(
             continue
         into = place(values[placement.target], placement)
         expected = stored_shape(tuple(into.shape), placement.transform)
-        if tuple(shape) != expected and (1, *shape) != expected:  # GGUF writes a single row without its first dimension
+        if (
+            tuple(shape) != expected and (1, *shape) != expected
+        ):  # GGUF writes a single row without its first dimension
             raise CheckpointError(
-                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
+                field=name,
             )
         assign(into, read(), placement.transform, expected)
         filled.add(key)
@@ -138,11 +154,15 @@ def fill_parameters(
     if held is not None:
         missing += held.missing(names)
     if missing:
-        some = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        some = ", ".join(missing[:10]) + (
+            f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        )
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
 
 
-def expands(find: Callable[[str], Placement | None], values: Container[str]) -> Callable[[str], bool]:
+def expands(
+    find: Callable[[str], Placement | None], values: Container[str]
+) -> Callable[[str], bool]:
     """Whether a module's rounded weight, by the checkpoint's name, is one of `values` and so to be expanded."""
 
     def is_wanted(module: str) -> bool:
@@ -161,9 +181,15 @@ def read_parameters(
     """All parameters of the description's model by our names, but those that `held` and `cache_scales` take: arrays of `dtype`
     ("bfloat16", "float32", "float16"). Weights that are stored without their zeros, or rounded and not held so, are put
     together. CheckpointError names the tensor at fault."""
-    shapes = {n: s for n, s in parameters(description.spec).items() if held is None or n not in held}
+    shapes = {
+        n: s for n, s in parameters(description.spec).items() if held is None or n not in held
+    }
     values = {name: np.empty(shape, _kept_type(name, dtype)) for name, shape in shapes.items()}
-    stored = gguf_arrays(description, dtype) if description.format == "gguf" else safetensors_arrays(description.path)
+    stored = (
+        gguf_arrays(description, dtype)
+        if description.format == "gguf"
+        else safetensors_arrays(description.path)
+    )
     names, q = names_of(description), description.quantization
     if q is not None and q.sparse:
         stored = made_dense(stored)
@@ -173,7 +199,9 @@ def read_parameters(
     def assign(into: Array, value: Array, how: Transform | None, shape: Shape) -> None:
         assign_array(into, value.reshape(shape), how)
 
-    fill_parameters(description, names, stored, values, assign, held=held, cache_scales=cache_scales)
+    fill_parameters(
+        description, names, stored, values, assign, held=held, cache_scales=cache_scales
+    )
     return values
 
 
@@ -187,11 +215,15 @@ def fill_named(
     filled: set[str] = set()
     for name, shape, read in stored:
         if name not in names:
-            raise CheckpointError(f"the checkpoint has a tensor {name!r} that the draft head has no place for", field=name)
+            raise CheckpointError(
+                f"the checkpoint has a tensor {name!r} that the draft head has no place for",
+                field=name,
+            )
         into = place(values[names[name].target], names[name])
         if tuple(shape) != tuple(into.shape):
             raise CheckpointError(
-                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(into.shape)}", field=name
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(into.shape)}",
+                field=name,
             )
         assign(into, read(), names[name].transform)
         filled.add(name)
@@ -219,7 +251,9 @@ def random_arrays(shapes: Mapping[str, Shape], dtype: str, seed: int) -> dict[st
         elif len(shape) == 1 or name.endswith("norm.weight"):
             values[name] = np.ones(shape, kind)
         else:
-            values[name] = (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(kind)
+            values[name] = (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(
+                kind
+            )
     return values
 
 
@@ -240,7 +274,11 @@ def safetensors_arrays(path: Path) -> Iterator[Read]:
                     own = opened.get_slice(name)
                     if own.get_dtype() == "F8_E4M3" and not float8:
                         float8 = _float8_tensors(file)
-                    yield name, tuple(own.get_shape()), float8.get(name) or partial(opened.get_tensor, name)
+                    yield (
+                        name,
+                        tuple(own.get_shape()),
+                        float8.get(name) or partial(opened.get_tensor, name),
+                    )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
 
@@ -257,7 +295,10 @@ def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
         return numbers
 
     of_type = {name: x for name, x in header.items() if x.get("dtype") == "F8_E4M3"}
-    return {name: partial(read, x["data_offsets"][0], x["data_offsets"][1], x["shape"]) for name, x in of_type.items()}
+    return {
+        name: partial(read, x["data_offsets"][0], x["data_offsets"][1], x["shape"])
+        for name, x in of_type.items()
+    }
 
 
 def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
@@ -275,7 +316,9 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
 
 def place(target: Value, placement: Placement) -> Value:
     """The part of a parameter that a tensor fills."""
-    rows = slice(placement.start, None if placement.rows is None else placement.start + placement.rows)
+    rows = slice(
+        placement.start, None if placement.rows is None else placement.start + placement.rows
+    )
     part: Value = (
         target[rows]
         if placement.copies is None
@@ -287,7 +330,11 @@ def place(target: Value, placement: Placement) -> Value:
 def placed_shape(shape: Shape, placement: Placement) -> Shape:
     """The shape of what a tensor fills of a parameter of `shape`."""
     copies = () if placement.copies is None else (placement.copies,)
-    rows = shape[0] // (placement.copies or 1) - placement.start if placement.rows is None else placement.rows
+    rows = (
+        shape[0] // (placement.copies or 1) - placement.start
+        if placement.rows is None
+        else placement.rows
+    )
     return (*copies, rows, *shape[1:])
 
 
@@ -295,7 +342,9 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """How a checkpoint stores what becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
-    turned = isinstance(transform, Transpose) or (isinstance(transform, Deinterleave) and transform.transposed)
+    turned = isinstance(transform, Transpose) or (
+        isinstance(transform, Deinterleave) and transform.transposed
+    )
     return (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
 
@@ -307,11 +356,17 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
         case Transpose():
             return value.swapaxes(-1, -2)
         case Ungroup(num_kv_heads=k, group=group):
-            heads = value.reshape(k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:])
+            heads = value.reshape(
+                k, group + 2, value.shape[0] // (k * (group + 2)), *value.shape[1:]
+            )
             parts = heads[:, :group], heads[:, group:-1], heads[:, -1:]
             return xp.concatenate([part.reshape(-1, *value.shape[1:]) for part in parts])
         case Unpermute(num_heads=n):
-            return value.reshape(n, value.shape[0] // n // 2, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+            return (
+                value.reshape(n, value.shape[0] // n // 2, 2, *value.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(value.shape)
+            )
         case Flatten():
             return value.reshape(value.shape[0], -1)
         case MinusOne():
@@ -321,7 +376,9 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return xp.concatenate((value[half:], value[:half]))
         case Deinterleave(transposed=transposed):
             if transposed:
-                return xp.concatenate((value[..., ::2].swapaxes(-1, -2), value[..., 1::2].swapaxes(-1, -2)), axis=-2)
+                return xp.concatenate(
+                    (value[..., ::2].swapaxes(-1, -2), value[..., 1::2].swapaxes(-1, -2)), axis=-2
+                )
             return xp.concatenate((value[:, ::2], value[:, 1::2]), axis=1)  # [experts, rows …]
 
 
@@ -331,13 +388,22 @@ def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placemen
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short
     if "vision_tower.vision_model." in name:  # Gemma 3's SigLIP, as transformers 4 wrote it
-        return canonical(name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names)
+        return canonical(
+            name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
+        )
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
     return next((m for m in (f"model.{_strip(name, prefixes)}",) if m in names), None)
 
 
 def _strip(name: str, prefixes: tuple[str, ...]) -> str:
-    return next((name[len(p) :] for p in sorted(prefixes, key=len, reverse=True) if p and name.startswith(p)), name)
+    return next(
+        (
+            name[len(p) :]
+            for p in sorted(prefixes, key=len, reverse=True)
+            if p and name.startswith(p)
+        ),
+        name,
+    )
 
 
 def safetensors_files(path: Path) -> list[Path]:
@@ -346,19 +412,35 @@ def safetensors_files(path: Path) -> list[Path]:
     if index.is_file():
         try:
             named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            outside = sorted(name for name in named if Path(name).name != name or not name.endswith(".safetensors"))
+            outside = sorted(
+                name
+                for name in named
+                if Path(name).name != name or not name.endswith(".safetensors")
+            )
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
             raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
         if outside:
-            raise CheckpointError(f"{index} names {outside[0]!r}, which is no .safetensors file beside it", field=index.name)
+            raise CheckpointError(
+                f"{index} names {outside[0]!r}, which is no .safetensors file beside it",
+                field=index.name,
+            )
         files = sorted(path / name for name in named)
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            raise CheckpointError(f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0])
+            raise CheckpointError(
+                f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0]
+            )
         return files
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        why = f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
-        raise CheckpointError(f"{path} holds no .safetensors file{why} (load_format='dummy' needs none)", field="model")
+        why = (
+            f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors"
+            if pickled
+            else ""
+        )
+        raise CheckpointError(
+            f"{path} holds no .safetensors file{why} (load_format='dummy' needs none)",
+            field="model",
+        )
     return files

@@ -28,7 +28,14 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import DTYPES, pack4
-from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, SplitLinear, TileScaledLinear, chunk_of
+from slipstream.kernels.weights import (
+    GroupedLinear,
+    Linear,
+    ScaledLinear,
+    SplitLinear,
+    TileScaledLinear,
+    chunk_of,
+)
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.packing import unpack_words
 from slipstream.model.stored_weights import SCALES, stored_parts, stored_shape
@@ -37,7 +44,16 @@ from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
 
-PARTS = ("weight", *SCALES, "weight_packed", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
+PARTS = (
+    "weight",
+    *SCALES,
+    "weight_packed",
+    "weight_zero_point",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+)
 REFUSED = ("weight_g_idx", "input_zero_point")
 
 
@@ -76,7 +92,11 @@ class RoundedWeights:
             zeros = None  # what no tensor fills (a rank's heads of zeros) is zeros
             if fmt.inputs is not None:
                 codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
-                blocks = (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
+                blocks = (
+                    (-(-outer // fmt.block_rows), fmt.groups(inner))
+                    if fmt.block_rows > 1
+                    else (outer,)
+                )
                 scales = torch.zeros(blocks, dtype=torch.float32, device=device)
             else:
                 size = native_group_size(fmt, outer, inner)
@@ -89,7 +109,9 @@ class RoundedWeights:
     def __contains__(self, target: str) -> bool:
         return target in self._weights
 
-    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` belongs to a rounded weight. If so, it is read into its place. `find` gives the place of a
         product's weight by the checkpoint's name for it."""
         stem, _, part = name.rpartition(".")
@@ -98,12 +120,18 @@ class RoundedWeights:
         placement = find(f"{stem}.weight")
         if placement is None or placement.target not in self._weights:
             return False
-        if part in REFUSED or (part == "weight_zero_point" and self.formats[placement.target].symmetric):
-            raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+        if part in REFUSED or (
+            part == "weight_zero_point" and self.formats[placement.target].symmetric
+        ):
+            raise CheckpointError(
+                f"{name}: zero points and reordered inputs are not supported", field=name
+            )
         if part not in PARTS or (part in SCALES and part != self.formats[placement.target].scale):
             return False
         if placement.transform is not None or placement.copies is not None:
-            raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
+            raise CheckpointError(
+                f"{name}: rounded weights in this order of rows are not supported", field=name
+            )
         into, fmt = self._weights[placement.target], self.formats[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)
@@ -120,7 +148,9 @@ class RoundedWeights:
             shape = (inner, rows // 8) if awq else (inner // 8, rows)
             words = _checked(name, read(), shape, torch.int32).to(into.codes.device)
             codes = _awq_codes(words) if awq else torch.stack(_nibbles(words), dim=1).flatten(0, 1)
-            into.codes[at] = pack4(codes.T.contiguous(), chunk_of(inner, native_group_size(fmt, rows, inner) or inner))
+            into.codes[at] = pack4(
+                codes.T.contiguous(), chunk_of(inner, native_group_size(fmt, rows, inner) or inner)
+            )
         elif part in SCALES:
             self._scales(name, fmt, read(), into, at)
         elif fmt.inputs is not None:
@@ -132,12 +162,18 @@ class RoundedWeights:
             words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32)
             zeros = unpack_words(words.T.contiguous(), fmt.bits, rows)  # [groups, rows]
             assert into.zeros is not None
-            into.zeros[:, at] = (zeros + 8).repeat_interleave(len(into.zeros) // len(zeros), dim=0).to(into.zeros)
+            into.zeros[:, at] = (
+                (zeros + 8).repeat_interleave(len(into.zeros) // len(zeros), dim=0).to(into.zeros)
+            )
         else:
             inner = into.codes.shape[1] * 4
-            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32).to(into.codes.device)
+            words = _checked(name, read(), stored_shape(fmt, part, rows, inner), torch.int32).to(
+                into.codes.device
+            )
             codes = unpack_words(words, fmt.bits, inner).int() + 8
-            into.codes[at] = pack4(codes, chunk_of(inner, native_group_size(fmt, rows, inner) or inner))
+            into.codes[at] = pack4(
+                codes, chunk_of(inner, native_group_size(fmt, rows, inner) or inner)
+            )
         into.filled.add((placement.start, part))
         return True
 
@@ -148,9 +184,13 @@ class RoundedWeights:
         else:
             plain = torch.equal(value.long(), torch.arange(len(value)) // (fmt.group_size or 1))
         if not plain:
-            raise CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+            raise CheckpointError(
+                f"{name}: zero points and reordered inputs are not supported", field=name
+            )
 
-    def _scales(self, name: str, fmt: WeightFormat, given: Tensor, weight: _Weight, at: slice) -> None:
+    def _scales(
+        self, name: str, fmt: WeightFormat, given: Tensor, weight: _Weight, at: slice
+    ) -> None:
         rows, into = at.stop - at.start, weight.scales
         if fmt.inputs is None:
             num_groups = fmt.groups(weight.codes.shape[1] * 4)
@@ -163,15 +203,20 @@ class RoundedWeights:
         else:
             given = given.reshape(-1).to(into)
             if given.numel() not in (1, rows):
-                raise CheckpointError(f"{name} holds {given.numel()} scales for {rows} rows", field=name)
+                raise CheckpointError(
+                    f"{name} holds {given.numel()} scales for {rows} rows", field=name
+                )
             into[at] = given
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
+
         def parts(target: str) -> tuple[str, ...]:
             if self.method in ("compressed-tensors", "fp8"):
                 return stored_parts(self.formats[target])
-            return ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
+            return (
+                ("qweight", "scales", "qzeros") if self.method == "awq" else ("qweight", "scales")
+            )
 
         return [
             name.removesuffix("weight") + part
@@ -190,7 +235,9 @@ class RoundedWeights:
                 made[name] = TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
             elif size := native_group_size(self.formats[name], rows, inner):
                 chunk = chunk_of(inner, size)
-                made[name] = GroupedLinear(weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk)
+                made[name] = GroupedLinear(
+                    weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk
+                )
             elif self.formats[name].split:
                 made[name] = SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
             else:
@@ -212,5 +259,7 @@ def _awq_codes(words: Tensor) -> Tensor:
 def _checked(name: str, value: Tensor, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
     if tuple(value.shape) != shape or (dtype is not None and value.dtype != dtype):
         wanted = f"{list(shape)}" + (f" of {dtype}" if dtype is not None else "")
-        raise CheckpointError(f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name)
+        raise CheckpointError(
+            f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name
+        )
     return value

@@ -67,17 +67,32 @@ class Decoder:
         self.vocabulary = Vocabulary(spec.vocab_size, partition)
         self.pipe = None if partition is None else partition.pipe
         held = products.get("embed.weight")
-        table: Tensor | Linear | None = parameters.pop("embed.weight", None) if held is None else held
-        known: Any = table if table is not None else next(v for n, v in parameters.items() if ".correction." not in n)
+        table: Tensor | Linear | None = (
+            parameters.pop("embed.weight", None) if held is None else held
+        )
+        known: Any = (
+            table
+            if table is not None
+            else next(v for n, v in parameters.items() if ".correction." not in n)
+        )
         self.positions = parameters.pop("positions.weight", None)
         self.token_types = parameters.pop("token_types.weight", None)
         self.embed_in, self.embed_out = (
-            None if spec.embed_size is None or not is_here else build_linear(name, parameters, ops, None, products)
+            None
+            if spec.embed_size is None or not is_here
+            else build_linear(name, parameters, ops, None, products)
             for name, is_here in (("embed_in", spec.has_first), ("embed_out", spec.has_last))
         )
-        first_norm, last_norm = spec.embed_norm if spec.has_first else None, spec.final_norm if spec.has_last else None
-        self.embed_norm = None if first_norm is None else build_norm(first_norm, "embed_norm", parameters)
-        self.final_norm = None if last_norm is None else build_norm(last_norm, "final_norm", parameters)
+        first_norm, last_norm = (
+            spec.embed_norm if spec.has_first else None,
+            spec.final_norm if spec.has_last else None,
+        )
+        self.embed_norm = (
+            None if first_norm is None else build_norm(first_norm, "embed_norm", parameters)
+        )
+        self.final_norm = (
+            None if last_norm is None else build_norm(last_norm, "final_norm", parameters)
+        )
         if not spec.has_last:
             pass
         elif spec.tied_embeddings and held is not None:
@@ -105,20 +120,36 @@ class Decoder:
 
         if (e := spec.encoder) is not None:
             own_stack = stack(e.layers, "encoder.", range(len(e.layers)))
-            self.encoder = Encoder(own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters))
+            self.encoder = Encoder(
+                own_stack, build_norm(e.final_norm, "encoder.final_norm", parameters)
+            )
         if (c := spec.classifier) is not None and spec.has_last:
             out = build_linear("classifier.out", parameters, ops, None, products)
-            dense = None if c.activation is None else build_linear("classifier.dense", parameters, ops, None, products)
+            dense = (
+                None
+                if c.activation is None
+                else build_linear("classifier.dense", parameters, ops, None, products)
+            )
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
-        self.stream: LayerStream | DeviceStream | None = None  # if some layers' weights are read as they are needed
-        self.take_layers(layers if layers is not None else stack(spec.layers, "", spec.local_layers))
+        self.stream: LayerStream | DeviceStream | None = (
+            None  # if some layers' weights are read as they are needed
+        )
+        self.take_layers(
+            layers if layers is not None else stack(spec.layers, "", spec.local_layers)
+        )
         assert not parameters, f"unused: {list(parameters)}"
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
         """Have these layers, the first of those that are held first."""
-        groups = zip(layers, self.spec.group_of_layer[self.spec.local_layers.start : self.spec.local_layers.stop], strict=False)
-        self.layers = [dataclasses.replace(x, group=g, cross_group=self.spec.cross_group) for x, g in groups]
+        groups = zip(
+            layers,
+            self.spec.group_of_layer[self.spec.local_layers.start : self.spec.local_layers.stop],
+            strict=False,
+        )
+        self.layers = [
+            dataclasses.replace(x, group=g, cross_group=self.spec.cross_group) for x, g in groups
+        ]
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache. Of a pipeline's stage
@@ -128,7 +159,9 @@ class Decoder:
             return self.run(h, kv, meta)[0]
         return self.finished(*run_layers(self.ops, self.layers, h, kv, meta))
 
-    def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    def tapped(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
         """(the result of `forward`, the states of the step that a draft head reads [T, E])"""
         return self.run(self.embedded(token_ids, meta), kv, meta)
 
@@ -151,10 +184,16 @@ class Decoder:
             if self.tap is not None:
                 taken = self.tap.add(self.ops, taken, layer, pending, residual)
 
-        if (ranks := self._sharing(h)) is not None:  # each has some of the tokens between the products
+        if (
+            ranks := self._sharing(h)
+        ) is not None:  # each has some of the tokens between the products
             num_tokens = len(h)
-            own: Any = run_layers(self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look)
-            together: Any = (None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own)
+            own: Any = run_layers(
+                self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
+            )
+            together: Any = (
+                None if x is None else self.ops.gather_tokens(x, ranks, num_tokens) for x in own
+            )
             hidden = self.finished(*together)
         else:
             hidden = self.finished(*run_layers(self.ops, self.layers, h, kv, meta, look))
@@ -163,7 +202,11 @@ class Decoder:
     def _sharing(self, h: Tensor) -> RankGroup | None:
         """The ranks that share a step's residual out by tokens; None: each has all of it."""
         part = self.partition
-        return part.group if part is not None and part.sequence and part.shares_tokens(len(h)) else None
+        return (
+            part.group
+            if part is not None and part.sequence and part.shares_tokens(len(h))
+            else None
+        )
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Encode an encoder-decoder's whole prompts, token_ids [T]. The keys and values that the decoder's layers read go into
@@ -186,7 +229,9 @@ class Decoder:
         if self.embed_in is not None:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
-            h = h + self.ops.embed_positions(meta, self.positions, self.spec.learned_positions.offset)
+            h = h + self.ops.embed_positions(
+                meta, self.positions, self.spec.learned_positions.offset
+            )
         if self.token_types is not None:
             h = h + self.ops.embed_token_types(meta, self.token_types)
         return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
@@ -204,7 +249,11 @@ class Decoder:
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         """[N, E] → int64 [N], the tokens whose logits are largest; None where the vocabulary is not shared out among ranks."""
-        return self.vocabulary.best(self.ops, self._own_logits(hidden)) if self.vocabulary.is_shared else None
+        return (
+            self.vocabulary.best(self.ops, self._own_logits(hidden))
+            if self.vocabulary.is_shared
+            else None
+        )
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Of this rank's tokens."""

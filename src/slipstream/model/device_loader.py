@@ -54,7 +54,12 @@ class DeviceLoader:
         cache_scales: CacheScales | None,
     ) -> None:
         self.description, self.ops, self.device, self.dtype = description, ops, device, dtype
-        self.max_model_len, self.is_dummy, self.seed, self.scheme = max_model_len, is_dummy, seed, scheme
+        self.max_model_len, self.is_dummy, self.seed, self.scheme = (
+            max_model_len,
+            is_dummy,
+            seed,
+            scheme,
+        )
         self.held_of, self.cache_scales = held_of, cache_scales
         self.tables = ops.position_tables(max_model_len, device)
 
@@ -76,14 +81,18 @@ class DeviceLoader:
         stream.expect({i: sizes[i] for i in streamed})
         layers: list[Layer] = []
         for i, layer in self._layers(range(spec.num_layers)):
-            layers.append(stream.keep(i, layer) if i in streamed else with_tensors(layer, lambda x: x))
+            layers.append(
+                stream.keep(i, layer) if i in streamed else with_tensors(layer, lambda x: x)
+            )
             del layer  # before the next is made
         if plan is not None:
             stream.open()
             _logger.info("%s", plan.describe())
         if self.description.gguf is not None:
             self.description.gguf.let_go()
-        decoder.take_layers([stream.placed(i, x) if i in streamed else x for i, x in enumerate(layers)])
+        decoder.take_layers(
+            [stream.placed(i, x) if i in streamed else x for i, x in enumerate(layers)]
+        )
         forms = decoder_forms(decoder)
         if plan is not None:
             decoder.stream = stream
@@ -97,7 +106,10 @@ class DeviceLoader:
         shared = 0
         for i, layer in self._layers({kinds.index(kind) for kind in kinds}):
             shared = tensor_bytes(vars(self.tables))
-            found[kinds[i]] = layer_bytes(layer), tensor_bytes(without_data(layer), vars(self.tables)) - shared
+            found[kinds[i]] = (
+                layer_bytes(layer),
+                tensor_bytes(without_data(layer), vars(self.tables)) - shared,
+            )
             del layer
         return [found[kind][0] for kind in kinds], sum(found[kind][1] for kind in kinds)
 
@@ -106,7 +118,10 @@ class DeviceLoader:
         description, prefix = self.description, _prefix(index)
         formats, columns = description.native_formats(self.ops.rounded), description.split_columns()
         shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
-        of_weights = tuple((n.removeprefix(prefix), s, formats.get(n), len(columns.get(n, ()))) for n, s in shapes.items())
+        of_weights = tuple(
+            (n.removeprefix(prefix), s, formats.get(n), len(columns.get(n, ())))
+            for n, s in shapes.items()
+        )
         return description.spec.layers[index], of_weights
 
     # --- Reading ------------------------------------------------------------------------------------------------------
@@ -114,7 +129,9 @@ class DeviceLoader:
     def _ends(self) -> Decoder:
         """The decoder without layers."""
         values, products = self._values("", self.cache_scales)
-        how = dict(max_model_len=self.max_model_len, scheme=self.scheme, products=products, layers=())
+        how = dict(
+            max_model_len=self.max_model_len, scheme=self.scheme, products=products, layers=()
+        )
         return Decoder(self.description.spec, values, self.ops, **how)  # type: ignore[arg-type]
 
     def _layers(self, wanted: Collection[int]) -> Iterator[tuple[int, Layer]]:
@@ -134,9 +151,13 @@ class DeviceLoader:
 
     def _made(self, index: int, values: dict[str, Tensor], products: dict[str, Linear]) -> Layer:
         how: dict[str, Any] = dict(name=_prefix(index), scheme=self.scheme, products=products)
-        return build_layer(self.description.spec.layers[index], values, self.ops, self.tables, **how)
+        return build_layer(
+            self.description.spec.layers[index], values, self.ops, self.tables, **how
+        )
 
-    def _values(self, prefix: str, scales: CacheScales | None = None) -> tuple[dict[str, Tensor], dict[str, Linear]]:
+    def _values(
+        self, prefix: str, scales: CacheScales | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Linear]]:
         """The parameters whose names begin with `prefix` (with "": those of no layer), and those that are rounded already."""
 
         def wanted(name: str) -> bool:
@@ -145,7 +166,9 @@ class DeviceLoader:
         if self.is_dummy:
             return {name: value for name, value in self._random() if wanted(name)}, {}
         held = self.held_of(wanted)
-        how: dict[str, Any] = dict(dtype=self.dtype, device=self.device, held=held, cache_scales=scales, wanted=wanted)
+        how: dict[str, Any] = dict(
+            dtype=self.dtype, device=self.device, held=held, cache_scales=scales, wanted=wanted
+        )
         values = load_parameters(self.description, **how)
         return values, {} if held is None else held.linears()
 

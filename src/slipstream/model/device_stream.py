@@ -43,7 +43,9 @@ def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
 
     def changed(w: Linear | MLAParams) -> Linear | MLAParams:
         own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
-        new: dict[str, Any] = {n: change(x) for n, x in own.items() if isinstance(x, Tensor) and n != "cos_sin"}
+        new: dict[str, Any] = {
+            n: change(x) for n, x in own.items() if isinstance(x, Tensor) and n != "cos_sin"
+        }
         if isinstance(w, Linear):
             new["sparse"] = None
         return dataclasses.replace(w, **new)
@@ -67,7 +69,9 @@ def layer_bytes(layer: Layer) -> int:
 
 def without_data(layer: Layer) -> Layer:
     """The layer with stand-ins for the tensors of its weights, which have their shapes and types."""
-    return with_tensors(layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+    return with_tensors(
+        layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    )
 
 
 class DeviceStream:
@@ -81,7 +85,9 @@ class DeviceStream:
         self._sizes: dict[int, int] = {}
         self._order: list[int] = []
         self._places: list[Tensor] = []  # uint8, on the device
-        self._arrivals: dict[int, Event | None] = {}  # of layers that are copied, or on their way, and were not computed since
+        self._arrivals: dict[
+            int, Event | None
+        ] = {}  # of layers that are copied, or on their way, and were not computed since
         self._computing: int | None = None  # the layer whose weights what was queued last reads
         self._layouts: set[tuple[Any, ...]] = set()
         self._idle = False
@@ -94,7 +100,9 @@ class DeviceStream:
         loading."""
         for index, size in sorted(sizes.items()):
             parts = (min(PIECE, size - begin) for begin in range(0, size, PIECE))
-            self._pinning[index] = [self._pinners.submit(self._platform.pinned, part) for part in parts]
+            self._pinning[index] = [
+                self._pinners.submit(self._platform.pinned, part) for part in parts
+            ]
         self._pinners.shutdown(wait=False)
 
     def keep(self, index: int, layer: Layer) -> Layer:
@@ -144,7 +152,11 @@ class DeviceStream:
             at += _aligned(tensor.nbytes)
             order = _order_of(tensor)
             shape = [tensor.shape[dim] for dim in order]
-            return memory.view(tensor.dtype).view(shape).permute([order.index(dim) for dim in range(len(order))])
+            return (
+                memory.view(tensor.dtype)
+                .view(shape)
+                .permute([order.index(dim) for dim in range(len(order))])
+            )
 
         return with_tensors(layer, view)
 
@@ -205,7 +217,9 @@ class DeviceStream:
     def _after(self, layer: int) -> int:
         """The layer that has the place of `layer` next, in this step or the following."""
         number = self._order.index(layer) + len(self._places)
-        return self._order[number] if number < len(self._order) else self._order[self._place_of(layer)]
+        return (
+            self._order[number] if number < len(self._order) else self._order[self._place_of(layer)]
+        )
 
     def _begin(self, layer: int) -> None:
         """Copy a layer to its place behind all that is queued, unless that has begun."""

@@ -53,7 +53,14 @@ class HeadLayers:
     norms: Mapping[str, NormParams]
     halves: tuple[Linear, ...] = ()
 
-    def __call__(self, ops: OpSet, embedded: Tensor, state: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Any:
+    def __call__(
+        self,
+        ops: OpSet,
+        embedded: Tensor,
+        state: Any,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+    ) -> Any:
         """embeddings [T, E], states [T, E] → (what the output head reads, what the next pair takes), [T, E]. Heads that read
         states as a context take none here."""
         layers, residual, h = self.layers, None, embedded
@@ -71,14 +78,18 @@ class HeadLayers:
         total = h if residual is None else h + residual
         return total, total
 
-    def remember(self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+    def remember(
+        self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> None:
         """Write the keys and values that layers make of the states of a context [T, E] to their slots."""
         rows = ops.norm(state, self.norms["hidden_norm"], inputs=self.layers[0].attention.inputs)[0]
         for layer, cache in zip(self.layers, kv, strict=True):
             assert isinstance(layer.attention, Attention)
             layer.attention.remember(ops, rows, cache, meta)
 
-    def _first(self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Any:
+    def _first(
+        self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata
+    ) -> Any:
         """Li et al. 2025, figure 5: the layer's attention reads [norm(embedding); norm(state)]."""
         layer, norm = self.layers[0], self.norms["hidden_norm"]
         assert isinstance(layer.attention, Attention)
@@ -87,7 +98,9 @@ class HeadLayers:
         else:
             rows, residual = cast("Any", ops.norm(state, norm, inputs=self.halves[1].inputs))
         h = layer.attention.attend(ops, self._joined(ops, embedded, rows), kv, meta)
-        rows, residual = cast("Any", ops.norm(h, layer.norms["pre_mlp"], residual=residual, inputs=layer.mlp.inputs))
+        rows, residual = cast(
+            "Any", ops.norm(h, layer.norms["pre_mlp"], residual=residual, inputs=layer.mlp.inputs)
+        )
         return layer.mlp(ops, rows), residual
 
     def _joined(self, ops: OpSet, embedded: Tensor, rows: Any) -> Tensor:
@@ -97,7 +110,11 @@ class HeadLayers:
 
     def _rows(self, ops: OpSet, x: Tensor, norm: str) -> Any:
         """What a product of `halves` reads."""
-        return ops.norm(x, self.norms[norm], inputs=self.halves[0].inputs)[0] if norm in self.norms else x
+        return (
+            ops.norm(x, self.norms[norm], inputs=self.halves[0].inputs)[0]
+            if norm in self.norms
+            else x
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +131,18 @@ class Passes:
     def meta(self) -> AttentionMetadata:
         """The first pass."""
         size = len(self.block_table)
-        arrays: dict[str, Any] = {"positions": self.positions[0], "slot_mapping": self.slots[0], "seq_lens": self.seq_lens[0]}
-        arrays |= {"query_start_loc": np.arange(size + 1, dtype=np.int32), "block_table": self.block_table}
-        return AttentionMetadata(**arrays, num_decodes=size, max_query_len=1, max_seq_len=int(self.seq_lens[0].max()))
+        arrays: dict[str, Any] = {
+            "positions": self.positions[0],
+            "slot_mapping": self.slots[0],
+            "seq_lens": self.seq_lens[0],
+        }
+        arrays |= {
+            "query_start_loc": np.arange(size + 1, dtype=np.int32),
+            "block_table": self.block_table,
+        }
+        return AttentionMetadata(
+            **arrays, num_decodes=size, max_query_len=1, max_seq_len=int(self.seq_lens[0].max())
+        )
 
 
 def as_model(logits: Any, model: ModelSpec | None) -> Any:
@@ -128,7 +154,11 @@ def as_model(logits: Any, model: ModelSpec | None) -> Any:
         logits = logits * model.logit_scale
     if (cap := model.logit_softcap) is None:
         return logits
-    return np.tanh(logits / cap) * cap if isinstance(logits, np.ndarray) else (logits / cap).tanh() * cap
+    return (
+        np.tanh(logits / cap) * cap
+        if isinstance(logits, np.ndarray)
+        else (logits / cap).tanh() * cap
+    )
 
 
 class LayeredHead:
@@ -151,17 +181,27 @@ class LayeredHead:
         ends: tuple[Vocabulary, Vocabulary],
     ) -> None:
         self._tokens_in, self._tokens_out = ends
-        self.spec, self.ops, self.tap, self.head, self.mask_state = body.spec, ops, tap, head, mask_state
+        self.spec, self.ops, self.tap, self.head, self.mask_state = (
+            body.spec,
+            ops,
+            tap,
+            head,
+            mask_state,
+        )
         self._model = model
         self._body, self._embed, self._scale = body, embed, scale
-        self.program: CompiledOps | Reason = Reason("the draft head's C++ program needs kernels='cpu'", notable=False)
+        self.program: CompiledOps | Reason = Reason(
+            "the draft head's C++ program needs kernels='cpu'", notable=False
+        )
         self._context: CompiledOps | Reason | None = None
         self._logits: LinearProgram | None = None
         self._argmax: LinearArgmax | None = None
         if ops.name == "cpu":
             pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
             if self._tokens_in.is_shared:
-                self.program = Reason("the model's embeddings are shared out among ranks", notable=False)
+                self.program = Reason(
+                    "the model's embeddings are shared out among ranks", notable=False
+                )
             else:
                 self._compile(pool)
             if isinstance(head, NativeLinear) and not self._tokens_out.is_shared:
@@ -179,12 +219,23 @@ class LayeredHead:
             return made, state
 
         ops, state = recorder()
-        hidden, following = self._body(ops, ops.embed(TOKENS, self._embed, self._scale), state, kv, meta)
+        hidden, following = self._body(
+            ops, ops.embed(TOKENS, self._embed, self._scale), state, kv, meta
+        )
         given = None if spec.join == "context" else state
-        if following is hidden:  # the output head and the next pair read the same, which is copied out
+        if (
+            following is hidden
+        ):  # the output head and the next pair read the same, which is copied out
             self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
         else:
-            self.program = compiled(pool, 1, tuple(ops.ops), given, hidden, () if spec.join == "context" else (following,))
+            self.program = compiled(
+                pool,
+                1,
+                tuple(ops.ops),
+                given,
+                hidden,
+                () if spec.join == "context" else (following,),
+            )
         if spec.join == "context":
             ops, state = recorder()
             self._body.remember(ops, state, kv, meta)
@@ -192,17 +243,27 @@ class LayeredHead:
             if isinstance(self._context, Reason):
                 self.program = self._context
 
-    def forward(self, token_ids: Any, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Any, Any]:
+    def forward(
+        self, token_ids: Any, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Any, Any]:
         """tokens [T], the states before them [T, E] → (what `logits` reads, the states for the next pairs) [T, E]. With a
         context `states` are None, and there are none for a next pair."""
         if isinstance(self.program, Reason):
             embedded = self._tokens_in.embed(self.ops, token_ids, self._embed, self._scale)
-            hidden, following = self._body(self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta)
+            hidden, following = self._body(
+                self.ops, embedded, None if states is None else states.to(embedded.dtype), kv, meta
+            )
             return hidden, following
         hidden = np.empty((len(token_ids), self.spec.hidden_size), np.float32)
-        following = np.empty_like(hidden) if self.program.lowered.more and self.program.lowered.out is not None else hidden
+        following = (
+            np.empty_like(hidden)
+            if self.program.lowered.more and self.program.lowered.out is not None
+            else hidden
+        )
         more = (following,) if self.program.lowered.more else ()
-        self.program.run(kv, meta, token_ids, None if states is None else _floats(states), hidden, more)
+        self.program.run(
+            kv, meta, token_ids, None if states is None else _floats(states), hidden, more
+        )
         return _like(token_ids, hidden), _like(token_ids, following)
 
     def remember(self, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
@@ -234,11 +295,16 @@ class LayeredHead:
         self.program.bind(states, hidden, (states,))
         best = self._argmax.of(hidden)
         inputs, kept = self.program.inputs(kv, passes.meta, token_ids)
-        group, first = inputs.groups[0], (inputs.positions, inputs.groups[0].slots, inputs.groups[0].seq_lens)
+        group, first = (
+            inputs.groups[0],
+            (inputs.positions, inputs.groups[0].slots, inputs.groups[0].seq_lens),
+        )
         row_bytes = [x.strides[0] for x in (passes.positions, passes.slots, passes.seq_lens)]
         for i, count in enumerate(passes.counts):
             inputs.num_tokens = inputs.num_seqs = inputs.num_decodes = count
-            inputs.positions, group.slots, group.seq_lens = (at + i * n for at, n in zip(first, row_bytes, strict=True))
+            inputs.positions, group.slots, group.seq_lens = (
+                at + i * n for at, n in zip(first, row_bytes, strict=True)
+            )
             self.program.program.run(inputs, self._argmax.program)
             token_ids[:count] = own(best[:count])
             yield token_ids[:count]
@@ -258,13 +324,21 @@ class LayeredHead:
         tokens for them."""
         if self._argmax is None and not isinstance(hidden, np.ndarray):
             return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head), token_ids)
-        own = self._products(hidden).argmax(-1) if self._argmax is None else _like(hidden, self._argmax(_floats(hidden)))
+        own = (
+            self._products(hidden).argmax(-1)
+            if self._argmax is None
+            else _like(hidden, self._argmax(_floats(hidden)))
+        )
         return own if token_ids is None else token_ids[own]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a pass for each of its tokens; 0 where unknown."""
-        made = [p.program.token_bytes for p in (self.program, self._context) if isinstance(p, CompiledOps)]
+        made = [
+            p.program.token_bytes
+            for p in (self.program, self._context)
+            if isinstance(p, CompiledOps)
+        ]
         return sum(made) + 12 * self.spec.hidden_size if made else 0
 
 
@@ -285,7 +359,9 @@ class MedusaHead:
     ) -> None:
         self.spec, self.ops, self.blocks, self.heads, self._model = spec, ops, blocks, heads, model
         self._tokens = tokens
-        self._programs = dict[int, LinearProgram]()  # by weight: the model's head may be every place's
+        self._programs = dict[
+            int, LinearProgram
+        ]()  # by weight: the model's head may be every place's
 
     def logits(self, hidden: Any, place: int) -> Any:
         """[N, E] → float32 [N, V] of the token `place` + 2 behind the state's own."""
@@ -362,10 +438,17 @@ def build_head(
 
     assert decoder.head is not None
     if isinstance(spec, MedusaSpec):
-        blocks = tuple(tuple(linear(f"{i}.blocks.{j}") for j in range(spec.num_layers)) for i in range(spec.num_heads))
-        heads = tuple(linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads))
+        blocks = tuple(
+            tuple(linear(f"{i}.blocks.{j}") for j in range(spec.num_layers))
+            for i in range(spec.num_heads)
+        )
+        heads = tuple(
+            linear(f"{i}.head") if spec.own_heads else decoder.head for i in range(spec.num_heads)
+        )
         tokens = own if spec.own_heads else of_model
-        return MedusaHead(spec, ops, blocks, heads, None if spec.own_heads else decoder.spec, tokens)
+        return MedusaHead(
+            spec, ops, blocks, heads, None if spec.own_heads else decoder.spec, tokens
+        )
     embed = ops.embedding(values.pop("embed.weight"), None) if spec.own_embedding else decoder.embed
     head = linear("head") if spec.own_head else decoder.head
     norms = {name: build_norm(spec.norm, name, values) for name in spec.norms}
@@ -384,14 +467,18 @@ def build_head(
     halves: list[Linear] = []
     if spec.join == "product":
         both, bias = _columns(values.pop("join.weight"), 2), values.pop("join.bias", None)
-        halves = [ops.quantize_weight(w, b, scheme) for w, b in zip(both, (None, bias), strict=True)]
+        halves = [
+            ops.quantize_weight(w, b, scheme) for w, b in zip(both, (None, bias), strict=True)
+        ]
     elif spec.join == "attention":
         qkv = "layers.0.attention.qkv.weight"
         of_embedding, values[qkv] = _columns(values.pop(qkv), 2)
         halves = [ops.quantize_weight(of_embedding, None, scheme)]
     tables = ops.position_tables(max_model_len, decoder.device)
     layers = tuple(
-        build_layer(layer, values, ops, tables, name=f"layers.{i}.", scheme=scheme, products=products)
+        build_layer(
+            layer, values, ops, tables, name=f"layers.{i}.", scheme=scheme, products=products
+        )
         for i, layer in enumerate(spec.layers)
     )
     if spec.join == "attention":
@@ -406,7 +493,9 @@ def build_head(
 
 
 def head_tensors(
-    description: HeadDescription, stored: Iterable[tuple[str, Any, Callable[[], Any]]], maps: dict[str, Any]
+    description: HeadDescription,
+    stored: Iterable[tuple[str, Any, Callable[[], Any]]],
+    maps: dict[str, Any],
 ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
     """Of a head's file the tensors (name, shape, read) that have a place; those of `MAPS` are put into `maps`."""
     for name, shape, read in stored:
@@ -415,7 +504,11 @@ def head_tensors(
         if name in MAPS and description.has_map:
             maps[name] = read()
         elif name == "mask_hidden":  # [1, 1, E] or [1, E]
-            yield name, (1, shape[-1]) if len(shape) == 3 and shape[:2] == (1, 1) else shape, _two_dims(read)
+            yield (
+                name,
+                (1, shape[-1]) if len(shape) == 3 and shape[:2] == (1, 1) else shape,
+                _two_dims(read),
+            )
         elif name not in description.ignored:
             yield name, shape, read
 
@@ -453,24 +546,32 @@ def _columns(weight: Any, count: int) -> list[Any]:
     return [np.ascontiguousarray(p) if isinstance(p, np.ndarray) else p.contiguous() for p in parts]
 
 
-def target_ids(spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64] | None:
+def target_ids(
+    spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]
+) -> npt.NDArray[np.int64] | None:
     """The model's token for each of the head's; None: the same. `d2t` is how far behind each of the head's tokens the model's
     is; `t2d`, which of the model's tokens are the head's. The head's are in the order of the model's if there is no `d2t`."""
     steps, chosen = maps.get("d2t"), maps.get("t2d")
-    if chosen is not None and (chosen.shape != (spec.vocab_size,) or np.count_nonzero(chosen) != spec.draft_vocab_size):
+    if chosen is not None and (
+        chosen.shape != (spec.vocab_size,) or np.count_nonzero(chosen) != spec.draft_vocab_size
+    ):
         message = f"the tensor 't2d' must name {spec.draft_vocab_size} of {spec.vocab_size} tokens, draft_vocab_size"
         raise CheckpointError(message, field="t2d")
     if steps is None:
         return None if chosen is None else np.flatnonzero(chosen)
     if steps.shape != (spec.draft_vocab_size,) or steps.dtype.kind not in "iu":
         raise CheckpointError(
-            f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size", field="d2t"
+            f"the tensor 'd2t' must be {spec.draft_vocab_size} whole numbers, draft_vocab_size",
+            field="d2t",
         )
     ids = np.arange(spec.draft_vocab_size) + steps.astype(np.int64)
     if ids.min() < 0 or ids.max() >= spec.vocab_size or len(np.unique(ids)) < len(ids):
         raise CheckpointError(
-            f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice", field="d2t"
+            f"the tensor 'd2t' names tokens beyond the model's {spec.vocab_size}, or some twice",
+            field="d2t",
         )
     if chosen is not None and not chosen[ids].all():
-        raise CheckpointError("the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d")
+        raise CheckpointError(
+            "the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d"
+        )
     return ids

@@ -34,8 +34,14 @@ def load_head(
                 else _load(description, dtype=dtype, device=device)
             )
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"the draft head does not fit on {device}: {error}", field="model") from error
-        return LoadedHead.of(build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme), ids, decoder)
+            raise OutOfMemoryError(
+                f"the draft head does not fit on {device}: {error}", field="model"
+            ) from error
+        return LoadedHead.of(
+            build_head(spec, values, decoder, max_model_len=max_model_len, scheme=scheme),
+            ids,
+            decoder,
+        )
 
 
 def _load(
@@ -45,7 +51,11 @@ def _load(
     spec, maps = description.spec, dict[str, Tensor]()
     stored = head_tensors(description, stored_tensors_of(description.path), maps)
     values = fill(spec.shapes, description.names, stored, dtype=dtype, device=device)
-    ids = target_ids(spec, {name: x.numpy() for name, x in maps.items()}) if isinstance(spec, LayeredSpec) else None
+    ids = (
+        target_ids(spec, {name: x.numpy() for name, x in maps.items()})
+        if isinstance(spec, LayeredSpec)
+        else None
+    )
     return values, None if ids is None else torch.from_numpy(ids).to(device)
 
 
@@ -53,5 +63,9 @@ def _dummy(
     spec: HeadSpec, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     values = dict(random_values(spec.shapes, dtype=dtype, device=device, seed=seed))
-    ids = None if spec.draft_vocab_size == spec.vocab_size else torch.arange(spec.draft_vocab_size, device=device)
+    ids = (
+        None
+        if spec.draft_vocab_size == spec.vocab_size
+        else torch.arange(spec.draft_vocab_size, device=device)
+    )
     return values, ids

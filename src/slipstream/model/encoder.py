@@ -37,7 +37,9 @@ class Encoder:
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         """Embedded whole texts [T, E] → their states [T, E]. `kv` is where keys and values stand for the time of a layer."""
-        return finished(ops, self.final_norm, *run_layers(ops, self.layers, h, [kv] * len(self.layers), meta))
+        return finished(
+            ops, self.final_norm, *run_layers(ops, self.layers, h, [kv] * len(self.layers), meta)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,14 +57,27 @@ class BlockWeights:
                     f"the tensor {name!r} has shape {list(tensor.shape)}, and the model's is {list(expected)}",
                     field=name,
                 )
-            order = None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
+            order = (
+                None if place.transform is None else _unpermuted(rows, place.transform.num_heads)
+            )
             blocks = file.raw(name).reshape(copies * rows, -1)
             let_go = partial(file.let_go, name)
-            piece = BlockRows(type=tensor.type, blocks=blocks, start=place.start, order=order, copies=copies, read=let_go)
+            piece = BlockRows(
+                type=tensor.type,
+                blocks=blocks,
+                start=place.start,
+                order=order,
+                copies=copies,
+                read=let_go,
+            )
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
         # All rows or none: what another type fills in part is dequantised whole.
-        whole = {target for target, pieces in found.items() if sum(p.rows for p in pieces) == shapes[target][0]}
+        whole = {
+            target
+            for target, pieces in found.items()
+            if sum(p.rows for p in pieces) == shapes[target][0]
+        }
         self._names = {name: target for name, target in self._names.items() if target in whole}
         self._linears: dict[str, Linear] = {
             target: BlockLinear(weight=empty(shapes[target]), pieces=tuple(pieces))
@@ -75,7 +88,9 @@ class BlockWeights:
     def __contains__(self, target: str) -> bool:
         return target in self._linears
 
-    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` is used as it is."""
         return name in self._names
 

@@ -30,7 +30,9 @@ def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[A
     step = _CHUNK_VALUES // block_size
     with np.errstate(over="ignore"):  # what float16 can't hold becomes infinite
         for begin in range(0, len(blocks), step):
-            result[begin : begin + step] = decode(np.ascontiguousarray(blocks[begin : begin + step]))
+            result[begin : begin + step] = decode(
+                np.ascontiguousarray(blocks[begin : begin + step])
+            )
     return result.reshape(-1)
 
 
@@ -126,7 +128,9 @@ def _q4_k(b: Blocks) -> Floats:
 
 def _q5_k(b: Blocks) -> Floats:
     scale, minimum = _k_scales(b)
-    values = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | (_bits(b[:, 16:48], 1) << 4)
+    values = _nibbles(b[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32) | (
+        _bits(b[:, 16:48], 1) << 4
+    )
     return (_floats(values) * scale - minimum).reshape(len(b), -1)
 
 

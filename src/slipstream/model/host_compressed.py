@@ -46,24 +46,36 @@ class _Weight:
 class HostRoundedWeights:
     """`StoredWeights`: takes a checkpoint's rounded tensors. `formats` by our names: of those that are held as stored."""
 
-    def __init__(self, shapes: Mapping[str, Shape], formats: Mapping[str, WeightFormat], method: Method, dtype: str) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        formats: Mapping[str, WeightFormat],
+        method: Method,
+        dtype: str,
+    ) -> None:
         self._formats, self._method, self._dtype = formats, method, np.dtype(dtype)
         self._weights: dict[str, _Weight] = {}
         for name, fmt in formats.items():
             rows, inner = shapes[name]
             if fmt.inputs is not None:
-                self._weights[name] = _Weight(np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None)
+                self._weights[name] = _Weight(
+                    np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None
+                )
                 continue
             size = native_group_size(fmt, rows, inner)
             assert size, "`check_scheme` and `native_formats` see to it"
             scales = np.empty((inner // size, rows), self._dtype)
             zeros = np.empty_like(scales) if method == "awq" or not fmt.symmetric else None
-            self._weights[name] = _Weight(np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size))
+            self._weights[name] = _Weight(
+                np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size)
+            )
 
     def __contains__(self, target: str) -> bool:
         return target in self._weights
 
-    def take(self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]
+    ) -> bool:
         stem, _, part = name.rpartition(".")
         if part in PASSED_OVER:
             return True
@@ -77,14 +89,22 @@ class HostRoundedWeights:
                 raise _unsupported(name)
             return False
         if place.transform is not None or place.copies is not None:
-            raise CheckpointError(f"{name}: rounded weights in this order of rows are not supported", field=name)
+            raise CheckpointError(
+                f"{name}: rounded weights in this order of rows are not supported", field=name
+            )
         rows = len(into.codes) - place.start if place.rows is None else place.rows
-        at, inner, groups = slice(place.start, place.start + rows), into.inner, fmt.groups(into.inner)
+        at, inner, groups = (
+            slice(place.start, place.start + rows),
+            into.inner,
+            fmt.groups(into.inner),
+        )
         if part == "weight":
             into.codes[at] = _checked(name, read(), (rows, inner), np.int8)
         elif part == "weight_packed":
             words = _checked(name, read(), stored_shape(fmt, part, rows, inner), np.int32)
-            into.codes[at] = pack4((unpack_words(words, fmt.bits, inner) + np.int8(8)).view(np.uint8), into.chunk)
+            into.codes[at] = pack4(
+                (unpack_words(words, fmt.bits, inner) + np.int8(8)).view(np.uint8), into.chunk
+            )
         elif part == "qweight" and self._method == "awq":
             codes = _awq_codes(_checked(name, read(), (inner, rows // 8), np.int32))
             into.codes[at] = pack4(codes.T, into.chunk)
@@ -94,18 +114,26 @@ class HostRoundedWeights:
         elif part == "weight_zero_point":
             words = _checked(name, read(), stored_shape(fmt, part, rows, inner), np.int32)
             assert into.zeros is not None
-            into.zeros[:, at] = _spread(unpack_words(words.T, fmt.bits, rows) + np.int8(8), len(into.zeros))
+            into.zeros[:, at] = _spread(
+                unpack_words(words.T, fmt.bits, rows) + np.int8(8), len(into.zeros)
+            )
         elif part == "qzeros" and into.zeros is not None:
-            into.zeros[:, at] = _spread(_awq_codes(_checked(name, read(), (groups, rows // 8), np.int32)), len(into.zeros))
+            into.zeros[:, at] = _spread(
+                _awq_codes(_checked(name, read(), (groups, rows // 8), np.int32)), len(into.zeros)
+            )
         elif part in ("qzeros", "g_idx"):
             self._check_plain(name, part, inner // groups, read())
         elif fmt.inputs is None:
-            scales = _checked(name, read(), (groups, rows) if part == "scales" else (rows, groups), None)
+            scales = _checked(
+                name, read(), (groups, rows) if part == "scales" else (rows, groups), None
+            )
             into.scales[:, at] = _spread(scales if part == "scales" else scales.T, len(into.scales))
         else:
             scales = read().reshape(-1)
             if len(scales) not in (1, rows):
-                raise CheckpointError(f"{name} holds {len(scales)} scales for {rows} rows", field=name)
+                raise CheckpointError(
+                    f"{name} holds {len(scales)} scales for {rows} rows", field=name
+                )
             into.scales[at] = scales
         into.filled.add((place.start, part))
         return True
@@ -119,7 +147,9 @@ class HostRoundedWeights:
     def _parts(self, fmt: WeightFormat) -> tuple[str, ...]:
         """What a weight needs. Of GPTQ's zero points none are kept."""
         if self._method != "compressed-tensors":
-            return ("qweight", "scales", "qzeros") if self._method == "awq" else ("qweight", "scales")
+            return (
+                ("qweight", "scales", "qzeros") if self._method == "awq" else ("qweight", "scales")
+            )
         return stored_parts(fmt)
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
@@ -146,7 +176,9 @@ class HostRoundedWeights:
 
 
 def _unsupported(name: str) -> CheckpointError:
-    return CheckpointError(f"{name}: zero points and reordered inputs are not supported", field=name)
+    return CheckpointError(
+        f"{name}: zero points and reordered inputs are not supported", field=name
+    )
 
 
 def _nibbles(words: Array) -> npt.NDArray[np.uint8]:
@@ -157,7 +189,9 @@ def _nibbles(words: Array) -> npt.NDArray[np.uint8]:
 
 def _awq_codes(words: Array) -> npt.NDArray[np.uint8]:
     """int32 [rows, out / 8] → codes [rows, out]."""
-    return _nibbles(words).reshape(len(words), -1, 8)[..., list(AWQ_COLUMNS)].reshape(len(words), -1)
+    return (
+        _nibbles(words).reshape(len(words), -1, 8)[..., list(AWQ_COLUMNS)].reshape(len(words), -1)
+    )
 
 
 def _spread(values: Array, count: int) -> Array:
@@ -168,5 +202,7 @@ def _spread(values: Array, count: int) -> Array:
 def _checked(name: str, value: Array, shape: tuple[int, int], dtype: npt.DTypeLike | None) -> Array:
     if value.shape != shape or (dtype is not None and value.dtype != dtype):
         wanted = f"{list(shape)}" + (f" of {np.dtype(dtype)}" if dtype is not None else "")
-        raise CheckpointError(f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name)
+        raise CheckpointError(
+            f"{name} is {list(value.shape)} of {value.dtype}; {wanted} was expected", field=name
+        )
     return value

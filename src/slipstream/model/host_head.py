@@ -27,20 +27,30 @@ def load_host_head(
     seed: int = 0,
 ) -> LoadedHead:
     """`draft_loader.load_head`. Random weights are NumPy's, so torch's of the same seed are others."""
-    made: Any = _dummy(description.spec, dtype, seed) if load_format == "dummy" else _load(description, dtype)
+    made: Any = (
+        _dummy(description.spec, dtype, seed)
+        if load_format == "dummy"
+        else _load(description, dtype)
+    )
     values, ids = made
     head = build_head(description.spec, values, decoder, max_model_len=max_model_len, scheme=scheme)
     return LoadedHead.of(head, ids, decoder)
 
 
-def _load(description: HeadDescription, dtype: str) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
+def _load(
+    description: HeadDescription, dtype: str
+) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
     spec, maps = description.spec, dict[str, Array]()
     stored = head_tensors(description, safetensors_arrays(description.path), maps)
-    values: dict[str, Array] = {name: np.empty(shape, np.dtype(dtype)) for name, shape in spec.shapes.items()}
+    values: dict[str, Array] = {
+        name: np.empty(shape, np.dtype(dtype)) for name, shape in spec.shapes.items()
+    }
     fill_named(values, description.names, stored, assign_array)
     return values, target_ids(spec, maps) if isinstance(spec, LayeredSpec) else None
 
 
-def _dummy(spec: HeadSpec, dtype: str, seed: int) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
+def _dummy(
+    spec: HeadSpec, dtype: str, seed: int
+) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
     ids = None if spec.draft_vocab_size == spec.vocab_size else np.arange(spec.draft_vocab_size)
     return random_arrays(spec.shapes, dtype, seed), ids

@@ -14,7 +14,13 @@ from slipstream.model.checkpoint import StoredWeights, dummy_arrays, read_parame
 from slipstream.model.decoder import Decoder
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.host_compressed import HostRoundedWeights
-from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme
+from slipstream.model.loaded import (
+    LoadedModel,
+    check_scheme,
+    decoder_bytes,
+    decoder_forms,
+    dummy_scheme,
+)
 from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
@@ -37,12 +43,25 @@ def load_host_model(
     `seed`."""
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
-            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
+            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
+            field="load_format",
         )
-    spec, dummy, file, kept, cache_scales = description.spec, load_format == "dummy", None, None, None
+    spec, dummy, file, kept, cache_scales = (
+        description.spec,
+        load_format == "dummy",
+        None,
+        None,
+        None,
+    )
     stored = description.quantization
-    if dummy and stored is not None and stored.rounds:  # random weights are rounded as a checkpoint's would be
-        scheme = dummy_scheme(stored, ops) if stored.formats is not None else SCHEMES[stored.scheme or ""]
+    if (
+        dummy and stored is not None and stored.rounds
+    ):  # random weights are rounded as a checkpoint's would be
+        scheme = (
+            dummy_scheme(stored, ops)
+            if stored.formats is not None
+            else SCHEMES[stored.scheme or ""]
+        )
     stored = None if dummy else stored
     formats = dict[str, WeightFormat]()
     if stored is not None and stored.rounds:
@@ -51,7 +70,9 @@ def load_host_model(
         elif stored.scheme is not None:
             formats = scheme_formats(description.shapes, stored.scheme)
             check_scheme(spec, SCHEMES[stored.scheme], ops)
-        scheme = None  # a checkpoint's own rounding counts: its other weights stay in the model's type
+        scheme = (
+            None  # a checkpoint's own rounding counts: its other weights stay in the model's type
+        )
     elif scheme is not None:
         check_scheme(spec, scheme, ops)
     if (scheme is not None or formats) and weights_folder is not None and not dummy:
@@ -60,7 +81,9 @@ def load_host_model(
     held: StoredWeights | None = None
     if not dummy and description.family.gguf is not None and description.gguf is not None:
         names, empty = description.family.gguf.names(spec), partial(stand_in, dtype=dtype)
-        blocks = BlockWeights(description.gguf, names, parameters(spec), ops.block_types, empty, scheme)
+        blocks = BlockWeights(
+            description.gguf, names, parameters(spec), ops.block_types, empty, scheme
+        )
         held = blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
     elif kept is not None:
         held = CachedWeights(kept, None, rounded=bool(formats))
@@ -68,14 +91,26 @@ def load_host_model(
         held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
     if stored is not None and stored.kv_cache is not None:
         cache_scales = CacheScales(spec, description.family.names(spec))
-    values: Any = dummy_arrays(description, dtype, seed) if dummy else read_parameters(description, dtype, held, cache_scales)
+    values: Any = (
+        dummy_arrays(description, dtype, seed)
+        if dummy
+        else read_parameters(description, dtype, held, cache_scales)
+    )
     products = held.linears() if held is not None else {}
     own: Any = ops
-    decoder = Decoder(spec, values, own, max_model_len=max_model_len, scheme=scheme, products=products)
+    decoder = Decoder(
+        spec, values, own, max_model_len=max_model_len, scheme=scheme, products=products
+    )
     if description.gguf is not None:
         description.gguf.let_go()
     num_bytes, writer = decoder_bytes(decoder), None
     if file is not None and kept is None:
-        ours = {n: w for n, w in products.items() if (n in formats if scheme is None else rounds(scheme, n))}
+        ours = {
+            n: w
+            for n, w in products.items()
+            if (n in formats if scheme is None else rounds(scheme, n))
+        }
         writer = file.write(ours, num_bytes)
-    return LoadedModel(description, spec, decoder, num_bytes, decoder_forms(decoder), cache_scales, writer)
+    return LoadedModel(
+        description, spec, decoder, num_bytes, decoder_forms(decoder), cache_scales, writer
+    )

@@ -39,7 +39,11 @@ def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {name: new for name, old in own.items() if (new := with_parts(old, kinds, change)) is not old}
+        changed = {
+            name: new
+            for name, old in own.items()
+            if (new := with_parts(old, kinds, change)) is not old
+        }
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
@@ -107,7 +111,10 @@ class LayerStream:
         """The layers that are read in each step. Others stay in memory."""
         self._spans = {i: self._spans[i] for i in layers}
         self._order = sorted(self._spans)
-        size, count = max(size for _, size in self._spans.values()), min(NUM_SLOTS, len(self._order))
+        size, count = (
+            max(size for _, size in self._spans.values()),
+            min(NUM_SLOTS, len(self._order)),
+        )
         arena = Arena(None, 0)
         for _ in range(count):
             whole = arena.take(size + ALIGNMENT)
@@ -153,14 +160,19 @@ class LayerStream:
         self.read_bytes += size
 
     def _submit(self, into: Bytes, offset: int) -> list[Future[None]]:
-        return [self._readers.submit(self._read, into[i : i + CHUNK], offset + i) for i in range(0, into.size, CHUNK)]
+        return [
+            self._readers.submit(self._read, into[i : i + CHUNK], offset + i)
+            for i in range(0, into.size, CHUNK)
+        ]
 
     def _read(self, into: Bytes, offset: int) -> None:
         rest, at = into.data, offset
         while rest:
             count = os.preadv(self._file.fileno(), [rest], at)
             if count == 0:
-                raise CheckpointError("the file of weights that are read as needed ends early", field="weights_bytes")
+                raise CheckpointError(
+                    "the file of weights that are read as needed ends early", field="weights_bytes"
+                )
             rest, at = rest[count:], at + count
         if self.forgets:
             os.posix_fadvise(self._file.fileno(), offset, into.size, os.POSIX_FADV_DONTNEED)

@@ -155,7 +155,9 @@ class MLP:
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
         """[T, E] → [T, E]"""
         s, up = self.spec, ops.linear(x, self.up)
-        return ops.linear(ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down)
+        return ops.linear(
+            ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down
+        )
 
     @property
     def inputs(self) -> InputFormat | None:
@@ -177,23 +179,36 @@ class MoE:
         if self.shared is None:
             return ops.moe(x, logits, self.experts, load)
         expert, always = self.spec.expert, self.shared.spec
-        if self.shared_weight is None and (expert.activation, expert.gated) == (always.activation, always.gated):
-            return ops.moe_and_shared(x, logits, self.experts, (self.shared.up, self.shared.down), load)
+        if self.shared_weight is None and (expert.activation, expert.gated) == (
+            always.activation,
+            always.gated,
+        ):
+            return ops.moe_and_shared(
+                x, logits, self.experts, (self.shared.up, self.shared.down), load
+            )
         return self._with_shared(ops, x, ops.moe(x, logits, self.experts, load))
 
-    def over_ranks(self, ops: OpSet, x: Tensor, ranks: RankGroup, num_tokens: int, load: Any = None) -> Tensor:
+    def over_ranks(
+        self, ops: OpSet, x: Tensor, ranks: RankGroup, num_tokens: int, load: Any = None
+    ) -> Tensor:
         """The same where each of `ranks` has some of the experts, and tokens of its own, `num_tokens` at most. The experts
         that are here see the tokens of all ranks. Of the sums each rank takes its tokens. `load` is of those, too."""
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
-        routed = ops.scatter_tokens(ops.moe(rows, ops.linear(rows, self.router), self.experts, load), ranks)[: len(x)]
+        routed = ops.scatter_tokens(
+            ops.moe(rows, ops.linear(rows, self.router), self.experts, load), ranks
+        )[: len(x)]
         return self._with_shared(ops, x, routed)
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
         if self.shared is None:
             return routed
         added = self.shared(ops, x)
-        return routed + (added if self.shared_weight is None else added * ops.sigmoid(ops.linear(x, self.shared_weight)))
+        return routed + (
+            added
+            if self.shared_weight is None
+            else added * ops.sigmoid(ops.linear(x, self.shared_weight))
+        )
 
     @property
     def up(self) -> Linear:
@@ -274,7 +289,12 @@ class Layer:
     shares_tokens: bool = False  # in long steps
 
     def __call__(
-        self, ops: OpSet, pending: Pending, residual: Tensor | None, kv: LayerKV, meta: AttentionMetadata
+        self,
+        ops: OpSet,
+        pending: Pending,
+        residual: Tensor | None,
+        kv: LayerKV,
+        meta: AttentionMetadata,
     ) -> tuple[Pending, Tensor | None]:
         """(pending, the residual). `meta` is the whole step's; the layer takes its group's.
 
@@ -283,7 +303,11 @@ class Layer:
         step, meta = meta, meta.of_group(self.group)
         if pieces := self._pieces(ops, pending):
             return self._in_pieces(ops, pending, residual, kv, meta, pieces)
-        shared = self.shares_tokens and not isinstance(pending, SUMS) and len(pending) < len(meta.positions)
+        shared = (
+            self.shares_tokens
+            and not isinstance(pending, SUMS)
+            and len(pending) < len(meta.positions)
+        )
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
@@ -292,7 +316,9 @@ class Layer:
             if not shared:
                 return _of_ranks(branch(x), ranks)
             assert ranks is not None
-            return ops.scatter_tokens(branch(ops.gather_tokens(x, ranks, len(meta.positions))), ranks)
+            return ops.scatter_tokens(
+                branch(ops.gather_tokens(x, ranks, len(meta.positions))), ranks
+            )
 
         def attend(x: Any) -> Pending:
             return summed(lambda rows: self.attention(ops, rows, kv, meta), x, self.attention_ranks)
@@ -304,26 +330,48 @@ class Layer:
             x = _sum(ops, pending, residual)
             x = normed(ops, n["attention_norm"], _scaled(ops, attend(x), scale), x)
             return normed(ops, n["mlp_norm"], _scaled(ops, feed(x), scale), x), None
-        if isinstance(self.spec.block, ParallelBlock):  # the branches share a norm, or each has its own
-            rows, residual = self._before("norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp)
-            for_mlp = ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
+        if isinstance(
+            self.spec.block, ParallelBlock
+        ):  # the branches share a norm, or each has its own
+            rows, residual = self._before(
+                "norm", ops, pending, residual, to_attention if "mlp_norm" in n else to_mlp
+            )
+            for_mlp = (
+                ops.norm(residual, n["mlp_norm"], inputs=to_mlp)[0] if "mlp_norm" in n else rows
+            )
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
-                attended, fed = self.attention(ops, rows, kv, meta), self._fed(ops, for_mlp, kv, meta, step)
-                both = ops.joined(attended, fed) if self.mlp_ranks is None else PartialSum(attended + fed, self.mlp_ranks)
+                attended, fed = (
+                    self.attention(ops, rows, kv, meta),
+                    self._fed(ops, for_mlp, kv, meta, step),
+                )
+                both = (
+                    ops.joined(attended, fed)
+                    if self.mlp_ranks is None
+                    else PartialSum(attended + fed, self.mlp_ranks)
+                )
                 return _scaled(ops, both, scale), residual
-            return _scaled(ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale), residual
+            return _scaled(
+                ops, whole(ops, attend(rows)) + whole(ops, feed(for_mlp)), scale
+            ), residual
         rows, residual = self._before("pre_attention", ops, pending, residual, to_attention)
         h = self._after("post_attention", ops, attend(rows))
         if self.cross is not None:
             rows, residual = self._before("pre_cross", ops, h, residual, self.cross.q.inputs)
-            h = _of_ranks(self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks)
+            h = _of_ranks(
+                self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks
+            )
         rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
         return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
         ranks = self.attention_ranks
-        if ranks is None or ranks is not self.mlp_ranks or self.shares_tokens or isinstance(pending, PartialSum | Pair):
+        if (
+            ranks is None
+            or ranks is not self.mlp_ranks
+            or self.shares_tokens
+            or isinstance(pending, PartialSum | Pair)
+        ):
             return ()
         pieces = pending.pieces if isinstance(pending, PendingSum) else ops.pieces(pending, ranks)
         return pieces if pieces and self.spec.is_plain else ()
@@ -344,15 +392,23 @@ class Layer:
         x, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
         mixed, sums = self.attention.mixed(ops, x, kv, meta), []
         for i, rows in enumerate(pieces):
-            sums.append(begin(ops.linear(mixed[rows], self.attention.out), place=0, index=i, rows=rows))
+            sums.append(
+                begin(ops.linear(mixed[rows], self.attention.out), place=0, index=i, rows=rows)
+            )
         for i, rows in enumerate(pieces):
             part = residual[rows]
-            x, _ = ops.norm_arriving(sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs)
+            x, _ = ops.norm_arriving(
+                sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs
+            )
             # In the place of attention's, whose memory is given back.
-            sums[i] = begin(self._fed(ops, x, kv, meta.of_tokens(rows), meta), place=1, index=i, rows=rows)
+            sums[i] = begin(
+                self._fed(ops, x, kv, meta.of_tokens(rows), meta), place=1, index=i, rows=rows
+            )
         return PendingSum(sums, pieces), residual
 
-    def _fed(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata) -> Tensor:
+    def _fed(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
         """What this rank's part of the MLP gives. `meta` is that of the tokens `x` in this layer's group."""
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
@@ -363,7 +419,12 @@ class Layer:
         return self.mlp.over_ranks(ops, x, self.expert_ranks, most_tokens, load)
 
     def _before(
-        self, name: str, ops: OpSet, pending: Pending, residual: Tensor | None, inputs: InputFormat | None
+        self,
+        name: str,
+        ops: OpSet,
+        pending: Pending,
+        residual: Tensor | None,
+        inputs: InputFormat | None,
     ) -> tuple[Activations, Tensor]:
         """(the input of attention or MLP, the residual), normed if there is a norm."""
         if name in self.norms:
@@ -424,12 +485,21 @@ class Tap:
     products: Mapping[int, Linear]
     norms: Mapping[int, NormParams] = field(default_factory=dict)
 
-    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Pending, residual: Tensor | None) -> Tensor | None:
+    def add(
+        self,
+        ops: OpSet,
+        taken: Tensor | None,
+        layer: int,
+        pending: Pending,
+        residual: Tensor | None,
+    ) -> Tensor | None:
         """`taken`, plus this layer's product."""
         if layer not in self.products:
             return taken
         state, w = _state(ops, pending, residual), self.products[layer]
-        rows = ops.norm(state, self.norms[layer], inputs=w.inputs)[0] if layer in self.norms else state
+        rows = (
+            ops.norm(state, self.norms[layer], inputs=w.inputs)[0] if layer in self.norms else state
+        )
         part = ops.linear(rows, w)
         return part if taken is None else taken + part
 
@@ -442,17 +512,28 @@ class JoinedTap:
     norm: NormParams | None = None
     product: Linear | None = None
 
-    def add(self, ops: OpSet, taken: Tensor | None, layer: int, pending: Pending, residual: Tensor | None) -> Tensor | None:
+    def add(
+        self,
+        ops: OpSet,
+        taken: Tensor | None,
+        layer: int,
+        pending: Pending,
+        residual: Tensor | None,
+    ) -> Tensor | None:
         """`taken` with this layer's state in its place; at the last of the layers the result."""
         if layer not in self.layers:
             return taken
         state = _state(ops, pending, residual)
         size, count = state.shape[-1], len(self.layers)
-        rows: Any = ops.place(state, taken, column=self.layers.index(layer) * size, width=count * size)
+        rows: Any = ops.place(
+            state, taken, column=self.layers.index(layer) * size, width=count * size
+        )
         if layer != self.layers[-1]:
             return rows  # type: ignore[no-any-return]
         if self.norm is not None:
-            rows = ops.norm(rows, self.norm, inputs=None if self.product is None else self.product.inputs)[0]
+            rows = ops.norm(
+                rows, self.norm, inputs=None if self.product is None else self.product.inputs
+            )[0]
         return rows if self.product is None else ops.linear(rows, self.product)
 
 
@@ -471,14 +552,20 @@ def finished(ops: OpSet, norm: NormParams | None, h: Pending, residual: Tensor |
 
 
 def _norm(
-    ops: OpSet, norm: NormParams, pending: Pending, residual: Tensor | None, inputs: InputFormat | None = None
+    ops: OpSet,
+    norm: NormParams,
+    pending: Pending,
+    residual: Tensor | None,
+    inputs: InputFormat | None = None,
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, of a sum over ranks or of two branches too."""
     if isinstance(pending, PendingSum):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
     if isinstance(pending, PartialSum):
-        return ops.all_reduce_norm(pending.x, norm, group=pending.group, residual=residual, inputs=inputs)
+        return ops.all_reduce_norm(
+            pending.x, norm, group=pending.group, residual=residual, inputs=inputs
+        )
     if isinstance(pending, Pair):
         return ops.norm_pair(pending, norm, residual=residual, inputs=inputs)
     return ops.norm(pending, norm, residual=residual, inputs=inputs)
@@ -491,8 +578,14 @@ def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 
 def _state(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
     """`_sum`, for a reader before the layer that comes to it, too."""
-    assert not isinstance(pending, PendingSum)  # which are read once: no sums go on beside products where a head reads states
-    h = ops.sum_of_parts(pending.x, group=pending.group) if isinstance(pending, PartialSum) else whole(ops, pending)
+    assert not isinstance(
+        pending, PendingSum
+    )  # which are read once: no sums go on beside products where a head reads states
+    h = (
+        ops.sum_of_parts(pending.x, group=pending.group)
+        if isinstance(pending, PartialSum)
+        else whole(ops, pending)
+    )
     return h if residual is None else h + residual
 
 

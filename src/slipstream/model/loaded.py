@@ -82,17 +82,23 @@ def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps, *, ranks
     except ConfigError as error:
         if ranks == 1:
             raise
-        raise ConfigError(f"each of {ranks} ranks has a part of the model. Of that: {error}", field=error.field) from None
+        raise ConfigError(
+            f"each of {ranks} ranks has a part of the model. Of that: {error}", field=error.field
+        ) from None
 
 
 def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None:
-    if scheme.experts_only and not any(p.copies > 1 for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size)):
+    if scheme.experts_only and not any(
+        p.copies > 1 for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size)
+    ):
         raise ConfigError(
             f"{scheme.name} is for mixtures of experts, and the model has none; {_schemes(ops, 'int4', 'fp8', 'int8')}",
             field="quantization",
         )
     if scheme.head and spec.is_encoder:
-        raise ConfigError(f"an encoder has no output head to round; use {scheme.name!r}", field="quantization")
+        raise ConfigError(
+            f"an encoder has no output head to round; use {scheme.name!r}", field="quantization"
+        )
     if scheme.inputs in ("fp8", "int8"):
         heads = [("vocab_size", spec.vocab_size)] if scheme.head else []
         kv_rows = [
@@ -119,10 +125,14 @@ def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None
                     field="quantization",
                 )
             if (inner := product.inner) % scheme.multiple:
-                name = "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
+                name = (
+                    "num_heads · head_dim" if product.part == "attention" else "intermediate_size"
+                )
                 name = "hidden_size" if inner == spec.hidden_size else name
                 name = "q_lora_rank" if inner == getattr(layer.attention, "q_rank", None) else name
-                other = _schemes(ops, "int4-g32", "fp8", "int8") if scheme.multiple > 64 else LEFT_ALONE
+                other = (
+                    _schemes(ops, "int4-g32", "fp8", "int8") if scheme.multiple > 64 else LEFT_ALONE
+                )
                 raise ConfigError(
                     f"{scheme.name} products need inputs in multiples of {scheme.multiple}, and the model's {name} is "
                     f"{inner}; {other}",

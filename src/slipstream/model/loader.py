@@ -23,7 +23,14 @@ from slipstream.model.decoder import Decoder
 from slipstream.model.device_loader import DeviceLoader
 from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.layers import Partition
-from slipstream.model.loaded import LoadedModel, check_scheme, decoder_bytes, decoder_forms, dummy_scheme, is_rounded
+from slipstream.model.loaded import (
+    LoadedModel,
+    check_scheme,
+    decoder_bytes,
+    decoder_forms,
+    dummy_scheme,
+    is_rounded,
+)
 from slipstream.model.mxfp4 import Mxfp4Weights
 from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
 from slipstream.model.sharding import Sharded, check_formats, split_blocks
@@ -74,7 +81,8 @@ def load_model(
         scheme = SCHEMES[stored.scheme]
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
-            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint", field="load_format"
+            f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
+            field="load_format",
         )
     part = None if partition is None else _part(description, ops, partition.shard)
     spec = description.spec if part is None else part.spec
@@ -85,10 +93,14 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         if not isinstance(ops, NativeOps):
             if device.type == "cpu" and ops.name != "reference":
-                message = f"weights_bytes: on a CPU it needs the C++ kernels, and here {ops.name!r} run"
+                message = (
+                    f"weights_bytes: on a CPU it needs the C++ kernels, and here {ops.name!r} run"
+                )
                 raise ConfigError(message, field="weights_bytes")
             with torch.inference_mode():
-                return _device_loader(description, ops, device, dtype, context, load_format, seed, scheme).load(weights_bytes)
+                return _device_loader(
+                    description, ops, device, dtype, context, load_format, seed, scheme
+                ).load(weights_bytes)
         with torch.inference_mode():
             return load_streamed(
                 description,
@@ -98,7 +110,9 @@ def load_model(
                 load_format=load_format,
                 seed=seed,
                 scheme=scheme,
-                held=None if load_format == "dummy" else _stored_weights(description, ops, dtype, device, scheme, None, None),
+                held=None
+                if load_format == "dummy"
+                else _stored_weights(description, ops, dtype, device, scheme, None, None),
                 folder=weights_folder or Path(tempfile.gettempdir()),
                 budget=weights_bytes,
             )
@@ -108,6 +122,7 @@ def load_model(
     held: StoredWeights | None = None
     cache_scales = file = kept = None
     with torch.inference_mode():
+
         def take(name: str, value: Tensor | Linear) -> bool:
             """Pack an expert's weight for the host."""
             if name not in on_host:
@@ -122,26 +137,49 @@ def load_model(
 
         try:
             if load_format == "dummy":
-                values = dummy_parameters(description, dtype=dtype, device=device, seed=seed, part=part, take=take)
+                values = dummy_parameters(
+                    description, dtype=dtype, device=device, seed=seed, part=part, take=take
+                )
             else:
-                repacks = is_rounded(stored) or (scheme is not None and (stored is None or not stored.rounds))
-                if weights_folder is not None and part is None and ops.layout is not None and repacks:
-                    file = PackedCacheFile(weights_folder, description, scheme, str(dtype).removeprefix("torch."), ops)
+                repacks = is_rounded(stored) or (
+                    scheme is not None and (stored is None or not stored.rounds)
+                )
+                if (
+                    weights_folder is not None
+                    and part is None
+                    and ops.layout is not None
+                    and repacks
+                ):
+                    file = PackedCacheFile(
+                        weights_folder, description, scheme, str(dtype).removeprefix("torch."), ops
+                    )
                     kept = file.read()
-                held = _stored_weights(description, ops, dtype, device, scheme, kept, part, on_host=on_host)
+                held = _stored_weights(
+                    description, ops, dtype, device, scheme, kept, part, on_host=on_host
+                )
                 if stored is not None and stored.kv_cache is not None:
                     names = description.family.names(description.spec)
                     shard = None if partition is None else partition.shard
                     cache_scales = CacheScales(description.spec, names, shard=shard)
                 values = load_parameters(
-                    description, dtype=dtype, device=device, held=held, cache_scales=cache_scales, part=part, on_host=on_host
+                    description,
+                    dtype=dtype,
+                    device=device,
+                    held=held,
+                    cache_scales=cache_scales,
+                    part=part,
+                    on_host=on_host,
                 )
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(f"the weights do not fit on {device}: {error}", field="model") from error
+            raise OutOfMemoryError(
+                f"the weights do not fit on {device}: {error}", field="model"
+            ) from error
         context = max_model_len if max_model_len is not None else description.spec.max_position
         products = held.linears() if held is not None else {}
         if part is not None and isinstance(held, BlockWeights):
-            products = split_blocks({name: w for name, w in products.items() if name in part.shapes}, part)
+            products = split_blocks(
+                {name: w for name, w in products.items() if name in part.shapes}, part
+            )
         repacked = set(products)
         if is_rounded(stored) and load_format != "dummy":
             scheme = None  # rounded weights that the op set has no product for were expanded, and are not rounded again
@@ -155,20 +193,34 @@ def load_model(
         if spec.vision is not None and spec.has_first:
             assert description.images is not None
             # Thousands of patches at a time: oneDNN's products are faster for them than the C++ kernels, made for few tokens.
-            tower = ImageTower(spec.vision, description.images, values, CpuOps() if ops.name == "cpu" else ops)
+            tower = ImageTower(
+                spec.vision, description.images, values, CpuOps() if ops.name == "cpu" else ops
+            )
         decoder = Decoder(
-            spec, values, ops, max_model_len=context, scheme=scheme, products=products, partition=partition
+            spec,
+            values,
+            ops,
+            max_model_len=context,
+            scheme=scheme,
+            products=products,
+            partition=partition,
         )
     if description.gguf is not None:
         description.gguf.let_go()
     num_bytes = decoder_bytes(decoder) + (0 if tower is None else tower.num_bytes)
     writer = None
     if file is not None and kept is None:
-        ours = {n: w for n, w in products.items() if (n in repacked if scheme is None else rounds(scheme, n))}
+        ours = {
+            n: w
+            for n, w in products.items()
+            if (n in repacked if scheme is None else rounds(scheme, n))
+        }
         writer = file.write(ours, num_bytes)
     host_bytes = ops.arena.num_bytes if isinstance(ops, HostExpertOps) else 0
     forms = decoder_forms(decoder)
-    return LoadedModel(description, spec, decoder, num_bytes, forms, cache_scales, writer, tower, host_bytes)
+    return LoadedModel(
+        description, spec, decoder, num_bytes, forms, cache_scales, writer, tower, host_bytes
+    )
 
 
 def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
@@ -212,7 +264,9 @@ def _device_loader(
         is_dummy=is_dummy,
         seed=seed,
         scheme=by,
-        held_of=lambda wanted: _stored_weights(description, ops, dtype, device, scheme, None, None, wanted),
+        held_of=lambda wanted: _stored_weights(
+            description, ops, dtype, device, scheme, None, None, wanted
+        ),
         cache_scales=scales,
     )
 
@@ -230,15 +284,24 @@ def _stored_weights(
 ) -> StoredWeights | None:
     """The objects that take a checkpoint's rounded weights as stored, those that are `wanted`, or replace them by those `kept`
     from an earlier start. Those of `on_host` are held in the host's memory, as its kernels can."""
-    stored, shapes = description.quantization, parameters(description.spec) if part is None else part.shapes
+    stored, shapes = (
+        description.quantization,
+        parameters(description.spec) if part is None else part.shapes,
+    )
     shapes = {name: shape for name, shape in shapes.items() if wanted(name)}
     gguf = description.family.gguf
     if gguf is not None and description.gguf is not None:
         names = gguf.names(description.spec)
         empty = partial(torch.empty, dtype=dtype, device="meta")
-        types, whole = ops.block_types, {n: shape for n, shape in parameters(description.spec).items() if wanted(n)}
+        types, whole = (
+            ops.block_types,
+            {n: shape for n, shape in parameters(description.spec).items() if wanted(n)},
+        )
         if isinstance(ops, HostExpertOps):
-            whole, types = {name: shape for name, shape in whole.items() if name in on_host}, ops.host.block_types
+            whole, types = (
+                {name: shape for name, shape in whole.items() if name in on_host},
+                ops.host.block_types,
+            )
         blocks = BlockWeights(description.gguf, names, whole, types, empty, scheme)
         return blocks if kept is None else CachedWeights(kept, blocks, rounded=False)
     if kept is not None:
@@ -259,4 +322,6 @@ def _stored_weights(
         formats = scheme_formats(shapes, stored.scheme or "")
     formats = {name: fmt for name, fmt in formats.items() if name in shapes}
     columns = description.split_columns()
-    return RoundedWeights(shapes, formats, stored.method, dtype=dtype, device=device, columns=columns, on_host=on_host)
+    return RoundedWeights(
+        shapes, formats, stored.method, dtype=dtype, device=device, columns=columns, on_host=on_host
+    )

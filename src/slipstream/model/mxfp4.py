@@ -54,7 +54,9 @@ class Mxfp4Weights:
     def __contains__(self, target: str) -> bool:
         return target in self._weights
 
-    def take(self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` is of an expert's weight; if so it is read into its place. CheckpointError names one of
         another shape, or a scale that the model's type can't hold."""
         stem, _, part = name.rpartition("_")
@@ -67,7 +69,8 @@ class Mxfp4Weights:
         expected = (copies, rows, groups, 16) if part == "blocks" else (copies, rows, groups)
         if tuple(value.shape) != expected or value.dtype != torch.uint8:
             raise CheckpointError(
-                f"{name} is {list(value.shape)} of {value.dtype}; {list(expected)} of torch.uint8 was expected", field=name
+                f"{name} is {list(value.shape)} of {value.dtype}; {list(expected)} of torch.uint8 was expected",
+                field=name,
             )
         for expert in range(copies):  # one at a time: codes take more room unpacked
             own = value[expert].to(into.weight.device)
@@ -75,19 +78,30 @@ class Mxfp4Weights:
                 own = torch.cat((own[::2], own[1::2]))
             at = slice(expert * rows, (expert + 1) * rows)
             if part == "scales":
-                into.scales[:, at] = torch.ldexp(torch.ones_like(own, dtype=torch.float32), own.int() - 127).T
+                into.scales[:, at] = torch.ldexp(
+                    torch.ones_like(own, dtype=torch.float32), own.int() - 127
+                ).T
             else:
                 codes = torch.stack((own & 15, own >> 4), dim=-1).view(rows, -1).int()
                 into.weight[at] = pack4(codes, into.chunk)
         if part == "scales" and not (into.scales.isfinite() & (into.scales > 0)).all():
-            raise CheckpointError(f"{name} holds scales beyond {self.dtype}; use dtype='bfloat16'", field=name)
+            raise CheckpointError(
+                f"{name} holds scales beyond {self.dtype}; use dtype='bfloat16'", field=name
+            )
         self._filled.add((placement.target, part))
         return True
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
-        held = ((name, place.target) for name, place in names.items() if place.target in self._weights)
-        return [f"{name}_{part}" for name, target in held for part in PARTS if (target, part) not in self._filled]
+        held = (
+            (name, place.target) for name, place in names.items() if place.target in self._weights
+        )
+        return [
+            f"{name}_{part}"
+            for name, target in held
+            for part in PARTS
+            if (target, part) not in self._filled
+        ]
 
     def linears(self) -> dict[str, Linear]:
         """The weights by the names of `spec.parameters`, without biases."""

@@ -21,7 +21,9 @@ class OneTokenKernel:
     """`layers` takes the first layer's input x [1, E] to the residual after the last layer, in place."""
 
     def __init__(
-        self, decoder: Decoder, layers: Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor]
+        self,
+        decoder: Decoder,
+        layers: Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor],
     ) -> None:
         self.decoder, self.layers = decoder, layers
 
@@ -45,7 +47,9 @@ def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
         return OTHER_RANK
     shape, layers = found
     tensors, first = [_tensors(layer) for layer in layers], layers[0]
-    step = decoder.ops.one_token(shape, tensors, first.products["qkv"], first.cos_sin, first.group, _apart(layers))
+    step = decoder.ops.one_token(
+        shape, tensors, first.products["qkv"], first.cos_sin, first.group, _apart(layers)
+    )
     return step if isinstance(step, Reason) else OneTokenKernel(decoder, step)
 
 
@@ -57,7 +61,9 @@ def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
     if decoder.stream is not None:
         return STREAMED
     if decoder.tap is not None:
-        return Reason("the one-token kernel shows no states between layers, which the draft head reads")
+        return Reason(
+            "the one-token kernel shows no states between layers, which the draft head reads"
+        )
     found = match_layers(trace(decoder).body)
     if isinstance(found, Reason):
         return found
@@ -73,7 +79,9 @@ def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
 
 
 def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
-    return [x.products[name] for x in layers if x.shape.experts is not None for name in ("up", "down")]
+    return [
+        x.products[name] for x in layers if x.shape.experts is not None for name in ("up", "down")
+    ]
 
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
@@ -83,7 +91,12 @@ def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
 
 def _tensors(layer: LayerMatch) -> LayerTensors:
     """A layer's tensors and numbers by the kernel's names."""
-    found: dict[str, Any] = {"expert_counts": None, **layer.tensors, "window": layer.window, "table": layer.cache_group}
+    found: dict[str, Any] = {
+        "expert_counts": None,
+        **layer.tensors,
+        "window": layer.window,
+        "table": layer.cache_group,
+    }
     for name, w in layer.products.items():
         found[name] = w.weight
         found[f"{name}_scales"] = w.scales if isinstance(w, ScaledLinear | GroupedLinear) else None
@@ -107,7 +120,9 @@ def _alike(products: Sequence[Linear]) -> bool:
         return type(w), w.weight.dtype
 
     kinds = Linear, ScaledLinear, GroupedLinear, Mxfp4Linear
-    return all(type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products)
+    return all(
+        type(w) in kinds and form(w) == form(products[0]) and _lies_well(w) for w in products
+    )
 
 
 def _lies_well(w: Linear) -> bool:

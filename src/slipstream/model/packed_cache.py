@@ -50,13 +50,17 @@ class CachedWeights:
     """Products of an earlier start, in place of the checkpoint's tensors. `rest` takes the weights that are held as stored.
     `rounded`: the checkpoint stores them rounded, with scales beside them."""
 
-    def __init__(self, linears: dict[str, Linear], rest: BlockWeights | None, *, rounded: bool) -> None:
+    def __init__(
+        self, linears: dict[str, Linear], rest: BlockWeights | None, *, rounded: bool
+    ) -> None:
         self._own, self._rest, self._rounded = linears, rest, rounded
 
     def __contains__(self, target: str) -> bool:
         return target in self._own or (self._rest is not None and target in self._rest)
 
-    def take(self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]) -> bool:
+    def take(
+        self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
+    ) -> bool:
         """Whether the tensor `name` is of a kept product, and need not be read, or is held by the rest."""
         if self._rest is not None and self._rest.take(name, read, find):
             return True
@@ -64,7 +68,9 @@ class CachedWeights:
         if self._rounded and part in PASSED_OVER:
             return True
         place = find(name)
-        if place is None and part != "bias":  # codes, scales and shapes stand beside the weight's name
+        if (
+            place is None and part != "bias"
+        ):  # codes, scales and shapes stand beside the weight's name
             place = find(f"{stem}.weight")
         return place is not None and place.target in self._own
 
@@ -79,19 +85,28 @@ class PackedCacheFile:
     """The file of one checkpoint's products, for an op set with a layout."""
 
     def __init__(
-        self, folder: Path, description: ModelDescription, scheme: Scheme | None, dtype: str, ops: OpSet | HostOps
+        self,
+        folder: Path,
+        description: ModelDescription,
+        scheme: Scheme | None,
+        dtype: str,
+        ops: OpSet | HostOps,
     ) -> None:
         path = description.path.resolve()
         files = _files(path, description)
         own = path.parent if path.is_file() else path
-        travels = folder.resolve().parent == own  # in the checkpoint's own folder, and copied with it
+        travels = (
+            folder.resolve().parent == own
+        )  # in the checkpoint's own folder, and copied with it
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
         of = ["" if travels else str(path), str(scheme), dtype, ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
         known = json.dumps([*of, stamps, stored, ops.layout, __version__, FORM])
         self._ops, self._folder = ops, folder
         name = "model" if travels and path.is_dir() else path.stem
-        self._family = f"{name}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
+        self._family = (
+            f"{name}-{scheme.name if scheme else 'stored'}-{_digest(json.dumps(of))[:8]}-"
+        )
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
@@ -123,13 +138,22 @@ class PackedCacheFile:
 
             free = shutil.disk_usage(self._folder).free
             if free < 2 * num_bytes:
-                raise OSError(f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half")
+                raise OSError(
+                    f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half"
+                )
             written = self._ops.write_products(self.path, products)
             if written:
-                _logger.info("rounded weights are kept for the next start: %s, %d MiB", self.path, written >> 20)
+                _logger.info(
+                    "rounded weights are kept for the next start: %s, %d MiB",
+                    self.path,
+                    written >> 20,
+                )
                 self._clear(self._family)
         except OSError as error:
-            _logger.warning("rounded weights are not kept for the next start (weights_cache='off' asks for that): %s", error)
+            _logger.warning(
+                "rounded weights are not kept for the next start (weights_cache='off' asks for that): %s",
+                error,
+            )
 
     def _clear(self, prefix: str, before: float | None = None) -> None:
         """Remove the files of that name, except the current one."""
@@ -145,7 +169,9 @@ def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ..
 
 
 def _files(path: Path, description: ModelDescription) -> list[Path]:
-    return [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
+    return (
+        [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
+    )
 
 
 def _stamp(file: Path) -> tuple[str | int, ...]:

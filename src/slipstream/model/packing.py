@@ -39,8 +39,12 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
     """`pack_words` back: int32 [rows, words] → int8 [rows, num_codes]"""
     if len(words) > ROWS_AT_ONCE:
-        return torch.cat([unpack_words(rows, bits, num_codes) for rows in words.split(ROWS_AT_ONCE)])
-    wide = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, -words.shape[1] % bits)).unflatten(1, (-1, bits))
+        return torch.cat(
+            [unpack_words(rows, bits, num_codes) for rows in words.split(ROWS_AT_ONCE)]
+        )
+    wide = torch.nn.functional.pad(
+        words.long() & 0xFFFFFFFF, (0, -words.shape[1] % bits)
+    ).unflatten(1, (-1, bits))
     wide = torch.nn.functional.pad(wide, (0, 1))
     found = []
     for i in range(32):
@@ -55,7 +59,11 @@ def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
 
 def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tensor:
     """Codes [R, I], a scale for each block of `rows` by `inner` of them (the last may be cut off) → float32 [R, I]."""
-    spread = scales.float().repeat_interleave(rows, dim=0)[: codes.shape[0]].repeat_interleave(inner, dim=1)
+    spread = (
+        scales.float()
+        .repeat_interleave(rows, dim=0)[: codes.shape[0]]
+        .repeat_interleave(inner, dim=1)
+    )
     return codes.float() * spread[:, : codes.shape[1]]
 
 
@@ -76,5 +84,9 @@ def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, in
     codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
     if fmt.block_rows > 1:
         return block_numbers(codes, scales, fmt.block_rows, fmt.group_size or inner)
-    zeros = None if fmt.symmetric else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
+    zeros = (
+        None
+        if fmt.symmetric
+        else unpack_words(parts["weight_zero_point"].T.contiguous(), fmt.bits, rows).T
+    )
     return numbers(codes, scales, zeros)

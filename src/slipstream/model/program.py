@@ -27,7 +27,9 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
         return STREAMED
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
-        return Reason(f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False)
+        return Reason(
+            f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False
+        )
     step = compile_step(decoder, ops.pool)
     return step if isinstance(step, Reason) else CpuProgram(decoder, step)
 
@@ -54,9 +56,15 @@ class CpuProgram:
         """token_ids [T] → hidden states float32 [T, E] after the final norm; keys and values are in the cache."""
         return self.tapped(token_ids, kv, meta)[0]
 
-    def tapped(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> tuple[Tensor, Tensor]:
+    def tapped(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
         """`Decoder.tapped`, in float32"""
-        given = to_array(self.decoder.embedded(token_ids, meta).float()) if self.decoder.spec.is_encoder else None
+        given = (
+            to_array(self.decoder.embedded(token_ids, meta).float())
+            if self.decoder.spec.is_encoder
+            else None
+        )
         hidden, taken = self.step.forward(token_ids, kv, meta, given)
         return torch.from_numpy(hidden), torch.from_numpy(taken)
 
@@ -78,7 +86,11 @@ class CpuProgram:
     ) -> tuple[Tensor, Tensor, RunningStep] | None:
         """`StepProgram.begin_greedy`"""
         begun = self.step.begin_greedy(token_ids, kv, meta)
-        return None if begun is None else (torch.from_numpy(begun[0]), torch.from_numpy(begun[1]), begun[2])
+        return (
+            None
+            if begun is None
+            else (torch.from_numpy(begun[0]), torch.from_numpy(begun[1]), begun[2])
+        )
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """From now on each step adds its tokens by expert to `counts`, int64 [X]."""

@@ -27,9 +27,29 @@ from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungro
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("tokenizer.model", "spiece.model", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-    *("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json", "LICENSE"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ),
+    *(
+        "tokenizer.model",
+        "spiece.model",
+        "vocab.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+    ),
+    *(
+        "modules.json",
+        "1_Pooling/config.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "LICENSE",
+    ),
 )
 """The files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of pooling."""
 
@@ -39,7 +59,9 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write into. It becomes `out` if nothing fails, and is removed otherwise. ConfigError if
     `out` exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={str(out)!r} is there already; remove it or name another folder", field="out")
+        raise ConfigError(
+            f"out={str(out)!r} is there already; remove it or name another folder", field="out"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -52,7 +74,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def stored_tensors(family: Family, spec: ModelSpec, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    family: Family, spec: ModelSpec, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """(name in the checkpoint, tensor) of those of the model's `parameters` that are given, under the names that transformers
     writes, cut and turned as the family stores them."""
     prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
@@ -73,16 +97,22 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))
-            return torch.cat((q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1).flatten(0, 2)
+            return torch.cat(
+                (q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1
+            ).flatten(0, 2)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():
             return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
         case other:
-            raise UnsupportedModelError(f"{type(other).__name__} is how GGUF files store weights, which aren't written")
+            raise UnsupportedModelError(
+                f"{type(other).__name__} is how GGUF files store weights, which aren't written"
+            )
 
 
-def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
+) -> None:
     """model.safetensors, or shards and their index when there is more than `shard_bytes`. One shard is in memory at a time."""
     from safetensors.torch import save_file
 
@@ -141,13 +171,18 @@ def check_writable(source: ModelDescription) -> None:
         )
     if source.spec.kind != "a decoder":
         raise UnsupportedModelError(
-            f"{source.name} is {source.spec.kind}; only decoders can be compressed yet", field="model_type"
+            f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
+            field="model_type",
         )
     for layer in source.spec.layers:
-        if not isinstance(layer.attention, AttentionSpec) or (isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias):
+        if not isinstance(layer.attention, AttentionSpec) or (
+            isinstance(layer.mlp, MoESpec) and layer.mlp.expert.bias
+        ):
             raise UnsupportedModelError(
                 f"{source.name} has latent attention or experts with biases; such models can't be compressed yet",
                 field="model_type",
             )
     if source.quantization is not None:
-        raise CheckpointError(f"{source.name} is quantised already; start from dense weights", field="model")
+        raise CheckpointError(
+            f"{source.name} is quantised already; start from dense weights", field="model"
+        )

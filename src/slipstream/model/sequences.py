@@ -40,11 +40,16 @@ class SequenceBatch:
         """Of token ids, none of the sequences empty."""
         lengths = tuple(len(s) for s in sequences)
         if not lengths or min(lengths) < 1:
-            raise ConfigError("a batch needs sequences, of one token or more each", field="sequences")
+            raise ConfigError(
+                "a batch needs sequences, of one token or more each", field="sequences"
+            )
         longest = max(lengths)
         token_ids = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences])
         positions = torch.cat([torch.arange(n) for n in lengths])
-        slots = positions + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) * longest
+        slots = (
+            positions
+            + torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) * longest
+        )
         starts = torch.tensor([0, *lengths]).cumsum(0)
         meta = AttentionMetadata(
             query_start_loc=starts.int().to(device),
@@ -69,13 +74,17 @@ class SequenceBatch:
     def flat_cache(self, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
         """A cache for one layer and one pass. Block 0 is a sequence's too: without padding there is no null block."""
         shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
-        return LayerKV(*(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2)))
+        return LayerKV(
+            *(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2))
+        )
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:
     """The layer's attention. UnsupportedModelError if it is latent: neither training nor compression covers that."""
     if not isinstance(layer.attention, AttentionSpec):
-        raise UnsupportedModelError("latent attention can't be trained or compressed yet", field="kv_lora_rank")
+        raise UnsupportedModelError(
+            "latent attention can't be trained or compressed yet", field="kv_lora_rank"
+        )
     return layer.attention
 
 
@@ -85,7 +94,9 @@ def run_layer(
     """`Layer` over whole sequences: (the output that is to be added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
-    made, residual = layer(ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta)
+    made, residual = layer(
+        ops, pending, residual, batch.flat_cache(attention_of(layer.spec), dtype), batch.meta
+    )
     return whole(ops, made), residual
 
 
@@ -98,14 +109,20 @@ def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> T
 class TrainableLayer(nn.Module):
     """A layer whose parameters are this module's, by the names of `spec.parameters` less their `layers.N.`."""
 
-    def __init__(self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables) -> None:
+    def __init__(
+        self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables
+    ) -> None:
         super().__init__()
         self.spec, self.ops, self.tables = spec, ops, tables
         register(self, parameters)
 
-    def forward(self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
+    ) -> tuple[Tensor, Tensor | None]:
         # Built anew each time: where parameters are sharded, those of this pass are other tensors than the last one's.
-        layer = build_layer(self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables)
+        layer = build_layer(
+            self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables
+        )
         return run_layer(layer, self.ops, pending, residual, batch)
 
 
@@ -133,9 +150,16 @@ class WholeModel(nn.Module):
         self.layers = nn.ModuleList()
         for i, layer in enumerate(spec.layers):
             prefix = f"layers.{i}."
-            own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in parameters.items()
+                if name.startswith(prefix)
+            }
             self.layers.append(TrainableLayer(layer, own, self.ops, tables))
-        register(self, {name: value for name, value in parameters.items() if not name.startswith("layers.")})
+        register(
+            self,
+            {name: value for name, value in parameters.items() if not name.startswith("layers.")},
+        )
 
     def ends(self) -> Decoder:
         """The decoder without layers, made of this module's parameters as they are now."""
@@ -145,7 +169,9 @@ class WholeModel(nn.Module):
                 own.update(module.named_parameters(prefix=part))
         return Decoder(self.spec, own, self.ops, max_model_len=1, layers=())
 
-    def hidden(self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None) -> Tensor:
+    def hidden(
+        self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
         """[T, E] after the final norm. `each` is called with the residual before layer i, and after the last with i = the
         number of layers."""
         ends = self.ends()
@@ -186,4 +212,6 @@ def register(module: nn.Module, parameters: dict[str, Tensor]) -> None:
             if part not in at._modules:
                 at.add_module(part, nn.Module())
             at = at.get_submodule(part)
-        at.register_parameter(last, value if isinstance(value, nn.Parameter) else nn.Parameter(value))
+        at.register_parameter(
+            last, value if isinstance(value, nn.Parameter) else nn.Parameter(value)
+        )

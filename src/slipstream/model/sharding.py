@@ -51,7 +51,11 @@ class Sharded:
         """`names` and `prefixes` are the family's. `formats` are those of the weights that stay as the checkpoint stores them,
         by our names; `method` is who stored them."""
         self.formats, self._method = formats, method
-        self.spec, self.shapes, self.cuts = split_spec(spec, shard), split_shapes(spec, shard), cuts(spec, shard)
+        self.spec, self.shapes, self.cuts = (
+            split_spec(spec, shard),
+            split_shapes(spec, shard),
+            cuts(spec, shard),
+        )
         self._whole, self._names, self._prefixes = parameters(spec), names, prefixes
         self.names: dict[str, Placement] = {}
         self._own: dict[str, tuple[Range, ...]] = {}
@@ -61,7 +65,9 @@ class Sharded:
             if place.target not in self.shapes:  # another stage's
                 found = None
             else:
-                found = (place, ()) if cut is None else cut.placed(place, self._whole[place.target][0])
+                found = (
+                    (place, ()) if cut is None else cut.placed(place, self._whole[place.target][0])
+                )
             if found is None:
                 self.absent.add(name)
             else:
@@ -112,7 +118,8 @@ class Sharded:
         expected = stored_shape(full, place.transform)
         if tuple(shape) != expected and (1, *shape) != expected:
             raise CheckpointError(
-                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}", field=name
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
+                field=name,
             )
 
         def part() -> Tensor:
@@ -125,14 +132,22 @@ class Sharded:
         return name, placed_shape(self.shapes[place.target], self.names[key]), part
 
     def _of_format(
-        self, name: str, shape: Shape, read: Callable[[], Tensor], cut: ParameterShard, own: tuple[Range, ...], units: _Units
+        self,
+        name: str,
+        shape: Shape,
+        read: Callable[[], Tensor],
+        cut: ParameterShard,
+        own: tuple[Range, ...],
+        units: _Units,
     ) -> Stored:
         if math.prod(shape) == 1:  # one scale for the whole weight
             return name, shape, read
         rows = tuple((_units_before(a, units.rows, name), -(-b // units.rows)) for a, b in own)
         columns: tuple[Range, ...] | None = None
         if cut.columns is not None and units.columns:
-            at = [tuple(_units_before(x, units.columns, name) for x in part) for part in cut.columns]
+            at = [
+                tuple(_units_before(x, units.columns, name) for x in part) for part in cut.columns
+            ]
             columns = tuple((first, last) for first, last in at)
         is_zeros = name.endswith("qzeros")
 
@@ -148,21 +163,36 @@ class Sharded:
         return name, tuple(part(torch.empty(shape, device="meta")).shape), lambda: part(read())
 
     def _mxfp4(
-        self, name: str, shape: Shape, read: Callable[[], Tensor], place: Placement, cut: ParameterShard, own: tuple[Range, ...]
+        self,
+        name: str,
+        shape: Shape,
+        read: Callable[[], Tensor],
+        place: Placement,
+        cut: ParameterShard,
+        own: tuple[Range, ...],
     ) -> Stored:
         """Blocks [experts, rows, in / 32, 16], or their scales [experts, rows, in / 32]."""
         columns = None
         if cut.columns is not None:
-            columns = tuple((_units_before(a, 32, name), _units_before(b, 32, name)) for a, b in cut.columns)
+            columns = tuple(
+                (_units_before(a, 32, name), _units_before(b, 32, name)) for a, b in cut.columns
+            )
         value = read()[cut.first : cut.first + cut.count]
         if isinstance(place.transform, Deinterleave):
             value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
-        made = part_of(value, own, columns, 1, fill=127 if value.dim() == 3 else 0)  # as a scale 127 is 1
+        made = part_of(
+            value, own, columns, 1, fill=127 if value.dim() == 3 else 0
+        )  # as a scale 127 is 1
         return name, tuple(made.shape), lambda: made
 
 
 def part_of(
-    value: Tensor, rows: tuple[Range, ...], columns: tuple[Range, ...] | None, dim: int = 0, *, fill: int = 0
+    value: Tensor,
+    rows: tuple[Range, ...],
+    columns: tuple[Range, ...] | None,
+    dim: int = 0,
+    *,
+    fill: int = 0,
 ) -> Tensor:
     """The ranges `rows` of dimension `dim`, and of the one after it `columns`. `fill` stands where a range says zeros."""
     if columns is not None:
@@ -178,7 +208,9 @@ def _taken(value: Tensor, ranges: tuple[Range, ...], dim: int, fill: int) -> Ten
         shape = [*value.shape[:dim], size, *value.shape[dim + 1 :]]
         return torch.full(shape, fill, dtype=value.dtype, device=value.device)
 
-    return torch.cat([filled(b - a) if a < 0 else value.narrow(dim, a, b - a) for a, b in ranges], dim=dim)
+    return torch.cat(
+        [filled(b - a) if a < 0 else value.narrow(dim, a, b - a) for a, b in ranges], dim=dim
+    )
 
 
 def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
@@ -244,7 +276,11 @@ def check_formats(local: Sharded) -> None:
         if fmt is None or place.target not in local.cuts or place.target not in local.shapes:
             continue
         if fmt.split or 32 % fmt.bits:
-            what = "columns of inputs that keep the model's type" if fmt.split else f"codes of {fmt.bits} bits"
+            what = (
+                "columns of inputs that keep the model's type"
+                if fmt.split
+                else f"codes of {fmt.bits} bits"
+            )
             raise ConfigError(
                 f"{name}: weights with {what} can't be split over ranks; use tensor_parallel_size=1",
                 field="tensor_parallel_size",
@@ -280,11 +316,21 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
             blocks = blocks[cut.first : cut.first + cut.count]
         if cut.columns is not None:
             quant = next(quant for quant in TYPES.values() if quant.name == piece.type)
-            at = [tuple(_units_before(x, quant.block_size, name) * quant.block_bytes for x in part) for part in cut.columns]
+            at = [
+                tuple(_units_before(x, quant.block_size, name) * quant.block_bytes for x in part)
+                for part in cut.columns
+            ]
             blocks = _blocks_of(blocks, at, 2)
         blocks = _blocks_of(blocks, own, 1)
-        pieces.append(BlockRows(type=piece.type, blocks=_flat(blocks), start=placed.start, copies=placed.copies or 1))
-    return BlockLinear(weight=torch.empty(shape, dtype=w.weight.dtype, device="meta"), pieces=_with_zeros(pieces, shape[0], w))
+        pieces.append(
+            BlockRows(
+                type=piece.type, blocks=_flat(blocks), start=placed.start, copies=placed.copies or 1
+            )
+        )
+    return BlockLinear(
+        weight=torch.empty(shape, dtype=w.weight.dtype, device="meta"),
+        pieces=_with_zeros(pieces, shape[0], w),
+    )
 
 
 def _blocks_of(blocks: Blocks, ranges: Sequence[tuple[int, ...]], axis: int) -> Blocks:
@@ -304,7 +350,9 @@ def _flat(blocks: Blocks) -> Blocks:
     return np.ascontiguousarray(blocks.reshape(-1, blocks.shape[-1]))
 
 
-def _with_zeros(pieces: list[BlockRows], num_rows: int, whole: BlockLinear) -> tuple[BlockRows, ...]:
+def _with_zeros(
+    pieces: list[BlockRows], num_rows: int, whole: BlockLinear
+) -> tuple[BlockRows, ...]:
     """The pieces of a part with `num_rows` rows. Rows that no piece has are zeros of the piece before them."""
     if not pieces:
         first = whole.pieces[0]
@@ -317,6 +365,8 @@ def _with_zeros(pieces: list[BlockRows], num_rows: int, whole: BlockLinear) -> t
         own = piece.blocks.reshape(piece.copies, -1, piece.blocks.shape[1])
         missing = end - piece.start - own.shape[1]
         if missing > 0:
-            own = np.concatenate((own, np.zeros((piece.copies, missing, own.shape[2]), np.uint8)), axis=1)
+            own = np.concatenate(
+                (own, np.zeros((piece.copies, missing, own.shape[2]), np.uint8)), axis=1
+            )
         made.append(dataclasses.replace(piece, blocks=_flat(own)))
     return tuple(made)

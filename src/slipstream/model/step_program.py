@@ -21,7 +21,14 @@ from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import FORM_F32, NativeLinear, Program, RunningStep, ThreadPool, activation_of
+from slipstream.kernels.native import (
+    FORM_F32,
+    NativeLinear,
+    Program,
+    RunningStep,
+    ThreadPool,
+    activation_of,
+)
 from slipstream.kernels.programs import (
     LinearArgmax,
     LinearProgram,
@@ -51,10 +58,18 @@ def compile_step(decoder: Decoder, pool: ThreadPool) -> StepProgram | Reason:
     body = compiled(pool, len(decoder.spec.cache_groups), *lowered_part(decoder.spec, step), more)
     if isinstance(body, Reason) or decoder.encoder is None:
         width = 0 if step.taken is None else step.taken.width
-        return body if isinstance(body, Reason) else StepProgram(decoder, pool, body, None, step.head, width)
+        return (
+            body
+            if isinstance(body, Reason)
+            else StepProgram(decoder, pool, body, None, step.head, width)
+        )
     encoder = trace_encoder(decoder)
     reading = compiled(pool, 1, encoder.body, encoder.embedded, None)
-    return reading if isinstance(reading, Reason) else StepProgram(decoder, pool, body, reading, step.head)
+    return (
+        reading
+        if isinstance(reading, Reason)
+        else StepProgram(decoder, pool, body, reading, step.head)
+    )
 
 
 class StepProgram:
@@ -71,7 +86,11 @@ class StepProgram:
     ) -> None:
         """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
         reads."""
-        self.spec, self.hidden_size, self._taken_width = decoder.spec, decoder.spec.hidden_size, taken_width
+        self.spec, self.hidden_size, self._taken_width = (
+            decoder.spec,
+            decoder.spec.hidden_size,
+            taken_width,
+        )
         self._body, self._reading = body, reading
         self._head = [_head_step(pool, op) for op in head]
         self._argmax: LinearArgmax | None = None
@@ -86,10 +105,17 @@ class StepProgram:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The step's, then that from hidden states to logits; an encoder has none of these."""
-        return (self._body.program, *(step.program for step in self._head if isinstance(step, LinearProgram)))
+        return (
+            self._body.program,
+            *(step.program for step in self._head if isinstance(step, LinearProgram)),
+        )
 
     def forward(
-        self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata, given: Array | None = None
+        self,
+        token_ids: Array,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        given: Array | None = None,
     ) -> tuple[Floats, Floats]:
         """token_ids [T] → (hidden states [T, E] after the final norm, what a tap reads or the same); keys and values are in the
         cache. `given` [T, E]: an encoder's embeddings, which are made before."""
@@ -99,7 +125,9 @@ class StepProgram:
         return hidden, taken[0] if taken else hidden
 
     def _more(self, hidden: Floats) -> list[Floats]:
-        return [np.empty((len(hidden), self._taken_width), np.float32) for _ in self._body.lowered.more]
+        return [
+            np.empty((len(hidden), self._taken_width), np.float32) for _ in self._body.lowered.more
+        ]
 
     def encode(self, given: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """`Decoder.encode`, of embeddings [T, E]"""
@@ -136,7 +164,9 @@ class StepProgram:
     @property
     def token_bytes(self) -> int:
         """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
-        reading = 0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
+        reading = (
+            0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
+        )
         return self._body.program.token_bytes + 4 * (self.hidden_size + self._taken_width) + reading
 
 
@@ -243,18 +273,28 @@ class ProgramEmitter(Emitter):
     def gates(self, w: Any) -> bool:
         return len(_native(w).parts) == 1 and w.out_features % 64 == 0
 
-    def embed(self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool) -> None:
+    def embed(
+        self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool
+    ) -> None:
         data: Any
         if isinstance(table, NativeLinear):
             (part,) = table.parts
             kind, rows, inner, data = part.kind, part.rows, part.inner, part.data
         else:
-            data = native.contiguous(table if native.type_name(table) in ("float32", "bfloat16") else native.float32(table))
+            data = native.contiguous(
+                table
+                if native.type_name(table) in ("float32", "bfloat16")
+                else native.float32(table)
+            )
             kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
             rows, inner = data.shape
         if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` has it
-            scale = float(np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table)))))
-        self.program.add("embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate)
+            scale = float(
+                np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table))))
+            )
+        self.program.add(
+            "embed", out, by_position, offset, kind, rows, inner, data, scale, accumulate
+        )
 
     def norm(self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams) -> None:
         add_norm(self.program, x, residual, out, form, size, norm)
@@ -274,15 +314,25 @@ class ProgramEmitter(Emitter):
         weights = *weight, w.bias, part.dense, part.dense_from
         self.program.add("gated_linear", x, out, form, *_kind(activation), *weights, weights=part)
 
-    def activation(self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int) -> None:
+    def activation(
+        self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int
+    ) -> None:
         self.program.add("activation", x, out, form, *_kind(activation), gated, size, 1)
 
-    def rope_and_cache(self, rows: int, layer: int, group: int, heads: QKVLayout, *, has_queries: bool) -> None:
+    def rope_and_cache(
+        self, rows: int, layer: int, group: int, heads: QKVLayout, *, has_queries: bool
+    ) -> None:
         heads = heads if has_queries else dataclasses.replace(heads, num_heads=0)
         add_rope_and_cache(self.program, rows, layer, heads, group=group)
 
     def attention(
-        self, q: int, out: int, layer: int, group: int, sizes: tuple[int, int, int, int], params: AttentionParams
+        self,
+        q: int,
+        out: int,
+        layer: int,
+        group: int,
+        sizes: tuple[int, int, int, int],
+        params: AttentionParams,
     ) -> None:
         add_attention(self.program, q, out, layer, sizes, params, group=group)
 
@@ -301,7 +351,9 @@ class ProgramEmitter(Emitter):
         add_choice(p, x, logits, counts, spec, experts.correction, rows, up.form, up.inner)
         return add_experts(p, rows, up, down, spec, scratch)
 
-    def combine(self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool) -> None:
+    def combine(
+        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
+    ) -> None:
         self.program.add("combine", results, out, size, shared, weight, accumulate)
 
 

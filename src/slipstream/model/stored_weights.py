@@ -44,13 +44,17 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
         case "weight_scale" | "weight_scale_inv":
             return -(-rows // fmt.block_rows), fmt.groups(inner)
         case _:
-            return -(-rows * fmt.bits // 32), fmt.groups(inner)  # zero points share words down the rows
+            return -(-rows * fmt.bits // 32), fmt.groups(
+                inner
+            )  # zero points share words down the rows
 
 
 def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
     """The numbers float32 [rows, inner] of a weight's `stored_parts`."""
     codes, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale].astype(np.float32)
-    found: Array = (unpack_words(codes, fmt.bits, inner) if fmt.packed else codes).astype(np.float32)
+    found: Array = (unpack_words(codes, fmt.bits, inner) if fmt.packed else codes).astype(
+        np.float32
+    )
     if fmt.block_rows > 1:
         for i, at in enumerate(range(0, rows, fmt.block_rows)):
             found[at : at + fmt.block_rows] *= np.repeat(scales[i], fmt.group_size or inner)[:inner]
@@ -75,8 +79,12 @@ def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8
         codes = np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1)[:, :num_codes]
     else:
         places = np.unpackbits(octets, axis=-1, count=num_codes * bits, bitorder="little")
-        codes = np.packbits(places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little")[..., 0]
-    return (codes - np.uint8(1 << bits - 1)).view(np.int8)  # below 0 it wraps, as two's complement does
+        codes = np.packbits(
+            places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little"
+        )[..., 0]
+    return (codes - np.uint8(1 << bits - 1)).view(
+        np.int8
+    )  # below 0 it wraps, as two's complement does
 
 
 def expanded(
@@ -99,7 +107,9 @@ def expanded(
         if len(parts) == len(stored_parts(fmt)) + fmt.packed:
             yield _expanded(module, fmt, waiting.pop(module), numbers)
     for module, parts in waiting.items():
-        raise CheckpointError(f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module)
+        raise CheckpointError(
+            f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module
+        )
 
 
 def _expanded(
@@ -113,5 +123,7 @@ def _expanded(
         own = tuple(parts[part].shape)
         one_scale = part in SCALES and fmt.groups(inner) == 1 and math.prod(own) == 1
         if own != stored_shape(fmt, part, rows, inner) and not one_scale:
-            raise CheckpointError(f"{module}.{part} has the shape {list(own)}", field=f"{module}.{part}")
+            raise CheckpointError(
+                f"{module}.{part} has the shape {list(own)}", field=f"{module}.{part}"
+            )
     return f"{module}.weight", (rows, inner), lambda: numbers(fmt, parts, rows, inner)

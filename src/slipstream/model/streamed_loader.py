@@ -55,13 +55,17 @@ def load_streamed(
             continue
         ops.host.arena = Arena(ops.pool)  # whose memory goes with the layer
         own: dict[str, Linear] = {n: w for n, w in products.items() if n.startswith(name)}
-        layer = build_layer(spec.layers[len(layers)], values, ops, tables, name=name, scheme=scheme, products=own)
+        layer = build_layer(
+            spec.layers[len(layers)], values, ops, tables, name=name, scheme=scheme, products=own
+        )
         stream.write(len(layers), layer)
         layers.append(without_data(layer))
         del layer, own, values
     ops.host.arena = Arena(ops.pool)
     outer = {n: w for n, w in products.items() if not n.startswith("layers.")}
-    decoder = Decoder(spec, ends, ops, max_model_len=max_model_len, scheme=scheme, products=outer, layers=())
+    decoder = Decoder(
+        spec, ends, ops, max_model_len=max_model_len, scheme=scheme, products=outer, layers=()
+    )
     if description.gguf is not None:
         description.gguf.let_go()
     sizes = [layer_bytes(layer) for layer in layers]
@@ -72,7 +76,9 @@ def load_streamed(
         stream.keep_only(streamed)
         _logger.info("%s", plan.describe())
     others = iter(kept)
-    decoder.take_layers([stream.streamed(i, x) if i in streamed else next(others) for i, x in enumerate(layers)])
+    decoder.take_layers(
+        [stream.streamed(i, x) if i in streamed else next(others) for i, x in enumerate(layers)]
+    )
     forms = decoder_forms(decoder)
     if plan is not None:
         decoder.stream = stream
@@ -81,17 +87,38 @@ def load_streamed(
 
 
 def _parts(
-    description: ModelDescription, dtype: torch.dtype, load_format: str, seed: int, held: StoredWeights | None
+    description: ModelDescription,
+    dtype: torch.dtype,
+    load_format: str,
+    seed: int,
+    held: StoredWeights | None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The parameters of each layer with the beginning of their names, in order, and at last the others with ""."""
-    prefixes, device = [f"layers.{i}." for i in range(description.spec.num_layers)], torch.device("cpu")
+    prefixes, device = (
+        [f"layers.{i}." for i in range(description.spec.num_layers)],
+        torch.device("cpu"),
+    )
     if load_format != "dummy":
         for prefix in prefixes:
-            yield prefix, load_parameters(
-                description, dtype=dtype, device=device, held=held, wanted=lambda n, p=prefix: n.startswith(p)  # type: ignore[misc]
+            yield (
+                prefix,
+                load_parameters(
+                    description,
+                    dtype=dtype,
+                    device=device,
+                    held=held,
+                    wanted=lambda n, p=prefix: n.startswith(p),  # type: ignore[misc]
+                ),
             )
-        yield "", load_parameters(
-            description, dtype=dtype, device=device, held=held, wanted=lambda n: not n.startswith("layers.")
+        yield (
+            "",
+            load_parameters(
+                description,
+                dtype=dtype,
+                device=device,
+                held=held,
+                wanted=lambda n: not n.startswith("layers."),
+            ),
         )
         return
     others: dict[str, Tensor] = {}

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
-from slipstream.kernels.recording import TOKENS, NamedWeight, Op, RecordingOps, TracedKV, TracedMeta, Value
+from slipstream.kernels.recording import (
+    TOKENS,
+    NamedWeight,
+    Op,
+    RecordingOps,
+    TracedKV,
+    TracedMeta,
+    Value,
+)
 from slipstream.kernels.token_shape import match_layers, ranks_refusal, size_refusal
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers
@@ -23,7 +31,9 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 
-SPLIT = Reason("the model is split over ranks, which sum up their parts between the products", notable=False)
+SPLIT = Reason(
+    "the model is split over ranks, which sum up their parts between the products", notable=False
+)
 """Why no program and no kernel has a whole step then."""
 
 HOST_EXPERTS = Reason("the host computes experts between the products", notable=False)
@@ -78,12 +88,16 @@ def trace_encoder(decoder: Decoder) -> Trace:
 
 def named_decoder(spec: ModelSpec) -> Decoder:
     """A decoder without weights: names and shapes stand for them."""
-    shapes = {name: shape for name, shape in parameters(spec).items() if not name.startswith("vision.")}
+    shapes = {
+        name: shape for name, shape in parameters(spec).items() if not name.startswith("vision.")
+    }
     named: Any = {name: NamedWeight(name, shape) for name, shape in shapes.items()}
     return Decoder(spec, named, cast("OpSet", RecordingOps()), max_model_len=spec.max_position)
 
 
-def covered(spec: ModelSpec, *, kernels: Literal["cpu", "triton"], num_ranks: int = 1) -> dict[str, Reason | None]:
+def covered(
+    spec: ModelSpec, *, kernels: Literal["cpu", "triton"], num_ranks: int = 1
+) -> dict[str, Reason | None]:
     """The fast ways to run a step that these kernels have, by name: None, or why not for this model with weights of 16 bits,
     split over `num_ranks` by tensors. How weights are held, and the device, may still rule one out."""
     decoder = named_decoder(spec)
@@ -104,7 +118,9 @@ def program_refusal(decoder: Decoder) -> Reason | None:
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
-    found = lower(*lowered_part(decoder.spec, step), Emitter(), () if step.taken is None else (step.taken,))
+    found = lower(
+        *lowered_part(decoder.spec, step), Emitter(), () if step.taken is None else (step.taken,)
+    )
     if not isinstance(found, Reason) and decoder.encoder is not None:
         encoder = trace_encoder(decoder)
         found = lower(encoder.body, encoder.embedded, None, Emitter())
@@ -128,7 +144,9 @@ def _recorded(decoder: Decoder) -> tuple[RecordingOps, Decoder]:
 
 
 def _caches(decoder: Decoder) -> list[TracedKV]:
-    return [TracedKV(i, layer.attention.spec.num_kv_heads) for i, layer in enumerate(decoder.layers)]
+    return [
+        TracedKV(i, layer.attention.spec.num_kv_heads) for i, layer in enumerate(decoder.layers)
+    ]
 
 
 def _embed(recorder: RecordingOps, view: Decoder) -> tuple[Value, tuple[Op, ...]]:
@@ -137,7 +155,11 @@ def _embed(recorder: RecordingOps, view: Decoder) -> tuple[Value, tuple[Op, ...]
 
 
 def _layers(
-    recorder: RecordingOps, view: Decoder, layers: Sequence[Layer], embedded: Value, caches: Sequence[TracedKV]
+    recorder: RecordingOps,
+    view: Decoder,
+    layers: Sequence[Layer],
+    embedded: Value,
+    caches: Sequence[TracedKV],
 ) -> tuple[Any, Any]:
     """The result of the layers, each recorded under its index."""
 

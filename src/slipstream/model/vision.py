@@ -27,7 +27,14 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_linear, build_norm
 from slipstream.model.layers import MLP, normed
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec
-from slipstream.spec.vision import AxialRopeSpec, GridPositionSpec, ImageProcessing, MLPConnector, PatchGrid, VisionSpec
+from slipstream.spec.vision import (
+    AxialRopeSpec,
+    GridPositionSpec,
+    ImageProcessing,
+    MLPConnector,
+    PatchGrid,
+    VisionSpec,
+)
 
 LongArray = npt.NDArray[np.int64]
 
@@ -67,8 +74,17 @@ class VisionLayer:
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
         if layout.cos_sin is not None:  # written as a cache with one token per block
             kv = LayerKV(*(rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)))
-            heads = QKVLayout(num_heads=a.num_heads, num_kv_heads=a.num_heads, head_dim=a.head_dim, cos_sin=layout.cos_sin)
-            q, k, v = ops.rope_and_cache(rows, kv, layout.meta, heads), kv.k.squeeze(2), kv.v.squeeze(2)
+            heads = QKVLayout(
+                num_heads=a.num_heads,
+                num_kv_heads=a.num_heads,
+                head_dim=a.head_dim,
+                cos_sin=layout.cos_sin,
+            )
+            q, k, v = (
+                ops.rope_and_cache(rows, kv, layout.meta, heads),
+                kv.k.squeeze(2),
+                kv.v.squeeze(2),
+            )
         h = h + ops.linear(ops.packed_attention(q, k, v, parts, scale=a.scale).flatten(1), self.out)
         return h + self.mlp(ops, normed(ops, self.norms["pre_mlp"], h))
 
@@ -77,10 +93,16 @@ class ImageTower:
     """An image encoder of `spec`. `parameters` whose names begin with "vision." are taken out of the mapping."""
 
     def __init__(
-        self, spec: VisionSpec, processing: ImageProcessing, parameters: dict[str, Tensor], ops: OpSet
+        self,
+        spec: VisionSpec,
+        processing: ImageProcessing,
+        parameters: dict[str, Tensor],
+        ops: OpSet,
     ) -> None:
         self.spec, self.ops = spec, ops
-        own = {name: parameters.pop(name) for name in list(parameters) if name.startswith("vision.")}
+        own = {
+            name: parameters.pop(name) for name in list(parameters) if name.startswith("vision.")
+        }
         for i, layer in enumerate(spec.layers):
             assert isinstance(layer.mlp, DenseSpec)
             pad_units(own, f"vision.layers.{i}.mlp.", layer.mlp)
@@ -94,16 +116,25 @@ class ImageTower:
         self.most_patches = MOST_PATCHES[self.device.type]
         self.patch = linear("patch")
         self.positions = own.pop("vision.positions.weight", None)
-        self.layers = [self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)]
-        self.final_norm = None if spec.final_norm is None else build_norm(spec.final_norm, "vision.final_norm", own)
+        self.layers = [
+            self._layer(layer, f"layers.{i}.", own, linear) for i, layer in enumerate(spec.layers)
+        ]
+        self.final_norm = (
+            None
+            if spec.final_norm is None
+            else build_norm(spec.final_norm, "vision.final_norm", own)
+        )
         norm = getattr(spec.connector, "norm", None)
-        self.connector_norm = None if norm is None else build_norm(norm, "vision.connector.norm", own)
+        self.connector_norm = (
+            None if norm is None else build_norm(norm, "vision.connector.norm", own)
+        )
         self.up = linear("connector.up") if isinstance(spec.connector, MLPConnector) else None
         self.out = linear("connector.out")
         assert not own, f"unused: {list(own)}"
         self._scale = processing.scale
         self._mean, self._std = (
-            torch.tensor(x, dtype=torch.float32, device=self.device) for x in (processing.mean, processing.std)
+            torch.tensor(x, dtype=torch.float32, device=self.device)
+            for x in (processing.mean, processing.std)
         )
         self._layout = lru_cache(maxsize=8)(self._make_layout)
 
@@ -112,14 +143,24 @@ class ImageTower:
         assert isinstance(s.mlp, DenseSpec)
         qkv, out = linear(f"{name}attention.qkv"), linear(f"{name}attention.out")
         mlp = MLP(s.mlp, linear(f"{name}mlp.up"), linear(f"{name}mlp.down"))
-        return VisionLayer(s, qkv, out, mlp, {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()})
+        return VisionLayer(
+            s,
+            qkv,
+            out,
+            mlp,
+            {key: build_norm(n, f"vision.{name}{key}", own) for key, n in s.norms.items()},
+        )
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         """Pixels, uint8 [height, width, C], of whole groups of patches → of each picture its tokens' embeddings."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
-        return [x for start, end in itertools.pairwise((0, *ends)) for x in self._encode(pictures[start:end])]
+        return [
+            x
+            for start, end in itertools.pairwise((0, *ends))
+            for x in self._encode(pictures[start:end])
+        ]
 
     def _encode(self, pictures: Sequence[Tensor]) -> list[Tensor]:
         spec, ops = self.spec, self.ops
@@ -151,7 +192,14 @@ class ImageTower:
         values = (pixels.float() * self._scale - self._mean) / self._std
         grid = s.grid(*pixels.shape[1:3])
         cut = values.view(
-            len(pixels), grid.height // s.merge, s.merge, s.patch_size, grid.width // s.merge, s.merge, s.patch_size, -1
+            len(pixels),
+            grid.height // s.merge,
+            s.merge,
+            s.patch_size,
+            grid.width // s.merge,
+            s.merge,
+            s.patch_size,
+            -1,
         )
         rows = cut.permute(0, 1, 4, 2, 5, 7, 3, 6).flatten(0, 4)  # [N, C, P, P]
         if s.num_frames is not None:
@@ -161,7 +209,11 @@ class ImageTower:
     def _connect(self, h: Tensor) -> Tensor:
         """States [N, E] → tokens [N / merge², text size]"""
         spec, ops = self.spec, self.ops
-        if self.up is not None and self.connector_norm is not None and isinstance(spec.connector, MLPConnector):
+        if (
+            self.up is not None
+            and self.connector_norm is not None
+            and isinstance(spec.connector, MLPConnector)
+        ):
             wide = normed(ops, self.connector_norm, h).view(-1, spec.merge**2 * spec.hidden_size)
             rows: Any = ops.activation(ops.linear(wide, self.up), spec.connector.activation)
         elif self.connector_norm is not None:
@@ -174,13 +226,18 @@ class ImageTower:
         spec = self.spec
         sizes = np.array([grid.num_patches for grid in grids], np.int64)
         whole = PackedParts.of(sizes.tolist(), self.device)
-        rows, columns = (np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids]) for axis in range(2))
+        rows, columns = (
+            np.concatenate([patch_places(grid, spec.merge)[axis] for grid in grids])
+            for axis in range(2)
+        )
         positions = cos_sin = order = None
         windows = whole
         if isinstance(spec.position, GridPositionSpec):
             side = spec.position.side
             if spec.position.by_fraction:
-                positions = self._placed(np.concatenate([grid_positions(grid, side, spec.merge) for grid in grids]))
+                positions = self._placed(
+                    np.concatenate([grid_positions(grid, side, spec.merge) for grid in grids])
+                )
             else:
                 positions = self._placed(rows * side + columns)
         else:
@@ -189,13 +246,17 @@ class ImageTower:
             starts = np.cumsum([0, *(sizes // spec.merge**2)])
             groups, lengths = list[LongArray](), list[int]()
             for start, grid in zip(starts, grids, strict=False):
-                for window in group_windows(PatchGrid(grid.height // spec.merge, grid.width // spec.merge), spec.window):
+                for window in group_windows(
+                    PatchGrid(grid.height // spec.merge, grid.width // spec.merge), spec.window
+                ):
                     groups.append(start + window)
                     lengths.append(len(window) * spec.merge**2)
             flat = np.concatenate(groups)
             order, windows = self._placed(flat), PackedParts.of(lengths, self.device)
             if cos_sin is not None:
-                cos_sin = cos_sin.reshape(len(flat), spec.merge**2, -1)[flat].reshape(len(cos_sin), -1)
+                cos_sin = cos_sin.reshape(len(flat), spec.merge**2, -1)[flat].reshape(
+                    len(cos_sin), -1
+                )
         turned = None if cos_sin is None else torch.from_numpy(cos_sin).to(self.device)
         return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
 
@@ -238,7 +299,9 @@ def pad_units(parameters: dict[str, Tensor], name: str, spec: DenseSpec) -> None
         for part in ("up.weight", "up.bias"):
             if (value := parameters.get(name + part)) is not None:
                 rows = value.unflatten(0, (parts, size))
-                parameters[name + part] = torch.cat((rows, rows.new_zeros(parts, more, *rows.shape[2:])), dim=1).flatten(0, 1)
+                parameters[name + part] = torch.cat(
+                    (rows, rows.new_zeros(parts, more, *rows.shape[2:])), dim=1
+                ).flatten(0, 1)
         parameters[name + "down.weight"] = F.pad(parameters[name + "down.weight"], (0, more))
 
 
@@ -263,18 +326,24 @@ def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
 
     def buckets(count: int) -> LongArray:
         at = np.arange(count, dtype=np.float32) * (np.float32(1.0) / np.float32(count))
-        found: LongArray = np.searchsorted(ends, np.minimum(at, np.float32(1 - 1e-6)), side="right").astype(np.int64)
+        found: LongArray = np.searchsorted(
+            ends, np.minimum(at, np.float32(1 - 1e-6)), side="right"
+        ).astype(np.int64)
         return found
 
     return buckets(grid.height)[rows] * side + buckets(grid.width)[columns]
 
 
-def axial_rotations(spec: AxialRopeSpec, rows: LongArray, columns: LongArray) -> npt.NDArray[np.float32]:
+def axial_rotations(
+    spec: AxialRopeSpec, rows: LongArray, columns: LongArray
+) -> npt.NDArray[np.float32]:
     """float32 [N, head_dim]: cosines of a patch's angles, by its row and then its column, then their sines."""
     half = spec.head_dim // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
-    angles = np.concatenate([np.outer(x.astype(np.float32), frequencies) for x in (rows, columns)], axis=1)
+    angles = np.concatenate(
+        [np.outer(x.astype(np.float32), frequencies) for x in (rows, columns)], axis=1
+    )
     return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 

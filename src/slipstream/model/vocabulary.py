@@ -35,7 +35,11 @@ class Vocabulary:
     def gathered(self, ops: OpSet, logits: Tensor) -> Tensor:
         """Logits of the tokens that are here [N, W] → of all [N, V]"""
         part = self.partition
-        return logits if part is None or not self.is_shared else ops.all_gather(logits, part.group, self.size)
+        return (
+            logits
+            if part is None or not self.is_shared
+            else ops.all_gather(logits, part.group, self.size)
+        )
 
     def best(self, ops: OpSet, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """[N, W] → int64 [N], the tokens of all whose logits are largest. `token_ids` int64 [V]: the token of each column."""

@@ -74,7 +74,9 @@ def load_parameters(
     fault."""
     every = parameters(description.spec) if part is None else part.shapes
     shapes = {n: s for n, s in every.items() if (held is None or n not in held) and wanted(n)}
-    make = torch.empty if part is None else torch.zeros  # a part of a vocabulary may have rows of no token
+    make = (
+        torch.empty if part is None else torch.zeros
+    )  # a part of a vocabulary may have rows of no token
     values = {
         name: make(shape, dtype=_dtype(name, dtype), device="cpu" if name in on_host else device)
         for name, shape in shapes.items()
@@ -82,7 +84,10 @@ def load_parameters(
     names = names_of(description)
     if description.format == "gguf":
         read = gguf_arrays(description, str(dtype).removeprefix("torch."))
-        stored: Iterable[Stored] = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in read)  # type: ignore[misc]
+        stored: Iterable[Stored] = (
+            (name, shape, lambda r=r: to_tensor(r()))  # type: ignore[misc]
+            for name, shape, r in read
+        )
     else:
         stored = stored_tensors_of(description.path)
     find = finder(description, names)
@@ -90,7 +95,10 @@ def load_parameters(
         stored = _without_others(stored, find, wanted)
     if description.quantization is not None and description.quantization.sparse:
         arrays = ((name, shape, lambda r=r: to_array(r())) for name, shape, r in stored)
-        stored = ((name, shape, lambda r=r: to_tensor(r())) for name, shape, r in made_dense(arrays))  # type: ignore[misc]
+        stored = (
+            (name, shape, lambda r=r: to_tensor(r()))  # type: ignore[misc]
+            for name, shape, r in made_dense(arrays)
+        )
     formats = description.quantization.formats if description.quantization is not None else None
     if formats is not None:
         stored = expanded(stored, formats, expands(find, values), tensor_numbers)
@@ -100,7 +108,9 @@ def load_parameters(
     def assign(into: Tensor, value: Tensor, how: Transform | None, shape: Shape) -> None:
         into.copy_(transform(value.view(shape), how))
 
-    fill_parameters(description, names, stored, values, assign, held=held, cache_scales=cache_scales)
+    fill_parameters(
+        description, names, stored, values, assign, held=held, cache_scales=cache_scales
+    )
     return values
 
 
@@ -111,7 +121,12 @@ def _without_others(
     tensors without a place, go with the parameters that are of no layer."""
     for name, shape, read in stored:
         stem = name.rpartition(".")[0]
-        names = name, f"{stem}.weight", stem, name.rpartition("_")[0]  # as it is; a part of it; a part in older tools; MXFP4
+        names = (
+            name,
+            f"{stem}.weight",
+            stem,
+            name.rpartition("_")[0],
+        )  # as it is; a part of it; a part in older tools; MXFP4
         place = next((p for p in map(find, names) if p is not None), None)
         if wanted("" if place is None or CacheScales.is_of_cache(name) else place.target):
             yield name, shape, read
@@ -126,7 +141,10 @@ def fill(
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Parameters of these `shapes`, of a file's tensors with these `names`. CheckpointError names the tensor at fault."""
-    values = {name: torch.empty(shape, dtype=_dtype(name, dtype), device=device) for name, shape in shapes.items()}
+    values = {
+        name: torch.empty(shape, dtype=_dtype(name, dtype), device=device)
+        for name, shape in shapes.items()
+    }
     fill_named(values, names, stored, lambda into, value, how: into.copy_(transform(value, how)))
     return values
 
@@ -176,7 +194,9 @@ def layer_prefix(name: str) -> str:
     return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
 
 
-def by_layer(values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
+def by_layer(
+    values: Iterable[tuple[str, Tensor]],
+) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
     """`dummy_values` in runs of one layer's (`layer_prefix`), whose parameters follow one another. A run that is not taken is
     dropped value by value."""
     return groupby(values, key=lambda named: layer_prefix(named[0]))
@@ -201,6 +221,10 @@ def stored_tensors_of(path: Path) -> Iterator[Stored]:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dict)
-                    yield name, tuple(opened.get_slice(name).get_shape()), lambda n=name: opened.get_tensor(n)  # type: ignore[misc]
+                    yield (
+                        name,
+                        tuple(opened.get_slice(name).get_shape()),
+                        lambda n=name: opened.get_tensor(n),  # type: ignore[misc]
+                    )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error

@@ -20,7 +20,12 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return " ".join([self.compression, *(f"{name}={value}" for name, value in self.settings if value is not None)])
+        return " ".join(
+            [
+                self.compression,
+                *(f"{name}={value}" for name, value in self.settings if value is not None),
+            ]
+        )
 
     @property
     def quality_key(self) -> tuple[Any, ...]:
@@ -39,7 +44,11 @@ class Space:
 
     def candidates(self) -> list[Candidate]:
         choices = [[(name, value) for value in values] for name, values in self.axes.items()]
-        every = (Candidate(c, settings) for c in self.compressions for settings in itertools.product(*choices))
+        every = (
+            Candidate(c, settings)
+            for c in self.compressions
+            for settings in itertools.product(*choices)
+        )
         return [candidate for candidate in every if candidate not in self.left_out]
 
 
@@ -72,7 +81,13 @@ class TrialResult:
     @property
     def point(self) -> tuple[float, float, float] | None:
         """Its place, all three to be small: −ln throughput, ln seconds, nats. None of one that failed or does not fit."""
-        if self.error is not None or not self.fits or not self.throughput or not self.tpot_s or self.kl is None:
+        if (
+            self.error is not None
+            or not self.fits
+            or not self.throughput
+            or not self.tpot_s
+            or self.kl is None
+        ):
             return None
         return -math.log(self.throughput), math.log(self.tpot_s), self.kl
 

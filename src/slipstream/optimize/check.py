@@ -63,10 +63,16 @@ class Checked:
 def read_record(folder: Path) -> dict[str, Any]:
     """What the search wrote. ConfigError if `folder` is none of its."""
     if not is_engine_folder(folder):
-        raise ConfigError(f"{folder} is no engine folder; `slipstream optimize` makes one", field="folder")
+        raise ConfigError(
+            f"{folder} is no engine folder; `slipstream optimize` makes one", field="folder"
+        )
     try:
         found: dict[str, Any] = parse_json((folder / RECORD_NAME).read_bytes())
-        found["traffic"]["lengths"][0][1], found["chosen"]["figures"], found["objectives"]  # it must have them
+        (
+            found["traffic"]["lengths"][0][1],
+            found["chosen"]["figures"],
+            found["objectives"],
+        )  # it must have them
     except FileNotFoundError:
         raise ConfigError(
             f"{folder} holds no {RECORD_NAME}: `slipstream build` makes such folders, which promise no figures; only those "
@@ -85,14 +91,21 @@ Job: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def check_folder(
-    folder: Path, *, device: str = "auto", speed: Job, quality: Job | None = None, original: str | None = None
+    folder: Path,
+    *,
+    device: str = "auto",
+    speed: Job,
+    quality: Job | None = None,
+    original: str | None = None,
 ) -> Checked:
     """`speed` is `worker.speed`: it starts the folder's engine and sends the traffic. `quality` is `worker.quality`, which
     needs the `original`."""
     record = read_record(folder)
     args = EngineArgs(model=str(folder), device=device, **record.get("at_start", {}))
     given = {"traffic": record["traffic"], "objectives": record["objectives"]}
-    found = speed({"args": dataclasses.asdict(dataclasses.replace(args, skip_tokenizer_init=True)), **given})
+    found = speed(
+        {"args": dataclasses.asdict(dataclasses.replace(args, skip_tokenizer_init=True)), **given}
+    )
     here: dict[str, Any] | None = None
     faults: list[str] = []
     if quality is not None and original is not None:
@@ -100,7 +113,9 @@ def check_folder(
     made = record["folder"] or record["chosen"]["figures"]
     return Checked(
         objectives=tuple(
-            Objective(name=name, wanted=most, made=made.get(f"{name}_p99"), here=found.get(f"{name}_p99"))
+            Objective(
+                name=name, wanted=most, made=made.get(f"{name}_p99"), here=found.get(f"{name}_p99")
+            )
             for name, most in record["objectives"].items()
         ),
         figures=found,
@@ -118,12 +133,30 @@ def _quality(
 ) -> tuple[dict[str, Any], list[str]]:
     """What is measured, and the limits of the search that it does not keep."""
     if record["chosen"]["figures"].get("not_measured"):
-        raise ConfigError("the folder was made with random weights, which have no quality to measure", field="against")
+        raise ConfigError(
+            "the folder was made with random weights, which have no quality to measure",
+            field="against",
+        )
     limits = record["limits"]
-    kept = QualityLoss(kl=limits["kl"], perplexity=limits["perplexity"], tasks=tuple((n, most) for n, most in limits["tasks"]))
+    kept = QualityLoss(
+        kl=limits["kl"],
+        perplexity=limits["perplexity"],
+        tasks=tuple((n, most) for n, most in limits["tasks"]),
+    )
     with tempfile.TemporaryDirectory() as receipt:
-        job = {"original": dataclasses.asdict(original), "args": dataclasses.asdict(args), "folder": receipt}
-        job |= {"text": limits["text"], "tasks": [name for name, _ in kept.tasks], "limit": limits["task_limit"]}
-        job |= {"name": record["chosen"]["compression"], "recipe": {"name": record["chosen"]["compression"]}}
+        job = {
+            "original": dataclasses.asdict(original),
+            "args": dataclasses.asdict(args),
+            "folder": receipt,
+        }
+        job |= {
+            "text": limits["text"],
+            "tasks": [name for name, _ in kept.tasks],
+            "limit": limits["task_limit"],
+        }
+        job |= {
+            "name": record["chosen"]["compression"],
+            "recipe": {"name": record["chosen"]["compression"]},
+        }
         found = quality(job)
     return found, kept.faults(found)

@@ -50,9 +50,19 @@ class Corrected:
 
     def __init__(self, prior: Prior, measured: Sequence[TrialResult]) -> None:
         self._prior = prior
-        known = [(i, r) for i, r in enumerate(measured) if r.throughput and r.tpot_s and prior(r.candidate) != NOTHING]
+        known = [
+            (i, r)
+            for i, r in enumerate(measured)
+            if r.throughput and r.tpot_s and prior(r.candidate) != NOTHING
+        ]
         self._known = [r.candidate for _, r in known]
-        found = np.array([(-math.log(r.throughput), math.log(r.tpot_s)) for _, r in known if r.throughput and r.tpot_s])
+        found = np.array(
+            [
+                (-math.log(r.throughput), math.log(r.tpot_s))
+                for _, r in known
+                if r.throughput and r.tpot_s
+            ]
+        )
         if not known:
             return
         residuals = found.reshape(len(known), 2) - self._expected(self._known)
@@ -61,7 +71,9 @@ class Corrected:
         own = _alike_parts(self._known, self._known)
         parts = np.concatenate([own, drift[None], np.eye(len(known))[None]])  # [P, K, K]
         num_settings = len(own) - 3
-        usual = np.array([OF_ALL, OF_COMPRESSION, *[OF_SETTING] * num_settings, OF_COMBINATION, DRIFT, NOISE])
+        usual = np.array(
+            [OF_ALL, OF_COMPRESSION, *[OF_SETTING] * num_settings, OF_COMBINATION, DRIFT, NOISE]
+        )
         variances = _likeliest(residuals, parts, usual) ** 2
         self._variances = variances[: len(own)]
         self._inverse = np.linalg.inv(np.tensordot(variances, parts, 1))
@@ -70,15 +82,21 @@ class Corrected:
     def at(self, candidates: Sequence[Candidate]) -> tuple[Any, Any]:
         """(mean, standard deviation), both [N, 2]."""
         if not self._known:
-            return self._expected(candidates), np.full((len(candidates), 2), math.hypot(OF_ALL, OF_COMPRESSION))
+            return self._expected(candidates), np.full(
+                (len(candidates), 2), math.hypot(OF_ALL, OF_COMPRESSION)
+            )
         cross = np.tensordot(self._variances, _alike_parts(candidates, self._known), 1)  # [N, K]
         variance = self._variances.sum() - np.einsum("nk,kl,nl->n", cross, self._inverse, cross)
         deviation = np.sqrt(np.maximum(variance, 0))
-        return self._expected(candidates) + cross @ self._weights, np.stack([deviation, deviation], axis=1)
+        return self._expected(candidates) + cross @ self._weights, np.stack(
+            [deviation, deviation], axis=1
+        )
 
     def _expected(self, candidates: Sequence[Candidate]) -> Any:
         expected = [self._prior(c) for c in candidates]
-        return np.array([(-math.log(p.throughput), math.log(p.tpot_s)) for p in expected]).reshape(len(candidates), 2)
+        return np.array([(-math.log(p.throughput), math.log(p.tpot_s)) for p in expected]).reshape(
+            len(candidates), 2
+        )
 
 
 def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
@@ -99,14 +117,20 @@ def _likeliest(residuals: Any, parts: Any, usual: Any) -> Any:
 def _log_likelihood(residuals: Any, covariance: Any) -> float:
     """Of both columns [K, 2], up to a constant."""
     _, log_volume = np.linalg.slogdet(covariance)
-    return float(-0.5 * np.sum(residuals * np.linalg.solve(covariance, residuals)) - 0.5 * residuals.shape[1] * log_volume)
+    return float(
+        -0.5 * np.sum(residuals * np.linalg.solve(covariance, residuals))
+        - 0.5 * residuals.shape[1] * log_volume
+    )
 
 
 def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any:
     """How much two candidates have in common, [P, N, K] from 0 to 1: of everything, the compression, each setting, and all of
     these together."""
     shape = len(first), len(second)
-    parts = [np.ones(shape), _table([c.compression for c in first], [c.compression for c in second])]
+    parts = [
+        np.ones(shape),
+        _table([c.compression for c in first], [c.compression for c in second]),
+    ]
     columns = zip(*(c.settings for c in (*first, *second)), strict=True)
     for column in columns:
         values = [value for _, value in column]
@@ -117,7 +141,9 @@ def _alike_parts(first: Sequence[Candidate], second: Sequence[Candidate]) -> Any
 def _table(first: Sequence[Any], second: Sequence[Any]) -> Any:
     """`_alike` of each pair; there are few different values."""
     rows, columns = list(dict.fromkeys(first)), list(dict.fromkeys(second))
-    small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(len(rows), len(columns))
+    small = np.array([[_alike(x, y) for y in columns] for x in rows]).reshape(
+        len(rows), len(columns)
+    )
     return small[np.ix_([rows.index(x) for x in first], [columns.index(y) for y in second])]
 
 

@@ -28,7 +28,18 @@ from slipstream.hub import resolve_model
 from slipstream.plan.environment import versions
 from slipstream.worker.local_executor import LocalExecutor
 
-KEPT_FILES = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".html", ".md", ".vocab")
+KEPT_FILES = (
+    ".safetensors",
+    ".gguf",
+    ".json",
+    ".jinja",
+    ".txt",
+    ".model",
+    ".tiktoken",
+    ".html",
+    ".md",
+    ".vocab",
+)
 """Endings of a checkpoint's files that are copied: no program and no pickle among them."""
 
 Tune = Callable[[EngineArgs, Path], None]
@@ -60,7 +71,9 @@ def build_folder(
         ("speculative_model", "a draft model stays outside"),
     ):
         if getattr(args, name) not in (None, "ngram", "suffix"):
-            raise ConfigError(f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name)
+            raise ConfigError(
+                f"{name}={getattr(args, name)!r} can't travel in the folder: {why}", field=name
+            )
     if args.cpu_layers is not None:
         what = "cpu_layers depends on what a GPU has free: leave it out, and give --cpu-layers at each start"
         raise ConfigError(what, field="cpu_layers")
@@ -69,7 +82,9 @@ def build_folder(
         raise ConfigError(what, field="speculative_config")
     source = resolve_model(args.model, download_dir=args.download_dir)
     if is_engine_folder(source):
-        args, _ = dataclasses.replace(read_engine_folder(source), chosen={}).settle(args, this_machine())
+        args, _ = dataclasses.replace(read_engine_folder(source), chosen={}).settle(
+            args, this_machine()
+        )
         args = dataclasses.replace(args, tile_table="auto")
     with writing(out, "out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -144,12 +159,19 @@ def copy_checkpoint(source: Path, to: Path) -> None:
     for file in sorted(source.rglob("*")):
         inside = file.relative_to(source)
         hidden = any(part.startswith(".") for part in inside.parts)
-        if file.is_file() and file.suffix in KEPT_FILES and not hidden and inside.parts[0] != PACKED_NAME:
+        if (
+            file.is_file()
+            and file.suffix in KEPT_FILES
+            and not hidden
+            and inside.parts[0] != PACKED_NAME
+        ):
             (to / inside).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, to / inside)
 
 
-def _start(args: EngineArgs, progress: Callable[[str], None]) -> tuple[EngineConfig, tuple[int, ...], float]:
+def _start(
+    args: EngineArgs, progress: Callable[[str], None]
+) -> tuple[EngineConfig, tuple[int, ...], float]:
     """What an engine resolves to, the sizes of its graphs, and the seconds of its start. Its packed weights are written; those
     of several ranks are none, and the sizes of their graphs are not asked for."""
     with LLM.from_engine_args(args, progress=progress) as llm:

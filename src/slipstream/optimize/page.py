@@ -11,4 +11,6 @@ from slipstream.bench.sweep.dashboard import fill_page
 
 def render(document: Mapping[str, Any], model: str) -> str:
     """`document` is that of `optimize.json`."""
-    return fill_page(Path(__file__).with_name("page.html"), title=f"{model}: what serves it best", data=document)
+    return fill_page(
+        Path(__file__).with_name("page.html"), title=f"{model}: what serves it best", data=document
+    )

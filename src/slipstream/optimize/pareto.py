@@ -49,11 +49,15 @@ def _volume(points: list[tuple[float, ...]], reference: tuple[float, ...]) -> fl
     ):  # between this point's last objective and the next one's, the first i + 1 points count
         if end > ordered[i][-1]:
             below = [p[:-1] for p in ordered[: i + 1]]
-            total += (end - ordered[i][-1]) * _volume([below[j] for j in front(below)], reference[:-1])
+            total += (end - ordered[i][-1]) * _volume(
+                [below[j] for j in front(below)], reference[:-1]
+            )
     return total
 
 
-def expected_gain(points: Sequence[Point], reference: Point, mean: Any, deviation: Any, third: Any) -> Any:
+def expected_gain(
+    points: Sequence[Point], reference: Point, mean: Any, deviation: Any, third: Any
+) -> Any:
     """The hypervolume [N] that each of N candidates is expected to add to `points`, all of three objectives. Of a candidate the
     first two are independent normal variables (`mean` and `deviation` [N, 2]), and the third is known (`third` [N]).
 

@@ -47,27 +47,40 @@ def guessed_kl(compression: str, cache_dtype: str, num_parameters: float = LARGE
     return kl + (KL_OF_CACHE if cache_dtype != "auto" else 0.0)
 
 
-def simulated_prior(base: EngineArgs, description: ModelDescription, traffic: RecordedTraffic, hardware: Hardware) -> Prior:
+def simulated_prior(
+    base: EngineArgs, description: ModelDescription, traffic: RecordedTraffic, hardware: Hardware
+) -> Prior:
     """The function that `search.Search` takes. `base` holds what all candidates share. Drafts are not simulated.
 
     GPUs that share layers out are the plan's. Those that share them by stages are as several engines, each with its part of
     the memory that weights leave and of the sequences: so many steps are under way, and each passes all layers. Ranks on a CPU
     share its cores and its memory, and are expected to do what one process does."""
-    workload, arrivals = of_lengths(traffic.source, traffic.lengths), parse_arrivals(traffic.arrivals)
+    workload, arrivals = (
+        of_lengths(traffic.source, traffic.lengths),
+        parse_arrivals(traffic.arrivals),
+    )
     load = workload.traffic(arrivals, len(traffic.lengths), seed=traffic.seed)
     # Of random weights no divergence is measured: `run` takes the guess of a large model for it.
-    num_parameters = LARGE_MODEL if base.load_format == "dummy" else float(description.spec.num_parameters)
+    num_parameters = (
+        LARGE_MODEL if base.load_format == "dummy" else float(description.spec.num_parameters)
+    )
 
     @cache
     def predict(candidate: Candidate) -> Prediction:
         _, scheme = bits_of(candidate.compression)
-        given = {name: value for name, value in candidate.settings if value is not None and name != "speculative_model"}
+        given = {
+            name: value
+            for name, value in candidate.settings
+            if value is not None and name != "speculative_model"
+        }
         form = parse_parallel(given.pop("parallel", ONE_DEVICE), "parallel")
         if not hardware.is_gpu:
             form = Parallel()
         try:
             args = dataclasses.replace(base, quantization=scheme, **given)
-            every = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes * form.pipeline)
+            every = dataclasses.replace(
+                hardware, memory_bytes=hardware.memory_bytes * form.pipeline
+            )
             engine = plan_engine(args, description, every, num_gpus=form.tensor).simulated
             if form.pipeline > 1:
                 seqs = math.ceil(engine.scheduling.max_num_seqs / form.pipeline)

@@ -66,7 +66,9 @@ class QualityLoss:
             self.perplexity is not None
             and not (most := ratio - 1 + SURE * found["perplexity_ratio_stderr"]) <= self.perplexity
         ):
-            faults.append(f"perplexity {ratio - 1:+.2%} (up to {most:+.2%}), at most {self.perplexity:+.2%} is wanted")
+            faults.append(
+                f"perplexity {ratio - 1:+.2%} (up to {most:+.2%}), at most {self.perplexity:+.2%} is wanted"
+            )
         for name, limit in self.tasks:
             task = found["tasks"][name]
             if not (most := task["loss"] + SURE * task["stderr"]) <= limit:
@@ -121,7 +123,15 @@ def default_space(*, users: int, on_gpu: bool) -> Space:
     repetitions are not those of texts."""
     seqs = tuple(sorted({max(1, users // 4), max(1, users // 2), users}))
     if on_gpu:
-        compressions: tuple[str, ...] = ("none", "fp8", "int8", "int4", "recipe:fp8", "recipe:int4-awq-gptq", "recipe:2:4")
+        compressions: tuple[str, ...] = (
+            "none",
+            "fp8",
+            "int8",
+            "int4",
+            "recipe:fp8",
+            "recipe:int4-awq-gptq",
+            "recipe:2:4",
+        )
         axes: dict[str, tuple[Any, ...]] = {
             "kv_cache_dtype": ("auto", "fp8"),
             "max_num_batched_tokens": (2048, 8192, 16384),
@@ -129,7 +139,9 @@ def default_space(*, users: int, on_gpu: bool) -> Space:
     else:
         compressions = ("none", "int8", "int4-g32", "recipe:int8", "recipe:int4-gptq")
         axes = {"kv_cache_dtype": ("auto", "int8"), "max_num_batched_tokens": (128, 512, 2048)}
-    return Space(compressions=compressions, axes={**axes, "max_num_seqs": seqs, "speculative_model": (None,)})
+    return Space(
+        compressions=compressions, axes={**axes, "max_num_seqs": seqs, "speculative_model": (None,)}
+    )
 
 
 def check_compressions(names: Sequence[str]) -> tuple[str, ...]:
@@ -174,7 +186,9 @@ def draft_settings(name: str) -> dict[str, Any]:
     method, path = name.partition(":")[0], draft_path(name)
     if method in HEADS:
         return {"speculative_config": {"method": method, "model": str(path)}}
-    return {"speculative_config": {"method": "mtp"}} if name == "mtp" else {"speculative_model": name}
+    return (
+        {"speculative_config": {"method": "mtp"}} if name == "mtp" else {"speculative_model": name}
+    )
 
 
 def check_parallel(
@@ -195,7 +209,9 @@ def check_parallel(
     return forms
 
 
-def refusals(space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo) -> dict[Candidate, str]:
+def refusals(
+    space: Space, base: EngineArgs, description: ModelDescription, info: DeviceInfo
+) -> dict[Candidate, str]:
     """What several ranks can't do, such as drafts of a model, by candidate, in the engine's words. What one device
     can't do its measurement tells."""
     found = {}
@@ -235,7 +251,9 @@ class Measurer:
     text: Mapping[str, Any]
     task_limit: int | None = None  # questions of each task
     timeout_s: float = 1800.0
-    compress_s: float = math.inf  # the longest that one compression may take: others are to be measured, too
+    compress_s: float = (
+        math.inf
+    )  # the longest that one compression may take: others are to be measured, too
     deadline: float = math.inf  # of `time.monotonic()`: what has not ended by then is stopped
     on_phase: Callable[[str], None] = lambda what: None
     files: Sequence[Path] = ()  # questions, texts and draft models that results follow from
@@ -244,7 +262,15 @@ class Measurer:
     @property
     def conditions(self) -> str:
         """What results follow from, besides the candidate: a search goes on only where this is the same."""
-        given = [self.base, self._files(), self.traffic, dict(self.objectives), self.limits, dict(self.text), self.task_limit]
+        given = [
+            self.base,
+            self._files(),
+            self.traffic,
+            dict(self.objectives),
+            self.limits,
+            dict(self.text),
+            self.task_limit,
+        ]
         given += [dataclasses.asdict(_machine()), [files_of(path) for path in self.files]]
         return digest(given, default=plain)[:16]
 
@@ -252,10 +278,18 @@ class Measurer:
         self.on_phase(candidate.name)
         try:
             quality = self.quality(candidate)
-        except SlipstreamError as error:  # of its compression: no candidate that shares it can do better
+        except (
+            SlipstreamError
+        ) as error:  # of its compression: no candidate that shares it can do better
             return TrialResult(candidate=candidate, error=str(error), fits=False)
         if "not_measured" not in quality and (faults := self.limits.faults(quality)):
-            return TrialResult(candidate=candidate, kl=quality["kl"], fits=False, error="; ".join(faults), figures=quality)
+            return TrialResult(
+                candidate=candidate,
+                kl=quality["kl"],
+                fits=False,
+                error="; ".join(faults),
+                figures=quality,
+            )
         found = self.speed(self.args_of(candidate))
         return TrialResult(
             candidate=candidate,
@@ -268,12 +302,22 @@ class Measurer:
     def speed(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The figures of an engine with these settings under the traffic."""
         given = {**args, "skip_tokenizer_init": True}
-        return self._run({"kind": "speed", "args": given, "traffic": self.traffic, "objectives": dict(self.objectives)})
+        return self._run(
+            {
+                "kind": "speed",
+                "args": given,
+                "traffic": self.traffic,
+                "objectives": dict(self.objectives),
+            }
+        )
 
     def folder_args(self, candidate: Candidate) -> tuple[EngineArgs, dict[str, Any]]:
         """The settings that a folder of the candidate keeps, and those that each start has to give: a draft model or
         head stays out."""
-        args, draft = EngineArgs(**self.args_of(candidate)), dict(candidate.settings).get("speculative_model")
+        args, draft = (
+            EngineArgs(**self.args_of(candidate)),
+            dict(candidate.settings).get("speculative_model"),
+        )
         if draft is None or draft_path(draft) is None:
             return args, {}
         at_start = draft_settings(draft)
@@ -294,7 +338,17 @@ class Measurer:
         if not out.is_dir():
             self.on_phase(f"compressing, {compression}")
             out.parent.mkdir(parents=True, exist_ok=True)
-            words = [*WORKER, "slipstream", "compress", self.base.model, "--recipe", recipe, "--out", str(out), "--no-report"]
+            words = [
+                *WORKER,
+                "slipstream",
+                "compress",
+                self.base.model,
+                "--recipe",
+                recipe,
+                "--out",
+                str(out),
+                "--no-report",
+            ]
             words += ["--device", self.base.device]
             words += ["--download-dir", self.base.download_dir] if self.base.download_dir else []
             self._finish(words, None, f"compress --recipe {recipe}", most_s=self.compress_s)
@@ -314,7 +368,12 @@ class Measurer:
         settings = dict(key[1:])
         if self.base.load_format == "dummy":
             kl = guessed_kl(candidate.compression, settings.get("kv_cache_dtype", "auto"))
-            return {"kl": kl, "kl_stderr": 0.0, "perplexity_ratio": None, "not_measured": NOT_MEASURED}
+            return {
+                "kl": kl,
+                "kl_stderr": 0.0,
+                "perplexity_ratio": None,
+                "not_measured": NOT_MEASURED,
+            }
         if candidate.compression == "none" and settings.get("kv_cache_dtype", "auto") == "auto":
             return {
                 "kl": 0.0,
@@ -327,7 +386,10 @@ class Measurer:
         if key not in self._quality:
             folder = self.receipt(candidate)
             kept = folder / "quality.json"
-            told = {"conditions": self.conditions, "key": [list(x) if isinstance(x, tuple) else x for x in key]}
+            told = {
+                "conditions": self.conditions,
+                "key": [list(x) if isinstance(x, tuple) else x for x in key],
+            }
             if candidate.compression not in ("none", *SCHEMES):
                 told["made_of"] = self._made_of(candidate.compression)
             if kept.is_file() and (known := json.loads(kept.read_text("utf-8"))).get("of") == told:
@@ -337,9 +399,21 @@ class Measurer:
             of = Candidate(candidate.compression, tuple(settings.items()))
             args = self.args_of(of)
             self.on_phase(f"quality of {candidate.compression}")
-            job: dict[str, Any] = {"kind": "quality", "original": dataclasses.asdict(self.base), "args": args}
-            job |= {"folder": str(folder), "text": dict(self.text), "name": of.name, "limit": self.task_limit}
-            job |= {"tasks": [name for name, _ in self.limits.tasks], "recipe": {"name": candidate.compression}}
+            job: dict[str, Any] = {
+                "kind": "quality",
+                "original": dataclasses.asdict(self.base),
+                "args": args,
+            }
+            job |= {
+                "folder": str(folder),
+                "text": dict(self.text),
+                "name": of.name,
+                "limit": self.task_limit,
+            }
+            job |= {
+                "tasks": [name for name, _ in self.limits.tasks],
+                "recipe": {"name": candidate.compression},
+            }
             found = self._run(job)
             kept.write_text(json.dumps({"of": told, "found": found}), encoding="utf-8")
             self._quality[key] = found
@@ -348,15 +422,23 @@ class Measurer:
     def receipt(self, candidate: Candidate) -> Path:
         """Where the receipt of its quality lies."""
         name = hashlib.sha256(repr(candidate.quality_key).encode()).hexdigest()[:8]
-        return self.folder / "quality" / f"{candidate.compression.replace(':', '_').replace('/', '_')}-{name}"
+        return (
+            self.folder
+            / "quality"
+            / f"{candidate.compression.replace(':', '_').replace('/', '_')}-{name}"
+        )
 
     def _run(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._finish(WORKER, json.dumps(job, default=plain), str(job["kind"])))
+        found: dict[str, Any] = json.loads(
+            self._finish(WORKER, json.dumps(job, default=plain), str(job["kind"]))
+        )
         if "error" in found:
             raise EngineError(found["error"])
         return found
 
-    def _finish(self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf) -> str:
+    def _finish(
+        self, words: Sequence[str], given: str | None, what: str, most_s: float = math.inf
+    ) -> str:
         """A process's output. EngineError if it fails or takes too long; then all that it started ends with it."""
         process = subprocess.Popen(
             words,
@@ -370,7 +452,11 @@ class Measurer:
             left, most_s = self.deadline - time.monotonic(), min(self.timeout_s, most_s)
             out, said = process.communicate(given, timeout=max(0.0, min(most_s, left)))
         except subprocess.TimeoutExpired:
-            over = "the budget ended before it did" if left < most_s else f"it took more than {most_s:.1f} s"
+            over = (
+                "the budget ended before it did"
+                if left < most_s
+                else f"it took more than {most_s:.1f} s"
+            )
             raise EngineError(f"{what} was stopped: {over}") from None
         finally:
             if process.poll() is None:
@@ -390,7 +476,11 @@ _machine = functools.cache(this_machine)
 def files_of(source: Path) -> list[tuple[str, int, int]]:
     """The identity of a file or folder, beyond its name: the names, sizes and times of its files."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    return [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in files
+        if file.is_file()
+    ]
 
 
 # --- What is kept -----------------------------------------------------------------------------------------------------
@@ -414,8 +504,13 @@ def as_row(result: TrialResult) -> dict[str, Any]:
 
 def result_of(row: Mapping[str, Any], space: Space) -> TrialResult:
     """What `as_row` made a row of. KeyError if it is of another space."""
-    candidate = Candidate(row["compression"], tuple((name, row["settings"][name]) for name in space.axes))
-    return TrialResult(candidate=candidate, **{name: v for name, v in row.items() if name not in ("compression", "settings")})
+    candidate = Candidate(
+        row["compression"], tuple((name, row["settings"][name]) for name in space.axes)
+    )
+    return TrialResult(
+        candidate=candidate,
+        **{name: v for name, v in row.items() if name not in ("compression", "settings")},
+    )
 
 
 def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
@@ -429,7 +524,9 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
         except (ValueError, KeyError):
             continue  # cut off when the search was interrupted, or of another space
         lost_too_much = result.kl is not None
-        if conditions == measurer.conditions and (result.error is None or lost_too_much):  # else it is tried again
+        if conditions == measurer.conditions and (
+            result.error is None or lost_too_much
+        ):  # else it is tried again
             found[result.candidate] = result
     return list(found.values())
 
@@ -440,7 +537,11 @@ def read_results(measurer: Measurer, space: Space) -> list[TrialResult]:
 def misses(result: TrialResult, objectives: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """The objectives whose 99th percentile is above what is wanted: (measured, wanted)."""
     found = {name: (result.figures.get(f"{name}_p99"), most) for name, most in objectives.items()}
-    return {name: (value, most) for name, (value, most) in found.items() if value is not None and value > most}
+    return {
+        name: (value, most)
+        for name, (value, most) in found.items()
+        if value is not None and value > most
+    }
 
 
 def choose(results: Sequence[TrialResult], objectives: Mapping[str, float]) -> TrialResult | None:
@@ -450,4 +551,6 @@ def choose(results: Sequence[TrialResult], objectives: Mapping[str, float]) -> T
     meeting = [r for r in results if not misses(r, objectives)]
     if meeting:
         return max(meeting, key=lambda r: r.throughput or 0)
-    return min(results, key=lambda r: max(value / most for value, most in misses(r, objectives).values()))
+    return min(
+        results, key=lambda r: max(value / most for value, most in misses(r, objectives).values())
+    )

@@ -24,7 +24,15 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.optimize.candidates import NOTHING, Candidate, Measure, Prediction, Prior, Space, TrialResult
+from slipstream.optimize.candidates import (
+    NOTHING,
+    Candidate,
+    Measure,
+    Prediction,
+    Prior,
+    Space,
+    TrialResult,
+)
 from slipstream.optimize.corrected import Corrected
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
@@ -81,9 +89,15 @@ class Search:
         longest: dict[bool, float] = {}  # by whether the quality was known
         while (candidate := self.propose()) is not None:
             started = clock()
-            left_s, known = budget_s - (started - begin), {r.candidate.quality_key for r in self.results if r.kl is not None}
+            left_s, known = (
+                budget_s - (started - begin),
+                {r.candidate.quality_key for r in self.results if r.kl is not None},
+            )
             new = longest.get(False, longest.get(True, 0.0))
-            takes = {False: new, True: longest.get(True, new / 2)}  # of a kind that was not seen yet, a guess
+            takes = {
+                False: new,
+                True: longest.get(True, new / 2),
+            }  # of a kind that was not seen yet, a guess
             if self.results and takes[candidate.quality_key in known] > left_s:
                 in_time = {c for c in self.waiting() if takes[c.quality_key in known] <= left_s}
                 candidate = self.propose(in_time.__contains__)
@@ -110,7 +124,9 @@ class Search:
             longest[is_known] = max(longest.get(is_known, 0.0) * 0.7, clock() - started)
         return self.results
 
-    def propose(self, among: Callable[[Candidate], bool] = lambda candidate: True) -> Candidate | None:
+    def propose(
+        self, among: Callable[[Candidate], bool] = lambda candidate: True
+    ) -> Candidate | None:
         """The candidate to measure next, of those of which `among` is true. None, with the reason in `why_ended`, if no other
         is expected to improve the front."""
         waiting = [candidate for candidate in self.waiting() if among(candidate)]
@@ -123,24 +139,39 @@ class Search:
             self.why_ended = "no candidate is expected to move the front"
             return None
         if points and len(self.results) % EXPLORE_EVERY == EXPLORE_EVERY - 1:
-            worth = {c for c, gain in zip(waiting, gains, strict=True) if gain >= EXPLORED_GAIN * gains[best]}
+            worth = {
+                c
+                for c, gain in zip(waiting, gains, strict=True)
+                if gain >= EXPLORED_GAIN * gains[best]
+            }
             if (other := self._optuna.ask(worth)) is not None:
                 return other
         return waiting[best]
 
     def predict(self, candidate: Candidate) -> Prediction:
         """By the prior, as corrected by what was measured so far."""
-        ((minus_log_throughput, log_tpot),), _ = Corrected(self._prior, self.results).at([candidate])
-        return Prediction(throughput=math.exp(-minus_log_throughput), tpot_s=math.exp(log_tpot), kl=self._kl(candidate)[0])
+        ((minus_log_throughput, log_tpot),), _ = Corrected(self._prior, self.results).at(
+            [candidate]
+        )
+        return Prediction(
+            throughput=math.exp(-minus_log_throughput),
+            tpot_s=math.exp(log_tpot),
+            kl=self._kl(candidate)[0],
+        )
 
     def waiting(self) -> list[Candidate]:
         """Not measured, and not of a compression that was found not to fit with a KV cache that is no worse."""
         done = {r.candidate for r in self.results}
-        unfit = [(r.candidate.compression, self._prior(r.candidate).kl) for r in self.results if not r.fits]
+        unfit = [
+            (r.candidate.compression, self._prior(r.candidate).kl)
+            for r in self.results
+            if not r.fits
+        ]
         return [
             c
             for c in self._all
-            if c not in done and not any(c.compression == of and self._prior(c).kl >= kl for of, kl in unfit)
+            if c not in done
+            and not any(c.compression == of and self._prior(c).kl >= kl for of, kl in unfit)
         ]
 
     def points(self) -> list[tuple[float, float, float]]:
@@ -155,7 +186,9 @@ class Search:
     def _kl(self, candidate: Candidate) -> tuple[float, float]:
         """A candidate's divergence, and the standard deviation of its logarithm: measured, if any candidate of its quality was;
         else what its compression had with another KV cache, and what the caches differ by; else the prior's."""
-        known = {r.candidate.quality_key: (r.kl, r.candidate) for r in self.results if r.kl is not None}
+        known = {
+            r.candidate.quality_key: (r.kl, r.candidate) for r in self.results if r.kl is not None
+        }
         if candidate.quality_key in known:
             return known[candidate.quality_key][0], 0.0
         guess = self._prior(candidate).kl
@@ -164,7 +197,9 @@ class Search:
                 return max(kl + self._between_caches(candidate, other, known), 0.0), OF_SIBLING
         return guess, GUESSED
 
-    def _between_caches(self, candidate: Candidate, other: Candidate, known: Mapping[Any, tuple[float, Candidate]]) -> float:
+    def _between_caches(
+        self, candidate: Candidate, other: Candidate, known: Mapping[Any, tuple[float, Candidate]]
+    ) -> float:
         """How much more `candidate` diverges than `other`, which differs in the KV cache: as measured with another compression,
         or the prior's."""
         for compression in self.space.compressions:
@@ -181,12 +216,16 @@ class Search:
             return []
         mean, _ = known.at([r.candidate for r in found])
         return [
-            (float(a), float(b), r.kl) if r.kl is not None and self._prior(r.candidate) != NOTHING else r.point
+            (float(a), float(b), r.kl)
+            if r.kl is not None and self._prior(r.candidate) != NOTHING
+            else r.point
             for r, (a, b) in zip(found, mean, strict=True)
             if r.point is not None
         ]
 
-    def _reference(self, known: Corrected, points: list[tuple[float, float, float]]) -> tuple[float, float, float]:
+    def _reference(
+        self, known: Corrected, points: list[tuple[float, float, float]]
+    ) -> tuple[float, float, float]:
         """Beyond all that was measured, and all that is expected of the others."""
         planned = [c for c in self.waiting() if self._prior(c) != NOTHING]
         mean = known.at(planned)[0] if planned else []
@@ -205,7 +244,11 @@ class Search:
         reference, gains = self._reference(known, points), np.zeros(len(waiting))
         for place, weight in QUADRATURE:
             here = kl * np.exp(place * spread)
-            gains += weight * (here <= self._kl_limit) * expected_gain(points, reference, mean, deviation, here)
+            gains += (
+                weight
+                * (here <= self._kl_limit)
+                * expected_gain(points, reference, mean, deviation, here)
+            )
         return gains, hypervolume(points, reference)
 
 
@@ -214,7 +257,9 @@ def load_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("the search needs Optuna: pip install 'slipstream[optimize]'", field="out") from None
+        raise ConfigError(
+            "the search needs Optuna: pip install 'slipstream[optimize]'", field="out"
+        ) from None
     return optuna
 
 
@@ -234,7 +279,9 @@ class _Explorer:
         self._distributions: dict[str, Any] = {
             name: kind(tuple(range(len(values)))) for name, values in self._axes.items()
         }
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=LEAST_MEASURED, multivariate=True)
+        sampler = optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=LEAST_MEASURED, multivariate=True
+        )
         self._study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
 
     def tell(self, result: TrialResult) -> None:
@@ -243,7 +290,9 @@ class _Explorer:
         trial, states = self._optuna.trial, self._optuna.trial.TrialState
         point = result.point
         state = {"state": states.FAIL} if point is None else {"values": point}
-        self._study.add_trial(trial.create_trial(params=numbers, distributions=self._distributions, **state))
+        self._study.add_trial(
+            trial.create_trial(params=numbers, distributions=self._distributions, **state)
+        )
 
     def ask(self, wanted: set[Candidate]) -> Candidate | None:
         for _ in range(self.TRIES):
@@ -253,7 +302,8 @@ class _Explorer:
             )  # the measurement is added as a trial of its own
             values = {name: self._axes[name][number] for name, number in trial.params.items()}
             found = Candidate(
-                values.pop("compression"), tuple((name, values[name]) for name in self._axes if name in values)
+                values.pop("compression"),
+                tuple((name, values[name]) for name in self._axes if name in values),
             )
             if found in wanted:
                 return found

@@ -38,7 +38,9 @@ class RecordedTraffic:
         return from_lengths("traffic", self.lengths, vocab_size=vocab_size, seed=self.seed)
 
 
-def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0) -> RecordedTraffic:
+def parse_traffic(
+    text: str, arrivals: str, *, num_requests: int, longest: int, seed: int = 0
+) -> RecordedTraffic:
     """`text` is IN/OUT for requests that are all alike, such as 128/64, or a file: a recorded trace (.csv, .jsonl) or lengths
     (.json, as `bench --lengths-file`). The first `num_requests` that fit into `longest` tokens are taken."""
     parse_arrivals(arrivals)
@@ -51,23 +53,38 @@ def parse_traffic(text: str, arrivals: str, *, num_requests: int, longest: int, 
         found = read_trace(Path(text).expanduser())
     fits = [pair for pair in found if sum(pair) <= longest]
     if not fits:
-        raise ConfigError(f"traffic={text!r}: no request of it fits into the model's {longest} tokens", field="traffic")
+        raise ConfigError(
+            f"traffic={text!r}: no request of it fits into the model's {longest} tokens",
+            field="traffic",
+        )
     taken = tuple(fits[:num_requests])
     if all(num_out < 2 for _, num_out in taken):
         what = f"traffic={text!r}: answers of one token have no time between tokens to search by; give 2 or more"
         raise ConfigError(what, field="traffic")
-    return RecordedTraffic(source=text, lengths=taken, arrivals=arrivals, seed=seed, num_left_out=len(found) - len(fits))
+    return RecordedTraffic(
+        source=text,
+        lengths=taken,
+        arrivals=arrivals,
+        seed=seed,
+        num_left_out=len(found) - len(fits),
+    )
 
 
 def read_trace(path: Path) -> list[Length]:
     """The lengths in a file, in its order, without requests that have no tokens on one side."""
     if not path.is_file():
-        raise ConfigError(f"traffic={str(path)!r} is neither IN/OUT, such as 128/64, nor a file", field="traffic")
+        raise ConfigError(
+            f"traffic={str(path)!r} is neither IN/OUT, such as 128/64, nor a file", field="traffic"
+        )
     if path.suffix == ".json":
         return read_lengths(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = [*map(parse_json, filter(str.strip, file))] if path.suffix == ".jsonl" else list(csv.DictReader(file))
+            rows = (
+                [*map(parse_json, filter(str.strip, file))]
+                if path.suffix == ".jsonl"
+                else list(csv.DictReader(file))
+            )
         names = next(pair for pair in TRACE_COLUMNS if rows and set(pair) <= rows[0].keys())
         lengths = [(int(row[names[0]]), int(row[names[1]])) for row in rows]
     except (OSError, ValueError, OverflowError, TypeError, AttributeError, StopIteration):

@@ -39,15 +39,28 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
         async with await AsyncSlipstream.start(EngineArgs(**job["args"])) as engine:
             work = traffic.workload(engine.engine.description.spec.vocab_size)
             arrivals = parse_arrivals(traffic.arrivals)
-            await run_load(engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed)
+            await run_load(
+                engine, warmup(work, min(4, len(work.requests))), arrivals, seed=traffic.seed
+            )
             config = engine.engine.config
             several = config.device.info.is_cuda and config.parallel.num_ranks > 1
-            devices = [f"cuda:{rank}" for rank in range(config.parallel.num_ranks)] if several else [config.device.info.device]
+            devices = (
+                [f"cuda:{rank}" for rank in range(config.parallel.num_ranks)]
+                if several
+                else [config.device.info.device]
+            )
             meter = EnergyMeter(devices=devices)
             before = meter.read()
-            summary = summarize(await run_load(engine, work.requests, arrivals, seed=traffic.seed), job["objectives"])
+            summary = summarize(
+                await run_load(engine, work.requests, arrivals, seed=traffic.seed),
+                job["objectives"],
+            )
             energy = meter.energy(before, meter.read(), summary.wall_s, summary.output_tokens)
-            ledger, phases, canary = engine.engine.ledger, engine.engine.phases, engine.engine.canary
+            ledger, phases, canary = (
+                engine.engine.ledger,
+                engine.engine.phases,
+                engine.engine.canary,
+            )
         if summary.num_failed:
             raise SlipstreamError("; ".join(summary.errors))
         start = {"start_s": sum(phases.values()), "weights_bytes": ledger.weights_bytes}
@@ -86,7 +99,9 @@ def quality(job: dict[str, Any]) -> dict[str, Any]:
         "perplexity_ratio_stderr": d.perplexity_ratio_stderr,
         "top1_agreement": d.top1_agreement,
         "file_bytes": report.compressed.file_bytes,
-        "tasks": {name: task_loss(*pair) for name, pair in zip(job["tasks"], report.tasks, strict=True)},
+        "tasks": {
+            name: task_loss(*pair) for name, pair in zip(job["tasks"], report.tasks, strict=True)
+        },
     }
 
 
@@ -107,16 +122,22 @@ def task_loss(original: TaskResult, found: TaskResult) -> dict[str, Any]:
     if better is None:
         better = True if metric in HIGHER else False if metric in LOWER else None
     if better is None:
-        raise SlipstreamError(f"the task {found.name} does not say whether more or less of {metric} is better: it has no loss")
+        raise SlipstreamError(
+            f"the task {found.name} does not say whether more or less of {metric} is better: it has no loss"
+        )
     scale = 100.0 if metric in OF_100 else 1.0
     if not better:
         scale = original.value
         if not scale > 0:
-            raise SlipstreamError(f"the task {found.name}: {metric} is {scale:g} of the original: no share can be lost")
+            raise SlipstreamError(
+                f"the task {found.name}: {metric} is {scale:g} of the original: no share can be lost"
+            )
     loss = (original.value - found.value if better else found.value - original.value) / scale
     errors = [r.stderr / scale for r in (original, found) if r.stderr is not None]
     if len(errors) < 2:
-        raise SlipstreamError(f"the task {found.name} has no standard error of {found.metric}: no limit is surely kept")
+        raise SlipstreamError(
+            f"the task {found.name} has no standard error of {found.metric}: no limit is surely kept"
+        )
     return {
         "metric": found.metric,
         "original": original.value,
@@ -144,7 +165,9 @@ def main() -> None:
         found = {"speed": speed, "quality": quality}[job["kind"]](job)
     except Exception as error:  # whatever goes wrong is the candidate's
         error = missing_torch(error) or error
-        text = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+        )
         found = {"error": text}
     replies.write(json.dumps(found))
     replies.flush()

@@ -60,7 +60,9 @@ class AnalyticCost:
     dense_bytes: int | None = None
     host: HostCost = field(default_factory=HostCost)
     # Of layers with alike attention: how many, bytes of a cached token, operations of a pair, and the window.
-    _attentions: tuple[tuple[int, float, float, float], ...] = field(init=False, repr=False, compare=False)
+    _attentions: tuple[tuple[int, float, float, float], ...] = field(
+        init=False, repr=False, compare=False
+    )
     _others: dict[tuple[int, int, bool, bool], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,12 @@ class AnalyticCost:
 
     def seconds(self, shape: StepShape) -> float:
         """The sum of `parts`. What hangs on a step's tokens alone is looked up: there are few sizes of graphs."""
-        key = shape.num_tokens, shape.num_sampled, shape.num_decodes == 0, shape.num_prompt_tokens == 0
+        key = (
+            shape.num_tokens,
+            shape.num_sampled,
+            shape.num_decodes == 0,
+            shape.num_prompt_tokens == 0,
+        )
         others = self._others.get(key)
         if others is None:
             no_attention = shape._replace(decode_context=0, prompt_attention=0)
@@ -90,12 +97,18 @@ class AnalyticCost:
         """Seconds by what they go to: reading, multiplying, attention, activations, fixed times, links; and "layers", what
         reading layers that are not kept takes longer than the others together."""
         found = self._computing(shape)
-        return {**found, "layers": max(0.0, self.read_s - sum(found.values()))} if self.read_s else found
+        return (
+            {**found, "layers": max(0.0, self.read_s - sum(found.values()))}
+            if self.read_s
+            else found
+        )
 
     def _computing(self, shape: StepShape) -> dict[str, float]:
         h, n = self.hardware, self.num_gpus
         tokens = shape.num_tokens
-        found = dict.fromkeys(("weights", "products", "attention", "activations", "fixed", "link"), 0.0)
+        found = dict.fromkeys(
+            ("weights", "products", "attention", "activations", "fixed", "link"), 0.0
+        )
         activations = 0.0
         for p in self.products:
             count = shape.num_sampled if p.name == "head" else tokens
@@ -112,7 +125,9 @@ class AnalyticCost:
             found["weights" if reading > multiplying else "products"] += both
             found["fixed"] += p.count * h.op_s
             if p.name != "head":
-                activations += p.count * p.chosen * (p.rows / n + p.inner / n) * self.dtype_bytes * tokens
+                activations += (
+                    p.count * p.chosen * (p.rows / n + p.inner / n) * self.dtype_bytes * tokens
+                )
         found["activations"] = ACTIVATION_PASSES * activations / h.read_bytes_s
         found["attention"] = self._attention(shape)
         num_layers = len(self.spec.layers)
@@ -120,17 +135,25 @@ class AnalyticCost:
         if h.is_gpu:
             found["fixed"] *= _fixed_share(shape)
         if n > 1:
-            found["link"] = 2 * num_layers * h.all_reduce_s(tokens * self.spec.hidden_size * self.dtype_bytes, n)
+            found["link"] = (
+                2
+                * num_layers
+                * h.all_reduce_s(tokens * self.spec.hidden_size * self.dtype_bytes, n)
+            )
         return found
 
     def _attention(self, shape: StepShape) -> float:
         h, seconds = self.hardware, 0.0
         mean = shape.decode_context / shape.num_decodes if shape.num_decodes else 0.0
-        mean_prompt = shape.prompt_attention / shape.num_prompt_tokens if shape.num_prompt_tokens else 0.0
+        mean_prompt = (
+            shape.prompt_attention / shape.num_prompt_tokens if shape.num_prompt_tokens else 0.0
+        )
         rate = h.rate(self.dtype)
         for count, token_bytes, pair_operations, window in self._attentions:
             cached = shape.num_decodes * min(mean, window)
-            each = 1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0  # tokens that look at them
+            each = (
+                1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0
+            )  # tokens that look at them
             pairs = shape.num_prompt_tokens * min(mean_prompt, window)
             decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))

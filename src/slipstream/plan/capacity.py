@@ -35,7 +35,9 @@ class LatencyObjectives:
 
     def met_by(self, run: Simulation) -> bool:
         records = settled(run)
-        return bool(records) and sum(r.meets(self.limits) for r in records) >= self.attainment * len(records)
+        return bool(records) and sum(
+            r.meets(self.limits) for r in records
+        ) >= self.attainment * len(records)
 
     def reached(self, run: Simulation) -> dict[str, float]:
         """Of each objective the value that such a share of the requests meets."""
@@ -66,13 +68,19 @@ class Capacity:
 
 def run_alone(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> Simulation:
     """Requests one by one: the best latencies that there are."""
-    return simulate(engine, workload.traffic(ClosedLoop(concurrency=1), min(100, NUM_REQUESTS), seed=seed))
+    return simulate(
+        engine, workload.traffic(ClosedLoop(concurrency=1), min(100, NUM_REQUESTS), seed=seed)
+    )
 
 
-def saturated(engine: SimulatedEngine, workload: Workload, *, count: int = NUM_REQUESTS, seed: int = 0) -> Simulation:
+def saturated(
+    engine: SimulatedEngine, workload: Workload, *, count: int = NUM_REQUESTS, seed: int = 0
+) -> Simulation:
     """As many users as the engine takes at once."""
     users = engine.scheduling.max_num_seqs
-    return simulate(engine, workload.traffic(ClosedLoop(concurrency=users), max(count, 3 * users), seed=seed))
+    return simulate(
+        engine, workload.traffic(ClosedLoop(concurrency=users), max(count, 3 * users), seed=seed)
+    )
 
 
 def keeps_up(run: Simulation, rate: float) -> bool:
@@ -102,7 +110,11 @@ def find_capacity(
     search, best = RateSearch(most / 2, MOST_RUNS), None
     while search.rate is not None:
         rate = search.rate
-        run = carried(engine, workload, objectives, rate, seed=seed, on_run=on_run) if rate <= 1.1 * most else None
+        run = (
+            carried(engine, workload, objectives, rate, seed=seed, on_run=on_run)
+            if rate <= 1.1 * most
+            else None
+        )
         best = run or best
         search.record(run is not None)
         if search.rate is not None and search.rate < most / 1000:
@@ -122,11 +134,15 @@ def carried(
     """The run at `rate`, if the objectives hold and requests do not pile up."""
     count = NUM_REQUESTS
     while True:
-        run = simulate(engine, workload.at_rate(rate, count, seed=seed), objectives=objectives.limits)
+        run = simulate(
+            engine, workload.at_rate(rate, count, seed=seed), objectives=objectives.limits
+        )
         on_run()
         if not objectives.met_by(run) or not keeps_up(run, rate):
             return None
-        enough = math.ceil(rate * ANSWERS * (run.summary.e2e_s.mean if run.summary.e2e_s is not None else 0.0))
+        enough = math.ceil(
+            rate * ANSWERS * (run.summary.e2e_s.mean if run.summary.e2e_s is not None else 0.0)
+        )
         if count >= min(MOST_REQUESTS, enough):
             return run
         count = min(MOST_REQUESTS, 2 * enough)

@@ -20,10 +20,23 @@ from slipstream.plan.step_cost import Label
 
 DATA = Path(__file__).parent / "data"
 
-REACHED = {"read": 0.927, "float32": 0.75, "bfloat16": 0.79, "float16": 0.79, "fp8": 0.73, "int8": 0.53}
+REACHED = {
+    "read": 0.927,
+    "float32": 0.75,
+    "bfloat16": 0.79,
+    "float16": 0.79,
+    "fp8": 0.73,
+    "int8": 0.53,
+}
 """Shares of its data sheet's rates that an H200 reached."""
 
-FALLBACKS = {"fp8": "bfloat16", "int6": "int8", "int8": "bfloat16", "float16": "bfloat16", "bfloat16": "float32"}
+FALLBACKS = {
+    "fp8": "bfloat16",
+    "int6": "int8",
+    "int8": "bfloat16",
+    "float16": "bfloat16",
+    "bfloat16": "float32",
+}
 """What multiplies instead where a machine has no products of a type. int6: weights of up to 6 bits by inputs of 8."""
 
 
@@ -85,7 +98,9 @@ class Hardware:
 def known_devices() -> dict[str, Hardware]:
     """By name, in the file's order."""
     found = {}
-    for name, row in json.loads((DATA / "devices.json").read_text(encoding="utf-8"))["devices"].items():
+    for name, row in json.loads((DATA / "devices.json").read_text(encoding="utf-8"))[
+        "devices"
+    ].items():
         found[name] = _device(name, dict(row))
     return found
 
@@ -94,7 +109,9 @@ def _device(name: str, row: dict[str, Any]) -> Hardware:
     on_paper = row.pop("on_paper", None)
     if on_paper is not None:
         row["read_bytes_s"] = on_paper["read_bytes_s"] * REACHED["read"]
-        row["operations_s"] = {kind: rate * REACHED[kind] for kind, rate in on_paper["operations_s"].items()}
+        row["operations_s"] = {
+            kind: rate * REACHED[kind] for kind, rate in on_paper["operations_s"].items()
+        }
     return Hardware(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))})
 
 
@@ -115,7 +132,9 @@ def find_device(name: str) -> Hardware:
 
 def _runs_of_words(title: str) -> set[str]:
     words = title.split()
-    return {_plain("".join(words[i:j])) for i in range(len(words)) for j in range(i + 1, len(words) + 1)} - {""}
+    return {
+        _plain("".join(words[i:j])) for i in range(len(words)) for j in range(i + 1, len(words) + 1)
+    } - {""}
 
 
 def _plain(text: str) -> str:

@@ -45,7 +45,9 @@ def parse_acceptance(text: str) -> Acceptance:
     """`0.8`, `0.8,0.6,0.5` (by position), or `0.8,0.6@0.3` where three steps of ten have a proposal."""
     given, _, found = text.partition("@")
     try:
-        made = Acceptance(rates=tuple(float(part) for part in given.split(",")), found=float(found or 1))
+        made = Acceptance(
+            rates=tuple(float(part) for part in given.split(",")), found=float(found or 1)
+        )
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
             return made
     except ValueError:
@@ -95,7 +97,9 @@ class SimulatedSpeculation(Speculation):
 
 def drawn(name: str, number: int) -> float:
     """A number in [0, 1), a hash of a request and a position in it. Neighbouring positions have independent numbers."""
-    return int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
+    return (
+        int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
+    )
 
 
 class DraftSteps:
@@ -116,7 +120,11 @@ class DraftSteps:
             seen = self._seen.get(s.request_id, 0)
             seen = seen if seen <= s.num_computed_tokens else s.num_computed_tokens
             if (count := s.num_computed_tokens - seen) > 1:
-                missed, pairs, num_prompts = missed + count, pairs + attention_pairs(seen, count), num_prompts + 1
+                missed, pairs, num_prompts = (
+                    missed + count,
+                    pairs + attention_pairs(seen, count),
+                    num_prompts + 1,
+                )
             else:
                 missed += count
             self._seen[s.request_id] = s.num_computed_tokens + len(s.drafts)
@@ -127,7 +135,10 @@ class DraftSteps:
             going = [s for s in drafted if len(s.drafts) > i]
             context = sum(s.num_computed_tokens + 1 + i for s in going)
             shape = StepShape(len(going), context, num_sampled=len(going))
-            total, self.label = total + self._cost.seconds(shape), worst(self.label, self._cost.label(shape))
+            total, self.label = (
+                total + self._cost.seconds(shape),
+                worst(self.label, self._cost.label(shape)),
+            )
         return total
 
     def forget(self, request_id: str) -> None:

@@ -20,7 +20,13 @@ from slipstream.hub import resolve_model
 from slipstream.plan.analytic import AnalyticCost, launch_s
 from slipstream.plan.devices import FALLBACKS, Hardware, find_device, known_devices
 from slipstream.plan.drafts import Acceptance, Drafts
-from slipstream.plan.estimate import bytes_by_part, config_of_draft, estimate, resident_weights_bytes, this_device
+from slipstream.plan.estimate import (
+    bytes_by_part,
+    config_of_draft,
+    estimate,
+    resident_weights_bytes,
+    this_device,
+)
 from slipstream.plan.graph_sizes import padding
 from slipstream.plan.memory import MemoryLedger
 from slipstream.plan.offload import estimate_offload
@@ -100,10 +106,14 @@ class PlannedEngine:
         """The same with other engine settings."""
         args = dataclasses.replace(self.args, **settings)
         acceptance = None if self.drafts is None else self.drafts.acceptance
-        return plan_engine(args, self.description, self.hardware, num_gpus=self.num_gpus, acceptance=acceptance)
+        return plan_engine(
+            args, self.description, self.hardware, num_gpus=self.num_gpus, acceptance=acceptance
+        )
 
     def with_blocks(self, num_blocks: int) -> PlannedEngine:
-        return dataclasses.replace(self, ledger=dataclasses.replace(self.ledger, num_blocks=num_blocks))
+        return dataclasses.replace(
+            self, ledger=dataclasses.replace(self.ledger, num_blocks=num_blocks)
+        )
 
 
 def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
@@ -115,9 +125,13 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
             known, title = find_device(info.name), info.name
         except ConfigError:
             known, title = find_device("h200"), f"{info.name}, with an H200's rates"
-            known = dataclasses.replace(known, name="this GPU", watts=None, idle_watts=None, label="estimated")
+            known = dataclasses.replace(
+                known, name="this GPU", watts=None, idle_watts=None, label="estimated"
+            )
         ceilings = read_ceilings(info.name, 0)
-        known = dataclasses.replace(known, title=info.name if ceilings else title, memory_bytes=info.memory_bytes)
+        known = dataclasses.replace(
+            known, title=info.name if ceilings else title, memory_bytes=info.memory_bytes
+        )
         return measured(known, ceilings)
     if num_threads is not None:
         info = dataclasses.replace(info, num_threads=num_threads)
@@ -149,7 +163,8 @@ def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
     rates = {kind: value * share[kind] for kind, value in ceilings.items() if kind in types}
     return dataclasses.replace(
         hardware,
-        read_bytes_s=ceilings.get("read", hardware.read_bytes_s / share.get("read", 1.0)) * share.get("read", 1.0),
+        read_bytes_s=ceilings.get("read", hardware.read_bytes_s / share.get("read", 1.0))
+        * share.get("read", 1.0),
         operations_s={**hardware.operations_s, **rates},
         disk_bytes_s=ceilings.get("disk", hardware.disk_bytes_s),
         watts=ceilings.get("watts", hardware.watts),
@@ -172,11 +187,17 @@ def plan_engine(
     drafts, where the settings have some; ConfigError without it."""
     spec = description.spec
     if spec.kind != "a decoder":
-        raise ConfigError(f"plan is for models that write text, and this is {spec.kind}", field="model")
+        raise ConfigError(
+            f"plan is for models that write text, and this is {spec.kind}", field="model"
+        )
     if not num_gpus >= 1 or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
-        raise ConfigError(f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus")
+        raise ConfigError(
+            f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus"
+        )
     if args.cpu_layers is not None:
-        raise ConfigError("cpu_layers: plan has no rates of a GPU's host; leave it out", field="cpu_layers")
+        raise ConfigError(
+            "cpu_layers: plan has no rates of a GPU's host; leave it out", field="cpu_layers"
+        )
     if args.host_experts is not None:
         raise ConfigError(
             "host_experts: plan has no rates of a GPU's host; leave it out (`slipstream info` says what a token reads there)",
@@ -190,8 +211,12 @@ def plan_engine(
         )
     info = info or hardware.device_info()
     draft = _draft_model(args, resolve(args, description, info).speculation, acceptance)
-    all_gpus = dataclasses.replace(info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus)
-    config, ledger = estimate(args, description, all_gpus, with_steps=True, draft=draft, num_gpus=num_gpus)
+    all_gpus = dataclasses.replace(
+        info, memory_bytes=info.memory_bytes * num_gpus, free_bytes=info.free_bytes * num_gpus
+    )
+    config, ledger = estimate(
+        args, description, all_gpus, with_steps=True, draft=draft, num_gpus=num_gpus
+    )
     drafts = None
     if config.speculation is not None:
         assert acceptance is not None
@@ -213,7 +238,9 @@ def plan_engine(
     )
 
 
-def _analytic(config: EngineConfig, description: ModelDescription, hardware: Hardware, num_gpus: int) -> AnalyticCost:
+def _analytic(
+    config: EngineConfig, description: ModelDescription, hardware: Hardware, num_gpus: int
+) -> AnalyticCost:
     spec, parts, dtype = description.spec, bytes_by_part(config, description), config.model.dtype
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     in_8_bits = description.stored or (scheme is not None and scheme.weight_bits <= 4)
@@ -225,7 +252,9 @@ def _analytic(config: EngineConfig, description: ModelDescription, hardware: Har
     # A GPU's product of several tokens with a 4-bit weight takes as long as with its dense copy (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
-    if description.stored and not hardware.is_gpu:  # a GGUF file's types, of which only the sum is known
+    if (
+        description.stored and not hardware.is_gpu
+    ):  # a GGUF file's types, of which only the sum is known
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)
@@ -260,18 +289,27 @@ def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardw
     rate = hardware.host_bytes_s if hardware.is_gpu else hardware.disk_bytes_s
     if rate is None:
         where = "copies from its host" if hardware.is_gpu else "reads from its disk"
-        raise ConfigError(f"weights_bytes: how fast {hardware.title} {where} is not known; leave it out", field="weights_bytes")
+        raise ConfigError(
+            f"weights_bytes: how fast {hardware.title} {where} is not known; leave it out",
+            field="weights_bytes",
+        )
     return offload.read_bytes / rate
 
 
-def _table(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> StepTable | None:
+def _table(
+    config: EngineConfig, description: ModelDescription, hardware: Hardware
+) -> StepTable | None:
     """What was measured of such an engine."""
     if estimate_offload(config, description) is not None:
         return None
     info = config.device.info
     name = this_device("auto").name if hardware.name == "this machine" else info.name
-    named = dataclasses.replace(config, device=dataclasses.replace(config.device, info=dataclasses.replace(info, name=name)))
-    return find_table(identity(named, description.spec, sum(bytes_by_part(config, description).values())))
+    named = dataclasses.replace(
+        config, device=dataclasses.replace(config.device, info=dataclasses.replace(info, name=name))
+    )
+    return find_table(
+        identity(named, description.spec, sum(bytes_by_part(config, description).values()))
+    )
 
 
 def _draft_model(

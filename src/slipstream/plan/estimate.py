@@ -34,11 +34,17 @@ from slipstream.spec.parallel import Shard, split_shapes, split_spec
 from slipstream.spec.scheme import SCHEMES
 
 
-def bytes_by_part(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> dict[str, int]:
+def bytes_by_part(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> dict[str, int]:
     """The weights' as an engine with these settings holds them; of several ranks, as that of `shard` does, or else that of
     `largest_shard`."""
     shard = shard or largest_shard(config, description)
-    spec, size, by_cpu = split_spec(description.spec, shard), DTYPE_BYTES[config.model.dtype], by_cpu_kernels(config)
+    spec, size, by_cpu = (
+        split_spec(description.spec, shard),
+        DTYPE_BYTES[config.model.dtype],
+        by_cpu_kernels(config),
+    )
     shapes = split_shapes(description.spec, shard) if config.parallel.num_ranks > 1 else None
     formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     if formats:
@@ -55,7 +61,10 @@ def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
     if how.on_host:
         return how.shard(1)
     shards = [how.shard(first) for first in range(0, how.num_ranks, how.ranks_of_stage)]
-    return max(shards, key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())))
+    return max(
+        shards,
+        key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())),
+    )
 
 
 def by_cpu_kernels(config: EngineConfig) -> bool:
@@ -111,11 +120,19 @@ def estimate(
         check_draft_model(draft.spec, spec, config.model.max_model_len)
         own = config_of_draft(config)
         weights += num_gpus * resident_weights_bytes(own, draft)
-        block += num_gpus * block_bytes(draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype])
-    activations, graphs, rows = _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
+        block += num_gpus * block_bytes(
+            draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype]
+        )
+    activations, graphs, rows = (
+        _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
+    )
     if draft is not None and graphs:
         graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
-    sharing = config if num_gpus == 1 else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
+    sharing = (
+        config
+        if num_gpus == 1
+        else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
+    )
     adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
     copies = num_gpus * peer_copy_bytes(sharing, description.spec)
     _, ledger = size_cache(
@@ -129,12 +146,16 @@ def estimate(
         graph_bytes=graphs,
         rows_bytes=rows,
         # What a host has free changes by the minute: there a model is described also where it would not fit just now.
-        taken_bytes=weights + activations + graphs + rows + adapters + copies if info.is_cuda else 0,
+        taken_bytes=weights + activations + graphs + rows + adapters + copies
+        if info.is_cuda
+        else 0,
         adapter_bytes=adapters,
         peer_copy_bytes=copies,
     )
     config = config.with_memory_limits(ledger.num_blocks - 1, block)
-    return config, dataclasses.replace(ledger, host_expert_bytes=host_expert_bytes(config, description))
+    return config, dataclasses.replace(
+        ledger, host_expert_bytes=host_expert_bytes(config, description)
+    )
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:
@@ -146,7 +167,9 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, model=model, cache=cache, parallel=ParallelConfig())
 
 
-def resident_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
+def resident_weights_bytes(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> int:
     """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does
     (`bytes_by_part`)."""
     total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
@@ -154,23 +177,33 @@ def resident_weights_bytes(config: EngineConfig, description: ModelDescription, 
     return total if bound is None else min(total, bound)
 
 
-def host_expert_bytes(config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True) -> int:
+def host_expert_bytes(
+    config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True
+) -> int:
     """Bytes of the experts that are on the host, as the host holds them or, without `on_cpu`, as the GPU would."""
     size = DTYPE_BYTES[config.model.dtype]
     formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
     total = 0
     for name in host_weights(description.spec, config.model.host_experts):
-        total += native_weight_bytes(name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu)
+        total += native_weight_bytes(
+            name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu
+        )
     return total
 
 
-def all_weights_bytes(config: EngineConfig, description: ModelDescription, shard: Shard | None = None) -> int:
+def all_weights_bytes(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> int:
     """`resident_weights_bytes`, with layers that are read as they are needed."""
     spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
     held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
-    own_types = description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme) if by_cpu_kernels(config) else None
+    own_types = (
+        description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme)
+        if by_cpu_kernels(config)
+        else None
+    )
     if own_types is not None and not held:
         return own_types // num_ranks
     weights = sum(bytes_by_part(config, description, shard).values())
@@ -189,5 +222,9 @@ def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int,
     activations += scheduling.seqs_of_rank * spec.vocab_size * (element + 4)
     tables = len(config.cache.groups) * config.max_blocks_per_seq
     rows = (scheduling.seqs_of_rank + 1) * 4 * (config.model.max_model_len + 1 + tables)
-    graphs = 0 if config.device.enforce_eager or spec.is_encoder else graph_bytes(config.of_rank, spec, element)
+    graphs = (
+        0
+        if config.device.enforce_eager or spec.is_encoder
+        else graph_bytes(config.of_rank, spec, element)
+    )
     return activations, graphs, rows

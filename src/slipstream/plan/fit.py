@@ -31,7 +31,13 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
         _check_experts_fit(config, description)
         return
     info, ranks = config.device.info, config.parallel.num_ranks
-    each = " beside the CPU's" if config.parallel.on_host else f" of each of {ranks} ranks" if ranks > 1 else ""
+    each = (
+        " beside the CPU's"
+        if config.parallel.on_host
+        else f" of each of {ranks} ranks"
+        if ranks > 1
+        else ""
+    )
     raise OutOfMemoryError(
         f"the weights{each} take {_gib(need)}, and {_gib(free)} of {info.name} are free for them; "
         + _remedies(config, description),
@@ -45,7 +51,9 @@ def check_host_fits(config: EngineConfig, description: ModelDescription) -> None
     if plan is None:
         return
     total, free = host_memory()
-    free = max(0, int(HOST_SHARE * free) - (config.cache.host_bytes or 0))  # blocks of the cache are pinned, too
+    free = max(
+        0, int(HOST_SHARE * free) - (config.cache.host_bytes or 0)
+    )  # blocks of the cache are pinned, too
     if plan.read_bytes <= free:
         return
     budget, more = config.model.weights_bytes, plan.read_bytes - free
@@ -94,13 +102,27 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
             found.append(f"quantization={name!r} ({_gib(size)})")
     if info.is_cuda:
         for ranks in (2, 4, MOST_RANKS):
-            split = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tensor=ranks))
-            if ranks > config.parallel.num_ranks and resident_weights_bytes(split, description) <= free:
+            split = dataclasses.replace(
+                config, parallel=dataclasses.replace(config.parallel, tensor=ranks)
+            )
+            if (
+                ranks > config.parallel.num_ranks
+                and resident_weights_bytes(split, description) <= free
+            ):
                 found.append(f"tensor_parallel_size={ranks}")
                 break
-    if info.is_cuda and config.parallel.num_ranks == 1 and mixtures(description.spec) and not config.model.host_experts:
+    if (
+        info.is_cuda
+        and config.parallel.num_ranks == 1
+        and mixtures(description.spec)
+        and not config.model.host_experts
+    ):
         found.append("host_experts='auto' (the host computes experts)")
-    if config.parallel.num_ranks == 1 and description.spec.kind == "a decoder" and config.model.weights_bytes is None:
+    if (
+        config.parallel.num_ranks == 1
+        and description.spec.kind == "a decoder"
+        and config.model.weights_bytes is None
+    ):
         how = "copied to the GPU" if info.is_cuda else "read"
         found.append(f"weights_bytes={free // 2} (layers are {how} in each step, which is slow)")
         if info.is_cuda and config.model.quantization not in ("fp8", "fp8-block"):
@@ -109,14 +131,25 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
     return "what helps: " + ", ".join(found)
 
 
-def _smaller(config: EngineConfig, description: ModelDescription) -> Iterator[tuple[str, EngineConfig]]:
+def _smaller(
+    config: EngineConfig, description: ModelDescription
+) -> Iterator[tuple[str, EngineConfig]]:
     """The schemes that weights could be rounded by, with the settings for it."""
-    if config.model.quantization is not None or description.quantization is not None or description.format == "gguf":
+    if (
+        config.model.quantization is not None
+        or description.quantization is not None
+        or description.format == "gguf"
+    ):
         return
     able = native_products(config.device.kernels, config.device.info)
     for name in SMALLER:
         if SCHEMES[name].name in able:
-            yield name, dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=name))
+            yield (
+                name,
+                dataclasses.replace(
+                    config, model=dataclasses.replace(config.model, quantization=name)
+                ),
+            )
 
 
 def _gib(num_bytes: int) -> str:

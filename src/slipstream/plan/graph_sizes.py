@@ -74,7 +74,14 @@ def decode_rows(config: EngineConfig) -> list[int]:
 
 def mixed_decodes(max_num_seqs: int) -> list[int]:
     """Decodes that mixed graphs have room for, each at most twice the one before."""
-    return [0, *(n for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) if n <= max_num_seqs)]
+    return [
+        0,
+        *(
+            n
+            for n in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+            if n <= max_num_seqs
+        ),
+    ]
 
 
 def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
@@ -84,7 +91,26 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
         return []
     most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)
-    sizes = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+    sizes = (
+        32,
+        64,
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        3072,
+        4096,
+        5120,
+        6144,
+        7168,
+        7680,
+        8192,
+    )
     return [n for n in sizes if n <= longest]
 
 
@@ -93,7 +119,9 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
     attention computes whole prompts without the cache, which is several times as fast and saves more than the launches cost."""
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
-    return config.parallel.ranks_of_stage > 1 or any(isinstance(layer.mlp, MoESpec) for layer in spec.layers)
+    return config.parallel.ranks_of_stage > 1 or any(
+        isinstance(layer.mlp, MoESpec) for layer in spec.layers
+    )
 
 
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
@@ -121,7 +149,9 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
     largest = max(decodes[-1:] + mixed[-1:])
-    gathered = config.parallel.experts if config.parallel.deals_requests else 1  # experts see the tokens of all ranks
+    gathered = (
+        config.parallel.experts if config.parallel.deals_requests else 1
+    )  # experts see the tokens of all ranks
     numbers = largest * spec.hidden_size + activation_numbers(spec, gathered * largest, decodes[-1])
     found = numbers * element_bytes + (len(decodes) + len(mixed)) * GRAPH_BYTES
     found += len(end_sizes(decodes)) * END_BYTES
@@ -145,7 +175,11 @@ def chain_depths(config: EngineConfig) -> tuple[int, ...]:
     """The lengths of chains to capture: of the fixed number of drafts, or several."""
     assert config.speculation is not None
     fixed = config.speculation.num_speculative_tokens
-    return tuple(d for d in (CHAIN_DEPTHS if fixed is None else (fixed,)) if 2 * d < config.model.max_model_len)
+    return tuple(
+        d
+        for d in (CHAIN_DEPTHS if fixed is None else (fixed,))
+        if 2 * d < config.model.max_model_len
+    )
 
 
 def chain_bytes(config: EngineConfig, num_layers: int) -> int:
@@ -157,7 +191,10 @@ def chain_bytes(config: EngineConfig, num_layers: int) -> int:
 def model_chain_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
     """Memory to be left for the graphs of a draft model's chains. A head's activations are small."""
     most = chain_sizes(config.scheduling.max_num_seqs)[-1]
-    return chain_bytes(config, len(spec.layers)) + activation_numbers(spec, CAUGHT_UP * most, most) * element_bytes
+    return (
+        chain_bytes(config, len(spec.layers))
+        + activation_numbers(spec, CAUGHT_UP * most, most) * element_bytes
+    )
 
 
 class Padding(Protocol):

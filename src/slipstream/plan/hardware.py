@@ -61,7 +61,9 @@ def host_info() -> HostInfo:
 
 def available_cores() -> int:
     """Cores that this process may use by its affinity and its control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max":
@@ -113,7 +115,11 @@ def gpus() -> tuple[GpuInfo, ...]:
     query = "--query-gpu=name,memory.total,memory.free,driver_version"
     try:
         answer = subprocess.run(
-            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=True
+            [tool, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return ()
@@ -122,7 +128,12 @@ def gpus() -> tuple[GpuInfo, ...]:
         name, total, free, driver = (part.strip() for part in line.rsplit(",", 3))
         if total.isdigit() and free.isdigit():
             found.append(
-                GpuInfo(name=name, memory_bytes=int(total) * 2**20, free_bytes=int(free) * 2**20, driver=driver)
+                GpuInfo(
+                    name=name,
+                    memory_bytes=int(total) * 2**20,
+                    free_bytes=int(free) * 2**20,
+                    driver=driver,
+                )
             )
     return tuple(found)
 
@@ -132,7 +143,11 @@ def driver_sees_gpu() -> bool:
     try:
         driver = _gpu_driver()
         count = ctypes.c_int(0)
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        return (
+            driver.cuInit(0) == 0
+            and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+            and count.value > 0
+        )
     except (OSError, AttributeError):
         return False
 
@@ -141,13 +156,17 @@ def wake_gpu(device: str) -> threading.Thread | None:
     """Begin to start the driver and a context of the GPU that `device` (as in `EngineArgs`) means, beside Python's imports:
     0.4 s on an H200. Who needs them first waits for the rest, and is told what is wrong. None: `device` means no GPU."""
     kind, _, ordinal = device.partition(":")
-    if not (kind in ("auto", "cuda") and not ordinal) and not (kind == "cuda" and ordinal.isdigit()):
+    if not (kind in ("auto", "cuda") and not ordinal) and not (
+        kind == "cuda" and ordinal.isdigit()
+    ):
         return None
 
     def make_context() -> None:
         if driver_sees_gpu() and _torch_has_cuda():
             # torch's runtime takes this context, the device's primary one, which holds until the process ends.
-            _gpu_driver().cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), ctypes.c_int(int(ordinal or 0)))
+            _gpu_driver().cuDevicePrimaryCtxRetain(
+                ctypes.byref(ctypes.c_void_p()), ctypes.c_int(int(ordinal or 0))
+            )
 
     thread = threading.Thread(target=make_context, daemon=True)
     thread.start()
@@ -215,4 +234,6 @@ def _cpuinfo(key: str) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""  # not Linux
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), ""
+    )

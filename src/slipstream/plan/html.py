@@ -26,6 +26,8 @@ def render(template: Path, filters: Mapping[str, Any], **values: object) -> str:
     """The page of a Jinja template, without scripts. It escapes `values`; one that it names and is not given is an error."""
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= filters
     return head() + environment.from_string(template.read_text("utf-8")).render(**values)

@@ -50,12 +50,16 @@ def weights_bytes(
     if spec.vision is not None:
         found["image encoder"] = 0
     for name, shape in shapes.items():
-        found[part_of(name)] += math.prod(shape) * (4 if name.endswith(".correction.weight") else dtype_bytes)
+        found[part_of(name)] += math.prod(shape) * (
+            4 if name.endswith(".correction.weight") else dtype_bytes
+        )
     if scheme is None:
         return found
 
     def round_product(part: str, rows: int, inner: int, *, beside: bool = False) -> None:
-        found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (0 if beside else rows * inner * dtype_bytes)
+        found[part] += scheme.weight_bytes(rows, inner, on_cpu=on_cpu) - (
+            0 if beside else rows * inner * dtype_bytes
+        )
 
     encoder = () if spec.encoder is None else spec.encoder.layers
     for layer in (*encoder, *(spec.layers[i] for i in spec.local_layers)):
@@ -64,7 +68,9 @@ def weights_bytes(
                 continue
             round_product(product.part, product.copies * product.rows, product.inner)
     if scheme.head and spec.has_last:
-        round_product("output head", shapes["embed.weight"][0], spec.embed_width, beside=spec.tied_embeddings)
+        round_product(
+            "output head", shapes["embed.weight"][0], spec.embed_width, beside=spec.tied_embeddings
+        )
     return found
 
 
@@ -90,7 +96,9 @@ def native_weights_bytes(
         else:
             size = native_group_size(fmt, rows, inner) or inner
             scale_bytes = 4 if on_cpu and size == 128 else 2
-            held = rows * inner // 2 + rows * (inner // size) * scale_bytes * (1 if fmt.symmetric else 2)
+            held = rows * inner // 2 + rows * (inner // size) * scale_bytes * (
+                1 if fmt.symmetric else 2
+            )
         found[part] += held - rows * inner * dtype_bytes
     return found
 
@@ -129,7 +137,9 @@ def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
     return min(MAX_HOST_CACHE_BYTES, int(free_bytes * HOST_CACHE_SHARE), wanted_bytes)
 
 
-def kv_budget(config: EngineConfig, block: int, *, total_bytes: int, free_bytes: int, taken_bytes: int) -> tuple[int, int]:
+def kv_budget(
+    config: EngineConfig, block: int, *, total_bytes: int, free_bytes: int, taken_bytes: int
+) -> tuple[int, int]:
     """(bytes that the engine may use, bytes for the KV cache), with blocks of `block` bytes on a device that has
     `free_bytes` of `total_bytes` left, of which the engine will take `taken_bytes` for other things."""
     left = free_bytes - taken_bytes
@@ -171,8 +181,17 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
     """Tokens of the largest step for which two GPUs have memory to copy their parts of sums to each other, padding included.
     0: they don't."""
-    how, reads_sums = config.parallel, config.speculation is not None and config.speculation.by_head  # and each is read once
-    if not config.device.info.is_cuda or how.tensor != 2 or how.ranks_of_stage != 2 or how.sequence or reads_sums:
+    how, reads_sums = (
+        config.parallel,
+        config.speculation is not None and config.speculation.by_head,
+    )  # and each is read once
+    if (
+        not config.device.info.is_cuda
+        or how.tensor != 2
+        or how.ranks_of_stage != 2
+        or how.sequence
+        or reads_sums
+    ):
         return 0
     tokens = config.scheduling.max_num_batched_tokens + config.scheduling.max_num_seqs
     return tokens if tokens >= COPIED_SUMS_FROM and any(x.is_plain for x in spec.all_layers) else 0
@@ -219,7 +238,13 @@ class MemoryLedger:
 
     @property
     def used_bytes(self) -> int:
-        parts = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes + self.other_bytes
+        parts = (
+            self.weights_bytes
+            + self.activation_bytes
+            + self.graph_bytes
+            + self.kv_bytes
+            + self.other_bytes
+        )
         return parts + self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
 
     @property
@@ -229,7 +254,9 @@ class MemoryLedger:
     @property
     def blocks_per_sequence(self) -> int:
         """The most blocks that a sequence of the longest length holds."""
-        return blocks_of_sequence(self.groups, self.max_model_len, self.block_size, self.max_step_tokens)
+        return blocks_of_sequence(
+            self.groups, self.max_model_len, self.block_size, self.max_step_tokens
+        )
 
     @property
     def num_kv_tokens(self) -> int:
@@ -257,21 +284,34 @@ class MemoryLedger:
             "KV cache": self.kv_bytes,
             "rows": self.other_bytes,
         }
-        more = {"adapters": self.adapter_bytes, "peer copies": self.peer_copy_bytes, "pictures": self.image_cache_bytes}
+        more = {
+            "adapters": self.adapter_bytes,
+            "peer copies": self.peer_copy_bytes,
+            "pictures": self.image_cache_bytes,
+        }
         parts |= {name: size for name, size in more.items() if size}
         parts["left"] = self.left_bytes
-        lines = [f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()]
-        lines.append(f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}")
+        lines = [
+            f"{name:<12}{size:>18,} B {size / 2**30:>9.2f} GiB" for name, size in parts.items()
+        ]
+        lines.append(
+            f"{'of':<12}{self.allowed_bytes:>18,} B {self.allowed_bytes / 2**30:>9.2f} GiB on {self.device}"
+        )
         if self.left_bytes < 0:
             lines.append(f"does not fit: {-self.left_bytes / 2**30:.2f} GiB are missing")
         else:
             lines.append(f"the cache holds {self.describe_capacity()}")
-        for where, size in (("the host's memory", self.host_tier_bytes), ("a disk", self.disk_tier_bytes)):
+        for where, size in (
+            ("the host's memory", self.host_tier_bytes),
+            ("a disk", self.disk_tier_bytes),
+        ):
             if size:
                 tokens = size // self.block_bytes * self.block_size // len(self.groups)
                 lines.append(f"below it: {size / 2**30:.2f} GiB of {where}, {tokens:,} tokens")
         if self.host_expert_bytes:
-            lines.append(f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there")
+            lines.append(
+                f"experts: {self.host_expert_bytes / 2**30:.2f} GiB of the host's memory, computed there"
+            )
         if self.forms:
             lines.append(f"weights of products: {self.describe_forms()}")
         return lines
@@ -311,7 +351,9 @@ def size_cache(
         name = f"{name}, shared by {ranks} ranks"
     pictures = 0 if config.images is None else config.images.cache_bytes
     taken_bytes += pictures
-    allowed, budget = kv_budget(config, block, total_bytes=total_bytes, free_bytes=free_bytes, taken_bytes=taken_bytes)
+    allowed, budget = kv_budget(
+        config, block, total_bytes=total_bytes, free_bytes=free_bytes, taken_bytes=taken_bytes
+    )
     num_blocks = plan_kv(budget_bytes=budget, block_bytes=block)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
@@ -322,14 +364,23 @@ def size_cache(
         if num_blocks > 1 or config.origins["kv_cache_bytes"].source == "user":
             raise
         steps, seqs = config.scheduling.max_num_batched_tokens, config.scheduling.max_num_seqs
-        follows = config.origins["max_num_batched_tokens"].source != "user" and config.origins["max_num_seqs"].source == "user"
+        follows = (
+            config.origins["max_num_batched_tokens"].source != "user"
+            and config.origins["max_num_seqs"].source == "user"
+        )
         parts = [
             (weights_bytes, "weights", ""),
-            (activation_bytes + graph_bytes, f"steps (max_num_batched_tokens={steps})", "max_num_batched_tokens"),
+            (
+                activation_bytes + graph_bytes,
+                f"steps (max_num_batched_tokens={steps})",
+                "max_num_batched_tokens",
+            ),
             (rows_bytes, f"rows of sequences (max_num_seqs={seqs})", "max_num_seqs"),
         ]
         if config.lora is not None:
-            parts.append((adapter_bytes, f"adapters (max_loras={config.lora.max_loras})", "max_loras"))
+            parts.append(
+                (adapter_bytes, f"adapters (max_loras={config.lora.max_loras})", "max_loras")
+            )
         field = max(parts)[2]
         if not field:
             raise

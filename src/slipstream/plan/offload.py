@@ -25,7 +25,11 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
     numbers = [layer.num_parameters(spec.hidden_size) for layer in spec.layers]
     if config.device.info.is_cuda:  # where embeddings and head are in another type than the layers
         parts = bytes_by_part(config, description)
-        of_layers = sum(size for name, size in parts.items() if name not in ("embeddings", "output head", "image encoder"))
+        of_layers = sum(
+            size
+            for name, size in parts.items()
+            if name not in ("embeddings", "output head", "image encoder")
+        )
         sizes = [of_layers * number // sum(numbers) for number in numbers]
     else:
         sizes = [total * number // spec.num_parameters for number in numbers]

@@ -10,7 +10,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slipstream.spec.model import ROUNDED, AttentionKind, LatentAttentionSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.model import (
+    ROUNDED,
+    AttentionKind,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+)
 
 UNROUNDED = ("expand", "router", "shared_weight")
 """Products of a layer that keep the model's type."""
@@ -72,7 +79,15 @@ def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Produ
         for (name, part, rows, inner, copies, chosen), count in found.items()
     ]
     head = bytes_by_part["output head"] or bytes_by_part["embeddings"]  # tied
-    made.append(Product(name="head", part="output head", rows=spec.vocab_size, inner=spec.embed_width, weight_bytes=head))
+    made.append(
+        Product(
+            name="head",
+            part="output head",
+            rows=spec.vocab_size,
+            inner=spec.embed_width,
+            weight_bytes=head,
+        )
+    )
     return tuple(made)
 
 
@@ -85,7 +100,9 @@ def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, i
             continue
         experts = isinstance(layer.mlp, MoESpec) and stem == ["experts"]
         copies = layer.mlp.num_experts if experts and isinstance(layer.mlp, MoESpec) else 1
-        chosen = layer.mlp.num_experts_per_token if experts and isinstance(layer.mlp, MoESpec) else 1
+        chosen = (
+            layer.mlp.num_experts_per_token if experts and isinstance(layer.mlp, MoESpec) else 1
+        )
         part = "attention" if stem and stem[0] in ("attention", "cross") else "mlp"
         found.append((product, part, shape[0] // copies, shape[1], copies, chosen))
     return found

@@ -22,8 +22,15 @@ MEMORY = (
 
 def render(document: Mapping[str, Any]) -> str:
     """The page of a `slipstream plan --json` document."""
-    filters = {"gib": lambda value: f"{value / 2**30:,.2f}", "short": short, "ms": lambda value: f"{value * 1e3:,.1f}"}
-    devices = [{**row, "memory": shares(row["ledger"]), "parts": times(row["step"]["parts_s"])} for row in document["devices"]]
+    filters = {
+        "gib": lambda value: f"{value / 2**30:,.2f}",
+        "short": short,
+        "ms": lambda value: f"{value * 1e3:,.1f}",
+    }
+    devices = [
+        {**row, "memory": shares(row["ledger"]), "parts": times(row["step"]["parts_s"])}
+        for row in document["devices"]
+    ]
     return html.render(Path(__file__).with_name("page.html"), filters, d=document, devices=devices)
 
 
@@ -38,7 +45,9 @@ def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 def times(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
     """(name, seconds, percent of the step), the longest first."""
     total = sum(parts.values()) or 1.0
-    return sorted(((name, s, 100 * s / total) for name, s in parts.items() if s), key=lambda part: -part[1])
+    return sorted(
+        ((name, s, 100 * s / total) for name, s in parts.items() if s), key=lambda part: -part[1]
+    )
 
 
 def short(value: float | None) -> str:

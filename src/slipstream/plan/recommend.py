@@ -18,7 +18,14 @@ from slipstream.bench.load import ClosedLoop
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.plan.analytic import binds
-from slipstream.plan.capacity import Capacity, LatencyObjectives, carried, find_capacity, saturated, with_limits
+from slipstream.plan.capacity import (
+    Capacity,
+    LatencyObjectives,
+    carried,
+    find_capacity,
+    saturated,
+    with_limits,
+)
 from slipstream.plan.devices import Hardware
 from slipstream.plan.drafts import Acceptance
 from slipstream.plan.engines import PlannedEngine, plan_engine
@@ -55,9 +62,13 @@ class DevicePlan:
     engine: PlannedEngine
     capacity: Capacity
     full: Simulation
-    limits: dict[str, int] | None  # of steps, where others than the engine's carry more; None: none were tried
+    limits: (
+        dict[str, int] | None
+    )  # of steps, where others than the engine's carry more; None: none were tried
     replicas: int | None
-    run: Simulation | None  # at the load, of as few replicas as meet the objectives, or of as many as there may be
+    run: (
+        Simulation | None
+    )  # at the load, of as few replicas as meet the objectives, or of as many as there may be
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -90,7 +101,11 @@ class DevicePlan:
         h, rate = self.engine.hardware, self.throughput
         if h.watts is None or h.idle_watts is None or not rate:
             return None
-        return self.num_gpus * (h.idle_watts + (h.watts - h.idle_watts) * min(1.0, self.load.busy)) / rate
+        return (
+            self.num_gpus
+            * (h.idle_watts + (h.watts - h.idle_watts) * min(1.0, self.load.busy))
+            / rate
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +122,17 @@ class OfferedLoad:
     def run(self, engine: PlannedEngine, replicas: int) -> Simulation:
         count, limits = 400 * min(replicas, 4), self.objectives.limits
         if self.rate is not None:
-            traffic = self.workload.at_rate(self.rate, max(count, min(6000, math.ceil(self.rate * 15))), seed=self.seed)
+            traffic = self.workload.at_rate(
+                self.rate, max(count, min(6000, math.ceil(self.rate * 15))), seed=self.seed
+            )
         else:
             assert self.users is not None
-            traffic = self.workload.traffic(ClosedLoop(concurrency=self.users), max(count, 3 * self.users), seed=self.seed)
-        return simulate(engine.simulated, traffic, num_replicas=replicas, router=self.router, objectives=limits)
+            traffic = self.workload.traffic(
+                ClosedLoop(concurrency=self.users), max(count, 3 * self.users), seed=self.seed
+            )
+        return simulate(
+            engine.simulated, traffic, num_replicas=replicas, router=self.router, objectives=limits
+        )
 
 
 def plan_device(
@@ -127,15 +148,23 @@ def plan_device(
 ) -> DevicePlan:
     """OutOfMemoryError if no parallel size up to `max_gpus` holds the model. `search`: of the limits of steps, too."""
     engine, notes = smallest(args, description, hardware, max_gpus, acceptance)
-    capacity = find_capacity(engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run)
-    for num_gpus in sizes(description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1):
+    capacity = find_capacity(
+        engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
+    )
+    for num_gpus in sizes(
+        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    ):
         if capacity.rate is not None or num_gpus <= engine.num_gpus:
             continue
         wider = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
-        found = find_capacity(wider.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run)
+        found = find_capacity(
+            wider.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
+        )
         if found.rate is not None:
             engine, capacity = wider, found
-            notes.append(f"one GPU alone does not meet the objectives; {num_gpus} that share the model do")
+            notes.append(
+                f"one GPU alone does not meet the objectives; {num_gpus} that share the model do"
+            )
     limits: dict[str, int] | None = None
     if search and capacity.rate is not None:
         engine, capacity, limits = best_limits(engine, capacity, load, on_run)
@@ -173,17 +202,27 @@ def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
 
 
 def smallest(
-    args: EngineArgs, description: ModelDescription, hardware: Hardware, max_gpus: int, acceptance: Acceptance | None
+    args: EngineArgs,
+    description: ModelDescription,
+    hardware: Hardware,
+    max_gpus: int,
+    acceptance: Acceptance | None,
 ) -> tuple[PlannedEngine, list[str]]:
     """The engine on as few devices as hold the model."""
     refused: OutOfMemoryError | None = None
-    for num_gpus in sizes(description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1):
+    for num_gpus in sizes(
+        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    ):
         try:
-            engine = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
+            engine = plan_engine(
+                args, description, hardware, num_gpus=num_gpus, acceptance=acceptance
+            )
         except OutOfMemoryError as error:
             refused = error
             continue
-        return engine, [] if num_gpus == 1 else [f"one GPU does not hold the model; {num_gpus} that share it do"]
+        return engine, [] if num_gpus == 1 else [
+            f"one GPU does not hold the model; {num_gpus} that share it do"
+        ]
     assert refused is not None
     raise OutOfMemoryError(
         f"{hardware.title}: {refused}; {max_gpus} such devices are not enough either: take more (--max-gpus), larger ones, or "
@@ -203,15 +242,30 @@ def best_limits(
         if not scheduling.max_num_seqs <= tokens < scheduling.max_num_batched_tokens:
             continue
         tried = with_limits(engine.simulated, max_num_mixed_tokens=tokens, mixed_chunk=None)
-        if carried(tried, load.workload, load.objectives, rate * MORE, seed=load.seed, on_run=on_run) is not None:
+        if (
+            carried(
+                tried, load.workload, load.objectives, rate * MORE, seed=load.seed, on_run=on_run
+            )
+            is not None
+        ):
             limits = {"max_num_mixed_tokens": tokens}
-            found = find_capacity(tried, load.workload, load.objectives, seed=load.seed, on_run=on_run)
-            return engine.with_settings(**limits), found if (found.rate or 0.0) > rate else capacity, limits
+            found = find_capacity(
+                tried, load.workload, load.objectives, seed=load.seed, on_run=on_run
+            )
+            return (
+                engine.with_settings(**limits),
+                found if (found.rate or 0.0) > rate else capacity,
+                limits,
+            )
     return engine, capacity, {}
 
 
 def enough_replicas(
-    engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, max_gpus: int, on_run: Callable[[], None]
+    engine: PlannedEngine,
+    capacity: Capacity,
+    load: OfferedLoad,
+    max_gpus: int,
+    on_run: Callable[[], None],
 ) -> tuple[int | None, Simulation | None]:
     """The fewest replicas that meet the objectives at the load; the run of the most there may be, if none do."""
     most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
@@ -276,7 +330,9 @@ def recommended(
     if limits is None:
         why = "the engine's own choice; fewer were not tried"
     elif limits:
-        why = "shorter steps keep the time between tokens within the objectives, and so more requests"
+        why = (
+            "shorter steps keep the time between tokens within the objectives, and so more requests"
+        )
     recommend("max_num_mixed_tokens", scheduling.max_num_mixed_tokens, why)
     if engine.hardware.is_gpu:
         longest = 2 * ledger.blocks_per_sequence * ledger.block_bytes
@@ -286,7 +342,11 @@ def recommended(
         why = f"the KV cache is filled to {run.peak_cache_usage:.0%} at most; the rest may serve other programs, or prefixes"
         recommend("gpu_memory_utilization", max(share, 0.9) if bound == "memory" else share, why)
     if replicas is not None:
-        why = f"one carries {capacity.rate:.3g} requests/s within the objectives" if capacity.rate else ""
+        why = (
+            f"one carries {capacity.rate:.3g} requests/s within the objectives"
+            if capacity.rate
+            else ""
+        )
         recommend("replicas", replicas, why)
     return found
 
@@ -317,7 +377,9 @@ def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | No
         return None
     if plan.binds != "memory":
         return 0.0
-    more = plan.engine.with_blocks(plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes)
+    more = plan.engine.with_blocks(
+        plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes
+    )
     found = find_capacity(more.simulated, load.workload, load.objectives, seed=load.seed)
     return max(0.0, (found.rate or 0.0) - plan.capacity.rate)
 
@@ -349,24 +411,36 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
         "num_gpus": engine.num_gpus,
         "replicas": plan.replicas,
         "label": label_of(plan),
-        "steps": "from the analytic model" if table is None else ("from a shipped table" if table.shipped else "measured here"),
+        "steps": "from the analytic model"
+        if table is None
+        else ("from a shipped table" if table.shipped else "measured here"),
         "fit_error": None if table is None else table.error,
         "ledger": {
-            **{f.name: getattr(ledger, f.name) for f in dataclasses.fields(ledger) if f.name not in ("forms", "groups")},
+            **{
+                f.name: getattr(ledger, f.name)
+                for f in dataclasses.fields(ledger)
+                if f.name not in ("forms", "groups")
+            },
             "num_kv_tokens": ledger.num_kv_tokens,
             "num_full_sequences": ledger.num_full_sequences,
         },
         "max_context": engine.config.model.max_model_len,
-        "max_concurrency": min(engine.config.scheduling.max_num_seqs, concurrency_of(engine, load.workload)),
+        "max_concurrency": min(
+            engine.config.scheduling.max_num_seqs, concurrency_of(engine, load.workload)
+        ),
         "alone": plan.capacity.alone.summary.as_dict(),
         "capacity": {
             "requests_per_s": plan.capacity.rate,
-            "output_tokens_per_s": None if plan.capacity.rate is None else plan.capacity.rate * n_out,
+            "output_tokens_per_s": None
+            if plan.capacity.rate is None
+            else plan.capacity.rate * n_out,
         },
-        "saturated_output_tokens_per_s": plan.full.summary.steady_throughput or plan.full.summary.output_throughput,
+        "saturated_output_tokens_per_s": plan.full.summary.steady_throughput
+        or plan.full.summary.output_throughput,
         "throughput": plan.throughput,
         "at_load": s.as_dict(),
-        "objectives_met": plan.capacity.rate is not None and not (plan.replicas is None and plan.run is not None),
+        "objectives_met": plan.capacity.rate is not None
+        and not (plan.replicas is None and plan.run is not None),
         "nearest": plan.nearest,
         "binds": plan.binds,
         "step": {
@@ -384,7 +458,11 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
             "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size,
             "requests_per_s": one_gib,
         },
-        "one_more_device": {"requests_per_s": None if plan.capacity.rate is None else plan.capacity.rate / engine.num_gpus},
+        "one_more_device": {
+            "requests_per_s": None
+            if plan.capacity.rate is None
+            else plan.capacity.rate / engine.num_gpus
+        },
         "cost_per_million_output_tokens": None if price is None else plan.cost_per_million(price),
         "joules_per_output_token": plan.joules_per_token,
         "recommended": [dataclasses.asdict(r) for r in plan.settings],
@@ -395,5 +473,7 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
 
 def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:
     """Requests of the workload's mean length that the KV cache holds at once."""
-    blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(engine.config.cache.groups)
+    blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(
+        engine.config.cache.groups
+    )
     return (engine.ledger.num_blocks - 1) // blocks

@@ -50,7 +50,10 @@ def not_overfull(num_open: Sequence[int]) -> list[int]:
 def rendezvous(prefix: Sequence[int], num_open: Sequence[int]) -> int:
     if not prefix:
         return least_loaded(prefix, num_open)
-    return max(not_overfull(num_open), key=lambda i: blake2b(f"{prefix[0]} {i}".encode(), digest_size=8).digest())
+    return max(
+        not_overfull(num_open),
+        key=lambda i: blake2b(f"{prefix[0]} {i}".encode(), digest_size=8).digest(),
+    )
 
 
 class LongestHit:

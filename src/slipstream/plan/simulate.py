@@ -130,7 +130,12 @@ class Replica:
     """One engine. `now` is its host's clock."""
 
     def __init__(
-        self, engine: SimulatedEngine, traffic: Sequence[TrafficRequest], on_end: Callable[[int, float], None], *, exact: bool
+        self,
+        engine: SimulatedEngine,
+        traffic: Sequence[TrafficRequest],
+        on_end: Callable[[int, float], None],
+        *,
+        exact: bool,
     ) -> None:
         self.now = 0.0
         kind: Any = Scheduler if exact else SleepingScheduler
@@ -149,12 +154,16 @@ class Replica:
             assert exact, "drafts are simulated by the Scheduler itself"
             self.scheduler.requests.speculation = SimulatedSpeculation(engine.drafts)
             self._acceptance = engine.drafts.acceptance
-            self._draft_steps = None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)
+            self._draft_steps = (
+                None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)
+            )
         self.device_free = self.busy_s = 0.0
         self._in_flight: deque[_InFlight] = deque()
         self._planned: StepPlan | None = None
         self._open: dict[str, _Progress] = {}
-        self._preempted: dict[str, tuple[int, float]] = {}  # the step without it, and when it had its last token
+        self._preempted: dict[
+            str, tuple[int, float]
+        ] = {}  # the step without it, and when it had its last token
         self.records: dict[int, RequestRecord] = {}
         self.ends: list[float] = []  # of the steps
         self.gaps: list[float] = []  # from the end of the step before to each
@@ -177,7 +186,9 @@ class Replica:
         """Request `index` of the traffic comes at a time not before those added already."""
         self.now = max(self.now, at) if not self.can_step else self.now
         r = self.traffic[index]
-        prompt = r._replace(input_tokens=min(r.input_tokens, self.engine.max_model_len + 1))  # more is refused all the same
+        prompt = r._replace(
+            input_tokens=min(r.input_tokens, self.engine.max_model_len + 1)
+        )  # more is refused all the same
         try:
             self.scheduler.add(
                 EngineRequest(
@@ -209,7 +220,9 @@ class Replica:
         if plan is not None:
             self._launch(plan)
         elif not self._in_flight and self._planned is None:
-            raise ConfigError("the simulated scheduler stands still; please report this with the settings used")
+            raise ConfigError(
+                "the simulated scheduler stands still; please report this with the settings used"
+            )
         waits = plan is None or len(self._in_flight) >= limit
         while self._in_flight and (waits or self._in_flight[0].is_done):
             self._finish(self._in_flight.popleft())
@@ -230,14 +243,21 @@ class Replica:
             if shape.num_drafts:  # beside prompts, sequences with drafts are a graph's prompts, too
                 alone = sum(s.num_tokens == 1 for s in plan.scheduled)
                 others = len(plan.scheduled) - alone
-                in_graph = engine.padded(alone, shape.num_tokens - alone, others, by_rows=not shape.num_prompts)
+                in_graph = engine.padded(
+                    alone, shape.num_tokens - alone, others, by_rows=not shape.num_prompts
+                )
                 room = 0 if in_graph is None else sum(in_graph) - shape.num_tokens
                 padded = shape._replace(num_prompt_tokens=shape.num_prompt_tokens + room)
             else:
-                in_graph = engine.padded(shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts)
+                in_graph = engine.padded(
+                    shape.num_decodes, shape.num_prompt_tokens, shape.num_prompts
+                )
                 decodes, prompt = in_graph or (shape.num_decodes, shape.num_prompt_tokens)
                 padded = shape._replace(num_decodes=decodes, num_prompt_tokens=prompt)
-        seconds, host = cost.seconds(padded), cost.host.seconds(shape.num_decodes + shape.num_prompts)
+        seconds, host = (
+            cost.seconds(padded),
+            cost.host.seconds(shape.num_decodes + shape.num_prompts),
+        )
         label = cost.label(padded) if plan.step_id % LABEL_EVERY == 1 else None
         if shape.num_drafts and self._draft_steps is not None:
             seconds += self._draft_steps.seconds([s for s in plan.scheduled if s.drafts])
@@ -247,7 +267,9 @@ class Replica:
         self.busy_s += seconds
         self.num_decodes += shape.num_decodes
         self.num_prompt_tokens += shape.num_prompt_tokens
-        ahead = engine.run_ahead is None or (not shape.num_prompts and shape.num_decodes <= engine.run_ahead)
+        ahead = engine.run_ahead is None or (
+            not shape.num_prompts and shape.num_decodes <= engine.run_ahead
+        )
         if ahead and engine.run_ahead is not None:
             seconds += cost.host.ahead_s
         launch_s = 0.0 if in_graph else cost.host.launch_s
@@ -293,15 +315,24 @@ class Replica:
         self.peak_usage = max(self.peak_usage, 1 - pool.num_free / pool.num_usable)
         outputs = self.scheduler.update(step.plan, result)
         if result.num_tokens is not None:
-            usual, num_tokens = len(outputs), sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput))
+            usual, num_tokens = (
+                len(outputs),
+                sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput)),
+            )
         for output in outputs:
             assert isinstance(output, TokenOutput)
             request_id = output.request_id
             request = self._open[request_id]
             if request.first_step < 0:
-                request.first, request.first_step, request.cached = now, number, output.num_cached_tokens
+                request.first, request.first_step, request.cached = (
+                    now,
+                    number,
+                    output.num_cached_tokens,
+                )
                 usual -= 1
-            elif self._preempted and self._preempted.get(request_id, _NEVER)[0] <= step.plan.step_id:
+            elif (
+                self._preempted and self._preempted.get(request_id, _NEVER)[0] <= step.plan.step_id
+            ):
                 since = now - self._preempted.pop(request_id)[1]
                 request.worst = max(request.worst, since)
                 self.weighted_gaps.append((since, 1))
@@ -320,7 +351,10 @@ class Replica:
         counts = None
         if self._acceptance is not None and any(s.drafts for s in step.plan.scheduled):
             counts = [
-                1 + self._acceptance.num_accepted(len(s.drafts), drawn(s.request_id, s.num_computed_tokens))
+                1
+                + self._acceptance.num_accepted(
+                    len(s.drafts), drawn(s.request_id, s.num_computed_tokens)
+                )
                 for s in step.plan.scheduled
                 if s.num_sampled
             ]
@@ -359,7 +393,11 @@ _NEVER = (1 << 62, 0.0)
 
 def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
     """Tokens that no other request's begin with, but behind the prefix."""
-    shared = list(itertools.chain.from_iterable((number & 0x3FFFFFFF,) * PREFIX_TOKENS for number in request.prefix))
+    shared = list(
+        itertools.chain.from_iterable(
+            (number & 0x3FFFFFFF,) * PREFIX_TOKENS for number in request.prefix
+        )
+    )
     shared = shared[: request.input_tokens]
     return (*shared, *((-1 - index,) * (request.input_tokens - len(shared))))
 
@@ -389,7 +427,9 @@ def simulate(
         if users is not None and waiting:
             heapq.heappush(arrivals, (at, waiting.popleft()))
 
-    if not traffic.shares_prefixes:  # nothing can be found in the cache, and all its blocks are as good as free
+    if (
+        not traffic.shares_prefixes
+    ):  # nothing can be found in the cache, and all its blocks are as good as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)
@@ -398,16 +438,29 @@ def simulate(
     with _no_garbage_collection():
         _run(replicas, arrivals, make_router(router, num_replicas, cached))
     result = _result(replicas, len(requests), objectives, time.process_time() - begin)
-    return replace(result, peak_cache_usage=result.peak_cache_usage * (engine.num_blocks - 1) / max(1, whole.num_blocks - 1))
+    return replace(
+        result,
+        peak_cache_usage=result.peak_cache_usage
+        * (engine.num_blocks - 1)
+        / max(1, whole.num_blocks - 1),
+    )
 
 
 def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest]) -> SimulatedEngine:
     """With no more blocks than all the requests could hold at once, where there are very many: each takes memory and time."""
     if engine.num_blocks <= MANY_BLOCKS:
         return engine
-    groups, size, step = engine.cache.groups, engine.cache.block_size, engine.scheduling.max_num_batched_tokens
-    lengths = Counter(min(r.input_tokens + r.output_tokens, engine.max_model_len) + size for r in requests)
-    most = 1 + sum(count * blocks_of_sequence(groups, length, size, step) for length, count in lengths.items())
+    groups, size, step = (
+        engine.cache.groups,
+        engine.cache.block_size,
+        engine.scheduling.max_num_batched_tokens,
+    )
+    lengths = Counter(
+        min(r.input_tokens + r.output_tokens, engine.max_model_len) + size for r in requests
+    )
+    most = 1 + sum(
+        count * blocks_of_sequence(groups, length, size, step) for length, count in lengths.items()
+    )
     return replace(engine, num_blocks=min(engine.num_blocks, max(MANY_BLOCKS, most)))
 
 
@@ -421,7 +474,12 @@ def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: 
             first = min((r for r in replicas if r.can_step), key=lambda r: r.now, default=None)
         if arrivals and (first is None or arrivals[0][0] <= first.now):
             at, index = heapq.heappop(arrivals)
-            to = only or replicas[route(replicas[0].traffic[index].prefix, [r.num_open for r in replicas])]
+            to = (
+                only
+                or replicas[
+                    route(replicas[0].traffic[index].prefix, [r.num_open for r in replicas])
+                ]
+            )
             to.add(index, at)
         elif first is not None:
             first.step()
@@ -441,13 +499,17 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _result(replicas: list[Replica], count: int, objectives: dict[str, float] | None, seconds: float) -> Simulation:
+def _result(
+    replicas: list[Replica], count: int, objectives: dict[str, float] | None, seconds: float
+) -> Simulation:
     found = {index: record for replica in replicas for index, record in replica.records.items()}
     records = tuple(found[i] for i in range(count))
     deliveries = sorted(itertools.chain.from_iterable(r.deliveries for r in replicas))
     summary = replace(
         summarize(records, objectives),
-        itl_s=weighted_distribution(itertools.chain.from_iterable(r.weighted_gaps for r in replicas)),
+        itl_s=weighted_distribution(
+            itertools.chain.from_iterable(r.weighted_gaps for r in replicas)
+        ),
         worst_gap_s=distribution(itertools.chain.from_iterable(r.worst_gaps for r in replicas)),
         steady_throughput=steady_rate(deliveries),
     )
@@ -463,12 +525,16 @@ def _result(replicas: list[Replica], count: int, objectives: dict[str, float] | 
         num_steps=num_steps,
         num_preemptions=sum(s.num_preemptions for s in stats),
         prefix_hit_rate=sum(s.prefix_hits for s in stats) / queries if queries else 0.0,
-        busy=sum(r.busy_s for r in replicas) / (summary.wall_s * len(replicas)) if summary.wall_s else 0.0,
+        busy=sum(r.busy_s for r in replicas) / (summary.wall_s * len(replicas))
+        if summary.wall_s
+        else 0.0,
         mean_decodes=sum(r.num_decodes for r in replicas) / max(1, num_steps),
         mean_prompt_tokens=sum(r.num_prompt_tokens for r in replicas) / max(1, num_steps),
         max_waiting=max(r.max_waiting for r in replicas),
         peak_cache_usage=max(r.peak_usage for r in replicas),
-        tokens_per_verification=1 + sum(s.spec_accepted_tokens for s in stats) / runs if runs else None,
+        tokens_per_verification=1 + sum(s.spec_accepted_tokens for s in stats) / runs
+        if runs
+        else None,
         seconds=seconds,
         records=records,
     )

@@ -70,13 +70,20 @@ class SleepingScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         if self.speculation is not None or self._pace is not None:
-            raise ConfigError("drafts and target_itl_ms are simulated by the Scheduler itself", field="speculative_config")
+            raise ConfigError(
+                "drafts and target_itl_ms are simulated by the Scheduler itself",
+                field="speculative_config",
+            )
         self.num_asleep = 0  # in the step planned last
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same of the step to be planned
         self._asleep: dict[Request, Sleep] = {}
-        self._due: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(list)  # by the step for which they need a block
-        self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(list)  # by the step with their last token
+        self._due: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+            list
+        )  # by the step for which they need a block
+        self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+            list
+        )  # by the step with their last token
         self._awake: list[Request] = []  # of the running ones
         self._in_decodes = False  # sleepers behind the request at hand are not in the step yet
         self._counts = not self.cache.enable_prefix_caching and not self.kv.windows
@@ -92,7 +99,9 @@ class SleepingScheduler(Scheduler):
 
     def schedule(self) -> StepPlan | None:
         this = self.in_flight.last_id + 1
-        idle = not (self._awake or self.requests.num_waiting or self.requests.released or this in self._due)
+        idle = not (
+            self._awake or self.requests.num_waiting or self.requests.released or this in self._due
+        )
         if idle and self._next_asleep and self._take_for_group(this):
             return self._schedule_sleepers(this)
         now, scheduling = self._clock(), self.scheduling
@@ -129,7 +138,11 @@ class SleepingScheduler(Scheduler):
         for request in (*step.sampled_decodes, *step.sampled_prompts):
             if request.decodes_until > request.num_computed_tokens:
                 self._fall_asleep(request, this, request.num_computed_tokens)
-        self._awake = [r for r in {*awake, *step.scheduled} if r.status is Status.RUNNING and r not in self._asleep]
+        self._awake = [
+            r
+            for r in {*awake, *step.scheduled}
+            if r.status is Status.RUNNING and r not in self._asleep
+        ]
         return plan
 
     def _schedule_sleepers(self, this: int) -> StepPlan:
@@ -143,8 +156,14 @@ class SleepingScheduler(Scheduler):
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
         """Every request that sampled gets a token. `result` is not looked at."""
         last, caching = self._last, self.cache.enable_prefix_caching
-        nobody = not plan.scheduled and plan.step_id not in last and not (caching and plan.step_id + 1 in last)
-        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # nor was anybody woken since
+        nobody = (
+            not plan.scheduled
+            and plan.step_id not in last
+            and not (caching and plan.step_id + 1 in last)
+        )
+        if (
+            nobody and not self.in_flight.by_id[plan.step_id].requests
+        ):  # nor was anybody woken since
             del self.in_flight.by_id[plan.step_id]
             return []
         self._wake_last(plan.step_id)
@@ -210,7 +229,11 @@ class SleepingScheduler(Scheduler):
         """Requests that need a block for step `this`, awake; none if there are blocks for all, which they are given."""
         if self._counts:
             return [] if self._take_for_group(this) else self._wake_group(this)
-        due = [request for request, sleep in self._due.pop(this, ()) if self._asleep.get(request) is sleep]
+        due = [
+            request
+            for request, sleep in self._due.pop(this, ())
+            if self._asleep.get(request) is sleep
+        ]
         num_own, pool = len(self.kv.own), self.pool
         if self.kv.windows or (len(due) + len(self._awake)) * num_own > pool.num_free:
             for request in due:
@@ -243,7 +266,11 @@ class SleepingScheduler(Scheduler):
     def _wake_last(self, step_id: int) -> list[Request]:
         """Requests whose last token step `step_id` gives, awake and among those that sampled in it, in the Scheduler's order:
         decodes as they run, then prompts."""
-        found = [request for request, sleep in self._last.pop(step_id, ()) if self._asleep.get(request) is sleep]
+        found = [
+            request
+            for request, sleep in self._last.pop(step_id, ())
+            if self._asleep.get(request) is sleep
+        ]
         if found:
             requests = self.in_flight.by_id[step_id].requests
             before = len(requests)
@@ -290,7 +317,9 @@ class SleepingScheduler(Scheduler):
         this = self.in_flight.last_id + 1
         for request in reversed(self.requests.running):
             sleep = self._asleep.get(request)
-            if request in step.scheduled or (sleep is not None and sleep.last >= this and not self._in_decodes):
+            if request in step.scheduled or (
+                sleep is not None and sleep.last >= this and not self._in_decodes
+            ):
                 continue
             return request
         raise AssertionError("the one that asks is not scheduled")

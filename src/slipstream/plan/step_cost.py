@@ -120,10 +120,19 @@ class PiecewiseLinear:
     def __call__(self, x: float) -> float:
         knots, values = self.knots, self.values
         i = min(max(bisect_right(knots, x), 1), len(knots) - 1)
-        return values[i - 1] + (values[i] - values[i - 1]) * (x - knots[i - 1]) / (knots[i] - knots[i - 1])
+        return values[i - 1] + (values[i] - values[i - 1]) * (x - knots[i - 1]) / (
+            knots[i] - knots[i - 1]
+        )
 
 
-PARTS = ("num_tokens", "num_sampled", "decode_context", "prompt_attention", "num_prompts", "num_drafts")
+PARTS = (
+    "num_tokens",
+    "num_sampled",
+    "decode_context",
+    "prompt_attention",
+    "num_prompts",
+    "num_drafts",
+)
 MOST_KNOTS = {
     "num_tokens": 24,
     "num_sampled": 5,
@@ -152,11 +161,15 @@ class StepTable:
     error: float
     shipped: bool = False  # with the program, so not measured on this very machine
     _known: dict[StepShape, float] = field(default_factory=dict, repr=False, compare=False)
-    _most: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # that was measured; 0: the part never was
+    _most: dict[str, int] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # that was measured; 0: the part never was
 
     def __post_init__(self) -> None:
         self._known.update((p.shape, p.seconds) for p in self.points)
-        self._most.update((name, max((getattr(p.shape, name) for p in self.points), default=0)) for name in PARTS)
+        self._most.update(
+            (name, max((getattr(p.shape, name) for p in self.points), default=0)) for name in PARTS
+        )
 
     def seconds(self, shape: StepShape) -> float:
         parts = self.parts
@@ -179,9 +192,14 @@ class StepTable:
 
     def scaled(self, factor: float) -> StepTable:
         """All steps `factor` times as long."""
-        parts = {n: PiecewiseLinear(p.knots, tuple(v * factor for v in p.values)) for n, p in self.parts.items()}
+        parts = {
+            n: PiecewiseLinear(p.knots, tuple(v * factor for v in p.values))
+            for n, p in self.parts.items()
+        }
         points = tuple(MeasuredStep(p.shape, p.seconds * factor) for p in self.points)
-        return dataclasses.replace(self, points=points, constant=self.constant * factor, parts=parts, _known={}, _most={})
+        return dataclasses.replace(
+            self, points=points, constant=self.constant * factor, parts=parts, _known={}, _most={}
+        )
 
     def with_host(self, host: HostCost) -> StepTable:
         return dataclasses.replace(self, host=host, _known={}, _most={})
@@ -203,13 +221,28 @@ def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
     """A table that `as_data` wrote. The fit is made anew from its steps. ConfigError names what is wrong with the file."""
     try:
         named = data["shape"]  # tables without drafts lack the last
-        if data["kind"] != "step costs" or len(named) < 6 or named != list(StepShape._fields)[: len(named)]:
+        if (
+            data["kind"] != "step costs"
+            or len(named) < 6
+            or named != list(StepShape._fields)[: len(named)]
+        ):
             raise ValueError("it holds no step costs, or another version's")
-        points = [MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]]
+        points = [
+            MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]
+        ]
         host = HostCost(**data["host"])
-        return fit_steps(points, identity=dict(data["identity"]), made_by=dict(data["made_by"]), host=host, shipped=shipped)
+        return fit_steps(
+            points,
+            identity=dict(data["identity"]),
+            made_by=dict(data["made_by"]),
+            host=host,
+            shipped=shipped,
+        )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{name} is no table of step costs: {error}; remove it, and measure again", field="table") from None
+        raise ConfigError(
+            f"{name} is no table of step costs: {error}; remove it, and measure again",
+            field="table",
+        ) from None
 
 
 def fit_steps(
@@ -225,10 +258,16 @@ def fit_steps(
         raise ValueError("at least two steps are needed")
     if any(p.seconds <= 0 for p in points):
         raise ValueError("a step takes no time")
-    knots = {name: _knots([getattr(p.shape, name) for p in points], MOST_KNOTS[name]) for name in PARTS}
+    knots = {
+        name: _knots([getattr(p.shape, name) for p in points], MOST_KNOTS[name]) for name in PARTS
+    }
     ramps = [(name, i) for name in PARTS for i in range(len(knots[name]) - 1)]
     rows = [
-        [1.0 / p.seconds, *(_ramp(knots[name], i, getattr(p.shape, name)) / p.seconds for name, i in ramps)] for p in points
+        [
+            1.0 / p.seconds,
+            *(_ramp(knots[name], i, getattr(p.shape, name)) / p.seconds for name, i in ramps),
+        ]
+        for p in points
     ]
     solution = non_negative_least_squares(rows, [1.0] * len(rows))
     parts = {}
@@ -270,14 +309,19 @@ def _ramp(knots: Sequence[float], i: int, x: float) -> float:
 SWEEPS = 4000
 
 
-def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+def non_negative_least_squares(
+    rows: Sequence[Sequence[float]], targets: Sequence[float]
+) -> list[float]:
     """The x ≥ 0 with the least |rows·x − targets|², by coordinate descent on the normal equations (Franc et al. 2005,
     "Sequential coordinate-wise algorithm for the non-negative least squares problem"). Columns are scaled to length 1 first."""
     count = len(rows[0])
     scales = [sum(row[j] ** 2 for row in rows) ** 0.5 or 1.0 for j in range(count)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     columns = list(zip(*scaled, strict=True))
-    gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
+    gram = [
+        [sum(a * b for a, b in zip(one, other, strict=True)) for other in columns]
+        for one in columns
+    ]
     gradient = [-sum(a * b for a, b in zip(column, targets, strict=True)) for column in columns]
     x = [0.0] * count
     for _ in range(SWEEPS):

@@ -31,7 +31,9 @@ def identity(config: EngineConfig, spec: ModelSpec, weights_bytes: int) -> dict[
         "num_threads": None if info.is_cuda else config.device.num_threads,
         "model": digest,
         # A CPU's type is measured at an engine's start, so that before it only the user's is known.
-        "dtype": config.model.dtype if info.is_cuda or config.origins["dtype"].source == "user" else None,
+        "dtype": config.model.dtype
+        if info.is_cuda or config.origins["dtype"].source == "user"
+        else None,
         "quantization": config.model.quantization,
         "kv_cache_dtype": config.cache.dtype,
         "weights_mib": round(weights_bytes / 2**20),
@@ -88,5 +90,7 @@ def _read(path: Path, *, shipped: bool) -> StepTable:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read: {error}; remove it, and measure again", field="table") from None
+        raise ConfigError(
+            f"{path} can't be read: {error}; remove it, and measure again", field="table"
+        ) from None
     return read_table(data, str(path), shipped=shipped)

@@ -33,7 +33,9 @@ SHAREGPT = Path(__file__).parent / "data" / "sharegpt-lengths.json"
 
 
 class TrafficRequest(NamedTuple):
-    arrival: float  # seconds from the start; those of a closed loop are sent when their user is free
+    arrival: (
+        float  # seconds from the start; those of a closed loop are sent when their user is free
+    )
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
@@ -42,7 +44,9 @@ class TrafficRequest(NamedTuple):
 def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
     """(input tokens, output tokens) of a request."""
     count = len(requests)
-    return sum(r.input_tokens for r in requests) / count, sum(r.output_tokens for r in requests) / count
+    return sum(r.input_tokens for r in requests) / count, sum(
+        r.output_tokens for r in requests
+    ) / count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,8 @@ class Workload:
         if arrivals is None:
             if not self.recorded:
                 raise ConfigError(
-                    f"the workload {self.name} says nothing of when requests come; give --rate or --concurrency", field="rate"
+                    f"the workload {self.name} says nothing of when requests come; give --rate or --concurrency",
+                    field="rate",
                 )
             return Traffic(name=self.name, requests=tuple(requests))
         times = send_times(arrivals, count, seed)
@@ -104,9 +109,15 @@ class Workload:
             return self.traffic(Poisson(rate=rate), count, seed=seed)
         own = self.traffic(None, count)
         if own.rate is None:
-            raise ConfigError(f"all requests of {self.name} come at once, so no --rate can be made of them", field="rate")
+            raise ConfigError(
+                f"all requests of {self.name} come at once, so no --rate can be made of them",
+                field="rate",
+            )
         scale = own.rate / rate
-        return Traffic(name=self.name, requests=tuple(r._replace(arrival=r.arrival * scale) for r in own.requests))
+        return Traffic(
+            name=self.name,
+            requests=tuple(r._replace(arrival=r.arrival * scale) for r in own.requests),
+        )
 
 
 def parse_workload(text: str, *, seed: int = 0) -> Workload:
@@ -121,21 +132,28 @@ def parse_workload(text: str, *, seed: int = 0) -> Workload:
     if kind in ("fixed", "uniform"):
         try:
             ends = [[int(n) for n in part.split("-")] for part in value.split("/")]
-            if [len(e) for e in ends] == [1 if kind == "fixed" else 2] * 2 and all(1 <= e[0] <= e[-1] for e in ends):
+            if [len(e) for e in ends] == [1 if kind == "fixed" else 2] * 2 and all(
+                1 <= e[0] <= e[-1] for e in ends
+            ):
                 rng = random.Random(seed)
                 (a, *_), (b, *_) = ends
                 count = 1 if kind == "fixed" else 2000
-                each = [(rng.randint(a, ends[0][-1]), rng.randint(b, ends[1][-1])) for _ in range(count)]
+                each = [
+                    (rng.randint(a, ends[0][-1]), rng.randint(b, ends[1][-1])) for _ in range(count)
+                ]
                 return of_lengths(text, each)
         except ValueError:
             pass  # no numbers: the error is raised below
     raise ConfigError(
-        f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH", field="workload"
+        f"workload={text!r} is not sharegpt, fixed:IN/OUT, uniform:A-B/C-D, lengths:PATH or trace:PATH",
+        field="workload",
     )
 
 
 def of_lengths(name: str, lengths: Sequence[tuple[int, int]]) -> Workload:
-    return Workload(name=name, requests=tuple(TrafficRequest(0.0, n_in, n_out) for n_in, n_out in lengths))
+    return Workload(
+        name=name, requests=tuple(TrafficRequest(0.0, n_in, n_out) for n_in, n_out in lengths)
+    )
 
 
 def read_trace(path: Path) -> Workload:
@@ -149,7 +167,9 @@ def read_trace(path: Path) -> Workload:
             else:
                 found.extend(map(_of_mooncake, map(parse_json, filter(str.strip, file))))
     except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="workload") from None
+        raise ConfigError(
+            f"cannot read the trace {path}: {error.strerror}", field="workload"
+        ) from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path}, line {len(found) + 1 + is_csv}: {type(error).__name__}: {error}; a trace is Azure's CSV (TIMESTAMP, "
@@ -160,7 +180,11 @@ def read_trace(path: Path) -> Workload:
         raise ConfigError(f"{path} holds no requests", field="workload")
     found.sort(key=lambda r: r.arrival)
     first = found[0].arrival
-    return Workload(name=path.name, requests=tuple(r._replace(arrival=r.arrival - first) for r in found), recorded=True)
+    return Workload(
+        name=path.name,
+        requests=tuple(r._replace(arrival=r.arrival - first) for r in found),
+        recorded=True,
+    )
 
 
 def _of_azure(row: dict[str, str]) -> TrafficRequest:
@@ -175,7 +199,9 @@ def _of_mooncake(row: dict[str, object]) -> TrafficRequest:
     if not isinstance(ids, list):
         raise ValueError("hash_ids is no list")
     n_in, n_out = int(str(row["input_length"])), int(str(row["output_length"]))
-    return _checked(TrafficRequest(float(str(row["timestamp"])) / 1000, n_in, n_out, tuple(int(i) for i in ids)))
+    return _checked(
+        TrafficRequest(float(str(row["timestamp"])) / 1000, n_in, n_out, tuple(int(i) for i in ids))
+    )
 
 
 def _checked(request: TrafficRequest) -> TrafficRequest:

@@ -51,7 +51,9 @@ class GraphRecorder(Protocol):
     """Records graphs that share one memory pool, so an output holds only until the next replay of any of them."""
 
     def capture(
-        self, work: Callable[[], Tensor], compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        work: Callable[[], Tensor],
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[Graph, Tensor]:
         """Run `work` once, then record it: the graph, and its output, which every replay overwrites. The run, which compiles
         kernels, is made within `compiling()`."""

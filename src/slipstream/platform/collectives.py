@@ -50,7 +50,9 @@ class Rendezvous:
         self.local_rank, self.local_size = on_host or (rank, size)
         wait = datetime.timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore  # type: ignore[attr-defined]
-        self._store = store(host, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False)
+        self._store = store(
+            host, port, size, is_master=rank == 0, timeout=wait, wait_for_workers=False
+        )
         self.port = int(self._store.port)
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
@@ -59,7 +61,12 @@ class Rendezvous:
         backend = "gloo" if self.mixed else backend
         own = device if backend == "nccl" else None
         dist.init_process_group(
-            backend, store=self._store, rank=self.rank, world_size=self.size, timeout=wait, device_id=own
+            backend,
+            store=self._store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=wait,
+            device_id=own,
         )
         return RankGroup(self.rank, self.size, device, through_host=self.mixed)
 
@@ -72,7 +79,14 @@ class Pipe:
     this one's tokens, and the last stage the other way round: each would wait for the other."""
 
     def __init__(
-        self, rank: int, each: int, size: int, device: torch.device, back: dist.ProcessGroup, *, through_host: bool = False
+        self,
+        rank: int,
+        each: int,
+        size: int,
+        device: torch.device,
+        back: dist.ProcessGroup,
+        *,
+        through_host: bool = False,
     ) -> None:
         """`rank`: this one, of `size` in stages of `each`. `device` is its own. `back`: torch's group of all ranks, of which no
         other use is made. `through_host`: a neighbour has another kind of device."""
@@ -80,8 +94,12 @@ class Pipe:
         self._first, self._last = rank % each, size - each + rank % each
         self._device, self._back, self.through_host = device, back, through_host
         self._link = torch.device("cpu") if through_host else device
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # tensors that must stay until they are received
-        if rank == self._last:  # the ways are made when they are first used, which waits for the other end
+        self._sent: deque[tuple[dist.Work, Tensor]] = (
+            deque()
+        )  # tensors that must stay until they are received
+        if (
+            rank == self._last
+        ):  # the ways are made when they are first used, which waits for the other end
             self.send_back(torch.zeros(1, dtype=torch.int64, device=device))
         elif rank == self._first:
             self.receive_back((1,), torch.int64)
@@ -111,7 +129,9 @@ class Pipe:
         self._sent.append((sending, x))
         return x
 
-    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, of: int, group: dist.ProcessGroup | None) -> Tensor:
+    def _receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, of: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
         x = torch.empty(shape, dtype=dtype, device=self._link)
         dist.recv(x, of, group)
         return x.to(self._device)
@@ -171,14 +191,20 @@ class RankGroup:
         if count == 1:
             return self, None
         each = self.size // count
-        handles = [dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)]  # each rank makes all of them
+        handles = [
+            dist.new_group(list(range(i * each, (i + 1) * each))) for i in range(count)
+        ]  # each rank makes all of them
         own = RankGroup(self.rank % each, each, self.device, handles[self.rank // each])
         back = dist.new_group(list(range(self.size)))
-        return own, Pipe(self.rank, each, self.size, self.device, back, through_host=self._through_host)
+        return own, Pipe(
+            self.rank, each, self.size, self.device, back, through_host=self._through_host
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on every rank. x may be written."""
-        return self.sums(x) if self.sums is not None and self.sums.covers(x) else self.library_sum(x)
+        return (
+            self.sums(x) if self.sums is not None and self.sums.covers(x) else self.library_sum(x)
+        )
 
     def library_sum(self, x: Tensor) -> Tensor:
         """`all_reduce` by the backend, in place."""
@@ -189,7 +215,10 @@ class RankGroup:
         """Memory of each rank, zeros, that all ranks read and write, by rank: uint8 [num_bytes] on its GPU, mapped until the
         group ends."""
         own, mapped = self.share_tensor((num_bytes,), torch.uint8)
-        peers = (own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(self.size))
+        peers = (
+            own if rank == self.rank else mapped.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(self.size)
+        )
         self._shared.append((own, mapped))
         return tuple(peers)
 
@@ -228,7 +257,9 @@ class RankGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """[…] → [size, …], by rank."""
         out = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer torch's name, and older's
+        gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # newer torch's name, and older's
         gather(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=self._handle)
         return out
 
@@ -242,14 +273,19 @@ class RankGroup:
         peer = other if self._handle is None else dist.get_global_rank(self._handle, other)
         for mine in x.flatten().view(torch.uint8).split(SWAPPED_BYTES):
             theirs = torch.empty_like(mine)
-            both = [dist.P2POp(dist.isend, mine, peer, self._handle), dist.P2POp(dist.irecv, theirs, peer, self._handle)]
+            both = [
+                dist.P2POp(dist.isend, mine, peer, self._handle),
+                dist.P2POp(dist.irecv, theirs, peer, self._handle),
+            ]
             for work in dist.batch_isend_irecv(both):
                 work.wait()
             mine.copy_(theirs)
 
     def least(self, *numbers: int) -> list[int]:
         """Of each number the smallest that a rank gives."""
-        values = torch.tensor(numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device)
+        values = torch.tensor(
+            numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device
+        )
         dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._handle)
         found: list[int] = values.tolist()
         return found

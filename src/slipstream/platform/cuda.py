@@ -140,7 +140,11 @@ class CudaPlatform(Platform):
         return ctypes.CDLL("libcuda.so.1")
 
     def call_host(self, function: int, argument: int) -> None:
-        where, what, given = ctypes.c_void_p(self.stream_pointer()), ctypes.c_void_p(function), ctypes.c_void_p(argument)
+        where, what, given = (
+            ctypes.c_void_p(self.stream_pointer()),
+            ctypes.c_void_p(function),
+            ctypes.c_void_p(argument),
+        )
         if error := self._driver.cuLaunchHostFunc(where, what, given):
             raise RuntimeError(f"cuLaunchHostFunc: CUDA error {error}")
 
@@ -189,7 +193,9 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(
-        self, work: Callable[[], Tensor], compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        work: Callable[[], Tensor],
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[Graph, Tensor]:
         """`torch.cuda.graph` is not used, since it collects garbage and empties torch's cache each time."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
@@ -215,7 +221,9 @@ def hash_triton() -> Callable[[], None]:
     the host does meanwhile. The result waits for its end."""
     try:
         from triton.runtime.cache import triton_key
-    except Exception:  # another version's, or a broken one: the first kernel hashes, or says what is wrong
+    except (
+        Exception
+    ):  # another version's, or a broken one: the first kernel hashes, or says what is wrong
         return lambda: None
     thread = threading.Thread(target=triton_key, daemon=True)
     thread.start()

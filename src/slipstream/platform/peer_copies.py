@@ -71,16 +71,31 @@ class PeerCopies:
     numbers. `is_mixture`: see `cut`. Every rank makes the same calls in the same order."""
 
     def __init__(
-        self, group: RankGroup, queue: CopyQueue, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
+        self,
+        group: RankGroup,
+        queue: CopyQueue,
+        most_tokens: int,
+        size: int,
+        dtype: torch.dtype,
+        is_mixture: bool = False,
     ) -> None:
         assert group.size == 2
-        self.group, self._queue, self._peer, self._is_mixture = group, queue, 1 - group.rank, is_mixture
+        self.group, self._queue, self._peer, self._is_mixture = (
+            group,
+            queue,
+            1 - group.rank,
+            is_mixture,
+        )
         self.shape, self.dtype = (2, most_tokens, size), dtype
         self._own, self._handle = group.share_tensor(self.shape, dtype)
         self._there = self._handle.get_buffer(self._peer, self.shape, dtype)
 
     def pieces(self, num_tokens: int) -> tuple[slice, ...]:
-        return cut(num_tokens, self._is_mixture) if COPIED_SUMS_FROM <= num_tokens <= self.shape[1] else ()
+        return (
+            cut(num_tokens, self._is_mixture)
+            if COPIED_SUMS_FROM <= num_tokens <= self.shape[1]
+            else ()
+        )
 
     def begin(self, x: Tensor, *, place: int, index: int, rows: slice) -> CopiedSum:
         x, channel = x.contiguous(), 2 * index + place
@@ -95,7 +110,12 @@ class PeerCopies:
 
 
 def try_peer_copies(
-    group: RankGroup, platform: Platform, most_tokens: int, size: int, dtype: torch.dtype, is_mixture: bool = False
+    group: RankGroup,
+    platform: Platform,
+    most_tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    is_mixture: bool = False,
 ) -> None:
     """Have `group` sum long steps beside their products from now on, if it is of two ranks that write to each other's memory,
     if there is memory for it, and if they get what the library gets."""
@@ -124,11 +144,18 @@ def agrees(copies: PeerCopies, platform: Platform) -> bool:
     group, (_, most, size), found = copies.group, copies.shape, True
     num_rows, why = min(most, TEST_TOKENS), "a rank has no memory to test the copies"
     platform.release_unused()
-    if not group.least(platform.memory()[0] >= TEST_TENSORS * num_rows * size * copies.dtype.itemsize)[0]:
+    if not group.least(
+        platform.memory()[0] >= TEST_TENSORS * num_rows * size * copies.dtype.itemsize
+    )[0]:
         raise OutOfMemoryError(why)
     rows = torch.arange(num_rows, device=platform.device)
-    given = [(rows[:, None] * (i + 1) % 251 - 125 * group.rank).to(copies.dtype).expand(-1, size) for i in range(4)]
-    wanted = torch.stack([group.library_sum(x.clone(memory_format=torch.contiguous_format)) for x in given])
+    given = [
+        (rows[:, None] * (i + 1) % 251 - 125 * group.rank).to(copies.dtype).expand(-1, size)
+        for i in range(4)
+    ]
+    wanted = torch.stack(
+        [group.library_sum(x.clone(memory_format=torch.contiguous_format)) for x in given]
+    )
 
     def sums() -> Tensor:
         made = []

@@ -32,7 +32,9 @@ class AdapterRoutes:
         folder = self._folder()
         body = await read_as(LoadAdapterRequest, request, self.state)
         if body.lora_name in self.state.model_names:
-            raise bad_request(f"{body.lora_name!r} is the model's own name; take another", "lora_name")
+            raise bad_request(
+                f"{body.lora_name!r} is the model's own name; take another", "lora_name"
+            )
         await self.state.engine.load_adapter(body.lora_name, str(_within(folder, body.lora_path)))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.\n")
 
@@ -40,12 +42,18 @@ class AdapterRoutes:
         self._folder()
         body = await read_as(UnloadAdapterRequest, request, self.state)
         await self.state.engine.unload_adapter(body.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.\n")
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' removed successfully.\n"
+        )
 
     def _folder(self) -> Path:
         folder = self.state.settings.lora_folder
         if folder is None:
-            raise ApiError(403, "start the server with --enable-lora --lora-folder DIR to use this route", code="lora_disabled")
+            raise ApiError(
+                403,
+                "start the server with --enable-lora --lora-folder DIR to use this route",
+                code="lora_disabled",
+            )
         return Path(folder).resolve()
 
 
@@ -55,5 +63,7 @@ def _within(folder: Path, path: str) -> Path:
     except (OSError, ValueError, RuntimeError):
         raise bad_request("lora_path is no path", "lora_path") from None
     if not found.is_relative_to(folder):
-        raise bad_request("lora_path leads out of the folder whose adapters this server loads", "lora_path")
+        raise bad_request(
+            "lora_path leads out of the folder whose adapters this server loads", "lora_path"
+        )
     return found

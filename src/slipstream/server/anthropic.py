@@ -144,7 +144,9 @@ class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None  # no effect: arguments are always streamed as they come
+    eager_input_streaming: bool | None = (
+        None  # no effect: arguments are always streamed as they come
+    )
 
 
 class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -191,17 +193,26 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         """Refuse what the schema cannot express."""
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
-            raise bad_request("tool_choice has a name if its type is 'tool', and else none", "tool_choice.name")
+            raise bad_request(
+                "tool_choice has a name if its type is 'tool', and else none", "tool_choice.name"
+            )
         thinking = self.thinking
-        if thinking is not None and (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-            raise bad_request("thinking has budget_tokens if its type is 'enabled', and else none", "thinking.budget_tokens")
+        if thinking is not None and (thinking.type == "enabled") != (
+            thinking.budget_tokens is not None
+        ):
+            raise bad_request(
+                "thinking has budget_tokens if its type is 'enabled', and else none",
+                "thinking.budget_tokens",
+            )
 
     def param(self, field: str | None) -> str | None:
         """This body's own name for a field of a chat."""
         if field is None:
             return None
         if field.startswith("structured_outputs"):
-            return "output_config.format.schema" if field.endswith(".json") else "output_config.format"
+            return (
+                "output_config.format.schema" if field.endswith(".json") else "output_config.format"
+            )
         if field.startswith("tools["):
             return field.replace(".function.parameters", ".input_schema")
         if match := re.fullmatch(r"messages\[(\d+)]\.content\[(\d+)](\.image_url.*)?", field):
@@ -215,14 +226,20 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             count = len(_messages(message, ""))
             if index < count:
                 kinds = [bytes(p["type"]) for p in message.content if isinstance(p, dict)]
-                shown = [k for k, kind in enumerate(kinds) if kind in (b'"text"', b'"image"')]  # as the chat's message has
+                shown = [
+                    k for k, kind in enumerate(kinds) if kind in (b'"text"', b'"image"')
+                ]  # as the chat's message has
                 return f"messages[{i}].content[{shown[part]}]"
             index -= count
         return "messages"
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """The same as a chat."""
-        messages = [Message(role="system", content=text)] if (text := _text(self.system or "", "system")) else []
+        messages = (
+            [Message(role="system", content=text)]
+            if (text := _text(self.system or "", "system"))
+            else []
+        )
         for i, message in enumerate(self.messages):
             messages += _messages(message, f"messages[{i}]")
         choice, output, thinking = self.tool_choice, self.output_config, self.thinking
@@ -230,7 +247,9 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         continued = self.messages[-1].role == "assistant"
         chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
         if choice is not None:
-            chosen = _CHOICES.get(choice.type) or NamedChoice(type="function", function=NamedFunction(name=choice.name or ""))
+            chosen = _CHOICES.get(choice.type) or NamedChoice(
+                type="function", function=NamedFunction(name=choice.name or "")
+            )
         tools = [ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()]
         one_call = choice is not None and choice.disable_parallel_tool_use and bool(tools)
         return ChatRequest(
@@ -238,7 +257,9 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             messages=messages,
             response_format=None
             if asked is None
-            else ResponseFormat(type="json_schema", json_schema=JsonSchema(name="output", schema=asked.schema)),
+            else ResponseFormat(
+                type="json_schema", json_schema=JsonSchema(name="output", schema=asked.schema)
+            ),
             reasoning_effort=output.effort if output is not None else None,
             tools=tools or None,
             tool_choice=chosen,
@@ -283,14 +304,27 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
         refuse_unless_off(self, self.off)
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and not 1024 <= budget < self.max_tokens:
-            raise bad_request("budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens")
+            raise bad_request(
+                "budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens"
+            )
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
-        return super().chat(state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more)
+        return super().chat(
+            state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
+        )
 
 
-_SAME = ("stream", "temperature", "top_p", "top_k", "seed", "min_p", "repetition_penalty", "priority")
+_SAME = (
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "repetition_penalty",
+    "priority",
+)
 _NAMES = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
     "stop": "stop_sequences",
@@ -299,7 +333,11 @@ _NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "continue_final_message": "messages",
 }
-_CHOICES: dict[str, Literal["none", "auto", "required"]] = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: dict[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+}
 register(
     MessagesRequest,
     CountTokensRequest,
@@ -310,17 +348,32 @@ register(
     ToolResultPart,
     parts=(
         *(Base64Source, UrlSource),
-        *(CacheControl, AnthropicMessage, AnthropicTool, AnthropicChoice, Thinking, OutputConfig, OutputFormat),
+        *(
+            CacheControl,
+            AnthropicMessage,
+            AnthropicTool,
+            AnthropicChoice,
+            Thinking,
+            OutputConfig,
+            OutputFormat,
+        ),
         AnthropicMetadata,
     ),
 )
 
 
 def _function(tool: AnthropicTool) -> FunctionSpec:
-    return FunctionSpec(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
+    return FunctionSpec(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
 
 
-def _parts(content: list[dict[str, Raw]], role: str, path: str, what: str = "") -> list[AnthropicPart]:
+def _parts(
+    content: list[dict[str, Raw]], role: str, path: str, what: str = ""
+) -> list[AnthropicPart]:
     known, found = _PARTS[role], []
     for i, part in enumerate(content):
         kind = known.get(bytes(part.get("type", b"")).decode(errors="replace").strip('"'))
@@ -338,7 +391,9 @@ def _text(content: str | list[dict[str, Raw]], path: str, what: str = "") -> str
     """Of what has text alone: `system`, a tool's result."""
     if isinstance(content, str):
         return content
-    return "".join(part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart))
+    return "".join(
+        part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart)
+    )
 
 
 def _messages(message: AnthropicMessage, path: str) -> list[Message]:
@@ -361,12 +416,16 @@ def _messages(message: AnthropicMessage, path: str) -> list[Message]:
                 calls.append(ToolCall(id=part.id, function=called))
             case ToolResultPart():
                 if parts:
-                    raise bad_request("results of tools come before a message's text", f"{path}.content[{i}]")
+                    raise bad_request(
+                        "results of tools come before a message's text", f"{path}.content[{i}]"
+                    )
                 result = _text(part.content, f"{path}.content[{i}].content", "a tool's result")
                 text = f"Error: {result}" if part.is_error else result
                 found.append(Message(role="tool", content=text, tool_call_id=part.tool_use_id))
     if parts or calls or not found:
-        said = Message(role=message.role, content="".join(texts) if len(parts) == len(texts) else parts)
+        said = Message(
+            role=message.role, content="".join(texts) if len(parts) == len(texts) else parts
+        )
         said.reasoning_content = "".join(thoughts) or None
         said.tool_calls = calls or None
         found.append(said)
@@ -383,11 +442,16 @@ class MessageAnswer(BlockAnswer):
         return sse("message_start", {"message": self._message([], None, None, 0)})
 
     def begin(self, block: ContentBlock) -> bytes:
-        return sse("content_block_start", {"index": block.index, "content_block": _content(block, empty=True)})
+        return sse(
+            "content_block_start",
+            {"index": block.index, "content_block": _content(block, empty=True)},
+        )
 
     def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
         kind, field = _DELTAS[block.kind]
-        return sse("content_block_delta", {"index": block.index, "delta": {"type": kind, field: text}})
+        return sse(
+            "content_block_delta", {"index": block.index, "delta": {"type": kind, field: text}}
+        )
 
     def close(self, block: ContentBlock) -> bytes:
         return sse("content_block_stop", {"index": block.index})
@@ -406,7 +470,9 @@ class MessageAnswer(BlockAnswer):
         content = [_content(block) for block in self.blocks]
         return encode(self._message(content, *self._stop(), self.record.num_output_tokens))
 
-    def _message(self, content: list[Any], reason: str | None, sequence: str | None, output: int) -> dict[str, Any]:
+    def _message(
+        self, content: list[Any], reason: str | None, sequence: str | None, output: int
+    ) -> dict[str, Any]:
         return {
             "id": self.identity["id"],
             "type": "message",
@@ -450,12 +516,23 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
         case "text":
             return {"type": "text", "text": text}
         case "call":
-            return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": written_arguments(text)}
+            return {
+                "type": "tool_use",
+                "id": f"toolu_{block.id}",
+                "name": block.name,
+                "input": written_arguments(text),
+            }
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return encode({"type": "error", "error": {"type": kind, "message": error.named_message}, "request_id": request_id})
+    return encode(
+        {
+            "type": "error",
+            "error": {"type": kind, "message": error.named_message},
+            "request_id": request_id,
+        }
+    )
 
 
 _KINDS = {
@@ -475,7 +552,10 @@ SHAPES["/v1/messages"] = error_body
 def check_version(scope: Scope) -> None:
     given = dict(scope["headers"]).get(b"anthropic-version", b"").decode(errors="replace")
     if given not in VERSIONS:
-        raise bad_request(f"the header anthropic-version must be one of {', '.join(VERSIONS)}", "anthropic-version")
+        raise bad_request(
+            f"the header anthropic-version must be one of {', '.join(VERSIONS)}",
+            "anthropic-version",
+        )
 
 
 async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRecord) -> Answer:
@@ -507,5 +587,7 @@ async def _count(state: ServerState, request: Request) -> Response:
 def routes(state: ServerState) -> list[Route]:
     return [
         Route("/v1/messages", _Messages(state, MessagesRequest, _prepare), methods=["POST"]),
-        Route("/v1/messages/count_tokens", counted(state, partial(_count, state)), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens", counted(state, partial(_count, state)), methods=["POST"]
+        ),
     ]

@@ -38,7 +38,14 @@ from slipstream.server.adapters import AdapterRoutes
 from slipstream.server.audit import AuditLog
 from slipstream.server.auth import ApiKeys, Keyring
 from slipstream.server.batches import BatchStore
-from slipstream.server.embeddings import RERANK_PATHS, SCORE_PATHS, PooledRoute, embeddings, rerank, score
+from slipstream.server.embeddings import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    PooledRoute,
+    embeddings,
+    rerank,
+    score,
+)
 from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
 from slipstream.server.files import FileStore
 from slipstream.server.generation import GenerationRoute
@@ -46,7 +53,13 @@ from slipstream.server.health import Probes
 from slipstream.server.limits import counted
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import Models
-from slipstream.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from slipstream.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from slipstream.server.rates import RATE_HEADERS, SharedLimiter
 from slipstream.server.record import Observers, RequestLog
 from slipstream.server.replies import greeting, json_response
@@ -57,18 +70,26 @@ from slipstream.server.store import ResponseStore
 from slipstream.server.tokens import Tokens
 
 
-def make_state(engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None) -> ServerState:
+def make_state(
+    engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None
+) -> ServerState:
     """A server's state, with its keys, limits and observers. `model` is the name in its metrics."""
     lasting = settings.state_dir if settings.keys_file is not None else None
-    limiter = SharedLimiter(shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot)
-    state = ServerState(engine, settings, observers(settings, model), Keyring(settings), limiter, shortener)
+    limiter = SharedLimiter(
+        shared_dir=settings.shared_dir, state_dir=lasting, slot=lambda: state.load.slot
+    )
+    state = ServerState(
+        engine, settings, observers(settings, model), Keyring(settings), limiter, shortener
+    )
     return state
 
 
 def open_files(state: ServerState) -> None:
     """Have files and batches, if the settings name a folder. ConfigError if it can't be used."""
     if state.settings.files_dir is not None:
-        state.files = FileStore(Path(state.settings.files_dir), max_bytes=state.settings.max_files_bytes)
+        state.files = FileStore(
+            Path(state.settings.files_dir), max_bytes=state.settings.max_files_bytes
+        )
         state.batches = BatchStore(state.files)
 
 
@@ -81,7 +102,9 @@ def observers(settings: ServerSettings, model: str) -> Observers:
         try:
             from slipstream.server.telemetry import Telemetry
         except ImportError:
-            raise ConfigError("OpenTelemetry needs its SDK: pip install 'slipstream[otel]'", field="otlp_endpoint") from None
+            raise ConfigError(
+                "OpenTelemetry needs its SDK: pip install 'slipstream[otel]'", field="otlp_endpoint"
+            ) from None
         made.telemetry = Telemetry(settings.otlp_endpoint, server=(settings.host, settings.port))
     return made
 
@@ -94,7 +117,9 @@ def described(has_keys: bool) -> tuple[bytes, str]:
     return msgspec.json.encode(document), docs_page.page(document)
 
 
-def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | None = None) -> Starlette:
+def create_app(
+    engine: Engine, settings: ServerSettings, shortener: Shortener | None = None
+) -> Starlette:
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)
     state = make_state(engine, settings, names[0], shortener)
@@ -110,7 +135,9 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     has_keys = bool(state.keys)
 
     async def describe(request: Request) -> Response:
-        return Response((await asyncio.to_thread(described, has_keys))[0], media_type="application/json")
+        return Response(
+            (await asyncio.to_thread(described, has_keys))[0], media_type="application/json"
+        )
 
     async def docs(request: Request) -> Response:
         return Response((await asyncio.to_thread(described, has_keys))[1], media_type="text/html")
@@ -132,11 +159,27 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
     )
     app = Starlette(
         routes=[
-            Route("/v1/completions", GenerationRoute(state, CompletionRequest, completions.prepare), methods=["POST"]),
-            Route("/v1/chat/completions", GenerationRoute(state, ChatRequest, chat.prepare), methods=["POST"]),
-            Route("/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]),
-            *(Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"]) for path in RERANK_PATHS),
-            *(Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"]) for path in SCORE_PATHS),
+            Route(
+                "/v1/completions",
+                GenerationRoute(state, CompletionRequest, completions.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/chat/completions",
+                GenerationRoute(state, ChatRequest, chat.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
+            ),
+            *(
+                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
+                for path in RERANK_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
+                for path in SCORE_PATHS
+            ),
             Route("/v1/models", models.list),
             Route("/v1/models/{id:path}", models.get),
             Route("/tokenize", counted(state, tokens.tokenize), methods=["POST"]),
@@ -164,12 +207,22 @@ def create_app(engine: Engine, settings: ServerSettings, shortener: Shortener | 
         ],
         middleware=[
             Middleware(RequestLog, observers=state.observers),
-            *([cors] if settings.cors_origins else []),  # outside the keys: a browser's preflight request has none
+            *(
+                [cors] if settings.cors_origins else []
+            ),  # outside the keys: a browser's preflight request has none
             Middleware(ApiKeys, keys=state.keys),
-            *([] if settings.fleet_key is None else [Middleware(fleet.FromGateway, key=settings.fleet_key)]),
+            *(
+                []
+                if settings.fleet_key is None
+                else [Middleware(fleet.FromGateway, key=settings.fleet_key)]
+            ),
         ],
-        exception_handlers=dict.fromkeys((ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error),
+        exception_handlers=dict.fromkeys(
+            (ApiError, SlipstreamError, ClientDisconnected, HTTPException), answer_error
+        ),
     )
-    app.router.redirect_slashes = False  # /v1/models/ is an unknown route, not a redirect that drops the body
+    app.router.redirect_slashes = (
+        False  # /v1/models/ is an unknown route, not a redirect that drops the body
+    )
     app.state.server = state
     return app

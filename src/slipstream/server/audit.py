@@ -61,7 +61,11 @@ def _read(line: bytes) -> tuple[str, dict[str, Any]] | None:
 
 class AuditLog:
     def __init__(
-        self, path: Path, *, max_bytes: int = 64 * 2**20, on_failure: Literal["refuse", "serve"] = "refuse"
+        self,
+        path: Path,
+        *,
+        max_bytes: int = 64 * 2**20,
+        on_failure: Literal["refuse", "serve"] = "refuse",
     ) -> None:
         self.path, self.max_bytes, self.on_failure = path, max_bytes, on_failure
         self._fd = -1
@@ -73,11 +77,16 @@ class AuditLog:
         self.failure: str | None = None
         self._append({"kind": "start", "pid": os.getpid()})
         if self.failure is not None:
-            raise ConfigError(f"cannot write the audit log {path}: {self.failure}", field="audit_log")
+            raise ConfigError(
+                f"cannot write the audit log {path}: {self.failure}", field="audit_log"
+            )
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append a line. One that cannot be written waits."""
-        record = {"kind": kind, **{name: value for name, value in fields.items() if value is not None}}
+        record = {
+            "kind": kind,
+            **{name: value for name, value in fields.items() if value is not None},
+        }
         if len(self._waiting) >= MOST_WAITING:
             self.num_lost += 1
         else:
@@ -114,8 +123,14 @@ class AuditLog:
             self.failure = error.strerror or str(error)
             if time.monotonic() - self._told > _LOG_EVERY_S:
                 self._told = time.monotonic()
-                does = "requests are refused" if self.on_failure == "refuse" else "requests go on without it"
-                _logger.error("the audit log %s cannot be written (%s): %s", self.path, self.failure, does)
+                does = (
+                    "requests are refused"
+                    if self.on_failure == "refuse"
+                    else "requests go on without it"
+                )
+                _logger.error(
+                    "the audit log %s cannot be written (%s): %s", self.path, self.failure, does
+                )
         else:
             self.failure = None
 
@@ -196,7 +211,11 @@ def _now() -> str:
 
 def rotated(path: Path) -> list[Path]:
     """The files before `path`, oldest first."""
-    found = [part for part in path.parent.glob(f"{path.name}.*") if part.name[len(path.name) + 1 :].isdecimal()]
+    found = [
+        part
+        for part in path.parent.glob(f"{path.name}.*")
+        if part.name[len(path.name) + 1 :].isdecimal()
+    ]
     return sorted(found, key=lambda part: int(part.name.rpartition(".")[2]))
 
 
@@ -251,10 +270,16 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                     torn = (where, hashlib.sha256(line.removesuffix(b"\n")).hexdigest())
                     continue
                 digest, fields = found
-                if torn is not None and (fields.get("kind") != "torn" or fields.get("sha256") != torn[1]):
-                    raise ChainError(f"{torn[0]}: its hash does not fit what it says", field="audit_log")
+                if torn is not None and (
+                    fields.get("kind") != "torn" or fields.get("sha256") != torn[1]
+                ):
+                    raise ChainError(
+                        f"{torn[0]}: its hash does not fit what it says", field="audit_log"
+                    )
                 if torn is None and fields.get("kind") == "torn":
-                    raise ChainError(f"{where}: the torn line that it tells of is gone", field="audit_log")
+                    raise ChainError(
+                        f"{where}: the torn line that it tells of is gone", field="audit_log"
+                    )
                 torn = None
                 if fields.get("previous") != previous or fields.get("seq") != seq + 1:
                     message = f"{where}: it does not follow the line before; lines were taken out, added or moved"

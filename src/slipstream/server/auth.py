@@ -20,7 +20,18 @@ from slipstream.server.errors import ApiError, response_to
 from slipstream.server.keys import Key, KeyFile
 from slipstream.server.state import ServerSettings
 
-OPEN_ROUTES = frozenset({"/ping", "/live", "/ready", "/health", "/v2/health/live", "/v2/health/ready", "/status", "/chat"})
+OPEN_ROUTES = frozenset(
+    {
+        "/ping",
+        "/live",
+        "/ready",
+        "/health",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/status",
+        "/chat",
+    }
+)
 """The last two are pages that hold no data of the server. They ask the reader for a key and use it for their requests."""
 
 ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -78,7 +89,9 @@ def check_model(key: Key | None, model: str | None) -> None:
     """ApiError (403) if the key is for other models."""
     if key is not None and key.models and model not in key.models:
         message = f"this key may not use the model {str(model)[:100]!r}, only {', '.join(key.models)[:500]}"
-        raise ApiError(403, message, kind="permission_error", param="model", code="model_not_allowed")
+        raise ApiError(
+            403, message, kind="permission_error", param="model", code="model_not_allowed"
+        )
 
 
 def _forbidden(key: Key, needed: str) -> ApiError:
@@ -93,7 +106,12 @@ class ApiKeys:
         self.app, self.keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and "key" not in scope and self.keys and scope["path"] not in OPEN_ROUTES:
+        if (
+            scope["type"] == "http"
+            and "key" not in scope
+            and self.keys
+            and scope["path"] not in OPEN_ROUTES
+        ):
             headers = Headers(scope=scope)
             try:
                 key = self.keys.find(headers.get("authorization", ""), headers.get("x-api-key", ""))

@@ -85,7 +85,9 @@ def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[Bat
     for number, raw in lines_of(path):
         try:
             if len(raw) > max_line_bytes:
-                raise ValueError(f"the line is longer than the {max_line_bytes} bytes that a body may have")
+                raise ValueError(
+                    f"the line is longer than the {max_line_bytes} bytes that a body may have"
+                )
             line = _line.decode(raw)
             if not line.custom_id or len(line.custom_id) > 512:
                 raise ValueError("custom_id must have from 1 to 512 characters")
@@ -102,7 +104,9 @@ def check(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[Bat
             continue
         seen.add(line.custom_id)
         if len(seen) > MAX_LINES:
-            return len(seen), [BatchError("too_many_lines", f"a batch has at most {MAX_LINES} lines")]
+            return len(seen), [
+                BatchError("too_many_lines", f"a batch has at most {MAX_LINES} lines")
+            ]
     if not seen and not errors:
         errors.append(BatchError("empty_file", "the file has no lines"))
     return len(seen), errors
@@ -147,7 +151,11 @@ class EngineLineRunner:
 
     def _allowed(self, running: int) -> int:
         settings = self.state.settings
-        if self.state.draining or self.state.engine.is_sleeping or not self.state.engine.health().ok:
+        if (
+            self.state.draining
+            or self.state.engine.is_sleeping
+            or not self.state.engine.health().ok
+        ):
             return 0
         most = settings.batch_max_concurrent
         if most is None:
@@ -168,9 +176,15 @@ class Work:
 
     def __init__(self, batch: Batch, store: BatchStore) -> None:
         self.id, self.batch, self.files = batch.id, batch, store.files
-        self.paths = {"output": self.files.path(f"{batch.id}.output"), "error": self.files.path(f"{batch.id}.errors")}
+        self.paths = {
+            "output": self.files.path(f"{batch.id}.output"),
+            "error": self.files.path(f"{batch.id}.errors"),
+        }
         self._finished = {kind: repaired(path) for kind, path in self.paths.items()}
-        self.num_completed, self.num_failed = len(self._finished["output"]), len(self._finished["error"])
+        self.num_completed, self.num_failed = (
+            len(self._finished["output"]),
+            len(self._finished["error"]),
+        )
         self._lines = lines_of(self.files.path(batch.input_file_id))
         self.again: deque[Line] = deque()
         self.cancels: Counter[str] = Counter()  # of lines, by custom_id
@@ -195,7 +209,11 @@ class Work:
         data = msgspec.json.encode(answer) + b"\n"
         self._bytes += len(data)
         if self._bytes > self.files.max_bytes // 2:
-            raise ApiError(413, "the answers are longer than half of what --max-files-bytes allows", code="storage_full")
+            raise ApiError(
+                413,
+                "the answers are longer than half of what --max-files-bytes allows",
+                code="storage_full",
+            )
         descriptor = os.open(self.paths[kind], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         try:
             if os.write(descriptor, data) != len(data):
@@ -213,7 +231,9 @@ class Work:
 
 
 class BatchRunner:
-    def __init__(self, state: ServerState, store: BatchStore, app: ASGIApp, room: LineRunner) -> None:
+    def __init__(
+        self, state: ServerState, store: BatchStore, app: ASGIApp, room: LineRunner
+    ) -> None:
         self.state, self.store, self.app, self.room = state, store, app, room
         self._works: dict[str, Work] = {}
         self._lock = -1
@@ -254,7 +274,9 @@ class BatchRunner:
 
     def _leads(self) -> bool:
         if self._lock < 0:
-            self._lock = os.open(self.store.files.folder / "runner.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            self._lock = os.open(
+                self.store.files.folder / "runner.lock", os.O_CREAT | os.O_RDWR, 0o600
+            )
         return locks.take(self._lock)
 
     # --- A batch's way ----------------------------------------------------------------------------------------------------
@@ -274,9 +296,14 @@ class BatchRunner:
     async def _validate(self, batch: Batch) -> None:
         path = self.store.files.path(batch.input_file_id)
         try:
-            total, errors = await asyncio.to_thread(check, path, batch.endpoint, self.state.settings.max_body_bytes)
+            total, errors = await asyncio.to_thread(
+                check, path, batch.endpoint, self.state.settings.max_body_bytes
+            )
         except OSError as error:
-            total, errors = 0, [BatchError("file_unreadable", f"the input file cannot be read: {error.strerror}")]
+            total, errors = (
+                0,
+                [BatchError("file_unreadable", f"the input file cannot be read: {error.strerror}")],
+            )
 
         def begin(found: Batch) -> None:
             found.errors, found.total = errors, 0 if errors else total
@@ -325,10 +352,16 @@ class BatchRunner:
         await self._finalize(found)
 
     def _write_expired(self, work: Work) -> None:
-        error = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
+        error = {
+            "code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired.",
+        }
         try:
             for line in work.unanswered():
-                work.append("error", {"id": _id(), "custom_id": line.custom_id, "response": None, "error": error})
+                work.append(
+                    "error",
+                    {"id": _id(), "custom_id": line.custom_id, "response": None, "error": error},
+                )
         except (OSError, ApiError) as failure:
             _logger.error("the errors of %s are not all written: %s", work.id, failure)
 
@@ -346,21 +379,33 @@ class BatchRunner:
                 part.rename(path)
             now, name = int(time.time()), f"{batch.id}_{kind}.jsonl"
             size = path.stat().st_size
-            await self.store.files.register(StoredFile(id_, batch.owner, "batch_output", size, now, now + LIFE_S, name))
+            await self.store.files.register(
+                StoredFile(id_, batch.owner, "batch_output", size, now, now + LIFE_S, name)
+            )
         await self.store.change(batch.id, lambda found: found.become(found.then))
 
     # --- Lines ------------------------------------------------------------------------------------------------------------
 
     def _adjust(self) -> None:
         """As many lines at once as there may be: the batches take turns."""
-        tasks = [(task, work, one) for work in self._works.values() for task, one in work.running.items()]
+        tasks = [
+            (task, work, one) for work in self._works.values() for task, one in work.running.items()
+        ]
         room, surplus = self.room.look([one.scope for _, _, one in tasks])
         if surplus:
             self._cancel(tasks, surplus)
             return
         now = time.monotonic()
-        ready = [work for work in self._works.values() if work.failure is None and now >= work.paused_until]
-        ready = [work for work in ready if work.batch.status == "in_progress" and time.time() < work.batch.expires]
+        ready = [
+            work
+            for work in self._works.values()
+            if work.failure is None and now >= work.paused_until
+        ]
+        ready = [
+            work
+            for work in ready
+            if work.batch.status == "in_progress" and time.time() < work.batch.expires
+        ]
         while ready and room > 0:
             self._turn = (self._turn + 1) % len(ready)
             work = ready[self._turn]
@@ -375,9 +420,18 @@ class BatchRunner:
             room -= 1
 
     @staticmethod
-    def _cancel(tasks: Sequence[tuple[asyncio.Task[None], Work, RunningLine]], surplus: Sequence[Scope]) -> None:
+    def _cancel(
+        tasks: Sequence[tuple[asyncio.Task[None], Work, RunningLine]], surplus: Sequence[Scope]
+    ) -> None:
         """One that was cancelled often may stay."""
-        tired = next((one.scope for _, work, one in tasks if work.cancels[one.line.custom_id] >= MAX_CANCELS), None)
+        tired = next(
+            (
+                one.scope
+                for _, work, one in tasks
+                if work.cancels[one.line.custom_id] >= MAX_CANCELS
+            ),
+            None,
+        )
         wrong = {id(scope) for scope in surplus if scope is not tired}
         for task, work, one in tasks:
             if id(one.scope) in wrong:
@@ -389,7 +443,9 @@ class BatchRunner:
         try:
             key, found = self._key(work)
             if not found:
-                work.failure = BatchError("key_gone", "the key of the batch is revoked, has expired, or is not there")
+                work.failure = BatchError(
+                    "key_gone", "the key of the batch is revoked, has expired, or is not there"
+                )
                 return
             one.scope["key"] = key
             status, headers, body = await call(self.app, one.scope, bytes(line.body))
@@ -397,13 +453,23 @@ class BatchRunner:
             work.again.append(line)
             raise
         except Exception:  # RequestLog has logged it
-            status, headers, body = 500, {}, b'{"error":{"message":"internal error","type":"server_error"}}'
+            status, headers, body = (
+                500,
+                {},
+                b'{"error":{"message":"internal error","type":"server_error"}}',
+            )
         if status in (429, 503):
             work.again.append(line)
             wait = headers.get("retry-after", "1")
-            work.paused_until = time.monotonic() + min(MAX_PAUSE_S, float(wait) if wait.isdecimal() else 1.0)
+            work.paused_until = time.monotonic() + min(
+                MAX_PAUSE_S, float(wait) if wait.isdecimal() else 1.0
+            )
             return
-        response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": Raw(body)}
+        response = {
+            "status_code": status,
+            "request_id": headers.get("x-request-id", ""),
+            "body": Raw(body),
+        }
         answer = {"id": _id(), "custom_id": line.custom_id, "response": response, "error": None}
         try:
             work.append("output" if status == 200 else "error", answer)
@@ -455,7 +521,9 @@ async def call(app: ASGIApp, scope: Scope, body: bytes) -> tuple[int, dict[str, 
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
-            headers.update({name.decode(): value.decode() for name, value in message.get("headers", ())})
+            headers.update(
+                {name.decode(): value.decode() for name, value in message.get("headers", ())}
+            )
         else:
             parts.append(message.get("body", b""))
 

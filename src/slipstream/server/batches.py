@@ -35,7 +35,14 @@ MAX_WINDOW_S = 7 * 86_400
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 Status: TypeAlias = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
 ]
 ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
 
@@ -46,7 +53,9 @@ class BatchRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
+    ) = None
 
 
 register(BatchRequest)
@@ -85,7 +94,15 @@ class Batch(Struct, kw_only=True):
 
     def public(self) -> dict[str, Any]:
         """OpenAI's object."""
-        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        names = (
+            "in_progress",
+            "finalizing",
+            "completed",
+            "failed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        )
         errors = {"object": "list", "data": self.errors} if self.errors else None
         return {
             "id": self.id,
@@ -100,7 +117,11 @@ class Batch(Struct, kw_only=True):
             "created_at": self.times["created_at"],
             "expires_at": self.expires,
             **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
             "metadata": self.metadata,
         }
 
@@ -119,12 +140,22 @@ class BatchStore:
         """ApiError (429) if its owner has too many."""
 
         def work(db: sqlite3.Connection) -> None:
-            (count,) = db.execute("select count(*) from batches where owner = ? and open", (batch.owner,)).fetchone()
+            (count,) = db.execute(
+                "select count(*) from batches where owner = ? and open", (batch.owner,)
+            ).fetchone()
             if count >= MAX_OPEN:
                 message = f"{count} batches have not ended, as many as this server takes; wait for one, or cancel it"
-                raise ApiError(429, message, kind="rate_limit_error", code="too_many_batches", headers={"retry-after": "60"})
+                raise ApiError(
+                    429,
+                    message,
+                    kind="rate_limit_error",
+                    code="too_many_batches",
+                    headers={"retry-after": "60"},
+                )
             row = (batch.id, batch.owner, batch.input_file_id, _encoder.encode(batch))
-            db.execute("insert into batches (id, owner, open, input, about) values (?, ?, 1, ?, ?)", row)
+            db.execute(
+                "insert into batches (id, owner, open, input, about) values (?, ?, 1, ?, ?)", row
+            )
 
         await self._database.run(work)
 
@@ -132,7 +163,9 @@ class BatchStore:
         """The batch after the change `how`, a function of the batch before."""
 
         def work(db: sqlite3.Connection) -> Batch:
-            batch = _decoder.decode(db.execute("select about from batches where id = ?", (id_,)).fetchone()[0])
+            batch = _decoder.decode(
+                db.execute("select about from batches where id = ?", (id_,)).fetchone()[0]
+            )
             how(batch)
             row = (batch.status not in ENDED, _encoder.encode(batch), id_)
             db.execute("update batches set open = ?, about = ? where id = ?", row)
@@ -142,14 +175,18 @@ class BatchStore:
 
     async def get(self, owner: str, id_: str) -> Batch | None:
         query = "select about from batches where id = ? and owner = ?"
-        row = await self._database.run(lambda db: db.execute(query, (id_, owner)).fetchone(), writes=False)
+        row = await self._database.run(
+            lambda db: db.execute(query, (id_, owner)).fetchone(), writes=False
+        )
         return None if row is None else _decoder.decode(row[0])
 
     async def listed(self, owner: str, after: str | None, limit: int) -> list[Batch]:
         query = "select about from batches where owner = ?"
 
         def read(db: sqlite3.Connection) -> list[Any]:
-            return db.execute(*page(db, "batches", query, [owner], owner, after, limit, newest_first=True)).fetchall()
+            return db.execute(
+                *page(db, "batches", query, [owner], owner, after, limit, newest_first=True)
+            ).fetchall()
 
         return [_decoder.decode(row[0]) for row in await self._database.run(read, writes=False)]
 
@@ -164,7 +201,9 @@ class BatchStore:
 
         def work(db: sqlite3.Connection) -> None:
             rows = db.execute("select id, about from batches where not open").fetchall()
-            old = [(id_,) for id_, about in rows if max(_decoder.decode(about).times.values()) < before]
+            old = [
+                (id_,) for id_, about in rows if max(_decoder.decode(about).times.values()) < before
+            ]
             db.executemany("delete from batches where id = ?", old)
 
         await self._database.run(work)
@@ -226,7 +265,9 @@ class Batches:
         id_ = request.path_params["id"]
         batch = await self._store.get(request.scope["record"].owner, id_)
         if batch is None:
-            raise ApiError(404, f"batch {id_[:100]!r} is not there", param="batch_id", code="batch_not_found")
+            raise ApiError(
+                404, f"batch {id_[:100]!r} is not there", param="batch_id", code="batch_not_found"
+            )
         return batch
 
 
@@ -234,7 +275,9 @@ def _window(text: str) -> int:
     match = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", text)
     seconds = 0 if match is None else int(match[1]) * _UNITS[match[2]]
     if not 0 < seconds <= MAX_WINDOW_S:
-        raise bad_request("completion_window must be a span of at most 7d, such as '24h'", "completion_window")
+        raise bad_request(
+            "completion_window must be a span of at most 7d, such as '24h'", "completion_window"
+        )
     return seconds
 
 

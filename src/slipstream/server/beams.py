@@ -21,10 +21,40 @@ OWN = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty
 TAKEN = frozenset(
     (
         *OWN,
-        *("use_beam_search", "model", "prompt", "messages", "n", "max_tokens", "max_completion_tokens", "ignore_eos", "echo"),
-        *("priority", "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "temperature"),
-        *("add_special_tokens", "truncate_prompt_tokens", "return_token_ids", "spaces_between_special_tokens"),
-        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "verbosity"),
+        *(
+            "use_beam_search",
+            "model",
+            "prompt",
+            "messages",
+            "n",
+            "max_tokens",
+            "max_completion_tokens",
+            "ignore_eos",
+            "echo",
+        ),
+        *(
+            "priority",
+            "user",
+            "metadata",
+            "store",
+            "safety_identifier",
+            "prompt_cache_key",
+            "service_tier",
+            "temperature",
+        ),
+        *(
+            "add_special_tokens",
+            "truncate_prompt_tokens",
+            "return_token_ids",
+            "spaces_between_special_tokens",
+        ),
+        *(
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "verbosity",
+        ),
         *("compress_prompt", "skip_special_tokens"),
     )
 )
@@ -39,14 +69,28 @@ def check(body: Generation) -> None:
         return
     others = [name for name in body.__struct_fields__ if name not in TAKEN]
     if wrong := [name for name in others if _is_given(getattr(body, name))]:
-        reason = "whole answers are searched for" if "stream" in wrong[0] else "it keeps the likeliest answers"
+        reason = (
+            "whole answers are searched for"
+            if "stream" in wrong[0]
+            else "it keeps the likeliest answers"
+        )
         raise bad_request(f"use_beam_search has no {wrong[0]}: {reason}; leave it out", wrong[0])
     if body.temperature not in (None, 0, 1):
         raise bad_request("use_beam_search draws nothing; leave temperature out", "temperature")
     if body.skip_special_tokens is False:
-        raise bad_request("use_beam_search shows no special tokens; leave skip_special_tokens out", "skip_special_tokens")
-    if not body.max_tokens and not getattr(body, "max_completion_tokens", None) and hasattr(body, "messages"):
-        raise bad_request("use_beam_search needs max_tokens: a beam of the whole context is never wanted", "max_tokens")
+        raise bad_request(
+            "use_beam_search shows no special tokens; leave skip_special_tokens out",
+            "skip_special_tokens",
+        )
+    if (
+        not body.max_tokens
+        and not getattr(body, "max_completion_tokens", None)
+        and hasattr(body, "messages")
+    ):
+        raise bad_request(
+            "use_beam_search needs max_tokens: a beam of the whole context is never wanted",
+            "max_tokens",
+        )
 
 
 def _is_given(value: Any) -> bool:
@@ -69,12 +113,19 @@ def named_as_in_body() -> Iterator[None]:
 
 def search(body: Generation, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
     """The search, with its answers in the form that the response writers take."""
-    own: dict[str, Any] = {name: getattr(body, name) for name in OWN if getattr(body, name) is not None}
+    own: dict[str, Any] = {
+        name: getattr(body, name) for name in OWN if getattr(body, name) is not None
+    }
     width = 1 if body.n is None else body.n
     with named_as_in_body():
-        params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=bool(body.ignore_eos), **own)
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=max_tokens, ignore_eos=bool(body.ignore_eos), **own
+        )
     truncated = body.truncate_prompt_tokens
     sampling = SamplingParams(
-        n=params.beam_width, temperature=0.0, max_tokens=max_tokens, truncate_prompt_tokens=truncated
+        n=params.beam_width,
+        temperature=0.0,
+        max_tokens=max_tokens,
+        truncate_prompt_tokens=truncated,
     )
     return params, sampling

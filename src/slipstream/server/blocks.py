@@ -90,7 +90,12 @@ class BlockAnswer(Answer):
         last = self.blocks[-1] if self.blocks else None
         if last is not None and last.kind == "reasoning":
             self.num_reasoning_tokens += len(delta.token_ids)
-        if last is not None and last.kind == "text" and self._untold_logprobs and delta.finish_reason is not None:
+        if (
+            last is not None
+            and last.kind == "text"
+            and self._untold_logprobs
+            and delta.finish_reason is not None
+        ):
             self._add(last, "")  # of tokens without a text, such as the one that ends the answer
         if delta.finish_reason is not None:
             self.stop_reason, self.ended = delta.stop_reason, True
@@ -105,7 +110,9 @@ class BlockAnswer(Answer):
         last = self.blocks[-1] if self.blocks else None
         if last is None or last.kind != kind or isinstance(event, BeginCall):
             self._close()
-            last = ContentBlock(kind, len(self.blocks), event.name if isinstance(event, BeginCall) else "")
+            last = ContentBlock(
+                kind, len(self.blocks), event.name if isinstance(event, BeginCall) else ""
+            )
             # The same if the answer goes on elsewhere.
             last.id = blake2b(f"{self.record.id} {last.index}".encode(), digest_size=12).hexdigest()
             self.blocks.append(last)

@@ -39,7 +39,9 @@ class Certificates:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile)
         except OSError as error:  # ssl.SSLError is one
             if stamp != self._refused:
-                _logger.warning("the new TLS certificate or key cannot be used, the old ones stay: %s", error)
+                _logger.warning(
+                    "the new TLS certificate or key cannot be used, the old ones stay: %s", error
+                )
             self._refused = stamp
             return False
         self._taken = stamp
@@ -54,6 +56,9 @@ class Certificates:
                     context.load_cert_chain(self.certfile, self.keyfile)
                 except OSError as error:  # they changed again in between
                     self._taken = None
-                    _logger.warning("the new TLS certificate or key cannot be used, the old ones stay: %s", error)
+                    _logger.warning(
+                        "the new TLS certificate or key cannot be used, the old ones stay: %s",
+                        error,
+                    )
                     continue
                 _logger.info("new connections get the new TLS certificate")

@@ -11,7 +11,14 @@ import msgspec
 
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.pictures import PreparedPicture
-from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Event, Parser, Reasoning
+from slipstream.engine.tool_formats.base import (
+    Arguments,
+    BeginCall,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
 from slipstream.engine.tools import Reading, call_id, finish_reason
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -46,12 +53,20 @@ class ChatAnswer(Answer):
             logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
             events.append(self.text_event(delta.index, encode(delta.text), logprobs, ids))
         if delta.finish_reason is not None:
-            events.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"))
+            events.append(
+                self.event(
+                    index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"
+                )
+            )
         return b"".join(events)
 
-    def text_event(self, index: int, text: bytes, logprobs: bytes = b"null", ids: bytes = b"") -> bytes:
+    def text_event(
+        self, index: int, text: bytes, logprobs: bytes = b"null", ids: bytes = b""
+    ) -> bytes:
         head = b'{"index":%d,"delta":{"content":' % index
-        return self.event(head, text, b'},"logprobs":', logprobs, b',"finish_reason":null', ids, b"}")
+        return self.event(
+            head, text, b'},"logprobs":', logprobs, b',"finish_reason":null', ids, b"}"
+        )
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
@@ -71,13 +86,22 @@ class ChatAnswer(Answer):
         event = self.event(index, role)
         if not self.body.return_token_ids:
             return event
-        return b'data: {"prompt_token_ids":' + encode(self.prompt_info[0].token_ids) + b"," + event[7:]
+        return (
+            b'data: {"prompt_token_ids":' + encode(self.prompt_info[0].token_ids) + b"," + event[7:]
+        )
 
     def _ids(self, delta: CompletionOutput) -> bytes:
-        return b',"token_ids":' + encode(delta.token_ids) if self.body.return_token_ids and delta.token_ids else b""
+        return (
+            b',"token_ids":' + encode(delta.token_ids)
+            if self.body.return_token_ids and delta.token_ids
+            else b""
+        )
 
     def _logprobs(self, positions: list[PositionLogprobs]) -> dict[str, Any]:
-        content = [{**self._entry(p.chosen), "top_logprobs": [self._entry(token) for token in p.top]} for p in positions]
+        content = [
+            {**self._entry(p.chosen), "top_logprobs": [self._entry(token) for token in p.top]}
+            for p in positions
+        ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: Logprob) -> dict[str, Any]:
@@ -100,7 +124,9 @@ class ReadAnswer(ChatAnswer):
         index = b'{"index":%d,"delta":' % delta.index
         if not choice.begun:
             choice.begun = True
-            parts.append(self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}'))
+            parts.append(
+                self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
+            )
         parser = self.parsers[delta.index]
         events = read_events(parser, delta.text, last=delta.finish_reason is not None)
         told = [encode(self._delta(event)) for event in events]
@@ -110,10 +136,14 @@ class ReadAnswer(ChatAnswer):
         logprobs = encode(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
         for number, one in enumerate(told):
             own, its = (b"null", b"") if number else (logprobs, ids)
-            parts.append(self.event(index, one, b',"logprobs":', own, b',"finish_reason":null', its, b"}"))
+            parts.append(
+                self.event(index, one, b',"logprobs":', own, b',"finish_reason":null', its, b"}")
+            )
         if delta.finish_reason is not None:
             reason = finish_reason(delta.finish_reason, parser.num_calls)
-            parts.append(self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}"))
+            parts.append(
+                self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}")
+            )
         return b"".join(parts)
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -131,7 +161,11 @@ class ReadAnswer(ChatAnswer):
                 return {"reasoning_content": text}
             case BeginCall(index, name):
                 function = {"name": name, "arguments": ""}
-                return {"tool_calls": [{"index": index, "id": call_id(), "type": "function", "function": function}]}
+                return {
+                    "tool_calls": [
+                        {"index": index, "id": call_id(), "type": "function", "function": function}
+                    ]
+                }
             case Arguments(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
@@ -146,7 +180,11 @@ def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
             found[-1] = Content(before.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(before, Reasoning):
             found[-1] = Reasoning(before.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(before, Arguments) and event.index == before.index:
+        elif (
+            isinstance(event, Arguments)
+            and isinstance(before, Arguments)
+            and event.index == before.index
+        ):
             found[-1] = Arguments(event.index, before.text + event.text)
         else:
             found.append(event)
@@ -165,15 +203,27 @@ async def prepare(
     answer: Callable[..., Answer] = chat_answer,
 ) -> Answer:
     """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes."""
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
     if body.use_beam_search:
         assert max_tokens is not None, "the body is checked"
         beams, sampling = search(body, max_tokens)
         prompt = await prompt_of(state, body)
         if prompt.pictures:
-            raise bad_request("use_beam_search takes no pictures; leave one of them out", "use_beam_search")
+            raise bad_request(
+                "use_beam_search takes no pictures; leave one of them out", "use_beam_search"
+            )
         reading = reading_of(state, body, prompt.tokens, prompt.template)
-        made = answer(reading, state, body, [TokensPrompt(prompt_token_ids=prompt.tokens)], sampling, record, beams)
+        made = answer(
+            reading,
+            state,
+            body,
+            [TokensPrompt(prompt_token_ids=prompt.tokens)],
+            sampling,
+            record,
+            beams,
+        )
         made.more_usage = {} if prompt.told is None else {"prompt_compression": prompt.told}
         return made
     sampling = body.sampling(
@@ -220,7 +270,13 @@ class ChatPrompt:
 async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
     tokenizer = state.engine.tokenizer
     uses_tools = bool(body.tools) and body.tool_choice != "none"
-    template = None if tokenizer is None else tokenizer.tool_template if uses_tools else tokenizer.chat_template
+    template = (
+        None
+        if tokenizer is None
+        else tokenizer.tool_template
+        if uses_tools
+        else tokenizer.chat_template
+    )
     variables = template_variables(body, template)
     if uses_tools:
         variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]

@@ -40,34 +40,56 @@ class CompletionAnswer(Answer):
         ids = b""
         if self.body.return_token_ids:
             if not choice.begun:
-                ids = b',"prompt_token_ids":' + encode(self.prompt_info[delta.index // self.num_drawn].token_ids)
+                ids = b',"prompt_token_ids":' + encode(
+                    self.prompt_info[delta.index // self.num_drawn].token_ids
+                )
             ids += b',"token_ids":' + encode(delta.token_ids)
         choice.begun = True
-        if not text and not delta.logprobs and delta.finish_reason is None and not (ids and delta.token_ids):
+        if (
+            not text
+            and not delta.logprobs
+            and delta.finish_reason is None
+            and not (ids and delta.token_ids)
+        ):
             return b""
         reason = b"null" if delta.finish_reason is None else encode(delta.finish_reason)
         return self.text_event(delta.index, encode(text), logprobs, reason, ids)
 
     def text_event(
-        self, index: int, text: bytes, logprobs: bytes = b"null", reason: bytes = b"null", ids: bytes = b""
+        self,
+        index: int,
+        text: bytes,
+        logprobs: bytes = b"null",
+        reason: bytes = b"null",
+        ids: bytes = b"",
     ) -> bytes:
         head = b'{"index":%d,"text":' % index
-        return self.event(head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}")
+        return self.event(
+            head, text, b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}"
+        )
 
     def choice(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
         return {
             "index": index,
             "text": self._echo(index) + "".join(choice.text),
-            "logprobs": None if self.body.logprobs is None else self._logprobs(index, choice.logprobs),
+            "logprobs": None
+            if self.body.logprobs is None
+            else self._logprobs(index, choice.logprobs),
             "finish_reason": choice.finish_reason,
             **choice_details(self.body, choice),
             **prompt_details(self.body, self.prompt_info[index // self.num_drawn]),
         }
 
     def note(self, delta: CompletionOutput, now: float) -> None:
-        if self.body.max_tokens == 0:  # the engine makes one token of every prompt; this one is dropped
-            delta.text, delta.token_ids, delta.logprobs = "", [], None if delta.logprobs is None else []
+        if (
+            self.body.max_tokens == 0
+        ):  # the engine makes one token of every prompt; this one is dropped
+            delta.text, delta.token_ids, delta.logprobs = (
+                "",
+                [],
+                None if delta.logprobs is None else [],
+            )
             if delta.finish_reason is not None:
                 delta.finish_reason = FinishReason.LENGTH
         super().note(delta, now)
@@ -116,7 +138,12 @@ class CompletionAnswer(Answer):
             values.append(None if position is None else chosen.logprob)
             best = () if position is None else (*position.top[: self.body.logprobs], chosen)
             tops.append({name(t): t.logprob for t in best} or None)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     @cached_property
     def hidden_ids(self) -> frozenset[int]:
@@ -160,7 +187,9 @@ async def prepare(
     if body.use_beam_search:
         beams, sampling = search(body, body.max_tokens or DEFAULT_MAX_TOKENS)
         return answer(state, body, prompts, sampling, record, beams)
-    asked = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+    asked = [
+        k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None
+    ]
     sampling = body.sampling(
         state.engine.description.sampling,
         state.settings.logits_processors,

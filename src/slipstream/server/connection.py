@@ -38,7 +38,9 @@ SMALL_BODY = 64 * 1024
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SLOWEST_LOOK_S = 0.25
 _HUNG_UP = select.POLLERR | select.POLLHUP
-_PEER_DONE = getattr(select, "POLLRDHUP", 0)  # Linux: a FIN has come, perhaps behind data that we have not read
+_PEER_DONE = getattr(
+    select, "POLLRDHUP", 0
+)  # Linux: a FIN has come, perhaps behind data that we have not read
 
 
 class _Outlet:
@@ -50,7 +52,12 @@ class _Outlet:
 
     __slots__ = ("_close", "_first", "_loop", "_transport", "is_closing")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+    ) -> None:
         self._loop, self._transport, self._close = loop, transport, close
         self._first: bytes | None = None  # empty when it was sent
         self.is_closing = transport.is_closing
@@ -176,8 +183,12 @@ class Connection(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self.transport.abort()  # a second answer in the midst of the first would look like a part of it
             return
-        body = bad_request("not a valid HTTP request, or its headers are too long", code="invalid_http").body()
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        body = bad_request(
+            "not a valid HTTP request, or its headers are too long", code="invalid_http"
+        ).body()
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        )
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self._linger()
 
@@ -233,7 +244,9 @@ class Connection(HttpToolsProtocol):
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), _PEER_DONE)
         events = next((found for _, found in poll.poll(0)), 0)
-        if events & _HUNG_UP or (events & _PEER_DONE and not self._half_closed and not self._may_probe()):
+        if events & _HUNG_UP or (
+            events & _PEER_DONE and not self._half_closed and not self._may_probe()
+        ):
             self.transport.abort()
             return
         # A FIN can be stuck behind data for which there is no room while we don't read: then we ask again and again.
@@ -246,7 +259,12 @@ class Connection(HttpToolsProtocol):
 
 def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
     """What `send` does with a part of a body, but now. False if it would wait, or if the body has another form."""
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
+    if (
+        cycle.flow.write_paused
+        or cycle.disconnected
+        or not cycle.chunked_encoding
+        or cycle.response_complete
+    ):
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True

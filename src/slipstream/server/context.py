@@ -20,18 +20,26 @@ async def shorten(
     """The shortened messages, and the entry of `usage` about it."""
     if state.shortener is None:
         raise bad_request(
-            "compress_prompt needs a small model: start the server with --context-model MODEL", "compress_prompt"
+            "compress_prompt needs a small model: start the server with --context-model MODEL",
+            "compress_prompt",
         )
     parts: list[tuple[str, bool]] = []
     owners = []
     for i, message in enumerate(messages):
         text, is_last = message["content"], i == len(messages) - 1
         begin = _question(text) if is_last else len(text)
-        for part in ((text[:begin], message["role"] == "system" and not is_last), (text[begin:], True)):
+        for part in (
+            (text[:begin], message["role"] == "system" and not is_last),
+            (text[begin:], True),
+        ):
             parts.append(part)
             owners.append(i)
     found = await state.shortener(
-        parts, keep=wanted.keep, method=wanted.method, unit=wanted.unit, protect=tuple(map(re.escape, wanted.protect))
+        parts,
+        keep=wanted.keep,
+        method=wanted.method,
+        unit=wanted.unit,
+        protect=tuple(map(re.escape, wanted.protect)),
     )
     contents = ["" for _ in messages]
     for owner, text in zip(owners, found.parts, strict=True):

@@ -21,14 +21,22 @@ h2, td { overflow-wrap: anywhere; } td:first-child { width: 40%; }
 def page(document: dict[str, Any]) -> str:
     schemas = document["components"]["schemas"]
     paths = document["paths"].items()
-    parts = [_operation(path, verb, told, schemas) for path, verbs in paths for verb, told in verbs.items()]
+    parts = [
+        _operation(path, verb, told, schemas)
+        for path, verbs in paths
+        for verb, told in verbs.items()
+    ]
     parts += [
         f'<h2 id="{escape(name)}"><code>{escape(name)}</code></h2>{_fields(schema)}'
         for name, schema in schemas.items()
         if schema.get("properties")
     ]
     title = f"{escape(document['info']['title'])} {escape(document['info']['version'])}"
-    key = "<p>Every request needs the header <code>Authorization: Bearer KEY</code>.</p>" if document["security"] else ""
+    key = (
+        "<p>Every request needs the header <code>Authorization: Bearer KEY</code>.</p>"
+        if document["security"]
+        else ""
+    )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
     return (
         f'<!doctype html><html lang="en">{head}<title>{title}</title><style>{_STYLE}</style>'

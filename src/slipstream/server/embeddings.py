@@ -67,7 +67,9 @@ class PooledRoute:
         await send_whole(send, encode(found))
 
 
-async def embeddings(state: ServerState, body: EmbeddingRequest, record: RequestRecord) -> dict[str, Any]:
+async def embeddings(
+    state: ServerState, body: EmbeddingRequest, record: RequestRecord
+) -> dict[str, Any]:
     engine = state.engine
     refuse_classifier(engine.description)
     check_dimensions(engine.description, body.dimensions)
@@ -82,10 +84,16 @@ async def embeddings(state: ServerState, body: EmbeddingRequest, record: Request
         raise
     record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
     found = rows(answer, body.dimensions)
-    vectors = [base64.b64encode(row).decode() for row in found] if body.encoding_format == "base64" else found.tolist()
+    vectors = (
+        [base64.b64encode(row).decode() for row in found]
+        if body.encoding_format == "base64"
+        else found.tolist()
+    )
     return {
         "object": "list",
-        "data": [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)],
+        "data": [
+            {"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)
+        ],
         "model": body.model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
@@ -106,14 +114,18 @@ async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord)
     results: list[dict[str, Any]] = []
     for result in rank(engine.description, documents, answer, body.top_n):
         one = {"index": result.index, "relevance_score": result.relevance_score}
-        results.append({**one, "document": {"text": result.document}} if body.return_documents else one)
+        results.append(
+            {**one, "document": {"text": result.document}} if body.return_documents else one
+        )
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
 
 
 async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -> dict[str, Any]:
     model = state.engine.description
-    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    first, second = (
+        [given] if isinstance(given, str) else given for given in (body.text_1, body.text_2)
+    )
     try:
         texts = score_texts(model, first, second)
         answer = await embed(state, texts, body, "text_2", record)
@@ -123,7 +135,9 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
         elif error.field == "prompt" and error.text is not None:
             own, number = "text_2", error.text
             if not scores_pairs(model):  # the first texts stand before the second
-                own, number = ("text_1", number) if number < len(first) else (own, number - len(first))
+                own, number = (
+                    ("text_1", number) if number < len(first) else (own, number - len(first))
+                )
             error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
         raise
     found, _ = scores(model, len(first), answer)
@@ -133,19 +147,30 @@ async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -
         "object": "list",
         "created": int(time.time()),
         "model": body.model,
-        "data": [{"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)],
+        "data": [
+            {"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)
+        ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 
 
 async def embed(
-    state: ServerState, texts: Sequence[Prompt | tuple[str, str]], body: Pooled, field: str, record: RequestRecord
+    state: ServerState,
+    texts: Sequence[Prompt | tuple[str, str]],
+    body: Pooled,
+    field: str,
+    record: RequestRecord,
 ) -> Vectors:
     """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""
     if len(texts) > (limit := state.settings.max_choices_per_request):
-        raise bad_request(f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}", field)
+        raise bad_request(
+            f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",
+            field,
+        )
     reserve = {} if record.grant is None else {"reserve": record.grant.reserve}
     priority = effective_priority(record, body.priority)
-    answer = await state.engine.embed(texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **reserve)
+    answer = await state.engine.embed(
+        texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **reserve
+    )
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

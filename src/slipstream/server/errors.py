@@ -57,7 +57,13 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.message, self.kind, self.param, self.code = (
+            status,
+            message,
+            kind,
+            param,
+            code,
+        )
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
@@ -67,7 +73,11 @@ class ApiError(Exception):
     @property
     def named_message(self) -> str:
         """For a protocol whose errors are a text: the field stands in it."""
-        return self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        return (
+            self.message
+            if self.param is None or self.param in self.message
+            else f"{self.param}: {self.message}"
+        )
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
@@ -84,13 +94,17 @@ SHAPES: dict[str, Shape] = {}
 def error_body(scope: Scope, error: ApiError) -> bytes:
     """In the shape of the protocol that the request's route is of."""
     path = scope["path"]
-    shape = next((s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None)
+    shape = next(
+        (s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None
+    )
     return error.body() if shape is None else shape(error, scope["record"].id)
 
 
 def response_to(scope: Scope, error: ApiError) -> Response:
     """The error response to a request, in the format of its route's protocol."""
-    return Response(error_body(scope, error), error.status, error.headers, media_type="application/json")
+    return Response(
+        error_body(scope, error), error.status, error.headers, media_type="application/json"
+    )
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -136,12 +150,17 @@ def as_api_error(exc: Exception) -> ApiError:
         case HTTPException():
             names = {404: "unknown route; see /openapi.json", 405: "wrong method for this route"}
             message = names.get(exc.status_code, exc.detail)
-            return ApiError(exc.status_code, message, code=_CODES.get(exc.status_code), headers=exc.headers)
+            return ApiError(
+                exc.status_code, message, code=_CODES.get(exc.status_code), headers=exc.headers
+            )
         case SlipstreamError():
             return ApiError(500, exc.message, kind="server_error", code="engine_error")
         case _:
             return ApiError(
-                500, "internal error; the server's log has the details", kind="server_error", code="internal"
+                500,
+                "internal error; the server's log has the details",
+                kind="server_error",
+                code="internal",
             )
 
 
@@ -169,13 +188,23 @@ def wrong_method(methods: Set[str]) -> ApiError:
 
 def _no_route(request: Request, exc: HTTPException) -> ApiError:
     """What takes the path with another method, or has a path like it. Of the client's text nothing is said again."""
-    path, routes = request.scope["path"], [route for route in request.app.routes if isinstance(route, Route)]
-    methods = {method for route in routes if route.path_regex.match(path) for method in route.methods or ("GET", "POST")}
+    path, routes = (
+        request.scope["path"],
+        [route for route in request.app.routes if isinstance(route, Route)],
+    )
+    methods = {
+        method
+        for route in routes
+        if route.path_regex.match(path)
+        for method in route.methods or ("GET", "POST")
+    }
     if methods:
         return wrong_method(methods)
     known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
     asked = path.rstrip("/")[:100]
-    near = [name for name in known if asked and (name.endswith(asked) or asked.endswith(name))]  # /v1 left out, or twice
+    near = [
+        name for name in known if asked and (name.endswith(asked) or asked.endswith(name))
+    ]  # /v1 left out, or twice
     near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else "see /openapi.json"
     return ApiError(404, f"unknown route; {hint}", code="unknown_route")

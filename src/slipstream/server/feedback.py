@@ -38,7 +38,11 @@ def routes(state: ServerState) -> list[Route]:
     async def feedback(request: Request) -> Response:
         audit = state.observers.audit
         if audit is None:
-            raise ApiError(403, "start the server with --audit-log FILE to keep feedback", code="feedback_disabled")
+            raise ApiError(
+                403,
+                "start the server with --audit-log FILE to keep feedback",
+                code="feedback_disabled",
+            )
         body = await read_as(FeedbackRequest, request, state)
         match = _ID.fullmatch(body.request_id)
         if match is None:

@@ -34,7 +34,7 @@ OTHERS = {
 
 
 def likely_name(kind: type, where: str, name: str) -> str:
-    """"; did you mean temperature?" for the unknown field `name` at `where`, or nothing if no name is near."""
+    """ "; did you mean temperature?" for the unknown field `name` at `where`, or nothing if no name is near."""
     structs = [found for found in _types_at(kind, where) if isinstance(found, schema.StructType)]
     for found in structs:
         if (own := getattr(found.cls, "OTHER_NAMES", {}).get(name)) is not None:
@@ -47,15 +47,31 @@ def likely_name(kind: type, where: str, name: str) -> str:
 
 
 def allowed_values(kind: type, where: str) -> str:
-    """"; it is one of text, json_object" for an enumeration at `where`, or nothing if there is none."""
-    values = [str(value) for found in _types_at(kind, where) if isinstance(found, schema.LiteralType) for value in found.values]
-    return f"; it is {values[0]}" if len(values) == 1 else f"; it is one of {', '.join(values)}" if values else ""
+    """ "; it is one of text, json_object" for an enumeration at `where`, or nothing if there is none."""
+    values = [
+        str(value)
+        for found in _types_at(kind, where)
+        if isinstance(found, schema.LiteralType)
+        for value in found.values
+    ]
+    return (
+        f"; it is {values[0]}"
+        if len(values) == 1
+        else f"; it is one of {', '.join(values)}"
+        if values
+        else ""
+    )
 
 
 def _types_at(kind: type, where: str) -> list[Any]:
     types = list(_choices(_described(kind)))
     for part in re.findall(r"\[[^]]*\]|[^.[]+", where):
-        types = [choice for found in types for inner in _inside(found, part) for choice in _choices(inner)]
+        types = [
+            choice
+            for found in types
+            for inner in _inside(found, part)
+            for choice in _choices(inner)
+        ]
     return types
 
 

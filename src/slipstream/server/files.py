@@ -30,7 +30,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, storage_error, unavailable
+from slipstream.server.errors import (
+    ApiError,
+    ClientDisconnected,
+    bad_request,
+    storage_error,
+    unavailable,
+)
 from slipstream.server.limits import counted
 from slipstream.server.replies import json_response, page_answer, page_options
 from slipstream.server.state import ServerState
@@ -97,7 +103,9 @@ class FileStore:
     def path(self, id_: str) -> Path:
         return self.content / id_
 
-    async def add(self, owner: str, name: str, purpose: str, upload: UploadFile, life_s: int) -> StoredFile:
+    async def add(
+        self, owner: str, name: str, purpose: str, upload: UploadFile, life_s: int
+    ) -> StoredFile:
         """ApiError (413) if there is no room for it."""
         id_, part = f"file-{uuid.uuid4().hex}", self.content / f"{uuid.uuid4().hex}.part"
         size = upload.size or 0
@@ -152,7 +160,12 @@ class FileStore:
         most_own = self.max_bytes // 2 if owner else self.max_bytes
         if used[0] + more[0] > self.max_bytes or used[1] + more[1] > most_own:
             message = f"there is no room for the file (this server keeps {self.max_bytes} bytes, {most_own} of one key, "
-            raise ApiError(413, message + f"and {used[1]} are yours); delete files", param="file", code="storage_full")
+            raise ApiError(
+                413,
+                message + f"and {used[1]} are yours); delete files",
+                param="file",
+                code="storage_full",
+            )
 
     async def register(self, file: StoredFile, *, checks_room: bool = False) -> None:
         """Its content is in its place. Done twice, it is done once. ApiError (413) if there must be room, and is none."""
@@ -167,19 +180,26 @@ class FileStore:
 
     async def get(self, owner: str, id_: str) -> StoredFile | None:
         query = f"select {_COLUMNS} from files where id = ? and owner = ? and expires > ?"
-        row = await self.database.run(lambda db: db.execute(query, (id_, owner, time.time())).fetchone(), writes=False)
+        row = await self.database.run(
+            lambda db: db.execute(query, (id_, owner, time.time())).fetchone(), writes=False
+        )
         return None if row is None else StoredFile(*row)
 
     async def listed(
         self, owner: str, purpose: str | None, after: str | None, limit: int, *, newest_first: bool
     ) -> list[StoredFile]:
         """Up to `limit` + 1 of them. ApiError (400) if `after` is not there."""
-        query, given = f"select {_COLUMNS} from files where owner = ? and expires > ?", [owner, time.time()]
+        query, given = (
+            f"select {_COLUMNS} from files where owner = ? and expires > ?",
+            [owner, time.time()],
+        )
         if purpose is not None:
             query, given = query + " and purpose = ?", [*given, purpose]
 
         def read(db: sqlite3.Connection) -> list[Any]:
-            return db.execute(*page(db, "files", query, given, owner, after, limit, newest_first=newest_first)).fetchall()
+            return db.execute(
+                *page(db, "files", query, given, owner, after, limit, newest_first=newest_first)
+            ).fetchall()
 
         return [StoredFile(*row) for row in await self.database.run(read, writes=False)]
 
@@ -187,10 +207,17 @@ class FileStore:
         """Whether it was there. ApiError (400) if a batch that has not ended reads it."""
 
         def work(db: sqlite3.Connection) -> bool:
-            used = db.execute("select id from batches where input = ? and owner = ? and open", (id_, owner)).fetchone()
+            used = db.execute(
+                "select id from batches where input = ? and owner = ? and open", (id_, owner)
+            ).fetchone()
             if used is not None:
-                raise bad_request(f"the batch {used[0]} reads this file; cancel it first", "file_id")
-            return db.execute("delete from files where id = ? and owner = ?", (id_, owner)).rowcount > 0
+                raise bad_request(
+                    f"the batch {used[0]} reads this file; cancel it first", "file_id"
+                )
+            return (
+                db.execute("delete from files where id = ? and owner = ?", (id_, owner)).rowcount
+                > 0
+            )
 
         found = await self.database.run(work)
         if found:
@@ -211,10 +238,14 @@ class FileStore:
 
     async def remove_strays(self) -> None:
         """Content without a row, of uploads that a crash broke off. What is younger may be an upload under way."""
-        rows = await self.database.run(lambda db: db.execute("select id from files").fetchall(), writes=False)
+        rows = await self.database.run(
+            lambda db: db.execute("select id from files").fetchall(), writes=False
+        )
         known = {row[0] for row in rows}
         for path in self.content.iterdir():
-            stray = path.suffix == ".part" or (path.name.startswith("file-") and path.name not in known)
+            stray = path.suffix == ".part" or (
+                path.name.startswith("file-") and path.name not in known
+            )
             if stray and path.stat().st_mtime < time.time() - DAY_S / 24:
                 path.unlink(missing_ok=True)
 
@@ -241,7 +272,9 @@ def page(
 ) -> tuple[str, list[Any]]:
     """A query for the rows behind `after`, one more than `limit`."""
     if after is not None:
-        row = db.execute(f"select seq from {table} where id = ? and owner = ?", (after, owner)).fetchone()
+        row = db.execute(
+            f"select seq from {table} where id = ? and owner = ?", (after, owner)
+        ).fetchone()
         if row is None:
             raise bad_request(f"there is no {after[:100]!r}", "after")
         query, given = f"{query} and seq {'<' if newest_first else '>'} ?", [*given, row[0]]
@@ -249,7 +282,9 @@ def page(
 
 
 def files_off() -> ApiError:
-    return ApiError(403, "start the server with --files-dir DIR to use files and batches", code="files_disabled")
+    return ApiError(
+        403, "start the server with --files-dir DIR to use files and batches", code="files_disabled"
+    )
 
 
 class FileRoutes:
@@ -265,19 +300,27 @@ class FileRoutes:
     async def upload(self, request: Request) -> Response:
         store, owner = self._store, request.scope["record"].owner
         with store.arrival(owner, await store.used(owner)) as count:
-            return json_response((await self._stored(await self._form(request, count), owner)).public())
+            return json_response(
+                (await self._stored(await self._form(request, count), owner)).public()
+            )
 
     async def _stored(self, form: dict[str, Any], owner: str) -> StoredFile:
         try:
             upload, purpose = form.pop("file", None), form.pop("purpose", None)
-            life_s = _life(form.pop("expires_after[anchor]", None), form.pop("expires_after[seconds]", None))
+            life_s = _life(
+                form.pop("expires_after[anchor]", None), form.pop("expires_after[seconds]", None)
+            )
             if form:
                 name = next(iter(form))[:100]
-                raise bad_request(f"unknown field {name!r}; there are file, purpose, expires_after", name)
+                raise bad_request(
+                    f"unknown field {name!r}; there are file, purpose, expires_after", name
+                )
             if not isinstance(upload, UploadFile):
                 raise bad_request("file is missing: send it as multipart/form-data", "file")
             if purpose != "batch":
-                raise bad_request("purpose must be 'batch': files are for /v1/batches here", "purpose")
+                raise bad_request(
+                    "purpose must be 'batch': files are for /v1/batches here", "purpose"
+                )
             if not upload.size:
                 raise bad_request("the file is empty", "file")
             name = re.sub(r"[\x00-\x1f\x7f]", "", upload.filename or "")[-MAX_NAME:] or "file.jsonl"
@@ -288,7 +331,10 @@ class FileRoutes:
                     await value.close()
 
     async def _form(self, request: Request, count: Callable[[int], None]) -> dict[str, Any]:
-        limit, content_type = self.state.settings.max_file_bytes, request.headers.get("content-type", "")
+        limit, content_type = (
+            self.state.settings.max_file_bytes,
+            request.headers.get("content-type", ""),
+        )
         if not content_type.lower().startswith("multipart/form-data"):
             raise bad_request("the body must be multipart/form-data, with file and purpose", "file")
         length = request.headers.get("content-length", "")
@@ -296,15 +342,21 @@ class FileRoutes:
             raise _too_long(limit)
         try:
             chunks = self._chunks(request, limit, count)
-            parser = MultiPartParser(Headers(scope=request.scope), chunks, max_files=1, max_fields=8)
+            parser = MultiPartParser(
+                Headers(scope=request.scope), chunks, max_files=1, max_fields=8
+            )
             form = await parser.parse()
         except (MultiPartException, KeyError, ValueError) as error:
-            raise bad_request(f"the body is no valid multipart/form-data: {error}", "file") from None
+            raise bad_request(
+                f"the body is no valid multipart/form-data: {error}", "file"
+            ) from None
         except OSError as error:
             raise storage_error("the file cannot be kept", error) from None
         return dict(form.multi_items())
 
-    async def _chunks(self, request: Request, limit: int, count: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, request: Request, limit: int, count: Callable[[int], None]
+    ) -> AsyncGenerator[bytes, None]:
         """The body. A slow one ends with 408: each MiB has the time that a whole body has elsewhere."""
         patience, received = self.state.settings.body_timeout_s, 0
         begun = asyncio.get_running_loop().time()
@@ -314,7 +366,9 @@ class FileRoutes:
                     event = await request.receive()
             except TimeoutError:
                 message = f"no MiB of the body within {patience:g} s"
-                raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+                raise ApiError(
+                    408, message, code="request_timeout", headers={"connection": "close"}
+                ) from None
             if event["type"] == "http.disconnect":
                 raise ClientDisconnected
             data = event.get("body", b"")
@@ -339,7 +393,9 @@ class FileRoutes:
         file = await self._found(request)
         path = self._store.path(file.id)
         if not path.is_file():
-            raise unavailable("the file's content is gone from the server's folder", "storage_failed")
+            raise unavailable(
+                "the file's content is gone from the server's folder", "storage_failed"
+            )
         return FileResponse(path, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> Response:
@@ -361,10 +417,14 @@ def _life(anchor: Any, seconds: Any) -> int:
         return LIFE_S
     if anchor != "created_at":
         raise bad_request("the anchor must be 'created_at'", "expires_after.anchor")
-    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10):
+    if not (
+        isinstance(seconds, str) and seconds.isascii() and seconds.isdecimal() and len(seconds) < 10
+    ):
         raise bad_request("seconds must be a number", "expires_after.seconds")
     if not MIN_LIFE_S <= int(seconds) <= MAX_LIFE_S:
-        raise bad_request(f"seconds must be from {MIN_LIFE_S} to {MAX_LIFE_S}", "expires_after.seconds")
+        raise bad_request(
+            f"seconds must be from {MIN_LIFE_S} to {MAX_LIFE_S}", "expires_after.seconds"
+        )
     return int(seconds)
 
 

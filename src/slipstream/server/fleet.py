@@ -98,7 +98,11 @@ class FromGateway:
         if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES:
             key, *about = Headers(scope=scope).get(HEADER, "").split(" ")
             if not hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
-                error = ApiError(401, "this server answers to the gateway of its fleet only", code="invalid_api_key")
+                error = ApiError(
+                    401,
+                    "this server answers to the gateway of its fleet only",
+                    code="invalid_api_key",
+                )
                 scope["record"].error = error.code
                 await response_to(scope, error)(scope, receive, send)
                 return
@@ -116,7 +120,9 @@ def _key(owner: str = "", priority: str = "-", weight: str = "1") -> Key | None:
     """The key that asked at the gateway, without its limits."""
     if not owner:
         return None
-    return Key(id=owner, priority=None if priority in ("-", BATCH) else int(priority), weight=float(weight))
+    return Key(
+        id=owner, priority=None if priority in ("-", BATCH) else int(priority), weight=float(weight)
+    )
 
 
 def _with_tokens(record: RequestRecord, send: Send) -> Send:
@@ -150,9 +156,18 @@ class _Resumed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytes(self._wanted.body)
         length = (b"content-length", str(len(body)).encode())
-        headers = [length if name == b"content-length" else (name, value) for name, value in scope["headers"]]
+        headers = [
+            length if name == b"content-length" else (name, value)
+            for name, value in scope["headers"]
+        ]
         path = self._wanted.path
-        inner = {**scope, "path": path, "raw_path": path.encode(), "headers": headers, "path_params": {}}
+        inner = {
+            **scope,
+            "path": path,
+            "raw_path": path.encode(),
+            "headers": headers,
+            "path_params": {},
+        }
         inner["answer_token_ids"] = self._wanted.answer_token_ids
         await self._router(inner, own_receive(body, receive), send)
 
@@ -208,7 +223,9 @@ async def _events(state: ServerState) -> AsyncIterator[bytes]:
         end()
 
 
-def _load(state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: MetricCounts | None) -> ReplicaLoad:
+def _load(
+    state: ServerState, stats: EngineStats | None, *, is_up: bool, counts: MetricCounts | None
+) -> ReplicaLoad:
     engine = state.engine
     return ReplicaLoad(
         stats=stats,

@@ -52,6 +52,7 @@ BATCH_PRIORITY = 2**31 - 1
 _PROGRESS_S = 1.0
 """How often a fleet's gateway gets the progress of an answer that is not streamed."""
 
+
 class Body(Protocol):
     """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
 
@@ -129,10 +130,14 @@ class Answer:
     ) -> None:
         """With `beams` the answers are searched for, and not drawn."""
         self.beams = beams
-        self.num_drawn = sampling.num_drawn  # choices of each prompt, of which `sampling.n` are given
+        self.num_drawn = (
+            sampling.num_drawn
+        )  # choices of each prompt, of which `sampling.n` are given
         num_choices = len(prompts) * self.num_drawn
         if num_choices > (limit := state.settings.max_choices_per_request):
-            raise bad_request(f"prompts times n is {num_choices}; this server takes at most {limit}", "n")
+            raise bad_request(
+                f"prompts times n is {num_choices}; this server takes at most {limit}", "n"
+            )
         self.state, self.body, self.sampling, self.record = state, body, sampling, record
         self.choices = [Choice() for _ in range(num_choices)]
         self.prompt_info = [PromptInfo() for _ in prompts]
@@ -141,19 +146,29 @@ class Answer:
         options = body.stream_options
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.include_usage = options is not None and options.include_usage
-        self.identity = {"id": self.id_prefix + record.id, "created": record.created, "model": body.model}
+        self.identity = {
+            "id": self.id_prefix + record.id,
+            "created": record.created,
+            "model": body.model,
+        }
         self._num_running = len(prompts)
-        self._news = asyncio.Event()  # for the task: something waits to be sent, or all is there, or it failed
+        self._news = (
+            asyncio.Event()
+        )  # for the task: something waits to be sent, or all is there, or it failed
         self._unsent: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
         self._unwritten = b""  # the events before that
         self._error: Exception | None = None
         self._write: Write | None = None  # if nothing waits
-        self.begun: Sequence[int] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
+        self.begun: Sequence[
+            int
+        ] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
         self._replays = False  # those are being replayed
         self.marks = False  # the events are for a fleet's gateway (`server.fleet`)
         self.unmarked: list[int] = []  # tokens since the last mark
         # The parts of a chunk that never change are encoded once.
-        self.head = b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
+        self.head = (
+            b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
+        )
         self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
 
@@ -175,13 +190,19 @@ class Answer:
         raise NotImplementedError
 
     def event(self, *choice: bytes) -> bytes:
-        tail = b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
+        tail = (
+            b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
+        )
         return b"".join((self.head, *choice, tail))
 
     def end(self) -> bytes:
         """What closes the stream, behind what was not sent yet."""
         events = self._take_events()
-        usage = self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.include_usage else b""
+        usage = (
+            self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n"
+            if self.include_usage
+            else b""
+        )
         return events + usage + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
@@ -191,14 +212,27 @@ class Answer:
     def collected(self) -> bytes:
         given = self.choices_given()
         choices = [{**self.choice(i), "index": index} for index, i in enumerate(given)]
-        return encode({"object": self.kind, **self.identity, "choices": choices, "usage": self.usage(), **self.extra_fields()})
+        return encode(
+            {
+                "object": self.kind,
+                **self.identity,
+                "choices": choices,
+                "usage": self.usage(),
+                **self.extra_fields(),
+            }
+        )
 
     def choices_given(self) -> list[int]:
         """The numbers of the choices that the collected answer has, prompt by prompt: with `best_of` the best, in order."""
         if self.sampling.best_of is None:
             return list(range(len(self.choices)))
-        drawn = [range(first, first + self.num_drawn) for first in range(0, len(self.choices), self.num_drawn)]
-        ranked = [sorted(some, key=lambda i: -mean_logprob(self.choices[i].logprobs)) for some in drawn]
+        drawn = [
+            range(first, first + self.num_drawn)
+            for first in range(0, len(self.choices), self.num_drawn)
+        ]
+        ranked = [
+            sorted(some, key=lambda i: -mean_logprob(self.choices[i].logprobs)) for some in drawn
+        ]
         return [i for some in ranked for i in some[: self.sampling.n]]
 
     def extra_fields(self) -> dict[str, Any]:
@@ -211,12 +245,17 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)
+            },
             **self.more_usage,
         }
         if drafted := sum(choice.num_drafted for choice in self.choices):
             accepted = sum(choice.num_accepted for choice in self.choices)
-            details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+            details = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
             usage["completion_tokens_details"] = details
         return usage
 
@@ -224,7 +263,9 @@ class Answer:
         """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
         there are none, and this ends when it is complete. Closing it cancels what runs."""
         cancels = []
-        served_model(self.state, self.body.model)  # 404 if it was an adapter that has been unloaded since the body was read
+        served_model(
+            self.state, self.body.model
+        )  # 404 if it was an adapter that has been unloaded since the body was read
         lora = self.state.engine.adapters.get(self.body.model or "")
         more: dict[str, Any] = {} if lora is None else {"lora": lora}
         priority = effective_priority(self.record, self.body.priority)
@@ -238,7 +279,11 @@ class Answer:
             for part in self.parts if self.beams is None else ():
                 if self.begun:
                     self._replays, more["answer_token_ids"] = True, self.begun
-                cancels.append(await self.state.engine.submit(part.prompt, self.sampling, part, priority=priority, **more))
+                cancels.append(
+                    await self.state.engine.submit(
+                        part.prompt, self.sampling, part, priority=priority, **more
+                    )
+                )
                 self._replays = False
             while self._num_running:
                 await self._news.wait()
@@ -257,11 +302,18 @@ class Answer:
         metrics.prompt_length.observe(self.record.num_prompt_tokens)
         metrics.answer_length.observe(self.record.num_output_tokens)
 
-    async def _search(self, beams: BeamSearchParams, priority: int, adapted: dict[str, Any]) -> None:
+    async def _search(
+        self, beams: BeamSearchParams, priority: int, adapted: dict[str, Any]
+    ) -> None:
         """Search for the answers of all prompts, and take them in. An error of one ends the others."""
-        more: dict[str, Any] = {"priority": priority, "truncate_prompt_tokens": self.sampling.truncate_prompt_tokens, **adapted}
+        more: dict[str, Any] = {
+            "priority": priority,
+            "truncate_prompt_tokens": self.sampling.truncate_prompt_tokens,
+            **adapted,
+        }
         searches = [
-            asyncio.ensure_future(self.state.engine.beam_search(part.prompt, beams, **more)) for part in self.parts
+            asyncio.ensure_future(self.state.engine.beam_search(part.prompt, beams, **more))
+            for part in self.parts
         ]
         try:
             with named_as_in_body():
@@ -272,10 +324,16 @@ class Answer:
         for part, output in zip(self.parts, found, strict=True):
             prompt = output.prompt_token_ids
             own = [
-                CompletionOutput(i, s.text or "", s.tokens[len(prompt) :], finish_reason=s.finish_reason)
+                CompletionOutput(
+                    i, s.text or "", s.tokens[len(prompt) :], finish_reason=s.finish_reason
+                )
                 for i, s in enumerate(output.sequences)
             ]
-            part.put(RequestOutput(self.record.id, output.prompt, prompt, own, True, None, output.num_cached_tokens))
+            part.put(
+                RequestOutput(
+                    self.record.id, output.prompt, prompt, own, True, None, output.num_cached_tokens
+                )
+            )
 
     def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
         """Pass on what is new; `finished`: it is the last of a prompt."""
@@ -357,7 +415,9 @@ class Answer:
             choice.finish_reason = delta.finish_reason
             metrics.finished[delta.finish_reason] += 1
             if choice.num_tokens > 1:
-                metrics.tpot.observe((choice.last_token - choice.first_token) / (choice.num_tokens - 1))
+                metrics.tpot.observe(
+                    (choice.last_token - choice.first_token) / (choice.num_tokens - 1)
+                )
 
 
 class _Part:
@@ -368,9 +428,16 @@ class _Part:
         self.info = answer.prompt_info[number]
         self.first = number * answer.num_drawn
         self.choice = answer.choices[self.first]
-        general = answer.num_drawn > 1 or answer.continuous_usage or answer.body.return_token_ids or not answer.is_plain
+        general = (
+            answer.num_drawn > 1
+            or answer.continuous_usage
+            or answer.body.return_token_ids
+            or not answer.is_plain
+        )
         self.on_token = None if general else self._on_token
-        self.head, _, self.tail = (b"", b"", b"") if general else answer.text_event(self.first, b"\0").partition(b"\0")
+        self.head, _, self.tail = (
+            (b"", b"", b"") if general else answer.text_event(self.first, b"\0").partition(b"\0")
+        )
 
     def put(self, delta: RequestOutput) -> None:
         answer, now = self.answer, time.monotonic()
@@ -447,15 +514,32 @@ class GenerationRoute:
                     answer.marks = answer.stream and scope.get("from_gateway", False)
                     answer.begun = scope.get("answer_token_ids", ())
                     if answer.begun and not (answer.stream and len(answer.choices) == 1):
-                        raise bad_request("only a stream of one choice can go on elsewhere", "answer_token_ids")
-                    async with _reporting_progress(answer, scope), aclosing(answer.events(scope.get("write_chunk"))) as events:
+                        raise bad_request(
+                            "only a stream of one choice can go on elsewhere", "answer_token_ids"
+                        )
+                    async with (
+                        _reporting_progress(answer, scope),
+                        aclosing(answer.events(scope.get("write_chunk"))) as events,
+                    ):
                         async for some in events:
                             if not started:
                                 started = True
-                                await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
+                                await send(
+                                    {
+                                        "type": "http.response.start",
+                                        "status": 200,
+                                        "headers": answer.headers,
+                                    }
+                                )
                             if some:
                                 with state.metrics.stalls.waiting():
-                                    await send({"type": "http.response.body", "body": some, "more_body": True})
+                                    await send(
+                                        {
+                                            "type": "http.response.body",
+                                            "body": some,
+                                            "more_body": True,
+                                        }
+                                    )
                 last = answer.end() if answer.stream else answer.collected()
         except Exception as exc:
             if isinstance(exc, RequestError):
@@ -478,7 +562,11 @@ class GenerationRoute:
 async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
     """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
     progress before its end; the gateway gets only the sign that it runs."""
-    write = scope.get("write_interim") if scope.get("from_gateway", False) and not answer.stream else None
+    write = (
+        scope.get("write_interim")
+        if scope.get("from_gateway", False) and not answer.stream
+        else None
+    )
     if write is None:
         yield
         return

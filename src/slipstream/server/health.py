@@ -76,12 +76,16 @@ async def all_metrics(state: ServerState) -> Metrics:
         try:
             found = await asyncio.wait_for(state.totals(metrics.counts()), _STATS_TIMEOUT_S)
         except TimeoutError:  # sums without the others would go backwards
-            raise unavailable("the other front ends' counts are not there", "metrics_unavailable") from None
+            raise unavailable(
+                "the other front ends' counts are not there", "metrics_unavailable"
+            ) from None
         metrics = Metrics(metrics.model_name)
         for counts in found:
             metrics.add(counts)
     if state.watch is not None:
-        metrics.findings = Counter((metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None)
+        metrics.findings = Counter(
+            (metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None
+        )
     return metrics
 
 

@@ -53,15 +53,21 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     created: int = 0
     expires: int | None = None
     revoked: int | None = None
-    old_digest: str | None = None  # of the secret before the last rotation, which holds until `old_until`
+    old_digest: str | None = (
+        None  # of the secret before the last rotation, which holds until `old_until`
+    )
     old_until: int = 0
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
     tokens_per_day: _Count | None = None
     max_concurrent: _Count | None = None
     models: tuple[str, ...] = ()  # empty: all
-    priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = 0  # what its requests have at best (None: as they say)
-    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # its share of the served tokens, beside others of its priority
+    priority: Annotated[int, Meta(ge=-(2**30), le=2**30)] | None = (
+        0  # what its requests have at best (None: as they say)
+    )
+    weight: Annotated[float, Meta(gt=0, le=1000)] = (
+        1.0  # its share of the served tokens, beside others of its priority
+    )
 
     @property
     def is_limited(self) -> bool:
@@ -90,7 +96,9 @@ class _Document(Struct, forbid_unknown_fields=True):
 
 
 def _digest(secret: str, salt: str) -> str:
-    return hashlib.blake2b(secret.encode("utf-8", "surrogateescape"), key=bytes.fromhex(salt), digest_size=32).hexdigest()
+    return hashlib.blake2b(
+        secret.encode("utf-8", "surrogateescape"), key=bytes.fromhex(salt), digest_size=32
+    ).hexdigest()
 
 
 def new_secret(id_: str, salt: str | None = None) -> tuple[str, str, str]:
@@ -110,17 +118,25 @@ def read(path: Path) -> dict[str, Key]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Document).keys
     except OSError as error:
-        raise ConfigError(f"cannot read the keys in {path}: {error.strerror}", field="keys_file") from None
+        raise ConfigError(
+            f"cannot read the keys in {path}: {error.strerror}", field="keys_file"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no file of `slipstream keys`: {error}", field="keys_file") from None
+        raise ConfigError(
+            f"{path} is no file of `slipstream keys`: {error}", field="keys_file"
+        ) from None
     if len(found) > MAX_KEYS:
-        raise ConfigError(f"{path} has {len(found)} keys; a server takes {MAX_KEYS}", field="keys_file")
+        raise ConfigError(
+            f"{path} has {len(found)} keys; a server takes {MAX_KEYS}", field="keys_file"
+        )
     by_id = {key.id: key for key in found}
     if len(by_id) < len(found):
         raise ConfigError(f"{path} has an id twice", field="keys_file")
     for key in found:
         if not all(re.fullmatch("[0-9a-f]{32,}", part) for part in (key.salt, key.digest)):
-            raise ConfigError(f"{path}: the key {key.id} has no salt and digest in hexadecimal", field="keys_file")
+            raise ConfigError(
+                f"{path}: the key {key.id} has no salt and digest in hexadecimal", field="keys_file"
+            )
     return by_id
 
 
@@ -137,7 +153,10 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
         fcntl.flock(lock, fcntl.LOCK_EX)
         keys = read(path) if path.exists() else {}
         yield keys
-        data = msgspec.json.format(msgspec.json.encode(_Document(list(keys.values()))), indent=1) + b"\n"
+        data = (
+            msgspec.json.format(msgspec.json.encode(_Document(list(keys.values()))), indent=1)
+            + b"\n"
+        )
         part = path.with_name(path.name + ".new")
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)

@@ -49,9 +49,24 @@ INPUTS = {
     "exclude_input_in_output": "BOOL",
     **dict.fromkeys(RETURNED + NOT_RETURNED, "BOOL"),
 }
-OUTPUTS = {"text_output": "BYTES", "finish_reason": "BYTES", "num_input_tokens": "UINT32", "num_output_tokens": "UINT32"}
-RESERVED = frozenset({"binary_data_output", "triton_enable_empty_final_response", "sampling_parameters"})
-_NOT_HERE = ("prompt", "model", "echo", "logprobs", "prompt_logprobs", "stream_options", "return_token_ids")
+OUTPUTS = {
+    "text_output": "BYTES",
+    "finish_reason": "BYTES",
+    "num_input_tokens": "UINT32",
+    "num_output_tokens": "UINT32",
+}
+RESERVED = frozenset(
+    {"binary_data_output", "triton_enable_empty_final_response", "sampling_parameters"}
+)
+_NOT_HERE = (
+    "prompt",
+    "model",
+    "echo",
+    "logprobs",
+    "prompt_logprobs",
+    "stream_options",
+    "return_token_ids",
+)
 SIZE_HEADER = b"inference-header-content-length"
 
 
@@ -84,7 +99,9 @@ class GenerateRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v2/models/{id}/generate and /v2/models/{id}/generate_stream"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {
-        name: f"parameters.{name}" for name in CompletionRequest.__struct_fields__ if name not in _NOT_HERE
+        name: f"parameters.{name}"
+        for name in CompletionRequest.__struct_fields__
+        if name not in _NOT_HERE
     }
 
     text_input: str
@@ -122,16 +139,22 @@ class Inference:
         if text is None:
             raise bad_request("the input text_input is missing", "text_input")
         if unknown := next((name for name in self.wanted or () if name not in OUTPUTS), None):
-            raise bad_request(f"there is no output {unknown[:100]!r}; there are {', '.join(OUTPUTS)}", "outputs")
+            raise bad_request(
+                f"there is no output {unknown[:100]!r}; there are {', '.join(OUTPUTS)}", "outputs"
+            )
         fields = {name: value for name, value in self.parameters.items() if name not in RESERVED}
-        spelled = self.tensors.get("sampling_parameters") or self.parameters.get("sampling_parameters")
+        spelled = self.tensors.get("sampling_parameters") or self.parameters.get(
+            "sampling_parameters"
+        )
         if spelled is not None:
             try:
                 given = msgspec.json.decode(spelled)
             except (msgspec.DecodeError, TypeError, RecursionError):
                 given = None
             if not isinstance(given, dict):
-                raise bad_request("sampling_parameters are an object of JSON, as text", "sampling_parameters")
+                raise bad_request(
+                    "sampling_parameters are an object of JSON, as text", "sampling_parameters"
+                )
             fields |= given
         self.stream = self.stream or self.tensors.get("stream") is True
         if fields.pop("stream", self.stream) not in (self.stream, None):
@@ -144,8 +167,12 @@ class Inference:
             raise bad_request("a stream has one answer; leave n out", "n")
         exclude = self.tensors.get("exclude_input_in_output")
         if exclude is False and self.stream:
-            raise bad_request("a stream never has its input; leave it out", "exclude_input_in_output")
-        self.completion = decode(CompletionRequest, encode({**fields, "prompt": text, "model": self.model}))
+            raise bad_request(
+                "a stream never has its input; leave it out", "exclude_input_in_output"
+            )
+        self.completion = decode(
+            CompletionRequest, encode({**fields, "prompt": text, "model": self.model})
+        )
         self.completion.stream = self.stream
         self.completion.echo = not (self.stream or exclude)
         self.completion.check()
@@ -161,7 +188,9 @@ def _is_off(value: Any) -> bool:
 def tensor_values(name: str, datatype: str, shape: Sequence[int], data: bytes | list[Any]) -> Any:
     """The one value of an input. `data` is what Triton's binary extension has, or a list of values."""
     if name not in INPUTS:
-        raise bad_request(f"there is no input {name[:100]!r}; there are {', '.join(INPUTS)}", "inputs")
+        raise bad_request(
+            f"there is no input {name[:100]!r}; there are {', '.join(INPUTS)}", "inputs"
+        )
     if datatype != INPUTS[name]:
         raise bad_request(f"{name} is of type {INPUTS[name]}", f"inputs.{name}.datatype")
     if not shape or any(size != 1 for size in shape):
@@ -179,9 +208,15 @@ def tensor_values(name: str, datatype: str, shape: Sequence[int], data: bytes | 
 def _from_bytes(name: str, datatype: str, data: bytes) -> Any:
     if datatype == "BOOL" and len(data) == 1:
         return data != b"\0"
-    if datatype == "BYTES" and len(data) >= 4 and struct.unpack_from("<I", data)[0] == len(data) - 4:
+    if (
+        datatype == "BYTES"
+        and len(data) >= 4
+        and struct.unpack_from("<I", data)[0] == len(data) - 4
+    ):
         return text_of(name, data[4:])
-    raise bad_request(f"{name}: these bytes are not one element of type {datatype}", f"inputs.{name}.data")
+    raise bad_request(
+        f"{name}: these bytes are not one element of type {datatype}", f"inputs.{name}.data"
+    )
 
 
 def text_of(name: str, data: bytes) -> str:
@@ -202,7 +237,9 @@ def to_bytes(datatype: str, values: Sequence[Any]) -> bytes:
 def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
     size = dict(scope["headers"]).get(SIZE_HEADER)
     if size is not None and not (size.isdigit() and len(size) <= 12 and int(size) <= len(raw)):
-        raise bad_request("Inference-Header-Content-Length is not the length of a part of the body", "header")
+        raise bad_request(
+            "Inference-Header-Content-Length is not the length of a part of the body", "header"
+        )
     head = len(raw) if size is None else int(size)
     body, at, tensors = decode(InferRequest, raw[:head]), head, dict[str, Any]()
     for tensor in body.inputs:
@@ -215,9 +252,15 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
             data = data if isinstance(data, list) else [data]
         else:
             if bytes(tensor.data):
-                raise bad_request("an input has data or binary_data_size, not both", f"inputs.{tensor.name[:100]}.data")
+                raise bad_request(
+                    "an input has data or binary_data_size, not both",
+                    f"inputs.{tensor.name[:100]}.data",
+                )
             if type(count) is not int or count < 0 or at + count > len(raw):
-                raise bad_request("binary_data_size goes beyond the body", f"inputs.{tensor.name[:100]}.parameters")
+                raise bad_request(
+                    "binary_data_size goes beyond the body",
+                    f"inputs.{tensor.name[:100]}.parameters",
+                )
             data, at = raw[at : at + count], at + count
         no_parameters(tensor.parameters, f"inputs.{tensor.name[:100]}")
         tensors[tensor.name] = tensor_values(tensor.name, tensor.datatype, tensor.shape, data)
@@ -227,7 +270,9 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
     wanted = [output.name for output in body.outputs or ()] or None
     for output in body.outputs or ():
         no_parameters(set(output.parameters) - {"binary_data"}, f"outputs.{output.name[:100]}")
-    binary = {o.name for o in body.outputs or () if o.parameters.get("binary_data", by_default) is True}
+    binary = {
+        o.name for o in body.outputs or () if o.parameters.get("binary_data", by_default) is True
+    }
     return Inference(
         model=model,
         id=body.id,
@@ -241,13 +286,18 @@ def _read_infer(raw: bytes, scope: Scope, model: str) -> Inference:
 def no_parameters(given: Collection[str], path: str) -> None:
     """A 400 for what a tensor says of itself and nothing here follows, such as shared memory."""
     if given:
-        raise bad_request(f"the parameter {min(given)[:100]!r} of a tensor is not supported here", f"{path}.parameters")
+        raise bad_request(
+            f"the parameter {min(given)[:100]!r} of a tensor is not supported here",
+            f"{path}.parameters",
+        )
 
 
 def _read_generate(raw: bytes, scope: Scope, model: str, *, stream: bool) -> Inference:
     body = decode(GenerateRequest, raw)
     tensors = {name: getattr(body, name) for name in INPUTS if getattr(body, name) is not None}
-    for name in INPUTS.keys() & body.parameters.keys() - {"sampling_parameters"}:  # inputs may stand there, as with Triton
+    for name in INPUTS.keys() & body.parameters.keys() - {
+        "sampling_parameters"
+    }:  # inputs may stand there, as with Triton
         value, kind = body.parameters.pop(name), str if INPUTS[name] == "BYTES" else bool
         if name in tensors:
             raise bad_request(f"{name} is there twice", f"parameters.{name}")
@@ -258,7 +308,9 @@ def _read_generate(raw: bytes, scope: Scope, model: str, *, stream: bool) -> Inf
         raise bad_request("generate_stream streams; send stream=false to generate", "stream")
     if not stream and tensors.pop("stream", False):
         raise bad_request("generate does not stream; send stream=true to generate_stream", "stream")
-    return Inference(model=model, id=body.id, tensors=tensors, parameters=body.parameters, stream=stream)
+    return Inference(
+        model=model, id=body.id, tensors=tensors, parameters=body.parameters, stream=stream
+    )
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -278,7 +330,10 @@ class InferAnswer(completions.CompletionAnswer):
         if not delta.text and delta.finish_reason is None:
             return b""
         last = delta.finish_reason is not None
-        return self.write(self._outputs([delta.text], [delta.finish_reason or ""], [self.choices[0].num_tokens]), last=last)
+        return self.write(
+            self._outputs([delta.text], [delta.finish_reason or ""], [self.choices[0].num_tokens]),
+            last=last,
+        )
 
     def end(self) -> bytes:
         return self._take_events()
@@ -288,10 +343,16 @@ class InferAnswer(completions.CompletionAnswer):
         reasons = [choice.finish_reason or "" for choice in self.choices]
         return self.write(self._outputs(texts, reasons, [self.record.num_output_tokens]), last=True)
 
-    def _outputs(self, texts: list[str], reasons: list[str], tokens: list[int]) -> dict[str, list[Any]]:
+    def _outputs(
+        self, texts: list[str], reasons: list[str], tokens: list[int]
+    ) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"text_output": texts, "finish_reason": reasons}
         found |= {"num_input_tokens": [self.record.num_prompt_tokens], "num_output_tokens": tokens}
-        return found if self.asked.wanted is None else {name: found[name] for name in self.asked.wanted}
+        return (
+            found
+            if self.asked.wanted is None
+            else {name: found[name] for name in self.asked.wanted}
+        )
 
     def about(self) -> dict[str, Any]:
         """What stands before the outputs."""
@@ -302,7 +363,11 @@ class InferAnswer(completions.CompletionAnswer):
         """The tensors as JSON, those that are wanted so as bytes behind it."""
         told, behind = list[dict[str, Any]](), list[bytes]()
         for name, values in outputs.items():
-            tensor: dict[str, Any] = {"name": name, "datatype": OUTPUTS[name], "shape": [len(values)]}
+            tensor: dict[str, Any] = {
+                "name": name,
+                "datatype": OUTPUTS[name],
+                "shape": [len(values)],
+            }
             if self.asked.binary is None or name in self.asked.binary:
                 behind.append(to_bytes(OUTPUTS[name], values))
                 tensor["parameters"] = {"binary_data_size": len(behind[-1])}
@@ -320,7 +385,9 @@ class InferAnswer(completions.CompletionAnswer):
 
 class GenerateAnswer(InferAnswer):
     def write(self, outputs: dict[str, list[Any]], *, last: bool) -> bytes:
-        plain = {name: values[0] if len(values) == 1 else values for name, values in outputs.items()}
+        plain = {
+            name: values[0] if len(values) == 1 else values for name, values in outputs.items()
+        }
         told = encode({**self.about(), **plain})
         return b"data: " + told + b"\n\n" if self.stream else told
 
@@ -348,7 +415,10 @@ for begin in ("/v2/models", "/v2/health", "/v2/repository"):
 
 class _Infer(GenerationRoute):
     def __init__(
-        self, state: ServerState, make: Callable[[bytes, Scope, str], Inference], answer: Callable[..., Answer]
+        self,
+        state: ServerState,
+        make: Callable[[bytes, Scope, str], Inference],
+        answer: Callable[..., Answer],
     ) -> None:
         super().__init__(state, Inference, partial(prepare, answer=answer))
         self.make = make
@@ -364,7 +434,9 @@ def require_version(state: ServerState, params: Mapping[str, str]) -> str:
     """The model's name. A 404 for one, or for a version, that is not served."""
     require_model(state, params["id"])
     if params.get("version", VERSION) != VERSION:
-        raise ApiError(404, f"there is only version {VERSION} of this model", code="model_not_found")
+        raise ApiError(
+            404, f"there is only version {VERSION} of this model", code="model_not_found"
+        )
     return params["id"]
 
 
@@ -381,7 +453,10 @@ class Description:
     @staticmethod
     def model(name: str) -> dict[str, Any]:
         def tensor_list(tensors: Mapping[str, str]) -> list[dict[str, Any]]:
-            return [{"name": n, "datatype": kind, "shape": [_SHAPE.get(n, 1)]} for n, kind in tensors.items()]
+            return [
+                {"name": n, "datatype": kind, "shape": [_SHAPE.get(n, 1)]}
+                for n, kind in tensors.items()
+            ]
 
         about = {"name": name, "versions": [VERSION], "platform": "slipstream"}
         return {**about, "inputs": tensor_list(INPUTS), "outputs": tensor_list(OUTPUTS)}
@@ -395,12 +470,19 @@ class Description:
                 for n, kind in tensors.items()
             ]
 
-        about = {"name": name, "platform": "slipstream", "backend": "slipstream", "max_batch_size": 0}
+        about = {
+            "name": name,
+            "platform": "slipstream",
+            "backend": "slipstream",
+            "max_batch_size": 0,
+        }
         policy = {"model_transaction_policy": {"decoupled": True}}
         return {**about, "input": tensor_list(INPUTS), "output": tensor_list(OUTPUTS), **policy}
 
     def index(self) -> list[dict[str, str]]:
-        return [{"name": name, "version": VERSION, "state": "READY"} for name in self.state.model_names]
+        return [
+            {"name": name, "version": VERSION, "state": "READY"} for name in self.state.model_names
+        ]
 
     def require_ready(self) -> None:
         require_ready(self.state)
@@ -419,7 +501,10 @@ _CONFIG_TYPES = {"BYTES": "TYPE_STRING", "BOOL": "TYPE_BOOL", "UINT32": "TYPE_UI
 
 
 class _Http:
-    paths: ClassVar[tuple[str, ...]] = ("/v2/models/{id:path}/versions/{version}", "/v2/models/{id:path}")
+    paths: ClassVar[tuple[str, ...]] = (
+        "/v2/models/{id:path}/versions/{version}",
+        "/v2/models/{id:path}",
+    )
 
     def __init__(self, state: ServerState) -> None:
         self.state, self.about = state, Description(state)
@@ -464,6 +549,8 @@ def routes(state: ServerState) -> list[Route]:
             Route(f"{path}/config", http.config),
             Route(f"{path}/infer", _Infer(state, _read_infer, InferAnswer), methods=["POST"]),
             Route(f"{path}/generate", _Infer(state, whole, GenerateAnswer), methods=["POST"]),
-            Route(f"{path}/generate_stream", _Infer(state, streamed, GenerateAnswer), methods=["POST"]),
+            Route(
+                f"{path}/generate_stream", _Infer(state, streamed, GenerateAnswer), methods=["POST"]
+            ),
         ]
     return found + [Route(path, http.model) for path in http.paths]

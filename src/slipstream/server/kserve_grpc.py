@@ -19,7 +19,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")  # no fork of ours speaks gRPC, and it would print a line at each
+os.environ.setdefault(
+    "GRPC_ENABLE_FORK_SUPPORT", "false"
+)  # no fork of ours speaks gRPC, and it would print a line at each
 
 import grpc
 import grpc.aio
@@ -28,7 +30,13 @@ from starlette.types import Message
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.server.auth import check_role
 from slipstream.server.certificates import Certificates
-from slipstream.server.errors import CLIENT_CLOSED_REQUEST, ApiError, as_api_error, bad_request, unavailable
+from slipstream.server.errors import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    as_api_error,
+    bad_request,
+    unavailable,
+)
 from slipstream.server.generation import encode
 from slipstream.server.keys import Key
 from slipstream.server.kserve import (
@@ -86,7 +94,9 @@ class GrpcInference(Inference):
     """Whether it came in a stream of requests."""
 
 
-def response(asked: GrpcInference, model: str | None, outputs: Mapping[str, list[Any]], *, last: bool) -> bytes:
+def response(
+    asked: GrpcInference, model: str | None, outputs: Mapping[str, list[Any]], *, last: bool
+) -> bytes:
     """The message that has these outputs."""
     made = MESSAGES["ModelInferResponse"](model_name=model, model_version=VERSION, id=asked.id)
     for name, values in outputs.items():
@@ -112,7 +122,9 @@ class Gateway:
             ("grpc.max_connection_idle_ms", IDLE_MS),
         ]
         self.server = grpc.aio.server(options=options)
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self._handlers()),))
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, self._handlers()),)
+        )
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"{address}:{settings.grpc_port}"
         try:
@@ -140,7 +152,9 @@ class Gateway:
             "ServerReady": lambda _: {"ready": self.about.is_ready},
             "ModelReady": self._model_ready,
             "ServerMetadata": lambda _: self.about.server(),
-            "ModelMetadata": lambda asked: self.about.model(self.name_of(asked.name, asked.version)),
+            "ModelMetadata": lambda asked: self.about.model(
+                self.name_of(asked.name, asked.version)
+            ),
             "ModelConfig": self._config,
             "RepositoryIndex": lambda _: {"models": self.about.index()},
         }
@@ -153,8 +167,12 @@ class Gateway:
             for name, respond in responders.items()
         }
         read = MESSAGES["ModelInferRequest"].FromString
-        handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer, request_deserializer=read)
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream, request_deserializer=read)
+        handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(
+            self._infer, request_deserializer=read
+        )
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream, request_deserializer=read
+        )
         return handlers
 
     def name_of(self, name: str, version: str) -> str:
@@ -198,7 +216,9 @@ class Gateway:
     async def _infer(self, asked: Any, context: Any) -> bytes:
         record = RequestRecord(status=CLIENT_CLOSED_REQUEST)  # unless it comes to an end
         try:
-            async with aclosing(self._answers(asked, record, self._key(context), streamed=False)) as responses:
+            async with aclosing(
+                self._answers(asked, record, self._key(context), streamed=False)
+            ) as responses:
                 return await anext(responses)
         except Exception as exc:
             await _refuse(context, _api_error(exc, record))
@@ -223,7 +243,9 @@ class Gateway:
                     async for response in responses:
                         yield response
             except Exception as exc:
-                failed = MESSAGES["ModelStreamInferResponse"](error_message=_text(_api_error(exc, record)))
+                failed = MESSAGES["ModelStreamInferResponse"](
+                    error_message=_text(_api_error(exc, record))
+                )
                 failed.infer_response.id = asked.id
                 failed.infer_response.model_name = asked.model_name
                 failed.infer_response.parameters[_FINAL].bool_param = True
@@ -233,7 +255,9 @@ class Gateway:
 
     def _key(self, context: Any) -> Key | None:
         given = dict(context.invocation_metadata() or ())
-        key = self.state.keys.find(str(given.get("authorization", "")), str(given.get("x-api-key", "")))
+        key = self.state.keys.find(
+            str(given.get("authorization", "")), str(given.get("x-api-key", ""))
+        )
         if key is not None:
             check_role(key, "/v2")
         return key
@@ -258,7 +282,9 @@ class Gateway:
             error.field = body.param(error.field)
             raise
 
-    async def responses(self, body: GrpcInference, record: RequestRecord) -> AsyncGenerator[bytes, None]:
+    async def responses(
+        self, body: GrpcInference, record: RequestRecord
+    ) -> AsyncGenerator[bytes, None]:
         """To a request that is right in itself. Before the last, the record says that all went well."""
         async with in_flight(self.state, _never):
             answer = record.answer = await prepare(self.state, body, record, answer=GrpcAnswer)
@@ -275,12 +301,16 @@ class Gateway:
     def _read(self, asked: Any, *, streamed: bool) -> GrpcInference:
         raw, tensors = list(asked.raw_input_contents), dict[str, Any]()
         if raw and len(raw) != len(asked.inputs):
-            raise bad_request("raw_input_contents has not as many parts as there are inputs", "raw_input_contents")
+            raise bad_request(
+                "raw_input_contents has not as many parts as there are inputs", "raw_input_contents"
+            )
         for i, tensor in enumerate(asked.inputs):
             data: bytes | list[Any]
             if tensor.name in tensors:
                 raise bad_request(f"the input {tensor.name[:100]!r} is there twice", "inputs")
-            no_parameters(set(tensor.parameters) - {"binary_data_size"}, f"inputs.{tensor.name[:100]}")
+            no_parameters(
+                set(tensor.parameters) - {"binary_data_size"}, f"inputs.{tensor.name[:100]}"
+            )
             if raw:
                 data = raw[i]
             elif tensor.datatype == "BOOL":
@@ -294,12 +324,16 @@ class Gateway:
         }
         for name, value in parameters.items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise bad_request(f"{name[:100]} is not a finite number", f"parameters.{name[:100]}")
+                raise bad_request(
+                    f"{name[:100]} is not a finite number", f"parameters.{name[:100]}"
+                )
         for output in asked.outputs:
             no_parameters(set(output.parameters) - {"binary_data"}, f"outputs.{output.name[:100]}")
         wanted = [output.name for output in asked.outputs] or None
         name = self.name_of(asked.model_name, asked.model_version)
-        made = GrpcInference(model=name, id=asked.id, tensors=tensors, parameters=parameters, wanted=wanted)
+        made = GrpcInference(
+            model=name, id=asked.id, tensors=tensors, parameters=parameters, wanted=wanted
+        )
         made.streamed = streamed
         if tensors.get("stream") and not streamed:
             raise bad_request("a stream is asked for by ModelStreamInfer", "stream")
@@ -316,7 +350,9 @@ def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
     error = as_api_error(exc)
     record.status, record.error, record.param = error.status, error.code or error.kind, error.param
     if error.status == 500:
-        _logger.error("a gRPC request failed: %s", exc, exc_info=not isinstance(exc, SlipstreamError))
+        _logger.error(
+            "a gRPC request failed: %s", exc, exc_info=not isinstance(exc, SlipstreamError)
+        )
     return error
 
 
@@ -332,7 +368,9 @@ def _text(error: ApiError) -> str:
 def _require_free(settings: ServerSettings) -> None:
     """OSError if the port is taken."""
     assert settings.grpc_port is not None
-    family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.grpc_port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        settings.host, settings.grpc_port, type=socket.SOCK_STREAM
+    )[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if settings.shared_dir is not None:  # other front ends listen there
@@ -347,7 +385,11 @@ def _credentials(settings: ServerSettings) -> Any:
 
     def read() -> Any:
         certificate = Path(certificates.certfile).read_bytes()
-        key = certificate if certificates.keyfile is None else Path(certificates.keyfile).read_bytes()
+        key = (
+            certificate if certificates.keyfile is None else Path(certificates.keyfile).read_bytes()
+        )
         return grpc.ssl_server_certificate_configuration([(key, certificate)])
 
-    return grpc.dynamic_ssl_server_credentials(read(), lambda: read() if certificates.renewed() else None)
+    return grpc.dynamic_ssl_server_credentials(
+        read(), lambda: read() if certificates.renewed() else None
+    )

@@ -52,7 +52,9 @@ ModelIndex 1 name string, 2 version string, 3 state string, 4 reason string
 
 
 def _classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="slipstream_kserve.proto", package="inference", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="slipstream_kserve.proto", package="inference", syntax="proto3"
+    )
     for line in _TABLE.strip().splitlines():
         name, _, rest = line.partition(" ")
         message = file.message_type.add(name=name)
@@ -61,15 +63,22 @@ def _classes() -> dict[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     names = [message.name for message in file.message_type]
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{name}")) for name in names}
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{name}"))
+        for name in names
+    }
 
 
 def _add_field(message: Any, number: str, name: str, kind: str, *more: str) -> None:
     field = message.field.add(name=name, number=int(number), label=1)
     if kind == "map":
-        entry = message.nested_type.add(name="".join(part.title() for part in name.split("_")) + "Entry")
+        entry = message.nested_type.add(
+            name="".join(part.title() for part in name.split("_")) + "Entry"
+        )
         entry.options.map_entry = True
-        entry.field.add(name="key", number=1, label=1, type=descriptor_pb2.FieldDescriptorProto.TYPE_STRING)
+        entry.field.add(
+            name="key", number=1, label=1, type=descriptor_pb2.FieldDescriptorProto.TYPE_STRING
+        )
         entry.field.add(name="value", number=2, label=1, type_name=".inference.InferParameter")
         field.label, field.type_name = 3, f".inference.{message.name}.{entry.name}"
         return

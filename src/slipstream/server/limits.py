@@ -16,7 +16,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from slipstream.server.auth import check_model
-from slipstream.server.errors import ApiError, ClientDisconnected, bad_request, overloaded, shutting_down
+from slipstream.server.errors import (
+    ApiError,
+    ClientDisconnected,
+    bad_request,
+    overloaded,
+    shutting_down,
+)
 from slipstream.server.protocol import decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerSettings, ServerState
@@ -49,7 +55,9 @@ async def read_body(scope: Scope, receive: Receive, settings: ServerSettings) ->
                     return bytes(body)
     except TimeoutError:
         message = f"no whole body within {settings.body_timeout_s:g} s"
-        raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+        raise ApiError(
+            408, message, code="request_timeout", headers={"connection": "close"}
+        ) from None
 
 
 def own_receive(body: bytes, then: Receive | None = None) -> Receive:
@@ -108,7 +116,9 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
         raise shutting_down()
     limit = state.settings.max_concurrent_requests
     if not state.load.begin_request(limit):
-        raise overloaded(f"{limit} requests are in flight, as many as this server takes; try again later")
+        raise overloaded(
+            f"{limit} requests are in flight, as many as this server takes; try again later"
+        )
     task = asyncio.current_task()
     assert task is not None
     exchange = Exchange(task)

@@ -22,7 +22,9 @@ class ServerLoad:
     counts only, so that those of a front end that dies can be taken off."""
 
     def __init__(self, shared: memoryview | None = None, slot: int = 0) -> None:
-        self._counts = memoryview(bytearray(self.size(1))).cast("q") if shared is None else shared.cast("q")
+        self._counts = (
+            memoryview(bytearray(self.size(1))).cast("q") if shared is None else shared.cast("q")
+        )
         self.slot, self._own = slot, 2 * slot
         self.is_shared = shared is not None
 
@@ -71,7 +73,13 @@ class Acceptor:
         num_open: Callable[[], int],
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._listener, self._load, self._protocol, self._num_open, self._tls = listener, load, protocol, num_open, tls
+        self._listener, self._load, self._protocol, self._num_open, self._tls = (
+            listener,
+            load,
+            protocol,
+            num_open,
+            tls,
+        )
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False

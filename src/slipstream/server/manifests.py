@@ -66,8 +66,10 @@ def dockerfile(made: Deployment) -> str:
     """For `docker build -f FILE .` in a clone. The compiler stays in the first stage; Triton needs one on a GPU's machine."""
     extras = sorted({*made.extras, *(["gpu"] if made.gpus else [])})
     compiler = "RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*\n"
-    wheel = 'slipstream @ file://$(ls /wheels/slipstream-*.whl)'
-    wheel = wheel.replace("slipstream @", f"slipstream[{','.join(extras)}] @" if extras else "slipstream @")
+    wheel = "slipstream @ file://$(ls /wheels/slipstream-*.whl)"
+    wheel = wheel.replace(
+        "slipstream @", f"slipstream[{','.join(extras)}] @" if extras else "slipstream @"
+    )
     return (
         "FROM python:3.12-slim AS build\n"
         "RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*\n"
@@ -104,7 +106,12 @@ def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[
         "security_opt": ["no-new-privileges:true"],
         "restart": "unless-stopped",
         "stop_grace_period": f"{made.stop_s}s",
-        "healthcheck": {"test": ["CMD", *READY], "interval": "10s", "timeout": "5s", "start_period": f"{START_S}s"},
+        "healthcheck": {
+            "test": ["CMD", *READY],
+            "interval": "10s",
+            "timeout": "5s",
+            "start_period": f"{START_S}s",
+        },
         "cpus": made.cpus,
         "mem_limit": made.memory,
     }
@@ -125,19 +132,38 @@ def kubernetes(made: Deployment) -> Iterator[dict[str, Any]]:
     labels = {"app.kubernetes.io/name": made.name}
     port = {"name": "http", "port": PORT, "targetPort": "http"}
     yield _object("v1", "Service", made.name, labels, {"selector": labels, "ports": [port]})
-    each = {"clusterIP": "None", "publishNotReadyAddresses": True}  # the replicas by name, to look at one of them
-    yield _object("v1", "Service", f"{made.name}-replicas", labels, {"selector": labels, "ports": [port], **each})
+    each = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+    }  # the replicas by name, to look at one of them
+    yield _object(
+        "v1",
+        "Service",
+        f"{made.name}-replicas",
+        labels,
+        {"selector": labels, "ports": [port], **each},
+    )
     yield _object("apps/v1", "StatefulSet", made.name, labels, _replicas(made, labels))
     spec = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
     yield _object("policy/v1", "PodDisruptionBudget", made.name, labels, spec)
 
 
-def _object(version: str, kind: str, name: str, labels: dict[str, str], spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+def _object(
+    version: str, kind: str, name: str, labels: dict[str, str], spec: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
 
 
 def _replicas(made: Deployment, labels: dict[str, str]) -> dict[str, Any]:
-    volume = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _quantity(made.volume)}}}
+    volume = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": _quantity(made.volume)}},
+    }
     metadata: dict[str, Any] = {"labels": labels}
     if made.key_secret is None:  # with keys a scrape needs one, too
         metadata["annotations"] = {"prometheus.io/scrape": "true", "prometheus.io/port": str(PORT)}
@@ -154,19 +180,29 @@ def _replicas(made: Deployment, labels: dict[str, str]) -> dict[str, Any]:
 def _pod(made: Deployment) -> dict[str, Any]:
     def probe(path: str, every: int, failures: int) -> dict[str, Any]:
         asked = {"path": path, "port": "http"}
-        return {"httpGet": asked, "periodSeconds": every, "failureThreshold": failures, "timeoutSeconds": 5}
+        return {
+            "httpGet": asked,
+            "periodSeconds": every,
+            "failureThreshold": failures,
+            "timeoutSeconds": 5,
+        }
 
     limits = {"cpu": made.cpus, "memory": _quantity(made.memory)}
     if made.gpus:
         limits["nvidia.com/gpu"] = made.gpus
-    mounts: list[dict[str, Any]] = [{"name": "home", "mountPath": HOME}, {"name": "tmp", "mountPath": "/tmp"}]
+    mounts: list[dict[str, Any]] = [
+        {"name": "home", "mountPath": HOME},
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
     volumes: list[dict[str, Any]] = [{"name": "tmp", "emptyDir": {}}]
     if made.gpus > 1:  # ranks meet in shared memory, of which a container has 64 MiB
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}})
     if made.key_secret is not None:
         mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
-        volumes.append({"name": "keys", "secret": {"secretName": made.key_secret, "defaultMode": 0o440}})
+        volumes.append(
+            {"name": "keys", "secret": {"secretName": made.key_secret, "defaultMode": 0o440}}
+        )
     container = {
         "name": "serve",
         "image": made.image,

@@ -46,7 +46,11 @@ async def _read(state: ServerState, part: PicturePart) -> PreparedPicture:
     if is_fetched := part.url[:5].lower() != "data:":
         check_host(part.url, state.settings.allowed_media_hosts, part.path)
     try:
-        data = await asyncio.to_thread(fetched, part.url, part.path) if is_fetched else from_data_uri(part.url)
+        data = (
+            await asyncio.to_thread(fetched, part.url, part.path)
+            if is_fetched
+            else from_data_uri(part.url)
+        )
         return await state.engine.prepare_picture(data, part.detail)
     except RequestError as error:
         where = f"{part.path}.{'detail' if error.field == 'detail' else 'url'}"
@@ -60,13 +64,27 @@ def check_host(url: str, allowed: Sequence[str], path: str) -> None:
         port, host = parts.port, (parts.hostname or "").lower()
     except ValueError:
         raise bad_request(f"{url[:_SHOWN]!r} is no URL", path) from None
-    if parts.scheme not in ("http", "https") or not host or parts.username is not None or parts.password is not None:
-        raise bad_request(f"{url[:_SHOWN]!r} is neither a data: URI nor a plain http or https URL", path)
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.username is not None
+        or parts.password is not None
+    ):
+        raise bad_request(
+            f"{url[:_SHOWN]!r} is neither a data: URI nor a plain http or https URL", path
+        )
     if not allowed:
-        raise bad_request("this server fetches no pictures (--allowed-media-hosts names none); send a data: URI", path)
+        raise bad_request(
+            "this server fetches no pictures (--allowed-media-hosts names none); send a data: URI",
+            path,
+        )
     host = f"[{host}]" if ":" in host else host
     own = {80: "http", 443: "https"}.get(port or 0) == parts.scheme or port is None
-    names = {f"{host}:{port}"} if not own else {host, f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"}
+    names = (
+        {f"{host}:{port}"}
+        if not own
+        else {host, f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"}
+    )
     if not names & {name.lower() for name in allowed}:
         raise bad_request(f"this server fetches no pictures from {host!r}; send a data: URI", path)
 
@@ -89,7 +107,9 @@ def fetched(url: str, path: str) -> bytes:
         timer = threading.Timer(max(0.0, end - time.monotonic()), _cut, (connection.sock,))
         timer.start()
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", target, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
+        connection.request(
+            "GET", target, headers={"Accept": "image/*", "Accept-Encoding": "identity"}
+        )
         answer = connection.getresponse()
         if answer.status != 200:
             more = ", a redirect, which is not followed" if 300 <= answer.status < 400 else ""
@@ -103,7 +123,9 @@ def fetched(url: str, path: str) -> bytes:
             raise TimeoutError
         return bytes(data)
     except (OSError, http.client.HTTPException, UnicodeError, ValueError):
-        raise bad_request(f"the picture can't be fetched from {parts.hostname!r} within {FETCH_S:g} s", path) from None
+        raise bad_request(
+            f"the picture can't be fetched from {parts.hostname!r} within {FETCH_S:g} s", path
+        ) from None
     finally:
         if timer is not None:
             timer.cancel()

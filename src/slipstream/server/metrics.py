@@ -22,23 +22,85 @@ from itertools import accumulate
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from slipstream.stats import EngineStats
 
 _PREFIX = "slipstream:"
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
-REQUEST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 1200.0)
+TOKEN_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)
+REQUEST_BUCKETS = (
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    60.0,
+    120.0,
+    300.0,
+    1200.0,
+)
 
-_LENGTH_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+_LENGTH_BUCKETS = (
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    50.0,
+    100.0,
+    200.0,
+    500.0,
+    1e3,
+    2e3,
+    5e3,
+    1e4,
+    2e4,
+    5e4,
+    1e5,
+    2e5,
+)
 
 _ENGINE_METRICS = (
     # (field of EngineStats, name, whether it only grows, help)
     ("num_running", "num_requests_running", False, "Sequences that the engine is working on"),
     ("num_waiting", "num_requests_waiting", False, "Sequences that wait for their first step"),
     ("kv_cache_usage", "kv_cache_usage_ratio", False, "Share of KV cache blocks in use, 0 to 1"),
-    ("num_preemptions", "num_preemptions", True, "Sequences that lost their blocks to others and were computed again"),
+    (
+        "num_preemptions",
+        "num_preemptions",
+        True,
+        "Sequences that lost their blocks to others and were computed again",
+    ),
     ("prefix_queries", "prefix_cache_queries", True, "Prompt tokens looked up in the prefix cache"),
     ("prefix_hits", "prefix_cache_hits", True, "Prompt tokens found in the prefix cache"),
     ("num_steps", "engine_steps", True, "Steps that ended"),
@@ -46,10 +108,30 @@ _ENGINE_METRICS = (
     ("step_seconds_total", "engine_step_seconds", True, "Time of the steps"),
     ("prompt_tokens_total", "prompt_tokens", True, "Prompt tokens of requests taken in"),
     ("generation_tokens_total", "generation_tokens", True, "Tokens generated"),
-    ("spec_num_drafts", "spec_decode_num_drafts", True, "Runs of guessed tokens that were verified"),
-    ("spec_draft_tokens", "spec_decode_num_draft_tokens", True, "Guessed tokens that were verified"),
-    ("spec_accepted_tokens", "spec_decode_num_accepted_tokens", True, "Guessed tokens that the model confirmed"),
-    ("forced_tokens", "structured_output_forced_tokens", True, "Tokens that grammars forced, computed without a step each"),
+    (
+        "spec_num_drafts",
+        "spec_decode_num_drafts",
+        True,
+        "Runs of guessed tokens that were verified",
+    ),
+    (
+        "spec_draft_tokens",
+        "spec_decode_num_draft_tokens",
+        True,
+        "Guessed tokens that were verified",
+    ),
+    (
+        "spec_accepted_tokens",
+        "spec_decode_num_accepted_tokens",
+        True,
+        "Guessed tokens that the model confirmed",
+    ),
+    (
+        "forced_tokens",
+        "structured_output_forced_tokens",
+        True,
+        "Tokens that grammars forced, computed without a step each",
+    ),
 )
 
 _ADAPTER_METRICS = (
@@ -57,12 +139,22 @@ _ADAPTER_METRICS = (
     ("num_on_device", "lora_adapters_on_device", False, "Adapters in slots of the device"),
     ("num_on_host", "lora_adapters_on_host", False, "Adapters in the host's memory"),
     ("reads_total", "lora_adapter_reads", True, "Adapters read from their files"),
-    ("placements_total", "lora_adapter_placements", True, "Adapters copied to a slot of the device"),
+    (
+        "placements_total",
+        "lora_adapter_placements",
+        True,
+        "Adapters copied to a slot of the device",
+    ),
 )
 
 _EXPERT_METRICS = (
     # the same of ExpertBalance
-    ("rank_imbalance", "expert_rank_imbalance_ratio", False, "Load of the rank whose experts were chosen most over the mean"),
+    (
+        "rank_imbalance",
+        "expert_rank_imbalance_ratio",
+        False,
+        "Load of the rank whose experts were chosen most over the mean",
+    ),
     ("moved_total", "experts_moved", True, "Experts that changed ranks"),
 )
 
@@ -77,21 +169,55 @@ _TIER_METRICS = (
     ("loaded_bytes", "kv_tier_loaded_bytes", True, "Bytes of these"),
     ("failed_blocks", "kv_tier_failed_blocks", True, "KV blocks that were gone or damaged"),
     ("queried_tokens", "kv_tier_queries", True, "Prompt tokens looked up in the tiers"),
-    ("host_hit_tokens", "kv_host_tier_hits", True, "Prompt tokens found in the host's memory, and loaded"),
+    (
+        "host_hit_tokens",
+        "kv_host_tier_hits",
+        True,
+        "Prompt tokens found in the host's memory, and loaded",
+    ),
     ("disk_hit_tokens", "kv_disk_tier_hits", True, "Prompt tokens found on the disk, and loaded"),
-    ("declined_tokens", "kv_tier_declined_tokens", True, "Prompt tokens found, and computed since that is faster"),
+    (
+        "declined_tokens",
+        "kv_tier_declined_tokens",
+        True,
+        "Prompt tokens found, and computed since that is faster",
+    ),
     ("late_loads", "kv_tier_late_loads", True, "Requests that waited no longer for their blocks"),
-    ("host_bytes_per_s", "kv_host_tier_bytes_per_second", False, "Rate of loading from the host's memory, last measured"),
-    ("disk_bytes_per_s", "kv_disk_tier_bytes_per_second", False, "Rate of loading from the disk, last measured"),
-    ("prefill_tokens_per_s", "kv_tier_prefill_tokens_per_second", False, "Rate of computing prompts, last measured"),
+    (
+        "host_bytes_per_s",
+        "kv_host_tier_bytes_per_second",
+        False,
+        "Rate of loading from the host's memory, last measured",
+    ),
+    (
+        "disk_bytes_per_s",
+        "kv_disk_tier_bytes_per_second",
+        False,
+        "Rate of loading from the disk, last measured",
+    ),
+    (
+        "prefill_tokens_per_s",
+        "kv_tier_prefill_tokens_per_second",
+        False,
+        "Rate of computing prompts, last measured",
+    ),
 )
 
 
-_PARTS = (("adapters", _ADAPTER_METRICS), ("expert_balance", _EXPERT_METRICS), ("tiers", _TIER_METRICS))
+_PARTS = (
+    ("adapters", _ADAPTER_METRICS),
+    ("expert_balance", _EXPERT_METRICS),
+    ("tiers", _TIER_METRICS),
+)
 """Fields of EngineStats that have figures of their own."""
 
 TOTALS = frozenset(
-    {field for _, metrics in (("", _ENGINE_METRICS), *_PARTS) for field, _, grows, _ in metrics if grows}
+    {
+        field
+        for _, metrics in (("", _ENGINE_METRICS), *_PARTS)
+        for field, _, grows, _ in metrics
+        if grows
+    }
     | {"spec_accepted_by_position", "expert_load"}
 )
 """Fields of EngineStats and its parts that only grow."""
@@ -121,7 +247,9 @@ class Histogram:
     def family(self, model: str) -> Metric:
         edges = (*map(str, self.bounds), "+Inf")
         family = HistogramMetricFamily(_PREFIX + self.name, self.help, labels=["model_name"])
-        family.add_metric([model], list(zip(edges, accumulate(self.counts), strict=True)), self.total)
+        family.add_metric(
+            [model], list(zip(edges, accumulate(self.counts), strict=True)), self.total
+        )
         return family
 
 
@@ -162,16 +290,37 @@ class MetricCounts(msgspec.Struct):
 class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.ttft = Histogram("time_to_first_token_seconds", "Arrival to first token", REQUEST_BUCKETS)
-        self.itl = Histogram("inter_token_latency_seconds", "Gap between two deltas of one choice", TOKEN_BUCKETS)
-        self.tpot = Histogram("time_per_output_token_seconds", "Mean time per token after the first", TOKEN_BUCKETS)
-        self.e2e = Histogram("e2e_request_latency_seconds", "Arrival to the end of the answer", REQUEST_BUCKETS)
-        self.prompt_length = Histogram("request_prompt_tokens", "Prompt tokens of a request", _LENGTH_BUCKETS)
-        self.answer_length = Histogram("request_generation_tokens", "Tokens of a request's answer", _LENGTH_BUCKETS)
-        self.histograms = (self.ttft, self.itl, self.tpot, self.e2e, self.prompt_length, self.answer_length)
+        self.ttft = Histogram(
+            "time_to_first_token_seconds", "Arrival to first token", REQUEST_BUCKETS
+        )
+        self.itl = Histogram(
+            "inter_token_latency_seconds", "Gap between two deltas of one choice", TOKEN_BUCKETS
+        )
+        self.tpot = Histogram(
+            "time_per_output_token_seconds", "Mean time per token after the first", TOKEN_BUCKETS
+        )
+        self.e2e = Histogram(
+            "e2e_request_latency_seconds", "Arrival to the end of the answer", REQUEST_BUCKETS
+        )
+        self.prompt_length = Histogram(
+            "request_prompt_tokens", "Prompt tokens of a request", _LENGTH_BUCKETS
+        )
+        self.answer_length = Histogram(
+            "request_generation_tokens", "Tokens of a request's answer", _LENGTH_BUCKETS
+        )
+        self.histograms = (
+            self.ttft,
+            self.itl,
+            self.tpot,
+            self.e2e,
+            self.prompt_length,
+            self.answer_length,
+        )
         self.stalls = Stalls()
         self.others_stall_s = 0.0  # of other front ends
-        self.findings: Mapping[tuple[str, str], int] | None = None  # that last, by model and cause; None: without a detector
+        self.findings: Mapping[tuple[str, str], int] | None = (
+            None  # that last, by model and cause; None: without a detector
+        )
         self.finished: Counter[str] = Counter()  # choices, by finish reason
         self.responses: Counter[tuple[str, str, int]] = Counter()  # by method, route, status
         self.limited: Counter[str] = Counter()  # refusals by limits of keys
@@ -186,8 +335,14 @@ class Metrics(Collector):
 
     def counts(self) -> MetricCounts:
         histograms = [(list(histogram.counts), histogram.total) for histogram in self.histograms]
-        responses, limited, feedback = list(self.responses.items()), dict(self.limited), dict(self.feedback)
-        return MetricCounts(histograms, dict(self.finished), responses, limited, feedback, self.write_stall_s)
+        responses, limited, feedback = (
+            list(self.responses.items()),
+            dict(self.limited),
+            dict(self.feedback),
+        )
+        return MetricCounts(
+            histograms, dict(self.finished), responses, limited, feedback, self.write_stall_s
+        )
 
     def add(self, counts: MetricCounts) -> None:
         for histogram, (found, total) in zip(self.histograms, counts.histograms, strict=True):
@@ -213,7 +368,9 @@ class Metrics(Collector):
         for histogram in self.histograms:
             yield histogram.family(model)
         success = CounterMetricFamily(
-            _PREFIX + "request_success", "Choices completed, by reason", labels=["model_name", "finish_reason"]
+            _PREFIX + "request_success",
+            "Choices completed, by reason",
+            labels=["model_name", "finish_reason"],
         )
         for reason in {"stop", "length"} | set(self.finished):
             success.add_metric([model, reason], self.finished[reason])
@@ -227,17 +384,23 @@ class Metrics(Collector):
             http.add_metric([method, route, str(status)], count)
         yield http
         limited = CounterMetricFamily(
-            _PREFIX + "key_limit_refusals", "Requests refused by a limit of their key", labels=["limit"]
+            _PREFIX + "key_limit_refusals",
+            "Requests refused by a limit of their key",
+            labels=["limit"],
         )
         for kind in ("concurrency", "requests", "tokens", "insufficient_quota"):
             limited.add_metric([_LIMITS[kind]], self.limited[kind])
         yield limited
-        feedback = CounterMetricFamily(_PREFIX + "feedback", "Ratings of answers (POST /v1/feedback)", labels=["rating"])
+        feedback = CounterMetricFamily(
+            _PREFIX + "feedback", "Ratings of answers (POST /v1/feedback)", labels=["rating"]
+        )
         for rating in ("up", "down"):
             feedback.add_metric([rating], self.feedback[rating])
         yield feedback
         stalled = "Time for which finished text waited for clients that do not read"
-        yield CounterMetricFamily(_PREFIX + "client_write_stall_seconds", stalled, self.write_stall_s)
+        yield CounterMetricFamily(
+            _PREFIX + "client_write_stall_seconds", stalled, self.write_stall_s
+        )
         if self.findings is not None:
             text = "What the detector found and lasts, by its likely cause"
             lasting = GaugeMetricFamily(_PREFIX + "findings", text, labels=["model_name", "cause"])
@@ -249,15 +412,21 @@ class Metrics(Collector):
 
 def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metric]:
     """By model. Of engines that are down there is only that."""
-    up = GaugeMetricFamily(_PREFIX + "engine_up", "1 if the engine process answers", labels=["model_name"])
+    up = GaugeMetricFamily(
+        _PREFIX + "engine_up", "1 if the engine process answers", labels=["model_name"]
+    )
     for model, stats in engines.items():
         up.add_metric([model], float(stats is not None))
     yield up
     there = {model: stats for model, stats in engines.items() if stats is not None}
     for part, metrics in (("", _ENGINE_METRICS), *_PARTS):
         found = {model: getattr(stats, part) if part else stats for model, stats in there.items()}
-        for field, name, grows, text in metrics if any(one is not None for one in found.values()) else ():
-            family = (CounterMetricFamily if grows else GaugeMetricFamily)(_PREFIX + name, text, labels=["model_name"])
+        for field, name, grows, text in (
+            metrics if any(one is not None for one in found.values()) else ()
+        ):
+            family = (CounterMetricFamily if grows else GaugeMetricFamily)(
+                _PREFIX + name, text, labels=["model_name"]
+            )
             for model, one in found.items():
                 if one is not None:
                     family.add_metric([model], getattr(one, field))
@@ -272,7 +441,9 @@ def _engine_families(engines: Mapping[str, EngineStats | None]) -> Iterator[Metr
         yield places
     if any(stats.expert_load for stats in there.values()):
         text = "Tokens that an expert of a layer was chosen for"
-        load = CounterMetricFamily(_PREFIX + "expert_tokens", text, labels=["model_name", "layer", "expert"])
+        load = CounterMetricFamily(
+            _PREFIX + "expert_tokens", text, labels=["model_name", "layer", "expert"]
+        )
         for model, stats in there.items():
             for layer, counts in stats.expert_load:
                 for expert, tokens in enumerate(counts):

@@ -15,12 +15,17 @@ from slipstream.server.state import ServerState
 def require_model(state: ServerState, name: str, *, adapters: bool = True) -> None:
     """A 404 for a name that is not served. Without `adapters` their names are refused."""
     if name in state.engine.adapters and not adapters:
-        message = f"{name!r} is an adapter, and adapters only write text; take {state.model_names[0]}"
+        message = (
+            f"{name!r} is an adapter, and adapters only write text; take {state.model_names[0]}"
+        )
         raise ApiError(400, message, param="model", code="adapter_not_supported")
     if name not in state.model_names and name not in state.engine.adapters:
         names = ", ".join((*state.model_names, *list(state.engine.adapters)[:20]))
         raise ApiError(
-            404, f"model {name[:100]!r} is not served here; there is {names}", param="model", code="model_not_found"
+            404,
+            f"model {name[:100]!r} is not served here; there is {names}",
+            param="model",
+            code="model_not_found",
         )
 
 
@@ -39,7 +44,12 @@ def anthropic_card(name: str, created: float, max_model_len: int) -> dict[str, A
 
 
 def anthropic_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    return {
+        "data": cards,
+        "has_more": False,
+        "first_id": cards[0]["id"],
+        "last_id": cards[-1]["id"],
+    }
 
 
 class Models:
@@ -48,7 +58,9 @@ class Models:
 
     async def list(self, request: Request) -> Response:
         if "anthropic-version" in request.headers:
-            return json_response(anthropic_list([self._anthropic_card(name) for name in self.state.model_names]))
+            return json_response(
+                anthropic_list([self._anthropic_card(name) for name in self.state.model_names])
+            )
         names = (*self.state.model_names, *self.state.engine.adapters)
         return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
@@ -60,12 +72,19 @@ class Models:
         return json_response(self._card(name))
 
     def _anthropic_card(self, name: str) -> dict[str, Any]:
-        return anthropic_card(name, self.state.created, self.state.engine.config.model.max_model_len)
+        return anthropic_card(
+            name, self.state.created, self.state.engine.config.model.max_model_len
+        )
 
     def _card(self, name: str) -> dict[str, Any]:
         engine = self.state.engine
-        sizes = {"max_model_len": engine.config.model.max_model_len, "vocab_size": engine.description.spec.vocab_size}
+        sizes = {
+            "max_model_len": engine.config.model.max_model_len,
+            "vocab_size": engine.description.spec.vocab_size,
+        }
         owner = {"owned_by": "slipstream", **sizes}
         lora = engine.adapters.get(name)
-        of_adapter = {} if lora is None else {"root": lora.path, "parent": self.state.model_names[0]}
+        of_adapter = (
+            {} if lora is None else {"root": lora.path, "parent": self.state.model_names[0]}
+        )
         return {"id": name, "object": "model", "created": self.state.created, **owner, **of_adapter}

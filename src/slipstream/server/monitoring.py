@@ -33,13 +33,21 @@ class ServiceObjectives:
     share: float = 0.99
 
     def __post_init__(self) -> None:
-        for name, value, bounds in (("ttft_s", self.ttft_s, REQUEST_BUCKETS), ("itl_s", self.itl_s, TOKEN_BUCKETS)):
+        for name, value, bounds in (
+            ("ttft_s", self.ttft_s, REQUEST_BUCKETS),
+            ("itl_s", self.itl_s, TOKEN_BUCKETS),
+        ):
             if value not in bounds:
                 told = ", ".join(f"{bound * 1e3:.9g}" for bound in bounds)
                 flag = f"--{name.removesuffix('_s')}-ms"
-                raise ConfigError(f"{flag} must be a bound of the histogram: {told}; got {value * 1e3:.9g}", field=name)
+                raise ConfigError(
+                    f"{flag} must be a bound of the histogram: {told}; got {value * 1e3:.9g}",
+                    field=name,
+                )
         if not 0.5 <= self.share < 1:
-            raise ConfigError(f"--objective must be from 50 to below 100, got {self.share * 100:g}", field="share")
+            raise ConfigError(
+                f"--objective must be from 50 to below 100, got {self.share * 100:g}", field="share"
+            )
 
 
 def _late(name: str, bound: float, window: str) -> str:
@@ -75,18 +83,29 @@ def rules(objectives: ServiceObjectives) -> dict[str, Any]:
             recorded.append({"record": f"slo:{kind}:error_ratio_{window}", "expr": expr})
         budget = round(1 - objectives.share, 6)
         for factor, long, short, lasting, severity in BURNS:
-            burns = [f"slo:{kind}:error_ratio_{window} > {round(factor * budget, 6):g}" for window in (long, short)]
+            burns = [
+                f"slo:{kind}:error_ratio_{window} > {round(factor * budget, 6):g}"
+                for window in (long, short)
+            ]
             about = f"{objectives.share:.4%} are to have {text}. The error budget is spent {factor:g} times too fast"
             alert = {
                 "alert": f"Slipstream{kind.title()}Burn",
                 "expr": " and ".join(burns),
                 "for": lasting,
                 "labels": {"severity": severity, "window": long},
-                "annotations": {"summary": f"{about}: {{{{ $value | humanizePercentage }}}} are not so, over {long}."},
+                "annotations": {
+                    "summary": f"{about}: {{{{ $value | humanizePercentage }}}} are not so, over {long}."
+                },
             }
             alerts.append(alert)
     states = (
-        ("EngineDown", "slipstream:engine_up == 0", "1m", "page", "The engine of {{ $labels.instance }} is down."),
+        (
+            "EngineDown",
+            "slipstream:engine_up == 0",
+            "1m",
+            "page",
+            "The engine of {{ $labels.instance }} is down.",
+        ),
         (
             "Preempting",
             "slipstream:kv_cache_usage_ratio > 0.95 and rate(slipstream:num_preemptions_total[10m]) > 0.1",
@@ -124,11 +143,18 @@ def _rate(metric: str, by: str = "", where: str = _MODEL) -> str:
 
 PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
     # (title, unit, (query, legend) …), two in a row
-    ("Requests by status", "reqps", [(_rate("http_requests_total", "status", f'{{route!~"{PROBES}"}}'), "{{status}}")]),
+    (
+        "Requests by status",
+        "reqps",
+        [(_rate("http_requests_total", "status", f'{{route!~"{PROBES}"}}'), "{{status}}")],
+    ),
     (
         "Tokens",
         "short",
-        [(_rate("prompt_tokens_total"), "prompt tokens/s"), (_rate("generation_tokens_total"), "output tokens/s")],
+        [
+            (_rate("prompt_tokens_total"), "prompt tokens/s"),
+            (_rate("generation_tokens_total"), "output tokens/s"),
+        ],
     ),
     ("Time to first token", "s", _quantiles("time_to_first_token_seconds")),
     ("Inter-token latency", "s", _quantiles("inter_token_latency_seconds")),
@@ -142,7 +168,11 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
             (f"sum(slipstream:num_requests_waiting{_MODEL})", "waiting"),
         ],
     ),
-    ("KV cache in use", "percentunit", [(f"max by (instance) (slipstream:kv_cache_usage_ratio{_MODEL})", "{{instance}}")]),
+    (
+        "KV cache in use",
+        "percentunit",
+        [(f"max by (instance) (slipstream:kv_cache_usage_ratio{_MODEL})", "{{instance}}")],
+    ),
     (
         "Prefix cache: tokens found",
         "percentunit",
@@ -154,11 +184,23 @@ PANELS: tuple[tuple[str, str, list[tuple[str, str]]], ...] = (
         "percentunit",
         [(f"max(slo:{kind}:error_ratio_1h)", kind) for kind in ("ttft", "itl", "errors")],
     ),
-    ("Choices by finish reason", "short", [(_rate("request_success_total", "finish_reason"), "{{finish_reason}}")]),
-    ("Refused by limits of keys", "reqps", [(_rate("key_limit_refusals_total", "limit", ""), "{{limit}}")]),
+    (
+        "Choices by finish reason",
+        "short",
+        [(_rate("request_success_total", "finish_reason"), "{{finish_reason}}")],
+    ),
+    (
+        "Refused by limits of keys",
+        "reqps",
+        [(_rate("key_limit_refusals_total", "limit", ""), "{{limit}}")],
+    ),
     ("Ratings", "short", [("sum by (rating) (slipstream:feedback_total)", "{{rating}}")]),
     ("Engine up", "short", [(f"min by (instance) (slipstream:engine_up{_MODEL})", "{{instance}}")]),
-    ("Clients that do not read", "s", [(_rate("client_write_stall_seconds_total", where=""), "seconds of waiting per second")]),
+    (
+        "Clients that do not read",
+        "s",
+        [(_rate("client_write_stall_seconds_total", where=""), "seconds of waiting per second")],
+    ),
 )
 
 
@@ -176,10 +218,23 @@ def board() -> dict[str, Any]:
         kind = {"type": "timeseries", "title": title, "datasource": source, "fieldConfig": shown}
         panels.append({"id": number + 1, **kind, "gridPos": place, "targets": targets})
     names = "label_values(slipstream:engine_up, model_name)"
-    every = {"includeAll": True, "multi": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"}, "refresh": 2}
+    every = {
+        "includeAll": True,
+        "multi": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
+    }
     variables = [
         {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-        {"name": "model", "label": "Model", "type": "query", "datasource": source, "query": names, **every},
+        {
+            "name": "model",
+            "label": "Model",
+            "type": "query",
+            "datasource": source,
+            "query": names,
+            **every,
+        },
     ]
     return {
         "uid": "slipstream",

@@ -146,7 +146,11 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
             return {}
         if raw.startswith(b'"'):
             return {"response_format": Raw(b'{"type":"json_object"}' if raw == b'"json"' else raw)}
-        return {"response_format": Raw(b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}")}
+        return {
+            "response_format": Raw(
+                b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}"
+            )
+        }
 
     def thinking(self, state: ServerState) -> dict[str, Any]:
         """What `think` says, as fields of a chat. A 400 if it asks for what the model doesn't do."""
@@ -155,13 +159,25 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
             return {}
         if isinstance(think, str):
             if "reasoning_effort" not in chat_template(state):
-                raise bad_request(f"think={think!r}: this model's chat template knows no effort; say true or false", "think")
+                raise bad_request(
+                    f"think={think!r}: this model's chat template knows no effort; say true or false",
+                    "think",
+                )
             return {"reasoning_effort": think}
         variables = thinking_variables(state, "think", asked=think)
         return {} if variables is None else {"chat_template_kwargs": variables}
 
 
-_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
 
 
@@ -170,7 +186,9 @@ T = TypeVar("T", bound=Generation)
 
 def _checked(kind: type[T], **fields: Any) -> T:
     """One of our bodies, as if it had come so."""
-    return decode(kind, encode({name: value for name, value in fields.items() if value is not None}))
+    return decode(
+        kind, encode({name: value for name, value in fields.items() if value is not None})
+    )
 
 
 class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -198,10 +216,16 @@ class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
         for i, message in enumerate(self.messages):
             refuse_unless_off(message, message.off, f"messages[{i}].")
         said = [
-            {"role": m.role, "content": _content(m.content, m.images), "reasoning_content": m.thinking or None}
+            {
+                "role": m.role,
+                "content": _content(m.content, m.images),
+                "reasoning_content": m.thinking or None,
+            }
             for m in self.messages
         ]
-        return self.chat(state, [{k: v for k, v in message.items() if v is not None} for message in said])
+        return self.chat(
+            state, [{k: v for k, v in message.items() if v is not None} for message in said]
+        )
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
@@ -235,13 +259,29 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
             if self.system or self.images or self.response_format() or self.think:
-                field = "system" if self.system else "images" if self.images else "think" if self.think else "format"
-                raise bad_request(f"{field} needs a chat template; this is a prompt as it is", field)
+                field = (
+                    "system"
+                    if self.system
+                    else "images"
+                    if self.images
+                    else "think"
+                    if self.think
+                    else "format"
+                )
+                raise bad_request(
+                    f"{field} needs a chat template; this is a prompt as it is", field
+                )
             body = CompletionRequest(model=known_name(state, self.model), prompt=[])
-            return _checked(CompletionRequest, prompt=self.prompt, **self.shared(state)) if self.prompt else body
+            return (
+                _checked(CompletionRequest, prompt=self.prompt, **self.shared(state))
+                if self.prompt
+                else body
+            )
         user = _content(self.prompt, self.images)
         said = {"system": self.system, "user": user} if user else {}
-        return self.chat(state, [{"role": role, "content": content} for role, content in said.items() if content])
+        return self.chat(
+            state, [{"role": role, "content": content} for role, content in said.items() if content]
+        )
 
 
 class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -275,7 +315,11 @@ SHAPES["/api"] = lambda error, _: encode({"error": error.message})
 
 
 def known_name(state: ServerState, name: str) -> str:
-    return name if name in state.model_names or name in state.engine.adapters else name.removesuffix(":latest")
+    return (
+        name
+        if name in state.model_names or name in state.engine.adapters
+        else name.removesuffix(":latest")
+    )
 
 
 # --- Answers --------------------------------------------------------------------------------------------------------
@@ -302,7 +346,11 @@ class OllamaAnswer(Answer):
         if self.parser is None:
             return [(text, "")] if text else []
         events = read_events(self.parser, text, last=finished)
-        return [("", e.text) if isinstance(e, Reasoning) else (e.text, "") for e in events if hasattr(e, "text")]
+        return [
+            ("", e.text) if isinstance(e, Reasoning) else (e.text, "")
+            for e in events
+            if hasattr(e, "text")
+        ]
 
     def end(self) -> bytes:
         return self._take_events() + _line({**self._said(""), **self._done()})
@@ -312,7 +360,9 @@ class OllamaAnswer(Answer):
 
     def collected(self) -> bytes:
         parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
-        text, reasoning = ("".join(some) for some in zip(*parts, strict=True)) if parts else ("", "")
+        text, reasoning = (
+            ("".join(some) for some in zip(*parts, strict=True)) if parts else ("", "")
+        )
         return encode({**self._said(text, reasoning), **self._done()})
 
     def _said(self, text: str, reasoning: str = "") -> dict[str, Any]:
@@ -356,7 +406,11 @@ def _line(value: Any) -> bytes:
 
 
 async def _prepare(
-    state: ServerState, body: ChatRequest | CompletionRequest, record: RequestRecord, *, answer: type[OllamaAnswer]
+    state: ServerState,
+    body: ChatRequest | CompletionRequest,
+    record: RequestRecord,
+    *,
+    answer: type[OllamaAnswer],
 ) -> Answer:
     if not (body.messages if isinstance(body, ChatRequest) else body.prompt):
         loaded = answer(None, state, body, [], SamplingParams(), record)
@@ -364,14 +418,18 @@ async def _prepare(
         return loaded
     if isinstance(body, ChatRequest):
         return await chat.prepare(state, body, record, answer=answer)
-    return await completions.prepare(state, body, record, answer=partial(answer, None), max_tokens=None)
+    return await completions.prepare(
+        state, body, record, answer=partial(answer, None), max_tokens=None
+    )
 
 
 # --- Routes ---------------------------------------------------------------------------------------------------------
 
 
 class _Generate(GenerationRoute):
-    def __init__(self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]) -> None:
+    def __init__(
+        self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]
+    ) -> None:
         super().__init__(state, Generation, partial(_prepare, answer=answer))
         self.body = body
 
@@ -385,7 +443,9 @@ class _Embed(PooledRoute):
         texts = [body.input] if isinstance(body.input, str) else body.input
         cut = -1 if body.truncate else None
         name = known_name(self.state, body.model)
-        return OllamaPooled(model=name, texts=texts, dimensions=body.dimensions, truncate_prompt_tokens=cut)
+        return OllamaPooled(
+            model=name, texts=texts, dimensions=body.dimensions, truncate_prompt_tokens=cut
+        )
 
 
 class OllamaPooled(Pooled, kw_only=True):
@@ -393,7 +453,9 @@ class OllamaPooled(Pooled, kw_only=True):
     dimensions: int | None
 
 
-async def _embeddings(state: ServerState, body: OllamaPooled, record: RequestRecord) -> dict[str, Any]:
+async def _embeddings(
+    state: ServerState, body: OllamaPooled, record: RequestRecord
+) -> dict[str, Any]:
     refuse_classifier(state.engine.description)
     check_dimensions(state.engine.description, body.dimensions)
     answer = await embed(state, body.texts, body, "input", record)
@@ -416,10 +478,21 @@ class _About:
     async def ps(self, request: Request) -> Response:
         """What is loaded: the same, until it is given back (`/sleep`)."""
         engine, years = self.state.engine, 100 * 365.25 * 86400
-        models = [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]
+        models = (
+            [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]
+        )
         on_gpu = engine.config.device.info.is_cuda
-        own = {"expires_at": utc_time(self.state.created + years), "context_length": engine.config.model.max_model_len}
-        return json_response({"models": [model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models]})
+        own = {
+            "expires_at": utc_time(self.state.created + years),
+            "context_length": engine.config.model.max_model_len,
+        }
+        return json_response(
+            {
+                "models": [
+                    model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models
+                ]
+            }
+        )
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -448,7 +521,11 @@ class _About:
     def _model(self, name: str) -> dict[str, Any]:
         path = self.state.engine.description.path
         files = [path] if path.is_file() else path.glob("*.safetensors")
-        about = {"modified_at": utc_time(self.state.created), "size": sum(file.stat().st_size for file in files), "digest": ""}
+        about = {
+            "modified_at": utc_time(self.state.created),
+            "size": sum(file.stat().st_size for file in files),
+            "digest": "",
+        }
         return {"name": name, "model": name, **about, "details": self._details()}
 
     def _details(self) -> dict[str, Any]:
@@ -468,7 +545,11 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
     spec = state.engine.description.spec
     if not spec.generates:
         return ["embedding"]
-    return ["completion"] + ["vision"] * (spec.vision is not None) + ["thinking"] * reasons(state, template)
+    return (
+        ["completion"]
+        + ["vision"] * (spec.vision is not None)
+        + ["thinking"] * reasons(state, template)
+    )
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -476,7 +557,11 @@ def routes(state: ServerState) -> list[Route]:
 
     return [
         Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
-        Route("/api/generate", _Generate(state, OllamaGenerateRequest, ResponseAnswer), methods=["POST"]),
+        Route(
+            "/api/generate",
+            _Generate(state, OllamaGenerateRequest, ResponseAnswer),
+            methods=["POST"],
+        ),
         Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),
         Route("/api/show", about.show, methods=["POST"]),
         Route("/api/tags", about.tags),

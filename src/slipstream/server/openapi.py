@@ -81,11 +81,17 @@ _GETS = {
     "/docs": "This description as a page",
 }
 _POSTS = {
-    "/sleep": ("Give the model's memory back: level 1 the KV cache, level 2 the weights, too", {"level": ["1", "2"]}),
+    "/sleep": (
+        "Give the model's memory back: level 1 the KV cache, level 2 the weights, too",
+        {"level": ["1", "2"]},
+    ),
     "/wake_up": ("Take it back", {}),
     "/v2/repository/index": ("The models served, as Triton lists them", {}),
     "/v1/batches/{id}/cancel": ("End a batch. The answers that it has are kept", {}),
-    "/v1/responses/{id}/cancel": ("For answers in the background, of which there are none: always an error", {}),
+    "/v1/responses/{id}/cancel": (
+        "For answers in the background, of which there are none: always an error",
+        {},
+    ),
 }
 _ID: dict[str, Any] = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 _DELETES = {"/v1/responses/{id}": "Forget an answer", "/v1/files/{id}": "Delete a file"}
@@ -121,27 +127,47 @@ _ERROR = {
 
 
 def document(version: str, *, has_keys: bool) -> dict[str, Any]:
-    (_, components) = msgspec.json.schema_components(_BODIES.values(), ref_template="#/components/schemas/{name}")
+    (_, components) = msgspec.json.schema_components(
+        _BODIES.values(), ref_template="#/components/schemas/{name}"
+    )
     answers = {
         "200": {"description": "The answer"},
-        "default": {"description": "An error", "content": _json_content({"$ref": "#/components/schemas/Error"})},
+        "default": {
+            "description": "An error",
+            "content": _json_content({"$ref": "#/components/schemas/Error"}),
+        },
     }
     paths: dict[str, Any] = {}
     for path, kind in _BODIES.items():
         content = _json_content({"$ref": f"#/components/schemas/{kind.__name__}"})
         place = {"parameters": [_ID]} if "{id}" in path else {}
-        operation = {**place, "requestBody": {"required": True, "content": content}, "responses": answers}
+        operation = {
+            **place,
+            "requestBody": {"required": True, "content": content},
+            "responses": answers,
+        }
         paths[path] = {"post": {"summary": kind.__doc__, **operation}}
     for verb, found in (("get", _GETS), ("delete", _DELETES)):
         for path, summary in found.items():
             parameters = [_ID] if "{id}" in path else []
-            paths.setdefault(path, {})[verb] = {"summary": summary, "parameters": parameters, "responses": answers}
+            paths.setdefault(path, {})[verb] = {
+                "summary": summary,
+                "parameters": parameters,
+                "responses": answers,
+            }
     for path, (summary, query) in _POSTS.items():
         parameters = [_ID] if "{id}" in path else []
-        parameters += [{"name": n, "in": "query", "schema": {"type": "string", "enum": some}} for n, some in query.items()]
+        parameters += [
+            {"name": n, "in": "query", "schema": {"type": "string", "enum": some}}
+            for n, some in query.items()
+        ]
         paths[path] = {"post": {"summary": summary, "parameters": parameters, "responses": answers}}
     form = {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/Upload"}}}
-    upload = {"summary": "Keep a file for a batch", "requestBody": {"required": True, "content": form}, "responses": answers}
+    upload = {
+        "summary": "Keep a file for a batch",
+        "requestBody": {"required": True, "content": form},
+        "responses": answers,
+    }
     paths["/v1/files"]["post"] = upload
     scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
     return {

@@ -49,7 +49,9 @@ from slipstream.types import SamplingParams
 Text = Annotated[str, Meta(min_length=1)]
 Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # as long as llama.cpp allows
 Word = Annotated[str, Meta(min_length=1, max_length=1000)]
-Int = Annotated[int, Meta(ge=-(2**31), lt=2**31)]  # what the engine's messages and kernels can carry
+Int = Annotated[
+    int, Meta(ge=-(2**31), lt=2**31)
+]  # what the engine's messages and kernels can carry
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
 MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
@@ -105,7 +107,9 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     samplers: Annotated[list[str], Meta(max_length=16)] | None = None
-    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = None  # by the names that the server has them under
+    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = (
+        None  # by the names that the server has them under
+    )
     penalty_alpha: float | None = None  # refused above 0
     # vLLM's, and transformers' names for how to search; `n` is the number of beams
     use_beam_search: bool | None = None
@@ -121,11 +125,17 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     bad_words: Annotated[list[Word], Meta(max_length=1024)] | None = None
     allowed_token_ids: list[TokenId] | None = None
     prompt_logprobs: Int | None = None
-    truncate_prompt_tokens: Int | None = None  # keep the prompt's last ones; -1: as many as there is room for
-    add_special_tokens: bool | None = None  # default: true for completions, false for chat, whose template has them
+    truncate_prompt_tokens: Int | None = (
+        None  # keep the prompt's last ones; -1: as many as there is room for
+    )
+    add_special_tokens: bool | None = (
+        None  # default: true for completions, false for chat, whose template has them
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
-    spaces_between_special_tokens: bool | None = None  # no effect: no tokenizer that we read puts any there
+    spaces_between_special_tokens: bool | None = (
+        None  # no effect: no tokenizer that we read puts any there
+    )
     priority: Int | None = None  # lower goes first
     # About the caller; no effect on the answer, by OpenAI's definition
     user: str | None = None
@@ -139,34 +149,60 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
         """Refuse what the schema cannot express."""
         beams.check(self)
         if self.penalty_alpha:
-            raise bad_request("contrastive search is not supported; leave penalty_alpha out", "penalty_alpha")
+            raise bad_request(
+                "contrastive search is not supported; leave penalty_alpha out", "penalty_alpha"
+            )
         if self.store:
-            raise bad_request("store=true is not supported: answers are not kept; leave it false", "store")
+            raise bad_request(
+                "store=true is not supported: answers are not kept; leave it false", "store"
+            )
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise bad_request("prompt_logprobs come with whole answers only; leave stream out", "prompt_logprobs")
+            raise bad_request(
+                "prompt_logprobs come with whole answers only; leave stream out", "prompt_logprobs"
+            )
 
     def param(self, field: str | None) -> str | None:
         """This body's own name for a field that an error from the engine names."""
-        return structured_param(self, field) if field and field.startswith("structured_outputs") else field
+        return (
+            structured_param(self, field)
+            if field and field.startswith("structured_outputs")
+            else field
+        )
 
     def sampling(
-        self, model: Mapping[str, float], processors: Mapping[str, str] = NO_FUNCTIONS, **special: Any
+        self,
+        model: Mapping[str, float],
+        processors: Mapping[str, str] = NO_FUNCTIONS,
+        **special: Any,
     ) -> SamplingParams:
         """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
         else OpenAI's. `processors`: the functions that requests may name."""
         if self.mirostat_mode:  # it stands in the place of samplers that leave tokens out, which the model may recommend
             model = {name: value for name, value in model.items() if name not in TRUNCATING}
-        given = {**model} | {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+        given = {**model} | {
+            name: getattr(self, name)
+            for name in _SAMPLING_FIELDS
+            if getattr(self, name) is not None
+        }
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
         special.setdefault("structured_outputs", structured(self))
         for name in self.logits_processors or ():
             if name not in processors:
-                known = f"one of {', '.join(processors)}" if processors else "none (start it with --logits-processors)"
-                raise bad_request(f"logits_processors: {name!r} is not served; this server has {known}", "logits_processors")
-        special["logits_processors"] = tuple(processors[name] for name in self.logits_processors or ())
+                known = (
+                    f"one of {', '.join(processors)}"
+                    if processors
+                    else "none (start it with --logits-processors)"
+                )
+                raise bad_request(
+                    f"logits_processors: {name!r} is not served; this server has {known}",
+                    "logits_processors",
+                )
+        special["logits_processors"] = tuple(
+            processors[name] for name in self.logits_processors or ()
+        )
         return SamplingParams(**given, **special)
 
 
@@ -174,7 +210,14 @@ _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
     if name in Generation.__struct_fields__
-    and name not in ("logit_bias", "logits_processors", "max_tokens", "prompt_logprobs", "structured_outputs")
+    and name
+    not in (
+        "logit_bias",
+        "logits_processors",
+        "max_tokens",
+        "prompt_logprobs",
+        "structured_outputs",
+    )
 )
 
 
@@ -194,13 +237,21 @@ class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         super().check()
         refuse_unless_off(self, self.off)
         if self.stream and self.best_of not in (None, self.n or 1):
-            raise bad_request("the best of several answers are known at their end; leave stream or best_of out", "best_of")
+            raise bad_request(
+                "the best of several answers are known at their end; leave stream or best_of out",
+                "best_of",
+            )
         if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
-            raise bad_request("max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for", "max_tokens")
+            raise bad_request(
+                "max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for",
+                "max_tokens",
+            )
 
     def param(self, field: str | None) -> str | None:
         own = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
-        return {"prompt_token_ids": "prompt", "prompt_logprobs": own}.get(field or "") or super().param(field)
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": own}.get(
+            field or ""
+        ) or super().param(field)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -258,7 +309,9 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    OTHER_NAMES: ClassVar[dict[str, str]] = {"mm_processor_kwargs": "the detail of an image_url"}  # vLLM's
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        "mm_processor_kwargs": "the detail of an image_url"
+    }  # vLLM's
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     compress_prompt: PromptCompression | None = None
@@ -290,20 +343,36 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
         refuse_unless_off(self, self.off)
         offer_of(self)
         if taken := _TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
-            raise bad_request(f"chat_template_kwargs: {min(taken)} is set by the request's own fields", "chat_template_kwargs")
+            raise bad_request(
+                f"chat_template_kwargs: {min(taken)} is set by the request's own fields",
+                "chat_template_kwargs",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             message = "an answer is either begun or continued: leave out add_generation_prompt or continue_final_message"
             raise bad_request(message, "continue_final_message")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            raise bad_request(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}", "top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise bad_request("max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens")
+            raise bad_request(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}",
+                "top_logprobs",
+            )
+        if self.max_tokens is not None and self.max_completion_tokens not in (
+            None,
+            self.max_tokens,
+        ):
+            raise bad_request(
+                "max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens"
+            )
 
     def param(self, field: str | None) -> str | None:
         max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs", "image": "messages"}
+        names = {
+            "prompt": "messages",
+            "prompt_token_ids": "messages",
+            "logprobs": "top_logprobs",
+            "image": "messages",
+        }
         return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
 
 
@@ -361,7 +430,9 @@ class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/load_lora_adapter: serve an adapter by a name, of a server with --lora-folder"""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
-    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]  # within the folder that the server names
+    lora_path: Annotated[
+        str, Meta(min_length=1, max_length=4096)
+    ]  # within the folder that the server names
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -376,7 +447,9 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, whose template has them
+    add_special_tokens: bool | None = (
+        None  # default: true for a prompt, false for messages, whose template has them
+    )
     add_generation_prompt: bool | None = None  # for messages; default true
     return_token_strs: bool = False
 
@@ -389,14 +462,20 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool = False
 
 
-def message_dict(message: Message, path: str, pictures: list[PicturePart] | None = None) -> dict[str, Any]:
+def message_dict(
+    message: Message, path: str, pictures: list[PicturePart] | None = None
+) -> dict[str, Any]:
     """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know. Pictures
     are appended to `pictures`; without such a list only text is taken."""
     if message.role not in ROLES:
         what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
         raise bad_request(what, f"{path}.role")
     refuse_unless_off(message, _MESSAGE_OFF, path + ".")
-    for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+    for name, role in (
+        ("tool_calls", "assistant"),
+        ("reasoning_content", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
         if getattr(message, name) is not None and message.role != role:
             raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
     if message.content is None and not message.tool_calls:
@@ -404,18 +483,32 @@ def message_dict(message: Message, path: str, pictures: list[PicturePart] | None
     parts: list[str | PicturePart] = (
         [message.content or ""]
         if isinstance(message.content, str | None)
-        else [_part(part, f"{path}.content[{i}]", pictures is not None) for i, part in enumerate(message.content)]
+        else [
+            _part(part, f"{path}.content[{i}]", pictures is not None)
+            for i, part in enumerate(message.content)
+        ]
     )
     seen = [part for part in parts if isinstance(part, PicturePart)]
     if seen and message.role != "user":
-        raise bad_request(f"only a user's message has pictures, not one of {message.role!r}", seen[0].path)
+        raise bad_request(
+            f"only a user's message has pictures, not one of {message.role!r}", seen[0].path
+        )
     if pictures is not None:
         pictures += seen
-    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning_content}
-    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": _content(parts)}
+    more = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
+    given: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(parts),
+    }
     given |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
-        given["tool_calls"] = [call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        given["tool_calls"] = [
+            call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
     return given
 
 
@@ -443,7 +536,10 @@ def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
     """One text, unless there are pictures among them."""
     if all(isinstance(part, str) for part in parts):
         return "".join(part for part in parts if isinstance(part, str))
-    return [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in parts
+    ]
 
 
 def picture_part(url: str, detail: str | None) -> dict[str, Raw]:
@@ -472,13 +568,18 @@ def _shorten(raw: bytes) -> str:
 def _token_map(biases: dict[str, float]) -> dict[int, float]:
     for key, bias in biases.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise bad_request(f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias")
+            raise bad_request(
+                f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias"
+            )
         if not -100 <= bias <= 100:
             raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
     found = {int(key): bias for key, bias in biases.items()}
     if len(found) < len(biases):  # "00" and "0"
         twice = next(key for key in biases if key != str(int(key)))
-        raise bad_request(f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice", "logit_bias")
+        raise bad_request(
+            f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice",
+            "logit_bias",
+        )
     return found
 
 
@@ -553,7 +654,9 @@ def decode(kind: type[T], body: bytes, path: str = "") -> T:
             hint = likely_name(kind, where, named[1])
         elif message.startswith("Invalid enum value"):
             hint = allowed_values(kind, where)
-        raise bad_request(f"{message} (in {param or 'the body'}){hint}", param, "invalid_field") from None
+        raise bad_request(
+            f"{message} (in {param or 'the body'}){hint}", param, "invalid_field"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         told = next((text for mark, text in MARKS.items() if body.startswith(mark)), str(exc))
         raise bad_request(f"the body is not valid JSON: {told}", code="invalid_json") from None
@@ -566,4 +669,6 @@ def decode_raw(raw: Raw | bytes, path: str) -> Any:
     try:
         return msgspec.json.decode(bytes(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise bad_request(f"this is not valid JSON: {exc} (in {path})", path, "invalid_json") from None
+        raise bad_request(
+            f"this is not valid JSON: {exc} (in {path})", path, "invalid_json"
+        ) from None

@@ -31,11 +31,19 @@ from slipstream.server.keys import Key
 WINDOW = 61  # seconds: 60 that are over, and the current one
 MAX_FRONT_ENDS = 128
 MAX_ROWS = 8192
-RATE_HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}"
+    for of in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+)
 DAY_S = 86_400
 
 # A row of each table begins with two numbers that are the key's id.
-_LAST, _REQUESTS, _TOKENS = 2, 3, 3 + WINDOW  # the second of the newest count; counts, by second modulo WINDOW
+_LAST, _REQUESTS, _TOKENS = (
+    2,
+    3,
+    3 + WINDOW,
+)  # the second of the newest count; counts, by second modulo WINDOW
 _RUNNING = _TOKENS + WINDOW  # requests at once, by front end
 _NOW_WIDTH = _RUNNING + MAX_FRONT_ENDS
 _DAY, _SPENT, _DAY_WIDTH = 2, 3, 4
@@ -70,7 +78,12 @@ class Table:
     """Rows of 8-byte numbers, found by a key's id, in a file that several processes map, or in memory of this one. A row that
     `is_over` may become another key's whenever it is not locked."""
 
-    def __init__(self, path: Path | None, width: int, is_over: Callable[[memoryview], bool] = lambda row: False) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        width: int,
+        is_over: Callable[[memoryview], bool] = lambda row: False,
+    ) -> None:
         self._width, self._is_over, self._rows = width, is_over, dict[str, int]()
         num_bytes = MAX_ROWS * width * 8
         self._fd = -1
@@ -81,7 +94,9 @@ class Table:
                 os.ftruncate(self._fd, num_bytes)  # a sparse file: only rows in use take room
             self._map = mmap.mmap(self._fd, num_bytes)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot keep the keys' counts in {path}: {error}", field="state_dir") from None
+            raise ConfigError(
+                f"cannot keep the keys' counts in {path}: {error}", field="state_dir"
+            ) from None
         self._numbers = memoryview(self._map).cast("q")
 
     @contextlib.contextmanager
@@ -123,7 +138,10 @@ class Table:
                         row[2:] = memoryview(bytes(8 * (self._width - 2))).cast("q")
                         row[0], row[1] = words
                         return index
-        raise unavailable("the keys' counts are full; start the server again, or take another --state-dir", "keys_full")
+        raise unavailable(
+            "the keys' counts are full; start the server again, or take another --state-dir",
+            "keys_full",
+        )
 
     @contextlib.contextmanager
     def _locked(self, place: int) -> Iterator[None]:
@@ -170,7 +188,9 @@ class SharedLimiter:
         self.day = Table(path, _DAY_WIDTH, lambda row: row[_DAY] < self.wall() // DAY_S)
 
     def _is_over(self, row: memoryview) -> bool:
-        return row[_LAST] < self.clock() - WINDOW and not any(row[_RUNNING : _RUNNING + MAX_FRONT_ENDS])
+        return row[_LAST] < self.clock() - WINDOW and not any(
+            row[_RUNNING : _RUNNING + MAX_FRONT_ENDS]
+        )
 
     def admit(self, key: Key, *, background: bool = False) -> SharedGrant:
         grant = SharedGrant(self, key, background=background)
@@ -231,7 +251,9 @@ class SharedGrant:
 
     @property
     def counts_tokens(self) -> bool:
-        return self.key.tokens_per_day is not None or (self.key.tokens_per_minute is not None and not self._background)
+        return self.key.tokens_per_day is not None or (
+            self.key.tokens_per_minute is not None and not self._background
+        )
 
     def reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         if not self.counts_tokens:
@@ -247,14 +269,18 @@ class SharedGrant:
             if key.tokens_per_day is not None and spent[_SPENT] + num_tokens > key.tokens_per_day:
                 left = max(0, key.tokens_per_day - spent[_SPENT])
                 message = f"this key may use {key.tokens_per_day} tokens a day (UTC) and has {left} left; the request may take "
-                raise too_many(message + f"{num_tokens}", "insufficient_quota", _to_midnight(limiter.wall()))
+                raise too_many(
+                    message + f"{num_tokens}", "insufficient_quota", _to_midnight(limiter.wall())
+                )
             if key.tokens_per_minute is not None and not self._background:
                 headers = self.headers_of(row, second)
                 if num_tokens > key.tokens_per_minute:
                     message = f"the request may take {num_tokens} tokens, the key's limit is {key.tokens_per_minute} a minute; "
                     message += "send a smaller max_tokens, or a shorter prompt"
                     raise too_many(message, "tokens", None, headers)
-                wait = _wait(row[_TOKENS : _TOKENS + WINDOW], second, num_tokens, key.tokens_per_minute)
+                wait = _wait(
+                    row[_TOKENS : _TOKENS + WINDOW], second, num_tokens, key.tokens_per_minute
+                )
                 if wait:
                     message = f"this key may use {key.tokens_per_minute} tokens a minute, and the request may take {num_tokens}"
                     raise too_many(f"{message}; try again in {wait} s", "tokens", wait, headers)
@@ -293,13 +319,25 @@ class SharedGrant:
         if self._background:
             return []
         found = []
-        limits = (("requests", self.key.requests_per_minute, _REQUESTS), ("tokens", self.key.tokens_per_minute, _TOKENS))
+        limits = (
+            ("requests", self.key.requests_per_minute, _REQUESTS),
+            ("tokens", self.key.tokens_per_minute, _TOKENS),
+        )
         for name, limit, begin in limits:
             if limit is not None:
                 counts = row[begin : begin + WINDOW]
-                newest = next((age for age in range(WINDOW) if counts[(second - age) % WINDOW]), WINDOW)
-                values = (("limit", limit), ("remaining", max(0, limit - sum(counts))), ("reset", f"{WINDOW - newest}s"))
-                found += [(f"x-ratelimit-{what}-{name}".encode(), str(value).encode()) for what, value in values]
+                newest = next(
+                    (age for age in range(WINDOW) if counts[(second - age) % WINDOW]), WINDOW
+                )
+                values = (
+                    ("limit", limit),
+                    ("remaining", max(0, limit - sum(counts))),
+                    ("reset", f"{WINDOW - newest}s"),
+                )
+                found += [
+                    (f"x-ratelimit-{what}-{name}".encode(), str(value).encode())
+                    for what, value in values
+                ]
         return found
 
 
@@ -319,7 +357,9 @@ def _to_midnight(now: float) -> int:
     return int(DAY_S - now % DAY_S) + 1
 
 
-def too_many(message: str, kind: str, wait: int | None, more: list[tuple[bytes, bytes]] | None = None) -> ApiError:
+def too_many(
+    message: str, kind: str, wait: int | None, more: list[tuple[bytes, bytes]] | None = None
+) -> ApiError:
     """OpenAI's 429. `wait` None: it never fits, and clients need not try again."""
     headers = {name.decode(): value.decode() for name, value in more or []}
     headers |= {"x-should-retry": "false"} if wait is None else {"retry-after": str(wait)}

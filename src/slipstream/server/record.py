@@ -30,7 +30,16 @@ TOKENS_HEADER = b"x-slipstream-tokens"
 """For a fleet's gateway (`server.fleet`)."""
 
 _TRACE = (b"traceparent", b"tracestate")
-_PROBES = {"/ping", "/live", "/ready", "/health", "/metrics", "/status.json", "/v2/health/live", "/v2/health/ready"}
+_PROBES = {
+    "/ping",
+    "/live",
+    "/ready",
+    "/health",
+    "/metrics",
+    "/status.json",
+    "/v2/health/live",
+    "/v2/health/ready",
+}
 _QUIET = frozenset(_PROBES)  # requested every few seconds; logged when they fail
 ROUTES = _QUIET | {
     "/v1/completions",
@@ -80,7 +89,10 @@ PATTERNS = [
         "/v1/responses/{id}/input_items",
         "/v1/responses/{id}/cancel",
         "/v1/responses/{id}",
-        *(f"/v2/models/{{id}}/{what}" for what in ("ready", "config", "infer", "generate", "generate_stream")),
+        *(
+            f"/v2/models/{{id}}/{what}"
+            for what in ("ready", "config", "infer", "generate", "generate_stream")
+        ),
         "/v2/models/{id}",
     )
 ]
@@ -102,7 +114,9 @@ class RequestRecord:
     model: str | None = None  # as it is served
     answer: Answer | None = None
     body: str | None = None  # if the audit log is to have it
-    trace_headers: dict[str, str] = field(default_factory=dict)  # the client's trace, if spans are sent
+    trace_headers: dict[str, str] = field(
+        default_factory=dict
+    )  # the client's trace, if spans are sent
     created: int = field(default_factory=lambda: int(time.time()))  # what the answer says
     background: bool = False  # it is a batch's, and goes behind all others
 
@@ -145,7 +159,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = scope["record"] = RequestRecord(key=scope.get("key"), background=scope.get("background", False))
+        record = scope["record"] = RequestRecord(
+            key=scope.get("key"), background=scope.get("background", False)
+        )
         started, unread = False, scope.get("unread_body")
 
         async def send_with_id(message: Message) -> None:
@@ -153,7 +169,10 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_id_headers(scope["path"], record.id)]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    *_id_headers(scope["path"], record.id),
+                ]
                 if record.grant is not None and record.status < 400:  # an error has them itself
                     message["headers"] += record.grant.headers
                 if unread is not None and unread():
@@ -161,7 +180,9 @@ class RequestLog:
             await send(message)
 
         if self.observers.telemetry is not None:
-            record.trace_headers = {n.decode(): v.decode("latin-1") for n, v in scope["headers"] if n in _TRACE}
+            record.trace_headers = {
+                n.decode(): v.decode("latin-1") for n, v in scope["headers"] if n in _TRACE
+            }
         try:
             if self.observers.refuses and scope["path"] not in _QUIET:
                 record.error = "audit_unavailable"
@@ -171,7 +192,9 @@ class RequestLog:
         except Exception as exc:
             error = as_api_error(exc)
             record.error = error.code
-            if started:  # half an answer can only be broken off, which raising does; uvicorn logs it
+            if (
+                started
+            ):  # half an answer can only be broken off, which raising does; uvicorn logs it
                 raise
             errors.exception("a request failed", extra={"fields": {"id": record.id}})
             await response_to(scope, error)(scope, receive, send_with_id)
@@ -181,12 +204,19 @@ class RequestLog:
     def _finish(self, scope: Scope, record: RequestRecord) -> None:
         # Labels and log come from fixed sets, so no client can flood the one or forge the other.
         path, method = scope["path"], scope["method"]
-        route = path if path in ROUTES else next((name for name, form in PATTERNS if form.fullmatch(path)), "other")
+        route = (
+            path
+            if path in ROUTES
+            else next((name for name, form in PATTERNS if form.fullmatch(path)), "other")
+        )
         finish(self.observers, record, method if method in _METHODS else "other", route)
 
 
 def _not_audited() -> ApiError:
-    return unavailable("the audit log cannot be written, and this server answers nothing without it", "audit_unavailable")
+    return unavailable(
+        "the audit log cannot be written, and this server answers nothing without it",
+        "audit_unavailable",
+    )
 
 
 def finish(observers: Observers, record: RequestRecord, method: str, route: str) -> None:
@@ -196,9 +226,17 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
     observers.metrics.responses[method, route, record.status] += 1
     if route in _QUIET and record.status < 400:
         return
-    fields: dict[str, object] = {"id": record.id, "method": method, "route": route, "status": record.status}
+    fields: dict[str, object] = {
+        "id": record.id,
+        "method": method,
+        "route": route,
+        "status": record.status,
+    }
     if record.num_prompt_tokens:
-        fields |= {"prompt_tokens": record.num_prompt_tokens, "output_tokens": record.num_output_tokens}
+        fields |= {
+            "prompt_tokens": record.num_prompt_tokens,
+            "output_tokens": record.num_output_tokens,
+        }
     if record.ttft_s is not None:
         fields["ttft_s"] = round(record.ttft_s, 4)
     fields["e2e_s"] = round(time.monotonic() - record.start, 4)
@@ -208,7 +246,9 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
         fields["param"] = record.param
     logger.info("request", extra={"fields": fields})
     if observers.audit is not None:
-        observers.audit.write("request", **fields, key=record.owner or None, model=record.model, body=record.body)
+        observers.audit.write(
+            "request", **fields, key=record.owner or None, model=record.model, body=record.body
+        )
 
 
 def _id_headers(path: str, id_: str) -> list[tuple[bytes, bytes]]:
@@ -231,5 +271,9 @@ class LogFormatter(logging.Formatter):
             message += "\n" + self.formatException(record.exc_info)
         fields: dict[str, object] = {**self.more, **getattr(record, "fields", {})}
         if self.json:
-            return msgspec.json.encode({"time": stamp, "level": level, "message": message, **fields}).decode()
-        return " ".join([stamp, level, message, *(f"{key}={value}" for key, value in fields.items())])
+            return msgspec.json.encode(
+                {"time": stamp, "level": level, "message": message, **fields}
+            ).decode()
+        return " ".join(
+            [stamp, level, message, *(f"{key}={value}" for key, value in fields.items())]
+        )

@@ -27,7 +27,11 @@ def json_response(value: Any) -> Response:
 
 
 async def send_whole(
-    send: Send, body: bytes, about: Sequence[tuple[bytes, bytes]] = JSON_HEADERS, *, status: int = 200
+    send: Send,
+    body: bytes,
+    about: Sequence[tuple[bytes, bytes]] = JSON_HEADERS,
+    *,
+    status: int = 200,
 ) -> None:
     """An answer by ASGI itself; `about` are its headers without the length."""
     headers = [*about, (b"content-length", str(len(body)).encode())]
@@ -40,7 +44,9 @@ def utc_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def page_options(request: Request, *others: str, most: int, usual: int) -> tuple[str | None, int, bool]:
+def page_options(
+    request: Request, *others: str, most: int, usual: int
+) -> tuple[str | None, int, bool]:
     """(after, limit, whether the newest comes first). ApiError (400) for what is none. `others` are for the route itself."""
     query = request.query_params
     for name in query:
@@ -57,5 +63,9 @@ def page_options(request: Request, *others: str, most: int, usual: int) -> tuple
 def page_answer(found: list[dict[str, Any]], limit: int) -> Response:
     """The first `limit`; that there are more shows by what is behind them."""
     data = found[:limit]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        if data
+        else {"first_id": None, "last_id": None}
+    )
     return json_response({"object": "list", "data": data, **ends, "has_more": len(found) > limit})

@@ -54,7 +54,12 @@ class ResponseAnswer(BlockAnswer):
     id_prefix = "resp_"
 
     def __init__(
-        self, asked: ResponsesRequest, items: list[dict[str, Any]], owner: str, reading: Reading | None, *args: Any
+        self,
+        asked: ResponsesRequest,
+        items: list[dict[str, Any]],
+        owner: str,
+        reading: Reading | None,
+        *args: Any,
     ) -> None:
         super().__init__(reading, *args)
         self.asked, self.items, self.owner = asked, items, owner
@@ -96,12 +101,18 @@ class ResponseAnswer(BlockAnswer):
             data["name"] = block.name
         events = self._event(f"response.{_WHAT[block.kind]}.done", data)
         if block.kind != "call":
-            events += self._event("response.content_part.done", {**_place(block), "part": item["content"][0]})
-        return events + self._event("response.output_item.done", {"output_index": block.index, "item": item})
+            events += self._event(
+                "response.content_part.done", {**_place(block), "part": item["content"][0]}
+            )
+        return events + self._event(
+            "response.output_item.done", {"output_index": block.index, "item": item}
+        )
 
     def end(self) -> bytes:
         events = self._take_events()
-        return events + self._event(f"response.{self._status}", {"response": self.response(self._status)})
+        return events + self._event(
+            f"response.{self._status}", {"response": self.response(self._status)}
+        )
 
     def failure(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -144,23 +155,32 @@ class ResponseAnswer(BlockAnswer):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata or {},
             "model": self.body.model,
-            "output": [self._item(b, states.get(b.index, "completed")) for b in self.blocks] if status != "in_progress" else [],
+            "output": [self._item(b, states.get(b.index, "completed")) for b in self.blocks]
+            if status != "in_progress"
+            else [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
-            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
+            "reasoning": {
+                "effort": asked.reasoning.effort if asked.reasoning is not None else None,
+                "summary": None,
+            },
             "safety_identifier": asked.safety_identifier,
             "service_tier": "default",
             "store": self.keeps,
             "temperature": self.sampling.temperature,
             "text": {"format": {"type": "text"} if form is None else _without_none(form)},
-            "tool_choice": "auto" if asked.tool_choice is None else msgspec.to_builtins(asked.tool_choice),
+            "tool_choice": "auto"
+            if asked.tool_choice is None
+            else msgspec.to_builtins(asked.tool_choice),
             "tools": msgspec.to_builtins(asked.tools or []),
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": self.sampling.top_p,
@@ -171,7 +191,9 @@ class ResponseAnswer(BlockAnswer):
 
     def response_usage(self) -> dict[str, Any]:
         usage = self.usage()
-        guessed = usage.get("completion_tokens_details", {})  # of speculation; OpenAI's own API has no place for it here
+        guessed = usage.get(
+            "completion_tokens_details", {}
+        )  # of speculation; OpenAI's own API has no place for it here
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -186,10 +208,18 @@ class ResponseAnswer(BlockAnswer):
         match block.kind:
             case "reasoning":
                 content = [{"type": "reasoning_text", "text": text}]
-                return {**item, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+                return {
+                    **item,
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": content,
+                    "encrypted_content": None,
+                }
             case "text":
                 logprobs = [_logprob(position) for position in block.logprobs]
-                content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}]
+                content = [
+                    {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+                ]
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case "call":
                 called = {"call_id": f"call_{block.id}", "name": block.name, "arguments": text}
@@ -230,12 +260,23 @@ def _with_ids(items: list[dict[str, Any]], request: str) -> list[dict[str, Any]]
         own.setdefault("status", "completed")
         if kind == "message" and isinstance(own["content"], str):
             part = "output_text" if own["role"] == "assistant" else "input_text"
-            own["content"] = [{"type": part, "text": own["content"], **({"annotations": []} if part == "output_text" else {})}]
+            own["content"] = [
+                {
+                    "type": part,
+                    "text": own["content"],
+                    **({"annotations": []} if part == "output_text" else {}),
+                }
+            ]
         found.append(own)
     return found
 
 
-_GIVEN = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_GIVEN = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
 
 
 # --- From a body to a chat --------------------------------------------------------------------------------------------
@@ -247,12 +288,16 @@ async def _history(state: ServerState, owner: str, previous: str | None) -> list
     if state.responses is None:
         message = "this server keeps no answers (--max-stored-responses 0); send the conversation"
         raise bad_request(message, "previous_response_id")
-    found = await state.responses.conversation(owner, previous, max_bytes=state.settings.max_body_bytes)
+    found = await state.responses.conversation(
+        owner, previous, max_bytes=state.settings.max_body_bytes
+    )
     if isinstance(found, str):
         message = f"response {previous[:100]!r} is not there"
         if found != previous:
             message = f"response {found[:100]!r}, which this one goes on from, is no longer there; send the conversation"
-        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+        raise ApiError(
+            404, message, param="previous_response_id", code="previous_response_not_found"
+        )
     return found
 
 
@@ -260,7 +305,10 @@ def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
     path = "previous_response_id"
     past = [item for stored in history for item in (*stored.items, *stored.answer["output"])]
     if len(past) > MAX_ITEMS:
-        raise bad_request(f"the conversation has more than {MAX_ITEMS} items; send what matters of it as input", path)
+        raise bad_request(
+            f"the conversation has more than {MAX_ITEMS} items; send what matters of it as input",
+            path,
+        )
     return as_messages(read_items(past, path), path, kept=True)
 
 
@@ -275,7 +323,11 @@ class _Chat:
 
 async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> _Chat:
     history = await _history(state, owner, body.previous_response_id)
-    messages = [(Message(role="system", content=body.instructions), "instructions")] if body.instructions else []
+    messages = (
+        [(Message(role="system", content=body.instructions), "instructions")]
+        if body.instructions
+        else []
+    )
     messages += await asyncio.to_thread(_past, history)
     items = read_items(body.input, "input")
     messages += as_messages(items, "input")
@@ -287,11 +339,15 @@ async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> _Chat
 
 async def prepare(state: ServerState, body: ResponsesRequest, record: RequestRecord) -> Answer:
     if body.store and state.responses is None:
-        raise bad_request("this server keeps no answers (--max-stored-responses 0); leave store out", "store")
+        raise bad_request(
+            "this server keeps no answers (--max-stored-responses 0); leave store out", "store"
+        )
     made = await _as_chat(state, body, record.owner)
     given = _with_ids(decode_raw(encode(made.items), "input"), record.id)
     with renamed(partial(body.param, places=made.places)):
-        return await chat.prepare(state, made.body, record, answer=partial(ResponseAnswer, body, given, record.owner))
+        return await chat.prepare(
+            state, made.body, record, answer=partial(ResponseAnswer, body, given, record.owner)
+        )
 
 
 # --- Routes -----------------------------------------------------------------------------------------------------------
@@ -310,14 +366,20 @@ class Responses:
             made = await _as_chat(state, body, request.scope["record"].owner)
             with renamed(partial(body.param, places=made.places)):
                 prompt = await chat.prompt_of(state, made.body)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+        return json_response(
+            {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
+        )
 
     async def get(self, request: Request) -> Response:
         for name in request.query_params:
             if name not in ("include", "include[]", "include_obfuscation", "stream"):
-                raise bad_request(f"{name!r} is not supported when an answer is read", "starting_after")
+                raise bad_request(
+                    f"{name!r} is not supported when an answer is read", "starting_after"
+                )
         if request.query_params.get("stream", "false") != "false":
-            raise bad_request("a kept answer is complete and can't be streamed; leave stream out", "stream")
+            raise bad_request(
+                "a kept answer is complete and can't be streamed; leave stream out", "stream"
+            )
         return json_response((await self._stored(request)).answer)
 
     async def delete(self, request: Request) -> Response:
@@ -328,19 +390,25 @@ class Responses:
 
     async def cancel(self, request: Request) -> Response:
         await self._stored(request)
-        raise bad_request("only an answer in the background can be cancelled, and this server has none; close the connection")
+        raise bad_request(
+            "only an answer in the background can be cancelled, and this server has none; close the connection"
+        )
 
     async def items(self, request: Request) -> Response:
         """What the model was given: the conversation before, and the request's own items."""
         id_ = request.path_params["id"]
-        after, limit, newest_first = page_options(request, "include", "include[]", most=MAX_LISTED, usual=20)
+        after, limit, newest_first = page_options(
+            request, "include", "include[]", most=MAX_LISTED, usual=20
+        )
         async with in_flight(self.state, request.receive):
             found = await self._store.conversation(
                 request.scope["record"].owner, id_, max_bytes=self.state.settings.max_body_bytes
             )
         if isinstance(found, str):
             raise _unknown(found)
-        items = [item for stored in found[:-1] for item in (*stored.items, *stored.answer["output"])] + found[-1].items
+        items = [
+            item for stored in found[:-1] for item in (*stored.items, *stored.answer["output"])
+        ] + found[-1].items
         if newest_first:
             items.reverse()
         if after is not None:
@@ -353,7 +421,11 @@ class Responses:
     @property
     def _store(self) -> ResponseStore:
         if self.state.responses is None:
-            raise ApiError(404, "this server keeps no answers (--max-stored-responses 0)", code="response_not_found")
+            raise ApiError(
+                404,
+                "this server keeps no answers (--max-stored-responses 0)",
+                code="response_not_found",
+            )
         return self.state.responses
 
     async def _stored(self, request: Request) -> StoredResponse:

@@ -108,7 +108,11 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
         if not self.input:
             raise bad_request("input is empty; give text or items", "input")
         form = self.text.format if self.text is not None else None
-        if form is not None and form.type == "json_schema" and (form.schema is None or not form.name):
+        if (
+            form is not None
+            and form.type == "json_schema"
+            and (form.schema is None or not form.name)
+        ):
             missing = "schema" if form.name else "name"
             raise bad_request("json_schema needs a name and a schema", f"text.format.{missing}")
 
@@ -116,7 +120,9 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
         """This body's own name for a field of a chat. `places`: where it has the chat's messages."""
         if field is None:
             return None
-        if places and (match := re.fullmatch(r"messages\[(\d+)](\.content\[\d+])(\.image_url(\.\w+)?)?", field)):
+        if places and (
+            match := re.fullmatch(r"messages\[(\d+)](\.content\[\d+])(\.image_url(\.\w+)?)?", field)
+        ):
             place = places[int(match[1])]
             own = ".detail" if match[4] == ".detail" else match[3] and ".image_url"
             return f"{place}{match[2]}{own or ''}" if place.startswith("input[") else place
@@ -135,7 +141,12 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
         if form is not None:
             asked = None
             if form.type == "json_schema":
-                asked = JsonSchema(name=form.name or "", description=form.description, schema=form.schema, strict=form.strict)
+                asked = JsonSchema(
+                    name=form.name or "",
+                    description=form.description,
+                    schema=form.schema,
+                    strict=form.strict,
+                )
             named = ResponseFormat(type=form.type, json_schema=asked)
         choice = self.tool_choice
         return ChatRequest(
@@ -144,10 +155,13 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
             response_format=named,
             verbosity=self.text.verbosity if self.text is not None else None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
-            tools=[ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()] or None,
+            tools=[ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()]
+            or None,
             tool_choice=NamedChoice(type="function", function=NamedFunction(name=choice.name))
             if isinstance(choice, ResponseToolChoice)
-            else choice if self.tools else None,
+            else choice
+            if self.tools
+            else None,
             parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
             chat_template_kwargs=self.chat_template_kwargs,
             **more,
@@ -177,7 +191,9 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     # Reasoning is never encrypted: its items hold it as text, so that a client can send it back
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     # vLLM's extensions
     top_k: Int | None = None
     min_p: float | None = None
@@ -224,20 +240,34 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
 
     def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
         given = {name: getattr(self, name) for name in _SAME}
-        found = super().chat(messages, max_completion_tokens=self.max_output_tokens, **given, **more)
+        found = super().chat(
+            messages, max_completion_tokens=self.max_output_tokens, **given, **more
+        )
         if self.wants_logprobs:
             found.logprobs, found.top_logprobs = True, self.top_logprobs or 0
         return found
 
 
 _SAME = (
-    *("stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids"),
+    *(
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    ),
     *("min_tokens", "ignore_eos", "priority"),
 )
 
 
 def _function(tool: ResponseTool) -> FunctionSpec:
-    return FunctionSpec(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+    return FunctionSpec(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
 
 
 # --- Items ------------------------------------------------------------------------------------------------------------
@@ -303,7 +333,14 @@ register(
     *_ITEMS.values(),
     ItemText,
     ItemImage,
-    parts=(ResponseTool, ResponseToolChoice, TextFormat, TextConfig, ReasoningConfig, ResponseStreamOptions),
+    parts=(
+        ResponseTool,
+        ResponseToolChoice,
+        TextFormat,
+        TextConfig,
+        ReasoningConfig,
+        ResponseStreamOptions,
+    ),
 )
 
 
@@ -323,7 +360,9 @@ def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item
     return found
 
 
-def as_messages(items: Sequence[Item], path: str, *, kept: bool = False) -> list[tuple[Message, str]]:
+def as_messages(
+    items: Sequence[Item], path: str, *, kept: bool = False
+) -> list[tuple[Message, str]]:
     """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one. `kept`: the items
     are of answers that this server keeps, whose calls have what the model wrote, JSON or not."""
     found: list[tuple[Message, str]] = []
@@ -336,10 +375,14 @@ def as_messages(items: Sequence[Item], path: str, *, kept: bool = False) -> list
             own = None
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
-            found.append((Message(role=item.role, content=_parts(item.content, f"{where}.content")), where))
+            found.append(
+                (Message(role=item.role, content=_parts(item.content, f"{where}.content")), where)
+            )
             own = None
             continue
-        starts = isinstance(item, ReasoningItem) or (isinstance(item, MessageItem) and own is not None and bool(own.content))
+        starts = isinstance(item, ReasoningItem) or (
+            isinstance(item, MessageItem) and own is not None and bool(own.content)
+        )
         if own is None or (starts and (own.content or own.tool_calls)):
             own = Message(role="assistant", content="")
             found.append((own, where))
@@ -355,14 +398,18 @@ def as_messages(items: Sequence[Item], path: str, *, kept: bool = False) -> list
             else:
                 arguments_object(item.arguments, f"{where}.arguments")
                 arguments = item.arguments
-            call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=arguments))
+            call = ToolCall(
+                id=item.call_id, function=CalledFunction(name=item.name, arguments=arguments)
+            )
             own.tool_calls = [*(own.tool_calls or ()), call]
     return found
 
 
 def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[str, Raw]]:
     """A message's content as a chat has it: one text, or parts if there are pictures."""
-    if isinstance(content, str) or not any(bytes(part.get("type", b"")) == b'"input_image"' for part in content):
+    if isinstance(content, str) or not any(
+        bytes(part.get("type", b"")) == b'"input_image"' for part in content
+    ):
         return _text(content, path)
     found = []
     for i, part in enumerate(content):
@@ -370,7 +417,9 @@ def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[st
             image = decode(ItemImage, msgspec.json.encode(part), f"{path}[{i}].")
             if image.image_url is None:
                 if image.file_id is not None:
-                    raise bad_request("files are not kept: send the picture as image_url", f"{path}[{i}].file_id")
+                    raise bad_request(
+                        "files are not kept: send the picture as image_url", f"{path}[{i}].file_id"
+                    )
                 raise bad_request("send the picture, as a data: URI", f"{path}[{i}].image_url")
             found.append(picture_part(image.image_url, image.detail))
         else:
@@ -383,7 +432,12 @@ def _text(content: str | list[dict[str, Raw]], path: str) -> str:
         return content
     texts = []
     for i, part in enumerate(content):
-        if not re.fullmatch(rb'"(input|output|summary|reasoning)_text"', bytes(part.get("type", b""))):
-            raise bad_request("only text is supported here: parts of type input_text and output_text", f"{path}[{i}].type")
+        if not re.fullmatch(
+            rb'"(input|output|summary|reasoning)_text"', bytes(part.get("type", b""))
+        ):
+            raise bad_request(
+                "only text is supported here: parts of type input_text and output_text",
+                f"{path}[{i}].type",
+            )
         texts.append(decode(ItemText, msgspec.json.encode(part), f"{path}[{i}].").text)
     return "".join(texts)

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("slipstream.server")
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 75  # longer than load balancers usually keep idle connections, so that they close first
+KEEP_ALIVE_S = (
+    75  # longer than load balancers usually keep idle connections, so that they close first
+)
 
 
 class Server(uvicorn.Server):
@@ -49,7 +51,9 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.state, self._room = state, room
         self._drain: asyncio.Task[None] | None = None
-        self.num_at_stop = self.num_cut = 0  # requests when it began to drain; of them, those that did not end in time
+        self.num_at_stop = self.num_cut = (
+            0  # requests when it began to drain; of them, those that did not end in time
+        )
         self._patience_ends = 0.0  # time.monotonic()
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -72,7 +76,11 @@ class Server(uvicorn.Server):
         if in_flight:
             told = "1 request" if len(in_flight) == 1 else f"{len(in_flight)} requests"
             seconds = self.state.settings.drain_timeout_s
-            logger.info("draining: %s in flight, for %g s at most; a second signal ends at once", told, seconds)
+            logger.info(
+                "draining: %s in flight, for %g s at most; a second signal ends at once",
+                told,
+                seconds,
+            )
         while in_flight and time.monotonic() < self._patience_ends:
             await asyncio.sleep(0.02)
         self.num_cut = len(in_flight)
@@ -125,7 +133,9 @@ class Server(uvicorn.Server):
 
         for listener in sockets or ():
             listener.listen(BACKLOG)
-            acceptor = Acceptor(listener, self.state.load, protocol, lambda: len(open_now), config.ssl)
+            acceptor = Acceptor(
+                listener, self.state.load, protocol, lambda: len(open_now), config.ssl
+            )
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
 
@@ -141,7 +151,9 @@ def needs_grpc() -> Iterator[None]:
     try:
         yield
     except ImportError:
-        raise ConfigError("gRPC needs grpcio: pip install 'slipstream[kserve]'", field="grpc_port") from None
+        raise ConfigError(
+            "gRPC needs grpcio: pip install 'slipstream[kserve]'", field="grpc_port"
+        ) from None
 
 
 def settle() -> None:
@@ -172,7 +184,9 @@ def bind(settings: ServerSettings) -> socket.socket:
             context = ssl.create_default_context(cafile=settings.ssl_ca_certs)
             context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         except OSError as exc:  # ssl.SSLError is one
-            raise ConfigError(f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile") from None
+            raise ConfigError(
+                f"the TLS certificate or key cannot be used: {exc}", field="ssl_certfile"
+            ) from None
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -213,7 +227,10 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
 
 
 def make_server(
-    engine: Engine, settings: ServerSettings, shortener: Shortener | None = None, watch: Watch | None = None
+    engine: Engine,
+    settings: ServerSettings,
+    shortener: Shortener | None = None,
+    watch: Watch | None = None,
 ) -> Server:
     app = create_app(engine, settings, shortener)
     state = app.state.server
@@ -249,7 +266,10 @@ def configure_logging(settings: ServerSettings, **more: object) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter(json=settings.log_format == "json", more=more))
     others = ("uvicorn", "asyncio", "opentelemetry")
-    for name, level in (("slipstream", logging.INFO), *((name, logging.WARNING) for name in others)):
+    for name, level in (
+        ("slipstream", logging.INFO),
+        *((name, logging.WARNING) for name in others),
+    ):
         target = logging.getLogger(name)
         target.handlers, target.propagate = [handler], False
         target.setLevel(level)

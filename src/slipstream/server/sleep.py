@@ -30,9 +30,14 @@ class Sleeping:
         given = self._query(request, "level", "mode")
         level = given.get("level", "1")
         if level not in ("1", "2"):
-            raise bad_request(f"level must be 1 (the KV cache) or 2 (the weights, too), got {level[:20]!r}", "level")
+            raise bad_request(
+                f"level must be 1 (the KV cache) or 2 (the weights, too), got {level[:20]!r}",
+                "level",
+            )
         if given.get("mode", "wait") != "wait":
-            raise bad_request("mode: requests in flight end first, which is 'wait'; leave it out", "mode")
+            raise bad_request(
+                "mode: requests in flight end first, which is 'wait'; leave it out", "mode"
+            )
         await self.state.engine.sleep(int(level))
         return self._answer()
 
@@ -41,7 +46,9 @@ class Sleeping:
         self._query(request, "tags")
         tags = request.query_params.getlist("tags")
         if tags and set(tags) != {"weights", "kv_cache"}:
-            raise bad_request(f"all is taken back at once; leave tags out, got {', '.join(tags)[:40]}", "tags")
+            raise bad_request(
+                f"all is taken back at once; leave tags out, got {', '.join(tags)[:40]}", "tags"
+            )
         await self.state.engine.wake_up()
         return self._answer()
 
@@ -51,11 +58,17 @@ class Sleeping:
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         if not self.state.settings.enable_sleep_mode:
-            raise ApiError(403, "start the server with --enable-sleep-mode to use this route", code="sleep_disabled")
+            raise ApiError(
+                403,
+                "start the server with --enable-sleep-mode to use this route",
+                code="sleep_disabled",
+            )
         given = dict(request.query_params)
         if unknown := sorted(set(given) - set(known)):
             takes = f"takes {' and '.join(known)}" if known else "takes none"
-            raise bad_request(f"{unknown[0][:40]!r} is no parameter of this route, which {takes}", unknown[0][:40])
+            raise bad_request(
+                f"{unknown[0][:40]!r} is no parameter of this route, which {takes}", unknown[0][:40]
+            )
         return given
 
     def _answer(self) -> Response:

@@ -48,7 +48,9 @@ class Tokenizer(Protocol):
     def special_ids(self) -> frozenset[int]: ...
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> str: ...
-    def strips_space_after(self, token_ids: list[int], /, *, skip_special_tokens: bool = True) -> bool: ...
+    def strips_space_after(
+        self, token_ids: list[int], /, *, skip_special_tokens: bool = True
+    ) -> bool: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
     def id_to_token(self, token_id: int, /) -> str | None: ...
     @property
@@ -179,26 +181,36 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()  # empty: the engine's own
     api_keys: tuple[str, ...] = ()  # empty: no key is needed, unless there is a keys_file
     keys_file: str | None = None  # of `slipstream keys`
-    max_concurrent_requests: int = 4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
+    max_concurrent_requests: int = (
+        4096  # beyond it: 429; the engine's own queue limit is EngineArgs.max_queue
+    )
     max_choices_per_request: int = 2048  # prompts times n, or texts to embed or to rerank
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0  # for a client that sends its body slowly
     drain_timeout_s: float = 30.0
     enable_sleep_mode: bool = False  # whether /sleep and /wake_up do anything
     lora_folder: str | None = None  # whose adapters may be loaded over HTTP; None: none
-    allowed_media_hosts: tuple[str, ...] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
+    allowed_media_hosts: tuple[
+        str, ...
+    ] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
     cors_origins: tuple[str, ...] = ()  # whose pages may send requests from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     log_format: Literal["text", "json"] = "text"
-    tool_call_parser: str | None = None  # a name in `tool_formats.FORMATS`, or "none"; None: as the chat template says
+    tool_call_parser: str | None = (
+        None  # a name in `tool_formats.FORMATS`, or "none"; None: as the chat template says
+    )
     reasoning_parser: str | None = None  # the same of REASONING
-    logits_processors: dict[str, str] = field(default_factory=dict)  # "module:function" by the name that requests give
+    logits_processors: dict[str, str] = field(
+        default_factory=dict
+    )  # "module:function" by the name that requests give
     grpc_port: int | None = None  # where KServe's protocol is spoken over gRPC; None: nowhere
     state_dir: str | None = None  # where answers are kept beyond the server's life
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
-    fleet_key: str | None = None  # only requests with it are answered: those of a fleet's gateway (`server.fleet`)
+    fleet_key: str | None = (
+        None  # only requests with it are answered: those of a fleet's gateway (`server.fleet`)
+    )
     ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
     files_dir: str | None = None  # where files and batches are; None: there are none
     max_files_bytes: int = 2**30  # of all files together
@@ -208,9 +220,15 @@ class ServerSettings:
     audit_log: str | None = None  # the file
     audit_max_bytes: int = 64 * 2**20  # then the next file begins
     audit_prompts: bool = False  # bodies of requests stand in it, too
-    audit_failure: Literal["refuse", "serve"] = "refuse"  # what requests meet while it cannot be written
-    otlp_endpoint: str | None = None  # where spans and metrics are sent, such as http://127.0.0.1:4318
-    shared_dir: str | None = None  # set by the supervisor: where front ends share what ends with the server
+    audit_failure: Literal["refuse", "serve"] = (
+        "refuse"  # what requests meet while it cannot be written
+    )
+    otlp_endpoint: str | None = (
+        None  # where spans and metrics are sent, such as http://127.0.0.1:4318
+    )
+    shared_dir: str | None = (
+        None  # set by the supervisor: where front ends share what ends with the server
+    )
 
     def __post_init__(self) -> None:
         def require(ok: bool, name: str, need: str) -> None:
@@ -221,15 +239,31 @@ class ServerSettings:
             if wanted := wrong_type(getattr(self, name), hint):
                 require(False, name, wanted)
         require(0 <= self.port <= 65535, "port", "from 0 (any free one) to 65535")
-        require(self.grpc_port is None or 0 <= self.grpc_port <= 65535, "grpc_port", "from 0 (any free one) to 65535")
+        require(
+            self.grpc_port is None or 0 <= self.grpc_port <= 65535,
+            "grpc_port",
+            "from 0 (any free one) to 65535",
+        )
         if self.grpc_port and self.grpc_port == self.port:
-            raise ConfigError(f"grpc_port is {self.port}, as port is; gRPC needs one of its own", field="grpc_port")
+            raise ConfigError(
+                f"grpc_port is {self.port}, as port is; gRPC needs one of its own",
+                field="grpc_port",
+            )
         for name in (
-            *("max_concurrent_requests", "max_choices_per_request", "max_body_bytes", "body_timeout_s"),
+            *(
+                "max_concurrent_requests",
+                "max_choices_per_request",
+                "max_body_bytes",
+                "body_timeout_s",
+            ),
             *("max_stored_bytes", "max_files_bytes", "max_file_bytes"),
         ):
             require(getattr(self, name) > 0, name, "above 0")
-        require(self.batch_max_concurrent is None or self.batch_max_concurrent > 0, "batch_max_concurrent", "above 0")
+        require(
+            self.batch_max_concurrent is None or self.batch_max_concurrent > 0,
+            "batch_max_concurrent",
+            "above 0",
+        )
         for name in ("max_stored_responses", "batch_beside", "drain_timeout_s"):
             require(getattr(self, name) >= 0, name, "0 or more")
         require(self.audit_max_bytes >= 4096, "audit_max_bytes", "4096 or more")
@@ -237,26 +271,50 @@ class ServerSettings:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         for name in ("batch_max_concurrent", "batch_beside", "max_files_bytes", "max_file_bytes"):
             if self.files_dir is None and getattr(self, name) != defaults[name]:
-                raise ConfigError(f"{name} has an effect only with files_dir; set that, or leave it out", field=name)
+                raise ConfigError(
+                    f"{name} has an effect only with files_dir; set that, or leave it out",
+                    field=name,
+                )
         if self.audit_log is None and (self.audit_prompts or self.audit_failure != "refuse"):
-            raise ConfigError("audit_prompts and audit_failure have an effect only with audit_log", field="audit_log")
+            raise ConfigError(
+                "audit_prompts and audit_failure have an effect only with audit_log",
+                field="audit_log",
+            )
         require(self.log_format in ("text", "json"), "log_format", "'text' or 'json'")
         assert self.formats  # names them all
         require(all(self.served_model_names), "served_model_names", "made of non-empty names")
         hosts = self.allowed_media_hosts
-        require(all(re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", host) for host in hosts),
-                "allowed_media_hosts", "made of HOST or HOST:PORT")
+        require(
+            all(
+                re.fullmatch(r"[\w.-]+(:\d{1,5})?|\[[0-9a-fA-F:]+\](:\d{1,5})?", host)
+                for host in hosts
+            ),
+            "allowed_media_hosts",
+            "made of HOST or HOST:PORT",
+        )
         need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), null or *"
         require(all(map(_is_origin, self.cors_origins)), "cors_origins", need)
-        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+        if not all(
+            key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys
+        ):
             raise ConfigError("an API key must be printable ASCII without spaces", field="api_keys")
         require(self.fleet_key != "", "fleet_key", "a key, or left out")
-        if self.grpc_port is not None and (self.fleet_key is not None or self.ssl_ca_certs is not None):
-            raise ConfigError("gRPC asks for no fleet_key and no ssl_ca_certs; leave grpc_port out", field="grpc_port")
+        if self.grpc_port is not None and (
+            self.fleet_key is not None or self.ssl_ca_certs is not None
+        ):
+            raise ConfigError(
+                "gRPC asks for no fleet_key and no ssl_ca_certs; leave grpc_port out",
+                field="grpc_port",
+            )
         if self.ssl_ca_certs and not self.ssl_certfile:
-            raise ConfigError("ssl_ca_certs is set without ssl_certfile; clients' certificates need TLS", field="ssl_certfile")
+            raise ConfigError(
+                "ssl_ca_certs is set without ssl_certfile; clients' certificates need TLS",
+                field="ssl_certfile",
+            )
         if self.ssl_keyfile and not self.ssl_certfile:
-            raise ConfigError("ssl_keyfile is set without ssl_certfile; give both", field="ssl_certfile")
+            raise ConfigError(
+                "ssl_keyfile is set without ssl_certfile; give both", field="ssl_certfile"
+            )
 
     @property
     def formats(self) -> Formats:

@@ -158,7 +158,11 @@ class StatusRoutes:
 
     async def findings(self, request: Request) -> Response:
         if self.state.watch is None:
-            raise ApiError(404, "nobody looks for findings here: start the server with --detect", code="no_detector")
+            raise ApiError(
+                404,
+                "nobody looks for findings here: start the server with --detect",
+                code="no_detector",
+            )
         return json_response({"findings": self.state.watch.findings})
 
     def routes(self) -> list[Route]:

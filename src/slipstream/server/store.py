@@ -60,9 +60,14 @@ class Database:
         try:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite's other files take its mode
+                os.close(
+                    os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+                )  # SQLite's other files take its mode
             self._db = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+                ":memory:" if path is None else path,
+                timeout=_BUSY_S,
+                isolation_level=None,
+                check_same_thread=False,
             )
             _use_wal(self._db)
             self._db.execute("pragma synchronous = normal")
@@ -70,7 +75,9 @@ class Database:
             self._db.executescript(schema)
         except (OSError, sqlite3.Error) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError(f"cannot keep the server's state in {path}: {why}", field=field) from None
+            raise ConfigError(
+                f"cannot keep the server's state in {path}: {why}", field=field
+            ) from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, writes: bool = True) -> T:
         """`work` in one transaction. Reading waits for no other process. ApiError (503) if the database fails."""
@@ -89,7 +96,9 @@ class Database:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
         except sqlite3.Error as error:
-            is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL  # some errors have none
+            is_full = (
+                getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+            )  # some errors have none
             failure = OSError(errno.ENOSPC if is_full else errno.EIO, f"{error}{self._remedy}")
             raise storage_error("the server's storage failed", failure) from None
 
@@ -99,7 +108,9 @@ class Database:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, checkpoint)
         except sqlite3.Error as error:
-            raise unavailable(f"it is deleted, but traces of it may lie on the disk: {error}", "storage_failed") from None
+            raise unavailable(
+                f"it is deleted, but traces of it may lie on the disk: {error}", "storage_failed"
+            ) from None
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -146,7 +157,9 @@ class ResponseStore:
         rows = db.execute("select owner, count(*), sum(size) from responses group by owner")
         held = {owner: [number, size] for owner, number, size in rows}
         while count > self.max_responses or total > self.max_bytes:
-            of = 0 if count > self.max_responses else 1  # number or bytes: of which there are too many
+            of = (
+                0 if count > self.max_responses else 1
+            )  # number or bytes: of which there are too many
             owner = max(held, key=lambda owner: held[owner][of])
             query = "select id, size from responses where owner = ? order by used limit 1"
             id_, size = db.execute(query, (owner,)).fetchone()
@@ -155,7 +168,9 @@ class ResponseStore:
             held[owner][1] -= size
             count, total = count - 1, total - size
 
-    async def conversation(self, owner: str, id_: str, *, max_bytes: int) -> list[StoredResponse] | str:
+    async def conversation(
+        self, owner: str, id_: str, *, max_bytes: int
+    ) -> list[StoredResponse] | str:
         """The answer and all before it, oldest first; or the id of the one that is not there. ApiError (400) if they are
         longer than `max_bytes`, before more of them is read."""
 
@@ -164,13 +179,17 @@ class ResponseStore:
             wanted: str | None = id_
             left = max_bytes
             while wanted is not None:
-                size = db.execute("select size from responses where id = ? and owner = ?", (wanted, owner)).fetchone()
+                size = db.execute(
+                    "select size from responses where id = ? and owner = ?", (wanted, owner)
+                ).fetchone()
                 if size is None:
                     return wanted
                 if (left := left - size[0]) < 0:
                     message = f"the conversation is longer than the {max_bytes} bytes this server takes; send a shorter one"
                     raise bad_request(message, "previous_response_id")
-                row = db.execute("select previous, answer, items from responses where id = ?", (wanted,)).fetchone()
+                row = db.execute(
+                    "select previous, answer, items from responses where id = ?", (wanted,)
+                ).fetchone()
                 found.append((wanted, *row))
                 wanted = row[0]
             return found[::-1]
@@ -184,7 +203,9 @@ class ResponseStore:
 
         def touch(db: sqlite3.Connection) -> None:
             now = _use(db)
-            db.executemany("update responses set used = ? where id = ?", [(now, row[0]) for row in rows])
+            db.executemany(
+                "update responses set used = ? where id = ?", [(now, row[0]) for row in rows]
+            )
 
         await self._database.run(touch)
         return found
@@ -212,7 +233,10 @@ _Row: TypeAlias = tuple[str, str | None, bytes, bytes]  # id, previous, answer, 
 
 
 def _stored(rows: list[_Row]) -> list[StoredResponse]:
-    return [StoredResponse(id_, previous, msgspec.json.decode(a), msgspec.json.decode(i)) for id_, previous, a, i in rows]
+    return [
+        StoredResponse(id_, previous, msgspec.json.decode(a), msgspec.json.decode(i))
+        for id_, previous, a, i in rows
+    ]
 
 
 def _use(db: sqlite3.Connection) -> int:

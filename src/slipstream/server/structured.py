@@ -61,7 +61,9 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
     name = _name(body)
     if name is None:
         if body.guided_whitespace_pattern is not None:
-            raise bad_request("guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern")
+            raise bad_request(
+                "guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern"
+            )
         return None
     if name == "response_format":
         form = body.response_format
@@ -69,7 +71,9 @@ def structured(body: Structured) -> StructuredOutputsParams | None:
         if form.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if form.json_schema is None or form.json_schema.schema is None:
-            raise bad_request("json_schema with a schema is missing", "response_format.json_schema.schema")
+            raise bad_request(
+                "json_schema with a schema is missing", "response_format.json_schema.schema"
+            )
         return StructuredOutputsParams(json=form.json_schema.schema)
     if name == "structured_outputs":
         given = body.structured_outputs

@@ -64,33 +64,48 @@ _logger = logging.getLogger("slipstream.server")
 
 
 class Telemetry:
-    def __init__(self, endpoint: str, *, server: tuple[str, int], metrics_every_s: float = _METRICS_EVERY_S) -> None:
+    def __init__(
+        self, endpoint: str, *, server: tuple[str, int], metrics_every_s: float = _METRICS_EVERY_S
+    ) -> None:
         url = urlsplit(endpoint)
         if url.scheme not in ("http", "https") or not url.netloc:
             message = f"{endpoint!r} is no URL of an OTLP receiver, such as http://127.0.0.1:4318"
             raise ConfigError(message, field="otlp_endpoint")
         if url.path.rstrip("/").endswith(("/v1/traces", "/v1/metrics")):
-            message = f"{endpoint!r}: leave out /v1/…, which is put behind it for traces and for metrics"
+            message = (
+                f"{endpoint!r}: leave out /v1/…, which is put behind it for traces and for metrics"
+            )
             raise ConfigError(message, field="otlp_endpoint")
         base = endpoint.rstrip("/")
         how: dict[str, Any] = {"timeout": _TIMEOUT_S, "compression": Compression.Gzip}
         resource = Resource({"service.name": "slipstream", "service.version": __version__})
-        self._traces = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
+        self._traces = TracerProvider(
+            sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False
+        )
         spans = OTLPSpanExporter(f"{base}/v1/traces", **how)
-        self._traces.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=1000, export_timeout_millis=5000))
+        self._traces.add_span_processor(
+            BatchSpanProcessor(spans, schedule_delay_millis=1000, export_timeout_millis=5000)
+        )
         reader = PeriodicExportingMetricReader(
-            OTLPMetricExporter(f"{base}/v1/metrics", **how), export_interval_millis=metrics_every_s * 1e3
+            OTLPMetricExporter(f"{base}/v1/metrics", **how),
+            export_interval_millis=metrics_every_s * 1e3,
         )
         self._meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         self._tracer = self._traces.get_tracer("slipstream", __version__)
         meter = self._meters.get_meter("slipstream", __version__)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return meter.create_histogram(f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=buckets)
+            return meter.create_histogram(
+                f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=buckets
+            )
 
-        self._duration = histogram("request.duration", "Arrival to the end of the answer", _DURATION)
+        self._duration = histogram(
+            "request.duration", "Arrival to the end of the answer", _DURATION
+        )
         self._ttft = histogram("time_to_first_token", "Arrival to the first token", _TTFT)
-        self._tpot = histogram("time_per_output_token", "Mean time per token after the first, of one choice", _TPOT)
+        self._tpot = histogram(
+            "time_per_output_token", "Mean time per token after the first, of one choice", _TPOT
+        )
         self._propagator = TraceContextTextMapPropagator()
         self._server = {"server.address": server[0], "server.port": server[1]}
 
@@ -100,7 +115,11 @@ class Telemetry:
         if operation is None:
             return
         end, now = time.time_ns(), time.monotonic()
-        about: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "slipstream", **self._server}
+        about: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "slipstream",
+            **self._server,
+        }
         if record.model is not None:
             about["gen_ai.request.model"] = about["gen_ai.response.model"] = record.model
         failed = {"error.type": record.error or str(record.status)} if record.status >= 400 else {}
@@ -110,7 +129,10 @@ class Telemetry:
         begin = end - int((now - record.start) * 1e9)
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, about, start_time=begin)
         if span.is_recording():
-            own: dict[str, Any] = {"http.response.status_code": record.status, "slipstream.request.id": record.id}
+            own: dict[str, Any] = {
+                "http.response.status_code": record.status,
+                "slipstream.request.id": record.id,
+            }
             span.set_attributes({**self._details(record), **failed, **own})
             if record.ttft_s is not None:
                 span.add_event("gen_ai.first_token", timestamp=begin + int(record.ttft_s * 1e9))
@@ -124,11 +146,18 @@ class Telemetry:
             self._ttft.record(record.ttft_s, about)
         for choice in () if record.answer is None else record.answer.choices:
             if choice.num_tokens > 1:
-                self._tpot.record((choice.last_token - choice.first_token) / (choice.num_tokens - 1), about)
+                self._tpot.record(
+                    (choice.last_token - choice.first_token) / (choice.num_tokens - 1), about
+                )
 
     def _details(self, record: RequestRecord) -> dict[str, Any]:
-        usage = {"input_tokens": record.num_prompt_tokens, "output_tokens": record.num_output_tokens}
-        found: dict[str, Any] = {f"gen_ai.usage.{name}": number for name, number in usage.items() if number}
+        usage = {
+            "input_tokens": record.num_prompt_tokens,
+            "output_tokens": record.num_output_tokens,
+        }
+        found: dict[str, Any] = {
+            f"gen_ai.usage.{name}": number for name, number in usage.items() if number
+        }
         if record.answer is None:
             return found
         sampling = record.answer.sampling
@@ -143,9 +172,15 @@ class Telemetry:
             "choice.count": sampling.n if sampling.n > 1 else None,
             "stop_sequences": sampling.stop or None,
         }
-        found |= {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
+        found |= {
+            f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None
+        }
         found["gen_ai.response.id"] = str(record.answer.identity["id"])
-        reasons = [choice.finish_reason for choice in record.answer.choices if choice.finish_reason is not None]
+        reasons = [
+            choice.finish_reason
+            for choice in record.answer.choices
+            if choice.finish_reason is not None
+        ]
         return {**found, "gen_ai.response.finish_reasons": reasons} if reasons else found
 
     def close(self) -> None:
@@ -159,4 +194,7 @@ class Telemetry:
 
         threading.Thread(target=send, daemon=True).start()  # which ends with the process
         if not done.wait(CLOSE_S):
-            _logger.warning("the OTLP collector took nothing for %g s: the last spans and metrics are lost", CLOSE_S)
+            _logger.warning(
+                "the OTLP collector took nothing for %g s: the last spans and metrics are lost",
+                CLOSE_S,
+            )

@@ -14,14 +14,20 @@ def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
     if (num_best := body.prompt_logprobs) is not None:
         found["prompt_logprobs"] = [
-            None if position is None else dict(map(_by_id, (position.chosen, *position.top[:num_best])))
+            None
+            if position is None
+            else dict(map(_by_id, (position.chosen, *position.top[:num_best])))
             for position in info.logprobs or ()
         ]
     return found
 
 
 def _by_id(token: Logprob) -> tuple[str, dict[str, Any]]:
-    return str(token.token_id), {"logprob": token.logprob, "rank": token.rank, "decoded_token": token.token}
+    return str(token.token_id), {
+        "logprob": token.logprob,
+        "rank": token.rank,
+        "decoded_token": token.token,
+    }
 
 
 def choice_details(body: Generation, choice: Choice) -> dict[str, Any]:

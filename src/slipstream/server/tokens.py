@@ -33,13 +33,20 @@ _MAX_CHARS_PER_TOKEN = 128
 
 
 async def pictured_tokens(
-    state: ServerState, messages: list[Message], /, *, add_generation_prompt: bool = True, **given: Any
+    state: ServerState,
+    messages: list[Message],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    **given: Any,
 ) -> tuple[list[int], list[PreparedPicture]]:
     """The prompt's tokens, with all placeholders of its pictures, and these. `given` is as of `template_tokens`."""
     parts = list[PicturePart]()
     plain = [message_dict(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
     pictures = await read_pictures(state, parts)
-    tokens = await template_tokens(state, plain, add_generation_prompt=add_generation_prompt, pictures=pictures, **given)
+    tokens = await template_tokens(
+        state, plain, add_generation_prompt=add_generation_prompt, pictures=pictures, **given
+    )
     return tokens, pictures
 
 
@@ -58,22 +65,37 @@ async def template_tokens(
     tokenizer = _tokenizer(state, "messages")
 
     def tokens() -> list[int]:
-        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
+        text = tokenizer.apply_chat_template(
+            plain, add_generation_prompt=add_generation_prompt, **variables
+        )
         if pictures:
             vision = state.engine.description.spec.vision
             assert vision is not None
             text = with_pictures(text, pictures, vision)
-        return _encode(state, tokenizer, text, "messages", add_special_tokens=add_special_tokens, any_length=any_length)
+        return _encode(
+            state,
+            tokenizer,
+            text,
+            "messages",
+            add_special_tokens=add_special_tokens,
+            any_length=any_length,
+        )
 
-    return await in_thread_if_long(tokens, len(msgspec.json.encode((plain, variables))))  # tools and calls are rendered, too
+    return await in_thread_if_long(
+        tokens, len(msgspec.json.encode((plain, variables)))
+    )  # tools and calls are rendered, too
 
 
-async def text_prompt(state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False) -> Prompt:
+async def text_prompt(
+    state: ServerState, text: str, *, add_special_tokens: bool = True, any_length: bool = False
+) -> Prompt:
     """A prompt for the engine, which tokenises a text itself unless it is to get no special tokens."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None or add_special_tokens:
         return text
-    encoding = partial(_encode, state, tokenizer, text, "prompt", add_special_tokens=False, any_length=any_length)
+    encoding = partial(
+        _encode, state, tokenizer, text, "prompt", add_special_tokens=False, any_length=any_length
+    )
     return TokensPrompt(prompt_token_ids=await in_thread_if_long(encoding, len(text)))
 
 
@@ -97,7 +119,10 @@ def _encode(
 
 def _tokenizer(state: ServerState, param: str) -> Tokenizer:
     if state.engine.tokenizer is None:
-        raise bad_request(f"{param}: this server runs without a tokenizer; send token ids to /v1/completions", param)
+        raise bad_request(
+            f"{param}: this server runs without a tokenizer; send token ids to /v1/completions",
+            param,
+        )
     return state.engine.tokenizer
 
 
@@ -115,21 +140,33 @@ class Tokens:
         if body.messages is None:
             assert body.prompt is not None
             if body.add_generation_prompt is not None:
-                raise bad_request("add_generation_prompt is for messages; leave it out", "add_generation_prompt")
+                raise bad_request(
+                    "add_generation_prompt is for messages; leave it out", "add_generation_prompt"
+                )
             tokenizer, special = _tokenizer(state, "prompt"), body.add_special_tokens is not False
-            encoding = partial(_encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special)
+            encoding = partial(
+                _encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special
+            )
             tokens = await in_thread_if_long(encoding, len(body.prompt))
         elif body.add_special_tokens:
             raise bad_request(
-                "messages get their special tokens from the chat template; leave it out", "add_special_tokens"
+                "messages get their special tokens from the chat template; leave it out",
+                "add_special_tokens",
             )
         else:
             tokenizer = _tokenizer(state, "messages")
             begins = body.add_generation_prompt is not False
             tokens, _ = await pictured_tokens(state, body.messages, add_generation_prompt=begins)
-        strings = [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        strings = (
+            [tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        )
         limit = state.engine.config.model.max_model_len
-        answer = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings}
+        answer = {
+            "count": len(tokens),
+            "max_model_len": limit,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
@@ -140,7 +177,12 @@ class Tokens:
         tokenizer = _tokenizer(state, "tokens")
         for token in body.tokens:
             if token >= tokenizer.vocab_size:
-                raise bad_request(f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})", "tokens")
-        decoding = partial(tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
+                raise bad_request(
+                    f"{token} is not a token id of this model (0 … {tokenizer.vocab_size - 1})",
+                    "tokens",
+                )
+        decoding = partial(
+            tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
         text = await in_thread_if_long(decoding, len(body.tokens))
         return json_response({"prompt": text})

@@ -81,7 +81,11 @@ def offer_of(body: WithTools) -> OfferedTools:
 def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
     """As chat templates take it: with the arguments as an object."""
     arguments = arguments_object(call.function.arguments, f"{path}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def written_arguments(text: str) -> dict[str, Any]:
@@ -113,7 +117,9 @@ def reasons(state: ServerState, template: str | None) -> bool:
     return think is not None or (form is not None and form.reasons)
 
 
-def reading_of(state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None) -> Reading | None:
+def reading_of(
+    state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None
+) -> Reading | None:
     """None: the answer is its text. A 400 if the model can't call tools."""
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
@@ -122,4 +128,6 @@ def reading_of(state: ServerState, body: WithTools, prompt: Sequence[int], templ
     def end() -> str:
         return tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
 
-    return reading(state.settings.formats, offer_of(body), template, end, to_name="`serve --tool-call-parser`")
+    return reading(
+        state.settings.formats, offer_of(body), template, end, to_name="`serve --tool-call-parser`"
+    )

@@ -17,7 +17,15 @@ ALONE = Shard(0, 1, tensor=False)
 _LAYER = re.compile(r"layers\.\d+\.(.+)\.weight")
 _STEMS = frozenset(
     (
-        *("attention.qkv", "attention.q_latent", "attention.q", "attention.latent", "attention.out", "mlp.up", "mlp.down"),
+        *(
+            "attention.qkv",
+            "attention.q_latent",
+            "attention.q",
+            "attention.latent",
+            "attention.out",
+            "mlp.up",
+            "mlp.down",
+        ),
         *("router", "shared_weight", "shared.up", "shared.down"),
     )
 )
@@ -64,29 +72,38 @@ class SlotLayout:
         self.own = {
             place: own
             for place in self.names.values()
-            if place.target in shapes and (own := _part_of(place, cut.get(place.target), self.whole)) is not None
+            if place.target in shapes
+            and (own := _part_of(place, cut.get(place.target), self.whole)) is not None
         }
         starts = dict[str, set[int]]()
         for place in self.names.values():
             starts.setdefault(place.target, set()).add(place.start)
         self.numbers = {
-            (target, start): number for target, found in starts.items() for number, start in enumerate(sorted(found))
+            (target, start): number
+            for target, found in starts.items()
+            for number, start in enumerate(sorted(found))
         }
         parts = dict[str, dict[int, int]]()  # numbers by the first rows here
         for place, own in self.own.items():
             parts.setdefault(place.target, {})[own.start] = self.numbers[place.target, place.start]
         self.places: dict[str, SlotPlace] = {}
         self.size = 0
-        for name, (out, inner) in ((name, shape) for name, shape in shapes.items() if adapted_stem(name)):
+        for name, (out, inner) in (
+            (name, shape) for name, shape in shapes.items() if adapted_stem(name)
+        ):
             if name not in parts:  # this rank has nothing of it but zeros
                 continue
             own_starts, numbers = zip(*sorted(parts[name].items()), strict=True)
-            self.places[name] = SlotPlace(adapted_stem(name), inner, out, own_starts, numbers, self.size)
+            self.places[name] = SlotPlace(
+                adapted_stem(name), inner, out, own_starts, numbers, self.size
+            )
             # Triton reads 16 bytes at a time only where 16 divides the distance of slots.
             self.size += -(-(len(own_starts) * inner + out) * max_rank // 16) * 16
 
 
-def _part_of(place: Placement, cut: ParameterShard | None, whole: dict[str, Shape]) -> OwnPart | None:
+def _part_of(
+    place: Placement, cut: ParameterShard | None, whole: dict[str, Shape]
+) -> OwnPart | None:
     """A rank's of a part of a product; None: it has nothing of it."""
     if cut is None:
         return OwnPart(place.start, None, None)

@@ -74,7 +74,9 @@ class AdapterConfig:
 
 
 def _matching(patterns: tuple[tuple[str, Any], ...], module: str, default: Any) -> Any:
-    return next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next(
+        (value for key, value in patterns if re.match(rf"(.*\.)?({key})$", module)), default
+    )
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -82,11 +84,14 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     path = folder / CONFIG_NAME
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise CheckpointError(f"{path} has more than {MAX_CONFIG_BYTES} bytes", field=CONFIG_NAME)
+            raise CheckpointError(
+                f"{path} has more than {MAX_CONFIG_BYTES} bytes", field=CONFIG_NAME
+            )
         given = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds no {CONFIG_NAME}: it is no adapter that PEFT saved; name the folder that has one", field="path"
+            f"{folder} holds no {CONFIG_NAME}: it is no adapter that PEFT saved; name the folder that has one",
+            field="path",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=CONFIG_NAME) from error
@@ -95,7 +100,9 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     c = ConfigReader(given, CONFIG_NAME, no_effect=_NO_EFFECT)
     c.require("peft_type", "LORA")
     if "peft_type" not in c:
-        raise UnsupportedModelError(f"{CONFIG_NAME} lacks 'peft_type', which must be 'LORA'", field="peft_type")
+        raise UnsupportedModelError(
+            f"{CONFIG_NAME} lacks 'peft_type', which must be 'LORA'", field="peft_type"
+        )
     c.require("bias", "none")
     for key, why in _REFUSED.items():
         c.ignore(key)

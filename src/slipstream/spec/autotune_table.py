@@ -50,12 +50,18 @@ _ATTENTION = ("heads", "kv_heads", "head_dim", "block_size")
 OPS: Mapping[str, TiledOp] = {
     "gemv": TiledOp(("outer", "inner"), ("block_n", "block_k", "warps")),
     "skinny_gemm": TiledOp(_PRODUCT, ("block_n", "block_k", "splits", "stages"), (16, 32, 64, 128)),
-    "gemm": TiledOp(_PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)),
+    "gemm": TiledOp(
+        _PRODUCT, ("block_m", "block_n", "block_k", "warps", "stages"), (256, 1024, 8192)
+    ),
     "int4_groupwise": TiledOp(_PRODUCT, ("block_n", "splits", "stages"), (16, 32, 64)),
     "fp8_block": TiledOp(_PRODUCT, ("block_n", "splits", "warps", "stages"), (16, 32, 64)),
     "sparse24": TiledOp(("outer", "inner"), ("from_tokens",)),
-    "decode": TiledOp((*_ATTENTION, "seqs"), ("block_n", "warps", "stages"), (1, 4, 16, 64, 256, 1024)),
-    "prefill": TiledOp((*_ATTENTION, "queries"), ("block_m", "block_n", "warps", "stages"), (32, 512, 4096)),
+    "decode": TiledOp(
+        (*_ATTENTION, "seqs"), ("block_n", "warps", "stages"), (1, 4, 16, 64, 256, 1024)
+    ),
+    "prefill": TiledOp(
+        (*_ATTENTION, "queries"), ("block_m", "block_n", "warps", "stages"), (32, 512, 4096)
+    ),
 }
 
 
@@ -92,7 +98,9 @@ class TileTable:
         return hashlib.sha256(json.dumps([self.device, choices]).encode()).hexdigest()[:12]
 
     def describe(self) -> str:
-        return f"{self.identity} ({len(self.entries)} tiles)" if self.entries else "none: heuristics"
+        return (
+            f"{self.identity} ({len(self.entries)} tiles)" if self.entries else "none: heuristics"
+        )
 
     def over(self, other: TileTable) -> TileTable:
         """These tiles; for keys without one, `other`'s."""
@@ -151,7 +159,9 @@ def read_tiles(path: Path, device: str) -> TileTable:
         table = _table(value)
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"the tile table {path} can't be used: {what}; {remedy}", field="tile_table") from error
+        raise ConfigError(
+            f"the tile table {path} can't be used: {what}; {remedy}", field="tile_table"
+        ) from error
     if table.device != device:
         raise ConfigError(
             f"the tile table {path} is for {table.device!r}, and the device is {device!r}; run `slipstream tune` on it",
@@ -203,9 +213,14 @@ def _entry(value: Any, where: str) -> tuple[Key, Measured]:
     op, kind = given["op"], given["kind"]
     if op not in OPS or kind not in KINDS:
         raise ValueError(f"{where}: op {op!r} or kind {kind!r} is not known")
-    shape, tile = (_numbers(given[part], f"{where}: {part}", getattr(OPS[op], part)) for part in ("shape", "tile"))
+    shape, tile = (
+        _numbers(given[part], f"{where}: {part}", getattr(OPS[op], part))
+        for part in ("shape", "tile")
+    )
     if classed(op, shape) != shape:
-        raise ValueError(f"{where}: {OPS[op].shape[-1]}={shape[-1]} is none of the classes {OPS[op].classes}")
+        raise ValueError(
+            f"{where}: {OPS[op].shape[-1]}={shape[-1]} is none of the classes {OPS[op].classes}"
+        )
     check_tile(op, shape, tile, where)
     times = [given["us"], given["before_us"]]
     if not all(t is None or (isinstance(t, (int, float)) and t > 0) for t in times):
@@ -220,9 +235,13 @@ def check_tile(op: str, shape: tuple[int, ...], tile: Tile, where: str = "tile")
         most = {"warps": 32, "stages": 8, "splits": 64, "from_tokens": NEVER}.get(name, 4096)
         whole = name in ("stages", "splits") or number & (number - 1) == 0
         if not (1 <= number <= most and whole):
-            raise ValueError(f"{where}: {name}={number} must be {'' if whole else 'a power of two '}from 1 to {most}")
+            raise ValueError(
+                f"{where}: {name}={number} must be {'' if whole else 'a power of two '}from 1 to {most}"
+            )
     if named.get("splits", 1) > 1 and -(-shape[0] // named["block_n"]) > NUM_COUNTERS:
-        raise ValueError(f"{where}: splits={named['splits']} of more than {NUM_COUNTERS} tiles can't be counted")
+        raise ValueError(
+            f"{where}: splits={named['splits']} of more than {NUM_COUNTERS} tiles can't be counted"
+        )
 
 
 def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:

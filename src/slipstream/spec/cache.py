@@ -27,16 +27,26 @@ class CacheGroup:
 
     def first_block(self, num_computed_tokens: int, block_size: int) -> int:
         """The first block that a token at position `num_computed_tokens` or later attends to."""
-        return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
+        return (
+            0
+            if self.window is None
+            else max(0, num_computed_tokens + 1 - self.window) // block_size
+        )
 
     def max_blocks(self, num_tokens: int, block_size: int, max_step_tokens: int) -> int:
         """The most blocks that a sequence holds at once until it has `num_tokens` tokens, if a step computes up to
         `max_step_tokens` of them."""
         whole = -(-num_tokens // block_size)
-        return whole if self.window is None else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
+        return (
+            whole
+            if self.window is None
+            else min(whole, -(-(self.window + max_step_tokens) // block_size) + 1)
+        )
 
 
-def blocks_of_sequence(groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int) -> int:
+def blocks_of_sequence(
+    groups: Sequence[CacheGroup], num_tokens: int, block_size: int, max_step_tokens: int
+) -> int:
     """The same in all groups together. An encoder has read as many tokens."""
     return sum(group.max_blocks(num_tokens, block_size, max_step_tokens) for group in groups)
 
@@ -49,10 +59,14 @@ def longest_sequence(
     def needed(count: int) -> int:
         return blocks_of_sequence(groups, count * block_size, block_size, max_step_tokens)
 
-    return (bisect_right(range(-(-limit // block_size) + 1), num_blocks, key=needed) - 1) * block_size
+    return (
+        bisect_right(range(-(-limit // block_size) + 1), num_blocks, key=needed) - 1
+    ) * block_size
 
 
-def group_layers(attentions: Sequence[AttentionKind], max_position: int, *, divide: bool) -> list[CacheGroup]:
+def group_layers(
+    attentions: Sequence[AttentionKind], max_position: int, *, divide: bool
+) -> list[CacheGroup]:
     """The groups of layers with these `attentions`.
 
     1. If all layers have the same window, or none has one, there is one group.
@@ -69,7 +83,11 @@ def group_layers(attentions: Sequence[AttentionKind], max_position: int, *, divi
         return [CacheGroup(kind="full", layers=tuple(range(len(attentions))))]
     size = min(map(len, kinds.values()))
     return [
-        CacheGroup(kind="full" if window is None else "window", layers=tuple(own[i : i + size]), window=window)
+        CacheGroup(
+            kind="full" if window is None else "window",
+            layers=tuple(own[i : i + size]),
+            window=window,
+        )
         for window, own in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
         for i in range(0, len(own), size)
     ]

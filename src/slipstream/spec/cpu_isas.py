@@ -15,7 +15,9 @@ class CpuIsa:
 
 
 CPU_ISAS: Mapping[str, CpuIsa] = {
-    **dict.fromkeys(("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "neon", "neon-i8mm"), CpuIsa()),
+    **dict.fromkeys(
+        ("portable", "avx2", "avx2-vnni", "avx512", "avx512-vnni", "neon", "neon-i8mm"), CpuIsa()
+    ),
     **dict.fromkeys(("avx512-vbmi2", "avx512-bf16", "amx"), CpuIsa(expands_bytes=True)),
     "portable-amx": CpuIsa(emulated=True),
 }

@@ -13,13 +13,25 @@ from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
 from slipstream.spec.families import find_family, find_gguf_family
-from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_NO_EFFECT, GGUF_SHAPES, NO_EFFECT, ConfigReader, Family
+from slipstream.spec.families.base import (
+    GGUF_FREQUENCIES,
+    GGUF_NO_EFFECT,
+    GGUF_SHAPES,
+    NO_EFFECT,
+    ConfigReader,
+    Family,
+)
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Shape, parameters
 from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
-from slipstream.spec.quantization_config import COLUMNS_NAME, StoredQuantization, read_quantization, with_columns
+from slipstream.spec.quantization_config import (
+    COLUMNS_NAME,
+    StoredQuantization,
+    read_quantization,
+    with_columns,
+)
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 from slipstream.spec.vision import ImageProcessing
 
@@ -54,16 +66,22 @@ class ModelDescription:
     bos_token_id: int | None
     quantization: StoredQuantization | None = None  # how weights, or scales of a cache, are stored
     pooling: PoolingSpec = LAST_TOKEN
-    sampling: Mapping[str, float] = field(default_factory=usual_sampling)  # or the generation config's
+    sampling: Mapping[str, float] = field(
+        default_factory=usual_sampling
+    )  # or the generation config's
     stored: tuple[StoredType, ...] = ()  # a GGUF file's types, the largest first
-    images: ImageProcessing | None = None  # of a model with an image encoder: how pictures are prepared for it
+    images: ImageProcessing | None = (
+        None  # of a model with an image encoder: how pictures are prepared for it
+    )
     gguf: GGUFFile | None = field(default=None, repr=False, compare=False)
 
     def taking_images(self, most: int | None) -> ModelDescription:
         """The model for prompts of at most so many pictures: with 0 the decoder alone, whose image encoder is not loaded."""
         if most != 0:
             return self
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, vision=None), images=None)
+        return dataclasses.replace(
+            self, spec=dataclasses.replace(self.spec, vision=None), images=None
+        )
 
     @property
     def scheme(self) -> str | None:
@@ -96,7 +114,9 @@ class ModelDescription:
         products that the ops have (`OpSet.rounded`). Other weights are expanded at load. Other kinds of checkpoint: empty."""
         if self.quantization is None or self.quantization.formats is None:
             return {}
-        return native_formats(self.family.names(self.spec), self.shapes, self.quantization.formats, rounded)
+        return native_formats(
+            self.family.names(self.spec), self.shapes, self.quantization.formats, rounded
+        )
 
     def split_columns(self) -> dict[str, tuple[int, ...]]:
         """For each of our weights with int8 inputs, the input columns that keep the model's type. CheckpointError if tensors
@@ -107,13 +127,19 @@ class ModelDescription:
             return found
         names = self.family.names(self.spec)
         if unknown := [module for module in formats.columns if f"{module}.weight" not in names]:
-            raise CheckpointError(f"{COLUMNS_NAME}: the model has no {unknown[0]}", field=unknown[0])
+            raise CheckpointError(
+                f"{COLUMNS_NAME}: the model has no {unknown[0]}", field=unknown[0]
+            )
         for name, place in names.items():
             columns = formats.columns.get(name.removesuffix(".weight"), ())
             if found.setdefault(place.target, columns) != columns:
-                raise CheckpointError(f"{COLUMNS_NAME}: {name} has other columns than what it goes with", field=name)
+                raise CheckpointError(
+                    f"{COLUMNS_NAME}: {name} has other columns than what it goes with", field=name
+                )
             if columns and max(columns) >= self.shapes[place.target][1]:
-                raise CheckpointError(f"{COLUMNS_NAME}: {name} has no column {max(columns)}", field=name)
+                raise CheckpointError(
+                    f"{COLUMNS_NAME}: {name} has no column {max(columns)}", field=name
+                )
         return {target: columns for target, columns in found.items() if columns}
 
     def bytes_on_cpu(self, dtype_bytes: int, scheme: Scheme | None = None) -> int | None:
@@ -124,14 +150,21 @@ class ModelDescription:
         names, held, total = self.family.gguf.names(self.spec), CPU_BLOCK_BYTES, 0
         for name, tensor in self.gguf.tensors.items():
             *outer, inner = tensor.shape
-            num_values, target = math.prod(tensor.shape), names[name].target if name in names else ""
+            num_values, target = (
+                math.prod(tensor.shape),
+                names[name].target if name in names else "",
+            )
             if scheme is not None and rounds(scheme, target):
                 total += scheme.weight_bytes(math.prod(outer), inner, on_cpu=True)
-            elif tensor.type in held and not (scheme is not None and scheme.head and target == "embed.weight"):
+            elif tensor.type in held and not (
+                scheme is not None and scheme.head and target == "embed.weight"
+            ):
                 total += num_values * held[tensor.type] // 256
             else:
                 total += num_values * dtype_bytes
-        if scheme is not None and scheme.head and self.spec.tied_embeddings:  # the rounded head is a copy of the table
+        if (
+            scheme is not None and scheme.head and self.spec.tied_embeddings
+        ):  # the rounded head is a copy of the table
             total += scheme.weight_bytes(self.spec.vocab_size, self.spec.embed_width, on_cpu=True)
         return total
 
@@ -145,11 +178,19 @@ def read_spec(path: Path) -> ModelDescription:
     try:
         description = _read(path)
         _check_sizes(description)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         if isinstance(error, SlipstreamError):
             raise
         raise UnsupportedModelError(
-            f"{path}: the config can't be understood ({type(error).__name__}: {error})", field="config"
+            f"{path}: the config can't be understood ({type(error).__name__}: {error})",
+            field="config",
         ) from error
     return description
 
@@ -181,14 +222,17 @@ def _check_sizes(description: ModelDescription) -> None:
 def _read(path: Path) -> ModelDescription:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise CheckpointError(f"{path} is neither a folder with a config.json nor a .gguf file", field="model")
+            raise CheckpointError(
+                f"{path} is neither a folder with a config.json nor a .gguf file", field="model"
+            )
         return _read_gguf(path)
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
             return _read_gguf(files[0])
         raise CheckpointError(
-            f"{path} holds no config.json" + (" and several .gguf files" if files else ""), field="model"
+            f"{path} holds no config.json" + (" and several .gguf files" if files else ""),
+            field="model",
         )
     return _read_folder(path)
 
@@ -200,26 +244,44 @@ def _read_folder(path: Path) -> ModelDescription:
     if family.nested_config is not None:
         own = config.get(family.nested_config) or (config if family.flat_config else {})
         if not isinstance(own, dict):
-            raise UnsupportedModelError(f"{family.nested_config} must be an object", field=family.nested_config)
+            raise UnsupportedModelError(
+                f"{family.nested_config} must be an object", field=family.nested_config
+            )
         own = {"tie_word_embeddings": config.get("tie_word_embeddings"), **own}
     compressed = config.get("quantization_config") or config.get("compression_config")
     beside = CONFIG_KEYS | {"quantization_config", "compression_config"}
     own = {k: v for k, v in own.items() if k not in beside}
-    spec, images = _with_images(path, family, {k: v for k, v in config.items() if k not in beside}, own)
+    spec, images = _with_images(
+        path, family, {k: v for k, v in config.items() if k not in beside}, own
+    )
     if spec.encoder is not None and (names := tensor_names(path)):
         spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
     if compressed is not None and not isinstance(compressed, Mapping):
-        raise UnsupportedModelError("quantization_config must be an object", field="quantization_config")
-    quantization = read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
+        raise UnsupportedModelError(
+            "quantization_config must be an object", field="quantization_config"
+        )
+    quantization = (
+        read_quantization(compressed, tied_embeddings=spec.tied_embeddings) if compressed else None
+    )
     if (columns := path / COLUMNS_NAME).is_file():
         quantization = with_columns(quantization, read_json(columns))
     generation = path / "generation_config.json"
     defaults = read_json(generation) if generation.is_file() else {}
     eos = defaults.get("eos_token_id", own.get("eos_token_id", config.get("eos_token_id")))
     pooling = read_pooling(path, config, is_encoder=spec.is_encoder)
-    if pooling.score_tokens is not None and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size:
-        raise CheckpointError(f"{path}: its LogitScore step names tokens that there are not", field="true_token_id")
-    dtype = own.get("dtype") or own.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    if (
+        pooling.score_tokens is not None
+        and max(n or 0 for n in pooling.score_tokens) >= spec.vocab_size
+    ):
+        raise CheckpointError(
+            f"{path}: its LogitScore step names tokens that there are not", field="true_token_id"
+        )
+    dtype = (
+        own.get("dtype")
+        or own.get("torch_dtype")
+        or config.get("dtype")
+        or config.get("torch_dtype")
+    )
     if dtype is None:  # rounded weights were of 16 bits before
         dtype = "float32" if quantization is None or quantization.scheme is None else "bfloat16"
     return ModelDescription(
@@ -230,7 +292,9 @@ def _read_folder(path: Path) -> ModelDescription:
         spec=spec,
         dtype=str(dtype),
         eos_token_ids=_ids("eos_token_id", eos, spec.vocab_size),
-        bos_token_id=next(iter(_ids("bos_token_id", own.get("bos_token_id"), spec.vocab_size)), None),
+        bos_token_id=next(
+            iter(_ids("bos_token_id", own.get("bos_token_id"), spec.vocab_size)), None
+        ),
         quantization=quantization,
         pooling=pooling,
         sampling=_sampling(defaults),
@@ -246,7 +310,11 @@ def _with_images(
         return family.read(ConfigReader(own)), None
     outer = ConfigReader(config)
     if family.flat_config and not config.get(family.nested_config or ""):
-        images = {"vision_config", "text_config", *(k for k in config if k.endswith("_token_id") and k not in NO_EFFECT)}
+        images = {
+            "vision_config",
+            "text_config",
+            *(k for k in config if k.endswith("_token_id") and k not in NO_EFFECT),
+        }
         own = {k: v for k, v in own.items() if k not in images}
     text = family.read(ConfigReader(own))
     spec = dataclasses.replace(text, vision=family.vision(outer, text))
@@ -264,10 +332,16 @@ def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
     """How tokens are drawn where a request does not say. By a generation config `repetition_penalty`, and if it samples
     (`do_sample`) temperature and filters; if it names none of these, the usual ones."""
     drawn = ("temperature", "top_p", "top_k", "min_p") if config.get("do_sample") else ()
-    found = {name: value for name in (*drawn, "repetition_penalty") if (value := config.get(name)) is not None}
+    found = {
+        name: value
+        for name in (*drawn, "repetition_penalty")
+        if (value := config.get(name)) is not None
+    }
     for name, value in found.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise UnsupportedModelError(f"generation_config.json: {name} = {value!r} is no number", field=name)
+            raise UnsupportedModelError(
+                f"generation_config.json: {name} = {value!r} is no number", field=name
+            )
     return found if found.keys() & set(drawn) else usual_sampling() | found
 
 
@@ -289,11 +363,22 @@ def huggingface_config(description: ModelDescription) -> dict[str, Any]:
     model computes alone."""
     if description.format == "safetensors":
         config = read_json(description.path / "config.json")
-        return {k: v for k, v in config.items() if k not in ("quantization_config", "compression_config")}
+        return {
+            k: v
+            for k, v in config.items()
+            if k not in ("quantization_config", "compression_config")
+        }
     assert description.gguf is not None
     own, family = _gguf_config(description.gguf), description.family
-    tokens = {"bos_token_id": description.bos_token_id, "eos_token_id": next(iter(description.eos_token_ids), None)}
-    named = {"architectures": [family.architectures[0]], "model_type": family.model_type, "dtype": description.dtype}
+    tokens = {
+        "bos_token_id": description.bos_token_id,
+        "eos_token_id": next(iter(description.eos_token_ids), None),
+    }
+    named = {
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_type,
+        "dtype": description.dtype,
+    }
     return {**named, **{key: value for key, value in own.items() if value is not None}, **tokens}
 
 
@@ -306,9 +391,14 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     assert family.gguf is not None
     prefix = f"{architecture}."
     said = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    frequencies = [t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"]
+    frequencies = [
+        t for t in map(file.tensors.get, GGUF_FREQUENCIES) if t is not None and t.type == "F32"
+    ]
     if large := [t.name for t in frequencies if t.numel > _MAX_FREQUENCIES]:
-        raise CheckpointError(f"{file.path}: the tensor {large[0]} has too many numbers for frequencies", field=large[0])
+        raise CheckpointError(
+            f"{file.path}: the tensor {large[0]} has too many numbers for frequencies",
+            field=large[0],
+        )
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
@@ -316,7 +406,9 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
     config = family.gguf.config(reader)
     reader.finish()
     if "token_embd.weight" not in file.tensors:
-        raise CheckpointError(f"{file.path} lacks the tensor token_embd.weight", field="token_embd.weight")
+        raise CheckpointError(
+            f"{file.path} lacks the tensor token_embd.weight", field="token_embd.weight"
+        )
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     return config
@@ -336,8 +428,13 @@ def _read_gguf(path: Path) -> ModelDescription:
         spec=spec,
         dtype="bfloat16",
         eos_token_ids=_ids("eos_token_id", [e for e in eos if e is not None], spec.vocab_size),
-        bos_token_id=next(iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)), None),
-        pooling=gguf_pooling(meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder),
+        bos_token_id=next(
+            iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
+            None,
+        ),
+        pooling=gguf_pooling(
+            meta.get(f"{meta.get('general.architecture')}.pooling_type"), is_encoder=spec.is_encoder
+        ),
         stored=_stored(file),
         gguf=file,
     )
@@ -349,7 +446,12 @@ def _stored(file: GGUFFile) -> tuple[StoredType, ...]:
         counts = found.setdefault(tensor.type, [0, 0])
         counts[0] += tensor.numel
         counts[1] += tensor.nbytes
-    return tuple(sorted((StoredType(name, *counts) for name, counts in found.items()), key=lambda t: -t.num_bytes))
+    return tuple(
+        sorted(
+            (StoredType(name, *counts) for name, counts in found.items()),
+            key=lambda t: -t.num_bytes,
+        )
+    )
 
 
 def _ids(key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -357,7 +459,9 @@ def _ids(key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     CheckpointError for what is no id: answers would never end, and nobody would know why."""
     values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
     for wrong in (v for v in values if isinstance(v, bool) or not isinstance(v, int)):
-        raise CheckpointError(f"{key} must be a token id or a list of them, got {str(wrong)[:60]!r}", field=key)
+        raise CheckpointError(
+            f"{key} must be a token id or a list of them, got {str(wrong)[:60]!r}", field=key
+        )
     return tuple(dict.fromkeys(v for v in values if 0 <= v < vocab_size))
 
 

@@ -86,7 +86,9 @@ class LayeredSpec:
     @property
     def shapes(self) -> dict[str, Shape]:
         e = self.hidden_size
-        found: dict[str, Shape] = {"embed.weight": (self.vocab_size, e)} if self.own_embedding else {}
+        found: dict[str, Shape] = (
+            {"embed.weight": (self.vocab_size, e)} if self.own_embedding else {}
+        )
         width = 0 if self.aux_layers is None else len(self.aux_layers) * e
         if width:
             found["fc.weight"] = (e, width)
@@ -106,15 +108,23 @@ class LayeredSpec:
     def names(self, first: str = "layers.0.", joined: str = "fc") -> Names:
         """The names of EAGLE's and DFlash's files. `first`: what stands before those of the first layer; `joined`: the product
         of embedding and state."""
-        shapes, top = self.shapes, {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"}
+        shapes, top = (
+            self.shapes,
+            {"fc": "fc", "norm": "final_norm", "embed_tokens": "embed", "lm_head": "head"},
+        )
         top |= {norm: norm for norm in self.aux_norms}
-        top = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in top.items()} | {"mask_hidden": "mask.weight"}
+        top = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in top.items()} | {
+            "mask_hidden": "mask.weight"
+        }
         if self.join == "product":
             top |= {f"{joined}.{kind}": f"join.{kind}" for kind in ("weight", "bias")}
         if self.join == "context":
             top["hidden_norm.weight"] = "hidden_norm.weight"
         else:
-            top |= {f"{first}hidden_norm.weight": "hidden_norm.weight", f"{first}input_layernorm.weight": "embed_norm.weight"}
+            top |= {
+                f"{first}hidden_norm.weight": "hidden_norm.weight",
+                f"{first}input_layernorm.weight": "embed_norm.weight",
+            }
         found = {theirs: Placement(ours) for theirs, ours in top.items() if ours in shapes}
         for i, layer in enumerate(self.layers):
             found |= _names_of_layer(layer, f"layers.{i}." if i else first, f"layers.{i}.", shapes)
@@ -130,7 +140,10 @@ def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[st
     found: Names = {}
     for kind in ("weight", "bias"):
         parts = (("q", 0, q), ("k", q, kv), ("v", q + kv, kv))
-        found |= {f"self_attn.{x}_proj.{kind}": Placement(f"attention.qkv.{kind}", at, n) for x, at, n in parts}
+        found |= {
+            f"self_attn.{x}_proj.{kind}": Placement(f"attention.qkv.{kind}", at, n)
+            for x, at, n in parts
+        }
         found[f"self_attn.o_proj.{kind}"] = Placement(f"attention.out.{kind}")
         found[f"mlp.gate_proj.{kind}"] = Placement(f"mlp.up.{kind}", 0, half)
         found[f"mlp.up_proj.{kind}"] = Placement(f"mlp.up.{kind}", half, half)
@@ -138,7 +151,10 @@ def _names_of_layer(layer: LayerSpec, theirs: str, ours: str, shapes: Mapping[st
     found |= {f"self_attn.{x}_norm.weight": Placement(f"attention.{x}_norm.weight") for x in "qk"}
     norms = {"input_layernorm": "pre_attention", "post_attention_layernorm": "pre_mlp"}
     found |= {f"{x}.weight": Placement(f"{y}.weight") for x, y in norms.items()}
-    placed = {f"{theirs}{name}": replace(place, target=f"{ours}{place.target}") for name, place in found.items()}
+    placed = {
+        f"{theirs}{name}": replace(place, target=f"{ours}{place.target}")
+        for name, place in found.items()
+    }
     return {name: place for name, place in placed.items() if place.target in shapes}
 
 
@@ -167,7 +183,9 @@ class MedusaSpec:
         found: dict[str, Shape] = {}
         for i in range(self.num_heads):
             for j in range(self.num_layers):
-                found |= linear_shapes(f"{i}.blocks.{j}", self.hidden_size, self.hidden_size, self.bias)
+                found |= linear_shapes(
+                    f"{i}.blocks.{j}", self.hidden_size, self.hidden_size, self.bias
+                )
             if self.own_heads:
                 found[f"{i}.head.weight"] = (self.vocab_size, self.hidden_size)
         return found
@@ -180,7 +198,11 @@ class MedusaSpec:
             if part == "head":
                 theirs = f"lm_heads.{i}.weight" if converted else f"{i}.{self.num_layers}.weight"
             else:
-                theirs = f"blocks.{i}.layers.{'.'.join(rest)}" if converted else f"{i}.{rest[0]}.linear.{rest[1]}"
+                theirs = (
+                    f"blocks.{i}.layers.{'.'.join(rest)}"
+                    if converted
+                    else f"{i}.{rest[0]}.linear.{rest[1]}"
+                )
             found[theirs] = Placement(target)
         return found
 

@@ -66,8 +66,12 @@ class NormSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps <= 1:  # NaN is neither
-            raise UnsupportedModelError(f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps")
+            raise UnsupportedModelError(
+                f"the norm's epsilon must be from 0 to 1, got {self.eps!r}", field="norm_eps"
+            )
 
     def shapes(self, name: str) -> dict[str, Shape]:
         """The shapes of its parameters."""
-        return dict.fromkeys((f"{name}.weight", f"{name}.bias") if self.bias else (f"{name}.weight",), (self.size,))
+        return dict.fromkeys(
+            (f"{name}.weight", f"{name}.bias") if self.bias else (f"{name}.weight",), (self.size,)
+        )

@@ -58,7 +58,19 @@ _OTHER_TYPES = {
 }  # fmt: skip
 """Types that are not supported; their names are for the message."""
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_DEPTH = 4  # arrays of arrays
@@ -95,11 +107,15 @@ class GGUFFile:
         self.path = Path(path)
         try:
             if self.path.stat().st_size == 0:
-                raise CheckpointError(f"{self.path}: the file is empty; fetch it again", field=self.path.name)
+                raise CheckpointError(
+                    f"{self.path}: the file is empty; fetch it again", field=self.path.name
+                )
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path} can't be read: {error}", field=self.path.name) from error
+            raise CheckpointError(
+                f"{self.path} can't be read: {error}", field=self.path.name
+            ) from error
         import numpy as np
 
         self._mapped = mapped
@@ -110,7 +126,9 @@ class GGUFFile:
         num_metadata = reader.count("the number of metadata entries", 13)
         for what, number in (("tensors", num_tensors), ("metadata entries", num_metadata)):
             if number > _MAX_NAMES:
-                raise reader.error(f"it says that it has {number} {what}; at most {_MAX_NAMES} are read")
+                raise reader.error(
+                    f"it says that it has {number} {what}; at most {_MAX_NAMES} are read"
+                )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_metadata):
             key = reader.string("a metadata key")
@@ -134,7 +152,10 @@ class GGUFFile:
             self._mapped.madvise(mmap.MADV_DONTNEED)
             return
         tensor = self._find(name)
-        begin, end = (at // mmap.PAGESIZE * mmap.PAGESIZE for at in (tensor.offset, tensor.offset + tensor.nbytes))
+        begin, end = (
+            at // mmap.PAGESIZE * mmap.PAGESIZE
+            for at in (tensor.offset, tensor.offset + tensor.nbytes)
+        )
         if begin < end:
             self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
@@ -150,7 +171,8 @@ class GGUFFile:
             num_dims = reader.scalar("I", f"the dimensions of {name!r}")
             if not 1 <= num_dims <= _MAX_DIMS:
                 raise reader.error(
-                    f"the tensor {name!r} has {num_dims} dimensions, and 1 to {_MAX_DIMS} are possible", name
+                    f"the tensor {name!r} has {num_dims} dimensions, and 1 to {_MAX_DIMS} are possible",
+                    name,
                 )
             dims = tuple(reader.scalar("Q", f"the shape of {name!r}") for _ in range(num_dims))
             number = reader.scalar("I", f"the type of {name!r}")
@@ -159,12 +181,15 @@ class GGUFFile:
                 kind = _OTHER_TYPES.get(number, f"number {number}")
                 known = " ".join(t.name for t in TYPES.values())
                 raise reader.error(
-                    f"the tensor {name!r} has the type {kind}, which is not supported; {known} are", name
+                    f"the tensor {name!r} has the type {kind}, which is not supported; {known} are",
+                    name,
                 )
             entries.append((name, dims[::-1], TYPES[number], offset))
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-            raise reader.error(f"general.alignment is {alignment!r}, not a multiple of 8", "general.alignment")
+            raise reader.error(
+                f"general.alignment is {alignment!r}, not a multiple of 8", "general.alignment"
+            )
         start = -(-reader.offset // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, quant, offset in entries:
@@ -178,7 +203,10 @@ class GGUFFile:
                     name,
                 )
             if offset % alignment:
-                raise reader.error(f"the tensor {name!r} starts at {offset}, off the alignment of {alignment}", name)
+                raise reader.error(
+                    f"the tensor {name!r} starts at {offset}, off the alignment of {alignment}",
+                    name,
+                )
             if tensor.offset + tensor.nbytes > reader.size:
                 raise reader.error(
                     f"the tensor {name!r} ends at byte {tensor.offset + tensor.nbytes}, and the file at {reader.size}: "
@@ -187,7 +215,9 @@ class GGUFFile:
                 )
             tensors[name] = tensor
         if sum(tensor.nbytes for tensor in tensors.values()) > reader.size:
-            raise reader.error("its tensors together are larger than the file: they overlap, so it is damaged")
+            raise reader.error(
+                "its tensors together are larger than the file: they overlap, so it is damaged"
+            )
         return tensors
 
 
@@ -216,12 +246,16 @@ class _Reader:
         """Step over bytes, which must be there. Returns where they begin."""
         begin = self.offset
         if num_bytes > self.size - begin:
-            raise self.error(f"the file ends within {what} (byte {begin}): it is cut off or damaged; fetch it again")
+            raise self.error(
+                f"the file ends within {what} (byte {begin}): it is cut off or damaged; fetch it again"
+            )
         self.offset = begin + num_bytes
         return begin
 
     def scalar(self, code: str, what: str) -> Any:
-        return struct.unpack_from("<" + code, self.data, self.take(struct.calcsize("<" + code), what))[0]
+        return struct.unpack_from(
+            "<" + code, self.data, self.take(struct.calcsize("<" + code), what)
+        )[0]
 
     def count(self, what: str, each: int) -> int:
         """Read a number of entries, which take at least `each` bytes."""
@@ -285,7 +319,8 @@ class _Reader:
                 offset = end
         except struct.error:
             raise self.error(
-                f"the file ends within {key} (byte {offset}): it is cut off or damaged; fetch it again", key
+                f"the file ends within {key} (byte {offset}): it is cut off or damaged; fetch it again",
+                key,
             ) from None
         except UnicodeDecodeError as error:
             raise self.error(f"{key}[{len(strings)}] is not UTF-8", key) from error

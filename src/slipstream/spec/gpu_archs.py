@@ -17,7 +17,9 @@ class GpuArch:
     bfloat16: bool = True
     fp8: bool = False  # tensor cores multiply float8 e4m3
     tma: bool = False  # the copy engine moves tiles (cp.async.bulk.tensor)
-    pdl: bool = False  # a kernel may start before the one ahead has ended (programmatic dependent launch)
+    pdl: bool = (
+        False  # a kernel may start before the one ahead has ended (programmatic dependent launch)
+    )
     wgmma: bool = False  # warpgroup matrix instructions: the hand-scheduled prefill kernel
     fp8_tile_library: bool = False  # torch._scaled_mm takes scales of 128 × 128 tiles
     one_token_kernel: bool = False  # a whole decode step of one sequence as one cooperative kernel
@@ -28,7 +30,13 @@ GPU_ARCHS: Mapping[tuple[int, int], GpuArch] = {
     (8, 0): GpuArch(name="Ampere"),
     (8, 9): GpuArch(name="Ada", fp8=True),
     (9, 0): GpuArch(
-        name="Hopper", fp8=True, tma=True, pdl=True, wgmma=True, fp8_tile_library=True, one_token_kernel=True
+        name="Hopper",
+        fp8=True,
+        tma=True,
+        pdl=True,
+        wgmma=True,
+        fp8_tile_library=True,
+        one_token_kernel=True,
     ),
     (10, 0): GpuArch(name="Blackwell (data centre)", fp8=True, tma=True, pdl=True),
     (12, 0): GpuArch(name="Blackwell", fp8=True, tma=True, pdl=True),

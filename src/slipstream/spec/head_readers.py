@@ -39,7 +39,8 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
     spec = target.spec
     if not spec.generates or spec.kind != "a decoder" or spec.embed_size is not None:
         raise UnsupportedModelError(
-            f"method {method!r} needs a decoder with embeddings as wide as its layers", field="method"
+            f"method {method!r} needs a decoder with embeddings as wide as its layers",
+            field="method",
         )
     if spec.cache_groups[0].kind != "full":
         raise UnsupportedModelError(
@@ -54,7 +55,9 @@ def read_head(method: HeadMethod, path: Path, target: ModelDescription) -> HeadD
     names = frozenset(name.removeprefix(WRAPPED) for name in tensor_names(path))
     found = _kind_of(config, names)
     if found not in (None, method):
-        raise UnsupportedModelError(f"{path} is a head of {KINDS[found]}: take method {found!r}", field="method")
+        raise UnsupportedModelError(
+            f"{path} is a head of {KINDS[found]}: take method {found!r}", field="method"
+        )
     if method == "medusa":
         return _read_medusa(path, config, names, spec)
     if method == "eagle":
@@ -73,7 +76,10 @@ def _kind_of(config: dict[str, Any], stored: frozenset[str]) -> HeadMethod | Non
             return known
     if "dflash_config" in config or "dflash" in kind:
         return "dflash"
-    if any(config.get(key) for key in ("pard_token", "ptd_token_id", "parallel_drafting")) or "mask_hidden" in stored:
+    if (
+        any(config.get(key) for key in ("pard_token", "ptd_token_id", "parallel_drafting"))
+        or "mask_hidden" in stored
+    ):
         return "peagle"
     if "medusa" in kind or "medusa_num_heads" in config:
         return "medusa"
@@ -92,7 +98,9 @@ def _opened(
     is_speculators = "speculators_model_type" in c or "speculators_config" in c
     if is_speculators:
         c.require("speculators_model_type", kind)
-        c.ignore("speculators_config", "speculators_version", "has_no_defaults_at_init")  # for whom and by whom it was made
+        c.ignore(
+            "speculators_config", "speculators_version", "has_no_defaults_at_init"
+        )  # for whom and by whom it was made
     read = c.part("transformer_layer_config") if is_speculators else c
     if kind == "eagle" and isinstance(config.get("model"), dict):  # as vLLM has it
         read = c.part("model")
@@ -100,7 +108,9 @@ def _opened(
     c.require("target_hidden_size", target.hidden_size)
     c.ignore("target_model_type")
     read.require("hidden_size", target.hidden_size)
-    read.ignore("sliding_window", "max_window_layers")  # without `use_sliding_window` and `layer_types`, no layer has one
+    read.ignore(
+        "sliding_window", "max_window_layers"
+    )  # without `use_sliding_window` and `layer_types`, no layer has one
     read.require("use_sliding_window", False)
     return c, read, is_speculators
 
@@ -114,7 +124,9 @@ def _layer(
     norm = rms(target.hidden_size, read.take("rms_norm_eps", float, 1e-6))
     position = rope(read, h.head_dim, max_position=read.size("max_position_embeddings", 2048))
     mlp = gated(read, bias=read.take("mlp_bias", bool, False))
-    own = attention(h, position, qkv_bias=read.take(qkv_bias, bool, out_bias), out_bias=out_bias, **more)
+    own = attention(
+        h, position, qkv_bias=read.take(qkv_bias, bool, out_bias), out_bias=out_bias, **more
+    )
     return LayerSpec(attention=own, mlp=mlp, block=before(norm)), norm
 
 
@@ -139,16 +151,24 @@ def _made(
     tokens. No key of its config may be left."""
     has_map, has_all = bool(stored & {"d2t", "t2d"}), draft_vocab_size == target.vocab_size
     own_embedding = "embed_tokens.weight" in stored
-    own_head = "lm_head.weight" in stored or not has_all or (not stored and method in ("eagle3", "peagle"))
+    own_head = (
+        "lm_head.weight" in stored or not has_all or (not stored and method in ("eagle3", "peagle"))
+    )
     for reader in dict.fromkeys(readers):
         if reader.take("tie_word_embeddings", bool, False) and own_embedding and not own_head:
-            raise reader.unsupported("tie_word_embeddings", "a head with embeddings of its own needs its own lm_head.weight")
+            raise reader.unsupported(
+                "tie_word_embeddings",
+                "a head with embeddings of its own needs its own lm_head.weight",
+            )
         if reader.take("embed_requires_grad", bool, False) and stored and not own_embedding:
-            raise reader.unsupported("embed_requires_grad", f"{path} lacks embed_tokens.weight, which was trained")
+            raise reader.unsupported(
+                "embed_requires_grad", f"{path} lacks embed_tokens.weight, which was trained"
+            )
         reader.finish()
     if stored and not has_map and not has_all:
         raise CheckpointError(
-            f"{path} lacks d2t and t2d, one of which says what its {draft_vocab_size} tokens are of the model's", field="d2t"
+            f"{path} lacks d2t and t2d, one of which says what its {draft_vocab_size} tokens are of the model's",
+            field="d2t",
         )
     spec = LayeredSpec(
         hidden_size=target.hidden_size,
@@ -160,13 +180,17 @@ def _made(
     )
     ignored = frozenset(("t2d", "d2t"))
     names = spec.names(first, joined)
-    return HeadDescription(method=method, path=path, spec=spec, names=names, ignored=ignored, has_map=has_map)
+    return HeadDescription(
+        method=method, path=path, spec=spec, names=names, ignored=ignored, has_map=has_map
+    )
 
 
 # --- EAGLE-1 and 2 --------------------------------------------------------------------------------------------------------
 
 
-def _read_eagle(path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec) -> HeadDescription:
+def _read_eagle(
+    path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
+) -> HeadDescription:
     """The authors' files, vLLM's (the same config below `model`), and those of `speculators`. Embeddings and output head in the
     file are copies of the model's, since neither was trained."""
     c, read, is_speculators = _opened(path, config, target, "eagle")
@@ -175,7 +199,11 @@ def _read_eagle(path: Path, config: dict[str, Any], stored: frozenset[str], targ
         c.require("transformer_layer_architecture", "LlamaDecoderLayer")
     read.require("vocab_size", target.vocab_size)
     read.require("model_type", "llama", "eagle", "mixtral", "qwen2")
-    said = [part.maybe(key, bool) for part in (c, read) for key in ("bias", "eagle_fc_bias", "fusion_bias")]
+    said = [
+        part.maybe(key, bool)
+        for part in (c, read)
+        for key in ("bias", "eagle_fc_bias", "fusion_bias")
+    ]
     joined = "fusion_fc" if is_speculators else "fc"
     bias = next((x for x in said if x is not None), f"{joined}.bias" in stored)
     count = read.size("num_hidden_layers", 1)
@@ -203,11 +231,17 @@ def _read_eagle(path: Path, config: dict[str, Any], stored: frozenset[str], targ
 
 
 def _read_eagle3(
-    method: HeadMethod, path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
+    method: HeadMethod,
+    path: Path,
+    config: dict[str, Any],
+    stored: frozenset[str],
+    target: ModelSpec,
 ) -> HeadDescription:
     c, read, is_speculators = _opened(path, config, target, method)
     if read is not c:
-        read.ignore("vocab_size")  # converters wrote others; tensors have the model's, or are refused
+        read.ignore(
+            "vocab_size"
+        )  # converters wrote others; tensors have the model's, or are refused
     else:
         c.require("vocab_size", target.vocab_size)
         c.require("num_nextn_predict_layers", 0)
@@ -215,7 +249,11 @@ def _read_eagle3(
     draft_vocab_size = c.size("draft_vocab_size", target.vocab_size)
     aux, fc_norm = _states_read(c, target.num_layers)
     c.require("num_aux_hidden_states", len(aux))
-    mask = _mask_token(c, target, "mask_token_id", "ptd_token_id", "pard_token") if method == "peagle" else None
+    mask = (
+        _mask_token(c, target, "mask_token_id", "ptd_token_id", "pard_token")
+        if method == "peagle"
+        else None
+    )
     c.ignore("parallel_drafting")  # P-EAGLE's, which its tensors show as well
     read.require("model_type", "llama", "llama3", "LlamaForCausalLMEagle3")
     count = read.size("num_hidden_layers", 1)
@@ -240,7 +278,9 @@ def _read_eagle3(
     )
 
 
-def _states_read(c: ConfigReader, num_layers: int) -> tuple[tuple[int, ...], Literal["each", "joint"] | None]:
+def _states_read(
+    c: ConfigReader, num_layers: int
+) -> tuple[tuple[int, ...], Literal["each", "joint"] | None]:
     """(the states that `fc` reads, their norms). `eagle_aux_hidden_state_layer_ids` count the states before layers; within
     `eagle_config` (SGLang, ModelOpt) those behind them. ModelOpt writes `norm_before_fc` there, too."""
     key = "eagle_aux_hidden_state_layer_ids"
@@ -263,7 +303,10 @@ def _states_read(c: ConfigReader, num_layers: int) -> tuple[tuple[int, ...], Lit
             given, shift = behind, 1
         inner.finish()
     if each and joint:
-        raise c.unsupported("fc_norm", "norm_before_fc is true as well, and a head has one norm of all states or one of each")
+        raise c.unsupported(
+            "fc_norm",
+            "norm_before_fc is true as well, and a head has one norm of all states or one of each",
+        )
     if not given:
         given = list(default_aux_layers(num_layers))
     return _rising(c, key, given, shift, num_layers), "joint" if joint else "each" if each else None
@@ -271,9 +314,13 @@ def _states_read(c: ConfigReader, num_layers: int) -> tuple[tuple[int, ...], Lit
 
 def _rising(c: ConfigReader, key: str, given: list[Any], shift: int, last: int) -> tuple[int, ...]:
     """`given` + `shift`, as numbers of states: that before layer 0 to that before layer `last`."""
-    fits = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= last for i in given)
+    fits = all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i + shift <= last for i in given
+    )
     if not given or not fits or len(set(given)) < len(given) or sorted(given) != list(given):
-        raise c.unsupported(key, f"must be rising numbers of states between layers, from {-shift} to {last - shift}")
+        raise c.unsupported(
+            key, f"must be rising numbers of states between layers, from {-shift} to {last - shift}"
+        )
     return tuple(i + shift for i in given)
 
 
@@ -287,7 +334,9 @@ def _mask_token(c: ConfigReader, target: ModelSpec, *keys: str) -> int:
 # --- DFlash ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_dflash(path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec) -> HeadDescription:
+def _read_dflash(
+    path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
+) -> HeadDescription:
     """The authors' `dflash_config` counts the states behind layers; `speculators` those before them. Of both the last one that
     is read stands before the final norm, which the state behind the last layer has passed."""
     c, read, is_speculators = _opened(path, config, target, "dflash")
@@ -301,7 +350,13 @@ def _read_dflash(path: Path, config: dict[str, Any], stored: frozenset[str], tar
         read.ignore("vocab_size")
     else:
         inner = c.part("dflash_config")
-        aux = _rising(inner, "target_layer_ids", inner.take("target_layer_ids", list), 1, target.num_layers - 1)
+        aux = _rising(
+            inner,
+            "target_layer_ids",
+            inner.take("target_layer_ids", list),
+            1,
+            target.num_layers - 1,
+        )
         mask = _mask_token(inner, target, "mask_token_id")
         of = c if "block_size" in c else inner
         block_size = of.size("block_size")
@@ -368,27 +423,42 @@ def _read_mtp(target: ModelDescription) -> HeadDescription:
         own_head=f"{below}shared_head.head.weight" in stored,
         scales_embedding=True,
     )
-    own = {"enorm": "embed_norm", "hnorm": "hidden_norm", "eh_proj": "join", "shared_head.norm": "final_norm"}
+    own = {
+        "enorm": "embed_norm",
+        "hnorm": "hidden_norm",
+        "eh_proj": "join",
+        "shared_head.norm": "final_norm",
+    }
     own |= {"shared_head.head": "head"} if head.own_head else {}
     names = {f"{below}{theirs}.weight": Placement(f"{name}.weight") for theirs, name in own.items()}
     for name, place in family.names(replace(spec, layers=(*spec.layers, spec.layers[-1]))).items():
         if place.target.startswith(ours):
             names[name] = replace(place, target=f"layers.0.{place.target.removeprefix(ours)}")
-    ignored = frozenset(name for name in stored if not name.startswith(below)) | {f"{below}embed_tokens.weight"}
+    ignored = frozenset(name for name in stored if not name.startswith(below)) | {
+        f"{below}embed_tokens.weight"
+    }
     return HeadDescription(method="mtp", path=target.path, spec=head, names=names, ignored=ignored)
 
 
 # --- Medusa ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_medusa(path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec) -> HeadDescription:
+def _read_medusa(
+    path: Path, config: dict[str, Any], stored: frozenset[str], target: ModelSpec
+) -> HeadDescription:
     c = ConfigReader(config, f"{path.name}/config.json")
     c.require("model_type", "medusa")
     c.require("hidden_size", target.hidden_size)
     c.require("vocab_size", target.vocab_size)
     c.require("truncated_vocab_size", target.vocab_size)
     c.ignore(
-        "base_model_name_or_path", "version", "medusa_choices", "max_paths", "topk", "max_seq_len", "base_model_config"
+        "base_model_name_or_path",
+        "version",
+        "medusa_choices",
+        "max_paths",
+        "topk",
+        "max_seq_len",
+        "base_model_config",
     )
     num_heads = c.size("medusa_num_heads" if "medusa_num_heads" in c else "num_heads")
     num_layers = c.size("medusa_num_layers" if "medusa_num_layers" in c else "num_hidden_layers", 1)
@@ -398,7 +468,8 @@ def _read_medusa(path: Path, config: dict[str, Any], stored: frozenset[str], tar
     c.finish()
     if "token_map" in stored:
         raise CheckpointError(
-            f"{path}: token_map (a smaller vocabulary) is not supported for Medusa heads", field="token_map"
+            f"{path}: token_map (a smaller vocabulary) is not supported for Medusa heads",
+            field="token_map",
         )
     bias = not stored or any(name.endswith(".bias") for name in stored)
     spec = MedusaSpec(
@@ -410,4 +481,6 @@ def _read_medusa(path: Path, config: dict[str, Any], stored: frozenset[str], tar
         own_heads=not shared,
     )
     ignored = frozenset(("lm_head.weight",)) if shared else frozenset()
-    return HeadDescription(method="medusa", path=path, spec=spec, names=spec.names(converted), ignored=ignored)
+    return HeadDescription(
+        method="medusa", path=path, spec=spec, names=spec.names(converted), ignored=ignored
+    )

@@ -20,5 +20,7 @@ def host_weights(spec: ModelSpec, num_layers: int) -> dict[str, int]:
     for i in mixtures(spec)[:num_layers]:
         own = spec.layers[i].mlp
         assert isinstance(own, MoESpec)
-        found |= dict.fromkeys((f"layers.{i}.experts.{part}.weight" for part in ("up", "down")), own.num_experts)
+        found |= dict.fromkeys(
+            (f"layers.{i}.experts.{part}.weight" for part in ("up", "down")), own.num_experts
+        )
     return found

@@ -86,7 +86,11 @@ class AttentionSpec:
         """The numbers of weights in q's norm and in k's."""
         if self.qk_norm is None:
             return 0, 0
-        return (self.head_dim, self.head_dim) if self.qk_norm.over == "head" else (self.q_size, self.kv_size)
+        return (
+            (self.head_dim, self.head_dim)
+            if self.qk_norm.over == "head"
+            else (self.q_size, self.kv_size)
+        )
 
     @property
     def cached_size(self) -> int:
@@ -94,11 +98,15 @@ class AttentionSpec:
         return 2 * self.kv_size
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        found = linear_shapes("attention.qkv", self.q_size + 2 * self.kv_size, hidden_size, self.qkv_bias)
+        found = linear_shapes(
+            "attention.qkv", self.q_size + 2 * self.kv_size, hidden_size, self.qkv_bias
+        )
         for x, size in zip("qk", self.qk_norm_sizes, strict=True):
             if size:
                 each = self.qk_norm is not None and self.qk_norm.over == "each"
-                found[f"attention.{x}_norm.weight"] = (size // self.head_dim, self.head_dim) if each else (size,)
+                found[f"attention.{x}_norm.weight"] = (
+                    (size // self.head_dim, self.head_dim) if each else (size,)
+                )
         if isinstance(self.position, BucketSpec) and self.position.own:
             found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
         if self.sinks:
@@ -165,8 +173,12 @@ class LatentAttentionSpec:
         found |= linear_shapes("attention.q", self.q_size, self.q_rank or hidden_size)
         found |= linear_shapes("attention.latent", self.head_dim, hidden_size, self.bias)
         found["attention.k_norm.weight"] = (self.kv_rank,)
-        found |= linear_shapes("attention.expand", self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank)
-        return found | linear_shapes("attention.out", hidden_size, self.num_heads * self.value_dim, self.bias)
+        found |= linear_shapes(
+            "attention.expand", self.num_heads * (self.nope_dim + self.value_dim), self.kv_rank
+        )
+        return found | linear_shapes(
+            "attention.out", hidden_size, self.num_heads * self.value_dim, self.bias
+        )
 
 
 AttentionKind: TypeAlias = AttentionSpec | LatentAttentionSpec
@@ -194,7 +206,9 @@ class DenseSpec:
     def shapes(self, hidden_size: int, name: str = "mlp", copies: int = 1) -> dict[str, Shape]:
         """The shapes of its parameters; of `copies` experts, stacked."""
         up = linear_shapes(f"{name}.up", copies * self.up_rows, hidden_size, self.bias is True)
-        return up | linear_shapes(f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias))
+        return up | linear_shapes(
+            f"{name}.down", copies * hidden_size, self.intermediate_size, bool(self.bias)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +263,9 @@ class MoESpec:
 
     @property
     def width(self) -> int:
-        return self.num_experts_per_token * self.expert.width + (self.shared.mlp.width if self.shared else 0)
+        return self.num_experts_per_token * self.expert.width + (
+            self.shared.mlp.width if self.shared else 0
+        )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         found = linear_shapes("router", self.num_experts, hidden_size, self.router_bias)
@@ -331,7 +347,10 @@ class LayerSpec:
     def is_plain(self) -> bool:
         """Whether what attention and the MLP give goes into the next norm, with the residual and nothing else done to it: so it
         is in most models."""
-        of_block = isinstance(self.block, SequentialBlock) and self.norms.keys() == {"pre_attention", "pre_mlp"}
+        of_block = isinstance(self.block, SequentialBlock) and self.norms.keys() == {
+            "pre_attention",
+            "pre_mlp",
+        }
         return of_block and self.residual_scale == 1.0 and self.cross is None
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
@@ -350,8 +369,14 @@ class LayerSpec:
         for name, shape in self.shapes(hidden_size).items():
             *stem, product, kind = name.split(".")
             if stem and kind == "weight" and product in ROUNDED:
-                copies = self.mlp.num_local_experts if isinstance(self.mlp, MoESpec) and stem == ["experts"] else 1
-                part: Literal["attention", "mlp"] = "attention" if stem[0] in ("attention", "cross") else "mlp"
+                copies = (
+                    self.mlp.num_local_experts
+                    if isinstance(self.mlp, MoESpec) and stem == ["experts"]
+                    else 1
+                )
+                part: Literal["attention", "mlp"] = (
+                    "attention" if stem[0] in ("attention", "cross") else "mlp"
+                )
                 found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
         return tuple(found)
 

@@ -77,7 +77,9 @@ class ClassifierSpec:
         if self.activation is not None:
             found |= linear_shapes("classifier.dense", hidden_size, hidden_size, self.bias)
             found |= {} if self.norm is None else self.norm.shapes("classifier.norm")
-        return found | linear_shapes("classifier.out", self.num_labels, hidden_size, self.activation is not None)
+        return found | linear_shapes(
+            "classifier.out", self.num_labels, hidden_size, self.activation is not None
+        )
 
 
 MAX_EXPERTS = 2**18
@@ -126,13 +128,21 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise UnsupportedModelError("num_hidden_layers must be at least 1", field="num_hidden_layers")
-        num_experts = sum(layer.mlp.num_experts for layer in self.all_layers if isinstance(layer.mlp, MoESpec))
+            raise UnsupportedModelError(
+                "num_hidden_layers must be at least 1", field="num_hidden_layers"
+            )
+        num_experts = sum(
+            layer.mlp.num_experts for layer in self.all_layers if isinstance(layer.mlp, MoESpec)
+        )
         if num_experts > MAX_EXPERTS:
-            raise UnsupportedModelError(f"the layers have {num_experts} experts, more than {MAX_EXPERTS}", field="num_experts")
+            raise UnsupportedModelError(
+                f"the layers have {num_experts} experts, more than {MAX_EXPERTS}",
+                field="num_experts",
+            )
         if self.num_parameters > MAX_PARAMETERS:
             raise UnsupportedModelError(
-                f"the config's sizes make {self.num_parameters:.3g} parameters: no model has so many", field="hidden_size"
+                f"the config's sizes make {self.num_parameters:.3g} parameters: no model has so many",
+                field="hidden_size",
             )
         if self.encoder is not None and not 0 <= self.encoder.start_token_id < self.vocab_size:
             raise UnsupportedModelError(
@@ -157,7 +167,9 @@ class ModelSpec:
             g = m.groups if isinstance(m, MoESpec) else None
             if isinstance(m, MoESpec) and g is not None:
                 each = m.num_experts // g.num_groups
-                fits = m.num_experts % g.num_groups == 0 and each >= (2 if g.by == "best_two" else 1)
+                fits = m.num_experts % g.num_groups == 0 and each >= (
+                    2 if g.by == "best_two" else 1
+                )
                 if not fits or not m.num_experts_per_token <= g.num_chosen * each <= m.num_experts:
                     raise UnsupportedModelError(
                         f"{m.num_experts_per_token} of {m.num_experts} experts can't be chosen from {g.num_chosen} of "
@@ -232,7 +244,9 @@ class ModelSpec:
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
-        groups = group_layers([x.attention for x in self.layers], self.max_position, divide=not self.is_encoder)
+        groups = group_layers(
+            [x.attention for x in self.layers], self.max_position, divide=not self.is_encoder
+        )
         if self.encoder is not None:
             groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
         return tuple(groups)
@@ -240,7 +254,12 @@ class ModelSpec:
     @property
     def group_of_layer(self) -> tuple[int, ...]:
         """For each layer, the index of the group with its own keys and values."""
-        found = {layer: i for i, group in enumerate(self.cache_groups) if group.kind != "cross" for layer in group.layers}
+        found = {
+            layer: i
+            for i, group in enumerate(self.cache_groups)
+            if group.kind != "cross"
+            for layer in group.layers
+        }
         return tuple(found[i] for i in range(self.num_layers))
 
     @property
@@ -254,7 +273,9 @@ class ModelSpec:
         turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
-        found = {x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)}
+        found = {
+            x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)
+        }
         return tuple(found[i] for i in range(self.num_layers))
 
     def block_bytes_per_token(self, element_bytes: int) -> int:
@@ -329,5 +350,7 @@ def _stack_shapes(
     if isinstance(position, BucketSpec) and not position.own:
         found[f"{prefix}distances.weight"] = (position.num_buckets, layers[0].attention.num_heads)
     for i, layer in enumerate(layers):
-        found |= {f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()}
+        found |= {
+            f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()
+        }
     return found if final_norm is None else found | final_norm.shapes(f"{prefix}final_norm")

@@ -10,13 +10,23 @@ from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import FORMATS, FP8_TILE, SCHEMES, Scheme, WeightFormat
 
-PRODUCTS = (".qkv.weight", ".out.weight", ".up.weight", ".down.weight", ".q.weight", ".q_latent.weight", ".latent.weight")
+PRODUCTS = (
+    ".qkv.weight",
+    ".out.weight",
+    ".up.weight",
+    ".down.weight",
+    ".q.weight",
+    ".q_latent.weight",
+    ".latent.weight",
+)
 
 
 def is_product(target: str) -> bool:
     """Whether `target` is a weight that may be quantised: that of a layer's product, or the output head. An image encoder's
     are not."""
-    return target == "head.weight" or (target.endswith(PRODUCTS) and not target.startswith("vision."))
+    return target == "head.weight" or (
+        target.endswith(PRODUCTS) and not target.startswith("vision.")
+    )
 
 
 def rounds(scheme: Scheme, target: str) -> bool:
@@ -38,7 +48,9 @@ def native_weight_bytes(
     """Bytes of one parameter: rounded by `scheme`, in its own format of `native_formats` (without its scales), or dense."""
     if scheme is not None and rounds(scheme, target):
         return scheme.weight_bytes(*shape, on_cpu=on_cpu)
-    return math.prod(shape) * (formats[target].bits if target in formats else 8 * element_bytes) // 8
+    return (
+        math.prod(shape) * (formats[target].bits if target in formats else 8 * element_bytes) // 8
+    )
 
 
 def is_expandable(target: str) -> bool:
@@ -60,8 +72,14 @@ def native_formats(
             fmt = formats.of(name.removesuffix(".weight"))
             able = rounded - {"int8-split"} if ".experts." in place.target else rounded
             plain = place.transform is None and place.copies is None
-            plain = plain and (fmt is None or place.start % fmt.block_rows == 0)  # a tile must not have rows of two tensors
-            ours = fmt is not None and fmt.product in able and native_group_size(fmt, *shapes[place.target]) is not None
+            plain = plain and (
+                fmt is None or place.start % fmt.block_rows == 0
+            )  # a tile must not have rows of two tensors
+            ours = (
+                fmt is not None
+                and fmt.product in able
+                and native_group_size(fmt, *shapes[place.target]) is not None
+            )
             found.setdefault(place.target, set()).add(fmt if plain and ours else None)
     return {target: fmt for target, (fmt, *more) in found.items() if fmt is not None and not more}
 
@@ -80,4 +98,11 @@ def native_group_size(fmt: WeightFormat, rows: int, inner: int) -> int | None:
     if fmt.inputs is not None:
         return None if rows % 16 or inner % 16 else 0
     whole = fmt.group_size or inner
-    return next((size for size in (128, 32) if whole % size == 0 and inner % max(size, 64) == 0 == inner % whole), None)
+    return next(
+        (
+            size
+            for size in (128, 32)
+            if whole % size == 0 and inner % max(size, 64) == 0 == inner % whole
+        ),
+        None,
+    )

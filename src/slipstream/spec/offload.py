@@ -49,11 +49,19 @@ def plan_offload(layer_bytes: Sequence[int], other_bytes: int, budget: int) -> O
     for number in range(min(NUM_SLOTS, count), count + 1):
         streamed = tuple(i for i in range(count) if (i + 1) * number // count > i * number // count)
         slots = min(NUM_SLOTS, number) * max(layer_bytes[i] for i in streamed)
-        kept = other_bytes + slots + sum(size for i, size in enumerate(layer_bytes) if i not in streamed)
+        kept = (
+            other_bytes
+            + slots
+            + sum(size for i, size in enumerate(layer_bytes) if i not in streamed)
+        )
         if kept <= budget:
             read = sum(layer_bytes[i] for i in streamed)
             return OffloadPlan(
-                num_layers=count, streamed=streamed, resident_bytes=kept, slot_bytes=slots, read_bytes=read
+                num_layers=count,
+                streamed=streamed,
+                resident_bytes=kept,
+                slot_bytes=slots,
+                read_bytes=read,
             )
     raise ConfigError(
         f"weights_bytes={budget} is less than embeddings, head and {NUM_SLOTS} layers take ({kept}); raise it",

@@ -97,7 +97,9 @@ class Shard:
     def inner(self, total: int, offset: int = 0) -> tuple[Range, ...]:
         """The part of an inner dimension that this rank has, which begins at `offset`."""
         each = self.width(total)
-        return _filled((min(self.rank * each, total), min((self.rank + 1) * each, total)), each, offset)
+        return _filled(
+            (min(self.rank * each, total), min((self.rank + 1) * each, total)), each, offset
+        )
 
     @property
     def deals_requests(self) -> bool:
@@ -127,7 +129,9 @@ class ParameterShard:
             return ((0, stop - start),)
         at = [i for i, (a, b) in enumerate(self.rows) if max(a, start) < min(b, stop)]
         own = self.rows[at[0] : at[-1] + 1] if at else ()
-        return tuple((a, b) if a < 0 else (max(a, start) - start, min(b, stop) - start) for a, b in own)
+        return tuple(
+            (a, b) if a < 0 else (max(a, start) - start, min(b, stop) - start) for a, b in own
+        )
 
     def local_rows(self, num_rows: int) -> int:
         """Rows of a copy of `num_rows` that are here, with zeros."""
@@ -199,10 +203,14 @@ class RankHeads(NamedTuple):
 def heads_of(a: AttentionKind, shard: Shard) -> RankHeads:
     """The heads of a rank."""
     if not shard.tensor or shard.size == 1:
-        return RankHeads((0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1)
+        return RankHeads(
+            (0, a.num_heads), tuple(range(a.num_kv_heads)), a.num_heads, a.num_kv_heads, 1
+        )
     latent = isinstance(a, LatentAttentionSpec)
     width = a.value_dim if isinstance(a, LatentAttentionSpec) else a.head_dim
-    slots, group = _slots(a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention)
+    slots, group = _slots(
+        a.num_heads, 1 if latent else a.num_kv_heads, width, shard.size, shard.units.attention
+    )
     per_kv = -(-(a.num_heads // a.num_kv_heads) // group)  # slots of a kv head
     total, whole = a.num_kv_heads * per_kv, a.num_heads // a.num_kv_heads
     own = range(shard.rank * slots, min((shard.rank + 1) * slots, total))
@@ -238,22 +246,32 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
     for layer in spec.all_layers if shard.tensor else ():
         a, heads = layer.attention, heads_of(layer.attention, shard)
         if (held := n * heads.num_heads) > a.num_heads:
-            found[f"{a.num_heads} query heads on {n} ranks: {heads.num_heads} each, {held - a.num_heads} of them zeros"] = None
+            found[
+                f"{a.num_heads} query heads on {n} ranks: {heads.num_heads} each, {held - a.num_heads} of them zeros"
+            ] = None
         if isinstance(a, AttentionSpec):
             if heads.copies > 1:
                 found[f"kv heads don't divide by {n}: {heads.copies} copies of each"] = None
             if (missing := n * heads.num_kv_heads - heads.copies * a.num_kv_heads) > 0:
-                found[f"{a.num_kv_heads} kv heads on {n} ranks: {heads.num_kv_heads} each, {missing} of them zeros"] = None
+                found[
+                    f"{a.num_kv_heads} kv heads on {n} ranks: {heads.num_kv_heads} each, {missing} of them zeros"
+                ] = None
     for layer in spec.all_layers:
         m = layer.mlp
         inner = [m] if isinstance(m, DenseSpec) and shard.tensor else []
         if isinstance(m, MoESpec):
-            inner = [m.expert] * (not shard.experts) + ([] if m.shared is None or shard.deals_requests else [m.shared.mlp])
+            inner = [m.expert] * (not shard.experts) + (
+                [] if m.shared is None or shard.deals_requests else [m.shared.mlp]
+            )
             if shard.experts and m.num_experts % n:
-                found[f"{m.num_experts} experts on {n} ranks: {m.num_experts // n} or one more each"] = None
+                found[
+                    f"{m.num_experts} experts on {n} ranks: {m.num_experts // n} or one more each"
+                ] = None
         for size, width in ((x.intermediate_size, shard.width(x.intermediate_size)) for x in inner):
             if n * width > size:
-                found[f"an inner dimension of {size} on {n} ranks: {width} each, {n * width - size} of them zeros"] = None
+                found[
+                    f"an inner dimension of {size} on {n} ranks: {width} each, {n * width - size} of them zeros"
+                ] = None
     if shard.tensor and (rows := n * shard.vocabulary(spec.vocab_size)) > spec.vocab_size:
         found[f"a vocabulary of {spec.vocab_size:,} on {n} ranks: {rows // n:,} rows each"] = None
     return list(found)
@@ -271,15 +289,21 @@ def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         return spec
     encoder = spec.encoder
     if encoder is not None:
-        encoder = dataclasses.replace(encoder, layers=tuple(_split_layer(x, shard) for x in encoder.layers))
-    return dataclasses.replace(spec, layers=tuple(_split_layer(x, shard) for x in spec.layers), encoder=encoder)
+        encoder = dataclasses.replace(
+            encoder, layers=tuple(_split_layer(x, shard) for x in encoder.layers)
+        )
+    return dataclasses.replace(
+        spec, layers=tuple(_split_layer(x, shard) for x in spec.layers), encoder=encoder
+    )
 
 
 def _split_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     cross = None if layer.cross is None else _split_attention(layer.cross, shard)
     assert not isinstance(cross, LatentAttentionSpec)
     attention = _split_attention(layer.attention, shard)
-    return dataclasses.replace(layer, attention=attention, mlp=_split_mlp(layer.mlp, shard), cross=cross)
+    return dataclasses.replace(
+        layer, attention=attention, mlp=_split_mlp(layer.mlp, shard), cross=cross
+    )
 
 
 def _split_attention(a: AttentionKind, shard: Shard) -> AttentionKind:
@@ -331,17 +355,34 @@ def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
         return found
     if shard.tensor:
         each = shard.vocabulary(spec.vocab_size)
-        own = ParameterShard(rows=((min(shard.rank * each, spec.vocab_size), min((shard.rank + 1) * each, spec.vocab_size)),))
-        found |= {name: own for name in ("embed.weight", "head.weight", "head.bias") if name in parameters(spec)}
-    stacks = [("", spec.layers)] + ([] if spec.encoder is None else [("encoder.", spec.encoder.layers)])
+        own = ParameterShard(
+            rows=(
+                (
+                    min(shard.rank * each, spec.vocab_size),
+                    min((shard.rank + 1) * each, spec.vocab_size),
+                ),
+            )
+        )
+        found |= {
+            name: own
+            for name in ("embed.weight", "head.weight", "head.bias")
+            if name in parameters(spec)
+        }
+    stacks = [("", spec.layers)] + (
+        [] if spec.encoder is None else [("encoder.", spec.encoder.layers)]
+    )
     for prefix, layers in stacks:
         position = layers[0].attention.position
         if shard.tensor and isinstance(position, BucketSpec) and not position.own:
-            found[f"{prefix}distances.weight"] = ParameterShard(columns=heads_of(layers[0].attention, shard).rows(1))
+            found[f"{prefix}distances.weight"] = ParameterShard(
+                columns=heads_of(layers[0].attention, shard).rows(1)
+            )
         for i, layer in enumerate(layers):
             own_cuts = _of_layer(layer, shard)
             names = layer.shapes(spec.hidden_size)
-            found |= {f"{prefix}layers.{i}.{name}": cut for name, cut in own_cuts.items() if name in names}
+            found |= {
+                f"{prefix}layers.{i}.{name}": cut for name, cut in own_cuts.items() if name in names
+            }
     return found
 
 
@@ -365,7 +406,9 @@ def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
         if (c := layer.cross) is not None:
             heads, dim = heads_of(c, shard), c.head_dim
             product("cross.q", ParameterShard(rows=heads.rows(dim)))
-            product("cross.kv", ParameterShard(rows=heads.kv_rows(dim) + heads.kv_rows(dim, c.kv_size)))
+            product(
+                "cross.kv", ParameterShard(rows=heads.kv_rows(dim) + heads.kv_rows(dim, c.kv_size))
+            )
             sum_of_parts("cross.out", heads.rows(dim))
         if isinstance(layer.mlp, DenseSpec):
             dense("mlp", layer.mlp)
@@ -416,7 +459,11 @@ def _of_attention(
 
 def _inner_rows(m: DenseSpec, shard: Shard) -> tuple[Range, ...]:
     """Rows of `up`: the gates of this rank's share, and its ups."""
-    return tuple(part for i in range(1 + m.gated) for part in shard.inner(m.intermediate_size, i * m.intermediate_size))
+    return tuple(
+        part
+        for i in range(1 + m.gated)
+        for part in shard.inner(m.intermediate_size, i * m.intermediate_size)
+    )
 
 
 # --- Stages -----------------------------------------------------------------------------------------------------------
@@ -428,12 +475,16 @@ def even_stages(spec: ModelSpec, count: int) -> tuple[int, ...]:
     sizes = [_read(layer, spec.hidden_size) for layer in spec.layers]
     sizes[-1] += spec.vocab_size * spec.embed_width if spec.generates else 0
     ends = [0, *itertools.accumulate(sizes)]
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # layers before: (the largest stage so far, the stages)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {
+        0: (0, ())
+    }  # layers before: (the largest stage so far, the stages)
     for stage in range(count):
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for end in range(stage + 1, len(sizes) - (count - stage) + 2):
             before = [(at, *known) for at, known in best.items() if at < end]
-            found[end] = min((max(most, ends[end] - ends[at]), (*own, end - at)) for at, most, own in before)
+            found[end] = min(
+                (max(most, ends[end] - ends[at]), (*own, end - at)) for at, most, own in before
+            )
         best = found
     return best[len(sizes)][1]
 
@@ -453,11 +504,14 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
 def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
     """ConfigError if `tensor` ranks are more than the model has heads, or `experts` ranks more than it has experts."""
     for layer in spec.all_layers if tensor > 1 else ():
-        _check_enough("num_attention_heads", layer.attention.num_heads, tensor, "tensor_parallel_size")
+        _check_enough(
+            "num_attention_heads", layer.attention.num_heads, tensor, "tensor_parallel_size"
+        )
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, MoESpec)]
     if experts > 1 and not mixtures:
         raise ConfigError(
-            f"expert_parallel_size={experts}: the model has no experts; use tensor_parallel_size", field="expert_parallel_size"
+            f"expert_parallel_size={experts}: the model has no experts; use tensor_parallel_size",
+            field="expert_parallel_size",
         )
     for m in mixtures if experts > 1 else ():
         _check_enough("num_experts", m.num_experts, experts, "expert_parallel_size")
@@ -465,4 +519,6 @@ def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
 
 def _check_enough(name: str, total: int, size: int, setting: str) -> None:
     if total < size:
-        raise ConfigError(f"{setting}={size} is more than the model's {name} ({total}); lower it", field=setting)
+        raise ConfigError(
+            f"{setting}={size} is more than the model's {name} ({total}); lower it", field=setting
+        )

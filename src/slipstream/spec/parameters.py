@@ -56,7 +56,9 @@ class Flatten:
     kernel: tuple[int, ...]
 
 
-Transform: TypeAlias = Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+Transform: TypeAlias = (
+    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,12 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.files import parse_json
 
 CONFIG_KEYS = frozenset(
-    ("is_matryoshka", "matryoshka_dimensions", "sbert_ce_default_activation_function", "sentence_transformers")
+    (
+        "is_matryoshka",
+        "matryoshka_dimensions",
+        "sbert_ce_default_activation_function",
+        "sentence_transformers",
+    )
 )
 """Keys of config.json that this file reads, not the family."""
 
@@ -55,7 +60,10 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
     if modules:
         normalize = False
         for module in modules:
-            name, folder = str(module.get("type", "")).rsplit(".", 1)[-1], Path(str(module.get("path", "")))
+            name, folder = (
+                str(module.get("type", "")).rsplit(".", 1)[-1],
+                Path(str(module.get("path", ""))),
+            )
             if folder.is_absolute() or ".." in folder.parts:
                 what = f"modules.json: the path {str(folder)!r} is outside the model's folder"
                 raise CheckpointError(what, field="modules.json")
@@ -66,10 +74,14 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
             elif name == "LogitScore" and not is_encoder:
                 kind, score_tokens = "last", _score_tokens(_json(path / folder / "config.json", {}))
             elif name != "Transformer":
-                raise UnsupportedModelError(f"modules.json: the step {name!r} is not supported", field="modules.json")
+                raise UnsupportedModelError(
+                    f"modules.json: the step {name!r} is not supported", field="modules.json"
+                )
     limits = _json(path / "sentence_bert_config.json", {})
     if limits.get("do_lower_case"):
-        raise UnsupportedModelError("sentence_bert_config.json: do_lower_case is not supported", field="do_lower_case")
+        raise UnsupportedModelError(
+            "sentence_bert_config.json: do_lower_case is not supported", field="do_lower_case"
+        )
     says = _json(path / "config_sentence_transformers.json", {})
     default = says.get("default_prompt_name")
     length = limits.get("max_seq_length")
@@ -89,7 +101,8 @@ def _score_tokens(config: Mapping[str, Any]) -> tuple[int, int | None]:
     yes, no = config.get("true_token_id"), config.get("false_token_id")
     if not isinstance(yes, int) or not (no is None or isinstance(no, int)) or min(yes, no or 0) < 0:
         raise UnsupportedModelError(
-            f"a LogitScore step with true_token_id = {yes!r} and false_token_id = {no!r}", field="true_token_id"
+            f"a LogitScore step with true_token_id = {yes!r} and false_token_id = {no!r}",
+            field="true_token_id",
         )
     return yes, no
 
@@ -99,7 +112,9 @@ def gguf_pooling(number: object, *, is_encoder: bool) -> PoolingSpec:
     kinds: dict[object, Literal["mean", "cls", "last"]] = {1: "mean", 2: "cls", 3: "last"}
     usual: Literal["mean", "last"] = "mean" if is_encoder else "last"
     if number not in (None, 0, *kinds):
-        raise UnsupportedModelError(f"pooling_type = {number!r}: only 0 to 3 are supported", field="pooling_type")
+        raise UnsupportedModelError(
+            f"pooling_type = {number!r}: only 0 to 3 are supported", field="pooling_type"
+        )
     return PoolingSpec(kind=kinds.get(number, usual), normalize=True)
 
 
@@ -111,15 +126,25 @@ def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
         "pooling_mode_lasttoken": "last",
     }
     named = config.get("pooling_mode")
-    on = [f"pooling_mode_{named}"] if named else [k for k, v in config.items() if k.startswith("pooling_mode_") and v]
-    found = [kind for key, kind in modes.items() if on == [key] or named == kind or (named == "lasttoken" and kind == "last")]
+    on = (
+        [f"pooling_mode_{named}"]
+        if named
+        else [k for k, v in config.items() if k.startswith("pooling_mode_") and v]
+    )
+    found = [
+        kind
+        for key, kind in modes.items()
+        if on == [key] or named == kind or (named == "lasttoken" and kind == "last")
+    ]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"a Pooling step with {' and '.join(on) or 'no mode'}: only one of {', '.join(modes)} is supported",
             field=on[0] if on else "pooling_mode_mean_tokens",
         )
     if config.get("include_prompt") is False:
-        raise UnsupportedModelError("a Pooling step that leaves the prompt out is not supported", field="include_prompt")
+        raise UnsupportedModelError(
+            "a Pooling step that leaves the prompt out is not supported", field="include_prompt"
+        )
     return found[0]
 
 
@@ -133,7 +158,9 @@ def _probabilities(config: Mapping[str, Any]) -> bool:
     )
     last = str(name or "Sigmoid").rsplit(".", 1)[-1].removesuffix("()")
     if last not in ("Sigmoid", "Identity"):
-        raise UnsupportedModelError(f"the activation {name!r} of scores is not supported", field="activation_fn")
+        raise UnsupportedModelError(
+            f"the activation {name!r} of scores is not supported", field="activation_fn"
+        )
     return last == "Sigmoid"
 
 
@@ -146,5 +173,7 @@ def _json(path: Path, default: Any) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", field=path.name) from error
     if not isinstance(value, type(default)):
-        raise CheckpointError(f"{path} must hold {'a list' if default == [] else 'an object'}", field=path.name)
+        raise CheckpointError(
+            f"{path} must hold {'a list' if default == [] else 'an object'}", field=path.name
+        )
     return value

@@ -13,7 +13,9 @@ def require_positive(where: str, **values: float) -> None:
     """Raises UnsupportedModelError for a value that is not a finite number above 0."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
-            raise UnsupportedModelError(f"{where}: {name} must be a finite number above 0, got {value!r}", field=name)
+            raise UnsupportedModelError(
+                f"{where}: {name} must be a finite number above 0, got {value!r}", field=name
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,10 @@ class LongRopeScaling:
             original_max_position_embeddings=self.original_max_position,
             attention_factor=self.attention_factor,
         )
-        for name, factors in (("short_factor", self.short_factors), ("long_factor", self.long_factors)):
+        for name, factors in (
+            ("short_factor", self.short_factors),
+            ("long_factor", self.long_factors),
+        ):
             for factor in factors:
                 require_positive("rope_scaling", **{name: factor})
 
@@ -123,7 +128,9 @@ class RopeSpec:
                 f"rope: the rotated part of a head must be an even number of dimensions, got {self.rotary_dim}",
                 field="partial_rotary_factor",
             )
-        if self.sections is not None and (sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 1):
+        if self.sections is not None and (
+            sum(self.sections) != self.rotary_dim // 2 or min(self.sections) < 1
+        ):
             raise UnsupportedModelError(
                 f"rope: mrope_section {list(self.sections)} must be numbers above 0 that sum up to {self.rotary_dim // 2}",
                 field="mrope_section",

@@ -64,7 +64,9 @@ class StoredFormats:
     @property
     def products(self) -> frozenset[str]:
         """The products that compute with weights as they are stored: fp8, int8, int4."""
-        found = {fmt.product for _, fmt in self.groups} | ({"int8-split"} if self.columns else set())
+        found = {fmt.product for _, fmt in self.groups} | (
+            {"int8-split"} if self.columns else set()
+        )
         return frozenset(product for product in found if product is not None)
 
     def of(self, module: str) -> WeightFormat | None:
@@ -84,7 +86,9 @@ class StoredFormats:
 
 def _matches(module: str, target: str) -> bool:
     """An expression matches from the beginning, as with re.match."""
-    return re.match(target[3:], module) is not None if target.startswith("re:") else module == target
+    return (
+        re.match(target[3:], module) is not None if target.startswith("re:") else module == target
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,13 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
     """Read a quantization_config. UnsupportedModelError names a field that is not supported."""
     read = _reader(config, PREFIX)
     kind = read.take("quant_method", str)
-    readers = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "mxfp4": _mxfp4,
+    }
     if kind not in readers:
         raise read.unsupported("quant_method", f"only {', '.join(readers)} are supported")
     found = readers[kind](read, tied_embeddings)
@@ -129,7 +139,9 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     names = tuple(str(name) for name in read.maybe("modules_to_not_convert", list) or [])
     _check_expressions(read, "modules_to_not_convert", tuple(f"re:{name}" for name in names))
     names = tuple(name for name in names if not _never_rounded(name))
-    kept = tuple(rule for name in names for rule in (rf"re:(?:{name})(?:\.|$)", f"re:.*(?:{name})$"))
+    kept = tuple(
+        rule for name in names for rule in (rf"re:(?:{name})(?:\.|$)", f"re:.*(?:{name})$")
+    )
     fmt = replace(SCHEME_FORMATS["fp8-block"], scale="weight_scale_inv")
     formats = StoredFormats(((("Linear",), fmt),), ("lm_head", *kept))
     return StoredQuantization("fp8", _scheme(formats, tied_embeddings), formats=formats)
@@ -137,20 +149,32 @@ def _fp8(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 def _never_rounded(name: str) -> bool:
     """Schemes do not quantise norms, embeddings, routers and the head."""
-    return name == "lm_head" or name.endswith(("norm", "embed_tokens", "mlp.gate", "shared_expert_gate"))
+    return name == "lm_head" or name.endswith(
+        ("norm", "embed_tokens", "mlp.gate", "shared_expert_gate")
+    )
 
 
 def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) -> StoredQuantization:
     """`stored`, with the columns `given` in `COLUMNS_NAME`. CheckpointError if they do not fit each other."""
     if stored is None or stored.formats is None:
-        raise CheckpointError(f"{COLUMNS_NAME} goes with weights that compressed-tensors rounded", field=COLUMNS_NAME)
+        raise CheckpointError(
+            f"{COLUMNS_NAME} goes with weights that compressed-tensors rounded", field=COLUMNS_NAME
+        )
     for module, columns in given.items():
         fmt = stored.formats.of(module)
         if fmt is None or fmt.inputs != "int8":
             raise CheckpointError(f"{COLUMNS_NAME}: {module} has no int8 inputs", field=module)
-        if not isinstance(columns, list) or not columns or any(type(c) is not int or c < 0 for c in columns):
-            raise CheckpointError(f"{COLUMNS_NAME}: {module} must have a list of columns", field=module)
-    formats = replace(stored.formats, columns={module: tuple(columns) for module, columns in given.items()})
+        if (
+            not isinstance(columns, list)
+            or not columns
+            or any(type(c) is not int or c < 0 for c in columns)
+        ):
+            raise CheckpointError(
+                f"{COLUMNS_NAME}: {module} must have a list of columns", field=module
+            )
+    formats = replace(
+        stored.formats, columns={module: tuple(columns) for module, columns in given.items()}
+    )
     return replace(stored, scheme=None if given else stored.scheme, formats=formats)
 
 
@@ -162,9 +186,13 @@ def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 
 def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
-    kept = read.maybe("modules_to_not_convert", list) or []  # all but the experts, which alone have blocks
+    kept = (
+        read.maybe("modules_to_not_convert", list) or []
+    )  # all but the experts, which alone have blocks
     if any(str(name).rstrip(".*").endswith(("experts", "mlp")) for name in kept):
-        raise read.unsupported("modules_to_not_convert", "experts that are left out are not supported")
+        raise read.unsupported(
+            "modules_to_not_convert", "experts that are left out are not supported"
+        )
     return StoredQuantization("mxfp4", "mxfp4")
 
 
@@ -194,16 +222,28 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
     caches = {"kv_cache_scheme": read.maybe("kv_cache_scheme", dict)}
     groups = dict(read.maybe("config_groups", dict) or {})
     for name, group in [*groups.items()]:
-        if isinstance(group, Mapping) and group.get("weights") is None:  # an attention as a whole, its cache with it
-            caches[f"config_groups.{name}"] = _attention_inputs(_reader(groups.pop(name), f"{PREFIX}config_groups.{name}."))
-    kinds = {where: _cache(given, f"{PREFIX}{where}.") for where, given in caches.items() if given is not None}
+        if (
+            isinstance(group, Mapping) and group.get("weights") is None
+        ):  # an attention as a whole, its cache with it
+            caches[f"config_groups.{name}"] = _attention_inputs(
+                _reader(groups.pop(name), f"{PREFIX}config_groups.{name}.")
+            )
+    kinds = {
+        where: _cache(given, f"{PREFIX}{where}.")
+        for where, given in caches.items()
+        if given is not None
+    }
     kv_cache = next(iter(kinds.values()), None)
     if len(set(kinds.values())) > 1 or not (groups or kinds or sparse):
-        raise read.unsupported("config_groups", "a group of layers, or one form of the KV cache, is needed")
+        raise read.unsupported(
+            "config_groups", "a group of layers, or one form of the KV cache, is needed"
+        )
     ignored = tuple(str(layer) for layer in read.maybe("ignore", list) or [])
     if not groups:
         read.require("format", "dense", *FORMATS, *SPARSE_FORMATS)
-        read.require("quantization_status", "compressed", "frozen")  # of weights, which are as they were
+        read.require(
+            "quantization_status", "compressed", "frozen"
+        )  # of weights, which are as they were
         return StoredQuantization("compressed-tensors", None, kv_cache, sparse, zeros=zeros)
     read.require("format", *FORMATS, "mixed-precision")
     read.require("quantization_status", "compressed")
@@ -213,7 +253,9 @@ def _compressed_tensors(read: ConfigReader, tied_embeddings: bool) -> StoredQuan
         prefix = f"{PREFIX}config_groups.{name}."
         found.append(_group(_reader(given, prefix), prefix))
     formats = StoredFormats(tuple(found), ignored)
-    return StoredQuantization("compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats, zeros)
+    return StoredQuantization(
+        "compressed-tensors", _scheme(formats, tied_embeddings), kv_cache, sparse, formats, zeros
+    )
 
 
 def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
@@ -223,7 +265,9 @@ def _scheme(formats: StoredFormats, tied_embeddings: bool) -> str | None:
         return None
     # One scale for the whole weight or input becomes one a row or token, which is finer.
     held = replace(formats.groups[0][1], whole=False, static_inputs=False, scale="weight_scale")
-    name = next((n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None)
+    name = next(
+        (n for n, fmt in SCHEME_FORMATS.items() if fmt == held and not SCHEMES[n].head), None
+    )
     if name is None or tied_embeddings or "lm_head" in ignored:
         return name
     return f"{name}-head" if f"{name}-head" in SCHEMES else None
@@ -234,7 +278,9 @@ def _check_expressions(read: ConfigReader, field: str, targets: tuple[str, ...])
         try:
             re.compile(target[3:])
         except re.error as error:
-            raise read.unsupported(field, f"{target!r} is no regular expression: {error}") from error
+            raise read.unsupported(
+                field, f"{target!r} is no regular expression: {error}"
+            ) from error
 
 
 def _sparsity(read: ConfigReader) -> tuple[bool, float | None]:
@@ -284,8 +330,12 @@ def _cache(given: Mapping[str, Any], prefix: str) -> RowFormat:
 def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFormat]:
     """A group's target modules and their format."""
     targets = tuple(str(target) for target in group.take("targets", list))
-    if not targets or any(t not in ("Linear", "lm_head") and "." not in t and not t.startswith("re:") for t in targets):
-        raise group.unsupported("targets", "only 'Linear', names of modules and 're:…' are supported")
+    if not targets or any(
+        t not in ("Linear", "lm_head") and "." not in t and not t.startswith("re:") for t in targets
+    ):
+        raise group.unsupported(
+            "targets", "only 'Linear', names of modules and 're:…' are supported"
+        )
     _check_expressions(group, "targets", targets)
     group.require("format", *FORMATS)
     group.require("output_activations")
@@ -296,7 +346,11 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     weights.require("actorder", "static", "weight")
     weights.require("strategy", "group", "channel", "tensor", "block")
     weights.require("type", "int", "float")
-    bits, strategy, size = weights.take("num_bits", int), weights.take("strategy", str), weights.maybe("group_size", int)
+    bits, strategy, size = (
+        weights.take("num_bits", int),
+        weights.take("strategy", str),
+        weights.maybe("group_size", int),
+    )
     symmetric, is_int = weights.take("symmetric", bool, True), weights.take("type", str) == "int"
     if strategy == "block":
         return targets, _block(group, weights, given, f"{prefix}input_activations.")
@@ -305,7 +359,9 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     if strategy == "group" and (size or 0) < 1:
         raise weights.unsupported("group_size", "a group has at least one input")
     if not 2 <= bits <= 8 or not (is_int or (bits == 8 and symmetric)):
-        raise weights.unsupported("num_bits", "only 2 to 8 bits of int, or 8 of float, symmetric, are supported")
+        raise weights.unsupported(
+            "num_bits", "only 2 to 8 bits of int, or 8 of float, symmetric, are supported"
+        )
     made = WeightFormat(
         kind="int" if is_int else "float",
         bits=bits,
@@ -316,7 +372,10 @@ def _group(group: ConfigReader, prefix: str) -> tuple[tuple[str, ...], WeightFor
     if given is None:
         return targets, made
     if bits != 8 or not symmetric or strategy == "group":
-        raise weights.unsupported("num_bits", "with 8-bit inputs only 8 bits by channel or tensor, symmetric, are supported")
+        raise weights.unsupported(
+            "num_bits",
+            "with 8-bit inputs only 8 bits by channel or tensor, symmetric, are supported",
+        )
     inputs = _reader(given, f"{prefix}input_activations.")
     inputs.require("num_bits", 8)
     inputs.require("type", "int" if is_int else "float")
@@ -336,9 +395,18 @@ def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) 
     weights.require("symmetric", True)
     weights.finish()
     if given is None:
-        raise group.unsupported("input_activations", f"with blocks of weights 8 bits by groups of {FP8_TILE} are supported")
+        raise group.unsupported(
+            "input_activations",
+            f"with blocks of weights 8 bits by groups of {FP8_TILE} are supported",
+        )
     inputs = _reader(given, prefix)
-    required = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": FP8_TILE}
+    required = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": FP8_TILE,
+    }
     for name, value in required.items():
         inputs.require(name, value)
     inputs.require("dynamic", True)
@@ -348,5 +416,7 @@ def _block(group: ConfigReader, weights: ConfigReader, given: Any, prefix: str) 
 
 
 def _reader(config: Any, prefix: str) -> ConfigReader:
-    whole = config if isinstance(config, Mapping) else {"": config}  # a value that is no object becomes an unknown key
+    whole = (
+        config if isinstance(config, Mapping) else {"": config}
+    )  # a value that is no object becomes an unknown key
     return ConfigReader(whole, prefix=prefix, no_effect=NO_EFFECT)

@@ -69,7 +69,10 @@ class Scheme:
         scale_bytes = 4 if self.inputs is not None else 2
         if on_cpu and self.inputs is None:
             scale_bytes = 8 if self.group_size == 128 else 4
-        return rows * inner * self.weight_bits // 8 + -(-rows // self.block_rows) * groups * scale_bytes
+        return (
+            rows * inner * self.weight_bits // 8
+            + -(-rows // self.block_rows) * groups * scale_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,9 @@ SCHEMES: dict[str, Scheme] = {
 NATIVE_PRODUCTS: dict[str, frozenset[str]] = {
     "cpu": frozenset(("int8", "int4")),
     "torch": frozenset(),
-    **dict.fromkeys(("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))),
+    **dict.fromkeys(
+        ("reference", "triton"), frozenset(("fp8", "fp8-block", "int8", "int8-split", "int4"))
+    ),
 }
 """By op set: its products for weights that a checkpoint stores quantised. Experts have no int8-split."""
 
@@ -124,12 +129,20 @@ class WeightFormat:
 
     def __str__(self) -> str:
         """For messages."""
-        scales = "whole" if self.whole else "by row" if self.group_size is None else f"by {self.group_size}"
+        scales = (
+            "whole"
+            if self.whole
+            else "by row"
+            if self.group_size is None
+            else f"by {self.group_size}"
+        )
         kind = f"{self.kind}{self.bits} {scales}" + ("" if self.symmetric else ", zero points")
         if self.inputs is None:
             return kind
         how = "one scale found beforehand" if self.static_inputs else "a scale a token"
-        return f"{kind}; inputs in {self.inputs}, {how}" + (", but their outliers" if self.split else "")
+        return f"{kind}; inputs in {self.inputs}, {how}" + (
+            ", but their outliers" if self.split else ""
+        )
 
     @property
     def lowest(self) -> int:
@@ -168,7 +181,9 @@ class WeightFormat:
 FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(kind="float", inputs="fp8"),
     "fp8-head": WeightFormat(kind="float", inputs="fp8"),
-    "fp8-block": WeightFormat(kind="float", group_size=FP8_TILE, block_rows=FP8_TILE, inputs="fp8-block"),
+    "fp8-block": WeightFormat(
+        kind="float", group_size=FP8_TILE, block_rows=FP8_TILE, inputs="fp8-block"
+    ),
     "int8": WeightFormat(inputs="int8"),
     "int8-head": WeightFormat(inputs="int8"),
     "int4": WeightFormat(bits=4, group_size=128),

@@ -66,7 +66,9 @@ class PoolConnector:
     norm: NormSpec
 
     def shapes(self, hidden: int, merge: int, text: int) -> dict[str, Shape]:
-        return self.norm.shapes("vision.connector.norm") | {"vision.connector.out.weight": (text, hidden)}
+        return self.norm.shapes("vision.connector.norm") | {
+            "vision.connector.out.weight": (text, hidden)
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +121,10 @@ class PromptFormat:
         if not rows and not columns:
             return whole
         lines = (
-            "".join(f"{self.begin}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)) + "\n"
+            "".join(
+                f"{self.begin}<row_{row}_col_{column}>{run}" for column in range(1, columns + 1)
+            )
+            + "\n"
             for row in range(1, rows + 1)
         )
         return "".join(lines) + "\n" + whole
@@ -187,7 +192,10 @@ class VisionSpec:
         if isinstance(self.position, GridPositionSpec):
             found["vision.positions.weight"] = (self.position.side**2, self.hidden_size)
         for i, layer in enumerate(self.layers):
-            found |= {f"vision.layers.{i}.{name}": shape for name, shape in layer.shapes(self.hidden_size).items()}
+            found |= {
+                f"vision.layers.{i}.{name}": shape
+                for name, shape in layer.shapes(self.hidden_size).items()
+            }
         if self.final_norm is not None:
             found |= self.final_norm.shapes("vision.final_norm")
         return found | self.connector.shapes(self.hidden_size, self.merge, text_size)
@@ -195,9 +203,13 @@ class VisionSpec:
     def check(self, vocab_size: int) -> None:
         """UnsupportedModelError for what can't be."""
         if not 0 <= self.token_id < vocab_size:
-            raise UnsupportedModelError(f"the image token {self.token_id} is none of {vocab_size}", field="image_token_id")
+            raise UnsupportedModelError(
+                f"the image token {self.token_id} is none of {vocab_size}", field="image_token_id"
+            )
         if len(self.layers) == 0:
-            raise UnsupportedModelError("the image encoder has no layers", field="num_hidden_layers")
+            raise UnsupportedModelError(
+                "the image encoder has no layers", field="num_hidden_layers"
+            )
         if self.hidden_size % self.layers[0].attention.num_heads:
             message = f"hidden_size ({self.hidden_size}) is no multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")

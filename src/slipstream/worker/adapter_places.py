@@ -14,7 +14,9 @@ class AdapterPlaces:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._held: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()  # by id, the least recently used first
+        self._held: OrderedDict[int, tuple[LoRARequest, str]] = (
+            OrderedDict()
+        )  # by id, the least recently used first
 
     def __len__(self) -> int:
         return len(self._held)
@@ -25,7 +27,9 @@ class AdapterPlaces:
             return None
         known, version = held
         if known.path != request.path:
-            message = f"id {request.id} is the adapter {known.name!r} of {known.path}; take another id"
+            message = (
+                f"id {request.id} is the adapter {known.name!r} of {known.path}; take another id"
+            )
             raise AdapterError(message, field="id")
         self._held.move_to_end(request.id)
         return version

@@ -30,7 +30,11 @@ from slipstream.worker.adapter_places import AdapterPlaces
 
 class Adapters:
     def __init__(
-        self, settings: LoRASettings, description: ModelDescription, decoder: Decoder, shard: Shard = ALONE
+        self,
+        settings: LoRASettings,
+        description: ModelDescription,
+        decoder: Decoder,
+        shard: Shard = ALONE,
     ) -> None:
         """With a `shard`, `decoder` is a rank's part of the model. Ranks that make the same calls have the same slots."""
         self.settings = settings
@@ -38,10 +42,14 @@ class Adapters:
         self.layout = AdapterLayout(description, decoder, settings.max_lora_rank, shard)
         device = decoder.device
         self._platform = platform_of(device)
-        self._slots = torch.zeros(settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device)
+        self._slots = torch.zeros(
+            settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device
+        )
         self._places = AdapterPlaces(settings.max_cpu_loras)
         self._host: dict[int, HostAdapter] = {}  # by id
-        self._placed: OrderedDict[int, int] = OrderedDict()  # id → slot, the least recently used first
+        self._placed: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # id → slot, the least recently used first
         self._free = list(range(settings.max_loras - 1, -1, -1))
         self._num_reads = self._num_placements = 0
         self.parts: frozenset[tuple[str, int]] = frozenset()
@@ -69,7 +77,10 @@ class Adapters:
         self._places.add(request, version)
         if not adapter.parts <= self.parts:
             self.parts |= adapter.parts
-            found = [(p.linear, self.layout.weights(self._slots, p, self.parts)) for p in self.layout.places.values()]
+            found = [
+                (p.linear, self.layout.weights(self._slots, p, self.parts))
+                for p in self.layout.places.values()
+            ]
             self.weights = {id(linear): w for linear, w in found if w.live}
         return version
 

@@ -36,7 +36,12 @@ class BlockStore:
 
     num_slots = 0
 
-    def __init__(self, arrays: Sequence[npt.NDArray[np.uint8]], disk: DiskTier | None, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        arrays: Sequence[npt.NDArray[np.uint8]],
+        disk: DiskTier | None,
+        settle: Callable[[], None],
+    ) -> None:
         self._arrays, self.disk, self._settle = list(arrays), disk, settle
         self.block_bytes = sum(array.shape[1] for array in arrays)
         self._done: deque[tuple[int, bool]] = deque()
@@ -106,7 +111,11 @@ class BlockStore:
         ok = False
         try:
             pieces = self._pieces(copy)
-            ok = self.disk.read(copy.key, pieces) if era is None else self.disk.write(copy.key, pieces, era)
+            ok = (
+                self.disk.read(copy.key, pieces)
+                if era is None
+                else self.disk.write(copy.key, pieces, era)
+            )
         except Exception:
             _logger.exception("a block of KV cache could not be copied")
         self._done.append((copy.number, ok))

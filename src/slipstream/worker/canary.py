@@ -61,12 +61,19 @@ class Canary:
 
 
 def make_canary(
-    forwards: Forwards, kv: Sequence[LayerKV], token_ids: Sequence[int], *, made_with: Mapping[str, Any], max_kl: float = MAX_KL
+    forwards: Forwards,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    *,
+    made_with: Mapping[str, Any],
+    max_kl: float = MAX_KL,
 ) -> Canary:
     """The canary of the first NUM_TOKENS of `token_ids`, which must be more than NUM_DECODED."""
     tokens = tuple(token_ids[:NUM_TOKENS])
     found = _log_probabilities(forwards, kv, tokens, NUM_DECODED)
-    ids = np.argsort(-found, axis=-1, kind="stable")[:, : min(NUM_TOP, forwards.decoder.spec.vocab_size)]
+    ids = np.argsort(-found, axis=-1, kind="stable")[
+        :, : min(NUM_TOP, forwards.decoder.spec.vocab_size)
+    ]
     best = np.take_along_axis(found, ids, axis=-1)
     return Canary(
         token_ids=tokens,
@@ -101,7 +108,10 @@ def run_canary(
 
 
 def _log_probabilities(
-    forwards: Forwards | HostForward, kv: Sequence[LayerKV], token_ids: Sequence[int], num_decoded: int
+    forwards: Forwards | HostForward,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    num_decoded: int,
 ) -> npt.NDArray[np.float32]:
     """[T, V]: a prefill, then `num_decoded` tokens one by one."""
     first = max(1, len(token_ids) - num_decoded)
@@ -117,23 +127,37 @@ def _log_probabilities(
 
 
 def _logits_by_arrays(
-    forwards: Any, kv: Sequence[LayerKV], token_ids: Sequence[int], start: int, size: int, num_groups: int
+    forwards: Any,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    start: int,
+    size: int,
+    num_groups: int,
 ) -> npt.NDArray[np.float32]:
     from slipstream.worker.host_runner import single_sequence
 
     meta = single_sequence(start, len(token_ids), block_size=size, num_groups=num_groups)
-    found: npt.NDArray[np.float32] = forwards.logits(forwards.hidden(np.array(token_ids, np.int32), kv, meta))
+    found: npt.NDArray[np.float32] = forwards.logits(
+        forwards.hidden(np.array(token_ids, np.int32), kv, meta)
+    )
     return found
 
 
 def _logits_by_tensors(
-    forwards: Any, kv: Sequence[LayerKV], token_ids: Sequence[int], start: int, size: int, num_groups: int
+    forwards: Any,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    start: int,
+    size: int,
+    num_groups: int,
 ) -> npt.NDArray[np.float32]:
     import torch
 
     device = forwards.decoder.device
     with torch.inference_mode():
-        meta = AttentionMetadata.single_sequence(start, len(token_ids), block_size=size, device=device, num_groups=num_groups)
+        meta = AttentionMetadata.single_sequence(
+            start, len(token_ids), block_size=size, device=device, num_groups=num_groups
+        )
         tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
         hidden, spec = forwards.hidden(tokens, kv, meta), forwards.decoder.spec
         if not spec.has_last:  # the last stage computes them
@@ -146,7 +170,9 @@ def log_no_canary(model: Path, kind: str) -> None:
     """Say that a canary beside a model that is no decoder is passed over."""
     if _place(model).is_file():
         told = f"{model} is {kind}, for which no canary can tell anything"
-        _logger.warning("%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME)
+        _logger.warning(
+            "%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME
+        )
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
@@ -193,7 +219,11 @@ def read_canary(model: Path, vocab_size: int) -> Canary | None:
 def _check(canary: Canary, vocab_size: int) -> None:
     """ValueError or TypeError if something in it can't be."""
     widths = {len(row) for row in (*canary.top_ids, *canary.top_logprobs)}
-    if not len(canary.token_ids) == len(canary.top_ids) == len(canary.top_logprobs) > 0 or len(widths) != 1 or 0 in widths:
+    if (
+        not len(canary.token_ids) == len(canary.top_ids) == len(canary.top_logprobs) > 0
+        or len(widths) != 1
+        or 0 in widths
+    ):
         raise ValueError("its rows do not fit its tokens")
     ids = [*canary.token_ids, *(t for row in canary.top_ids for t in row)]
     if not all(isinstance(t, int) and 0 <= t < vocab_size for t in ids):

@@ -53,7 +53,9 @@ def _gpu_ceilings(device: torch.device) -> dict[str, float]:
         rows, columns = torch.ones(SIDE, 1, device=device), torch.ones(1, SIDE, device=device)
 
         def scaled() -> Tensor:
-            return torch._scaled_mm(x, x.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+            return torch._scaled_mm(
+                x, x.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         found["fp8"] = 2 * SIDE**3 / seconds(scaled)
     i = torch.randint(-9, 9, (SIDE, SIDE), device=device, dtype=torch.int8)

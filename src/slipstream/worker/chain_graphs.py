@@ -48,7 +48,9 @@ class Passes(Protocol):
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None: ...
 
-    def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int) -> tuple[Tensor, Any]:
+    def likeliest(
+        self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
+    ) -> tuple[Tensor, Any]:
         """A pass over tokens [T], device work only. Returns the likeliest tokens [num] behind the last `num` of them, and what
         the pass over these reads of this one: its `states`, None in the first pass."""
 
@@ -57,7 +59,13 @@ class ChainGraphs(Graphs):
     """`depths`: the lengths of chains, ascending. `max_model_len`: tokens of the longest sequence."""
 
     def __init__(
-        self, drafter: Passes, rows: RowTable, depths: Sequence[int], *, max_model_len: int, max_num_seqs: int
+        self,
+        drafter: Passes,
+        rows: RowTable,
+        depths: Sequence[int],
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
         assert rows.device is not None
         super().__init__(rows.device)
@@ -65,12 +73,17 @@ class ChainGraphs(Graphs):
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
         # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
-        self._last_drafts = torch.zeros(rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device)
+        self._last_drafts = torch.zeros(
+            rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device
+        )
 
     @classmethod
     def of(cls, drafter: Passes, rows: RowTable, config: EngineConfig) -> ChainGraphs:
         """All that are needed, captured."""
-        sizes = {"max_model_len": config.model.max_model_len, "max_num_seqs": config.scheduling.max_num_seqs}
+        sizes = {
+            "max_model_len": config.model.max_model_len,
+            "max_num_seqs": config.scheduling.max_num_seqs,
+        }
         graphs = cls(drafter, rows, chain_depths(config), **sizes)
         graphs.capture()
         return graphs
@@ -94,7 +107,9 @@ class ChainGraphs(Graphs):
         missed = [self._num_missed(s) for s in drafted]
         depth = self._depth_for(drafted, max(missed))
         assert depth is not None, "`covers` says no"
-        if behind := [s for s, n in zip(drafted, missed, strict=True) if n >= self._num_again(depth)]:
+        if behind := [
+            s for s, n in zip(drafted, missed, strict=True) if n >= self._num_again(depth)
+        ]:
             self.drafter.see(behind, self.rows)
             self.drafter.num_cold += 1
         self._replay(drafted, [0] * len(drafted), depth)
@@ -103,7 +118,11 @@ class ChainGraphs(Graphs):
         """The drafts [N] of the requests' last chains."""
         width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
-        where = [i for begin, s in zip(begins, drafted, strict=True) for i in range(begin, begin + len(s.drafts))]
+        where = [
+            i
+            for begin, s in zip(begins, drafted, strict=True)
+            for i in range(begin, begin + len(s.drafts))
+        ]
         return self._last_drafts.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -130,7 +149,9 @@ class ChainGraphs(Graphs):
         room = row.num_blocks * self.rows.block_size
         return row.num_kept >= len(s.drafts) and last + len(s.drafts) - self.drafter.first <= room
 
-    def _replay(self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int) -> None:
+    def _replay(
+        self, drafted: Sequence[ScheduledRequest], sampled: Sequence[int], depth: int
+    ) -> None:
         size = self._size_for(len(drafted))
         captured = self._graph(size, depth)
         host, count = self.idle(size, depth), len(drafted)
@@ -146,7 +167,9 @@ class ChainGraphs(Graphs):
     def _graph(self, size: int, num_drafts: int) -> Captured:
         known = self._captured.get((size, num_drafts))
         idle = self.idle(size, num_drafts)
-        return known or self._capture((size, num_drafts), idle, lambda inputs: self.chain(inputs, size, num_drafts))
+        return known or self._capture(
+            (size, num_drafts), idle, lambda inputs: self.chain(inputs, size, num_drafts)
+        )
 
     def _size_for(self, num_seqs: int) -> int:
         return next(n for n in self.sizes if n >= num_seqs)
@@ -155,11 +178,15 @@ class ChainGraphs(Graphs):
         """The shortest chain that holds all drafts, if possible one that begins with as many tokens before the last."""
         most = max(len(s.drafts) for s in drafted)
         found = [d for d in self.depths if d >= most]
-        return next((d for d in found if self._num_again(d) > num_missed), found[0] if found else None)
+        return next(
+            (d for d in found if self._num_again(d) > num_missed), found[0] if found else None
+        )
 
     def _num_missed(self, s: ScheduledRequest) -> int:
         """How many tokens before the last were not computed."""
-        return s.num_computed_tokens - max(self.drafter.first, self.rows.rows[s.request_id].num_drafted)
+        return s.num_computed_tokens - max(
+            self.drafter.first, self.rows.rows[s.request_id].num_drafted
+        )
 
     def _num_again(self, num_drafts: int) -> int:
         """How many tokens of a sequence the first pass computes."""
@@ -188,11 +215,17 @@ class ChainGraphs(Graphs):
         found = [tokens]
         behind = _some(every, places.begin, (num_drafts - 1) * places.room)
         for i in range(num_drafts - 1):
-            meta = dataclasses.replace(_some(behind, i * places.room, size), of_steps=Steps(behind, i, num_drafts - 1))
+            meta = dataclasses.replace(
+                _some(behind, i * places.room, size), of_steps=Steps(behind, i, num_drafts - 1)
+            )
             tokens, states = drafter.likeliest(tokens, meta, states, size)
             found.append(tokens)
         drafts = torch.stack(found)
-        columns = torch.arange(num_drafts, dtype=torch.int32, device=inputs.device)[:, None].expand(-1, size).flatten()
+        columns = (
+            torch.arange(num_drafts, dtype=torch.int32, device=inputs.device)[:, None]
+            .expand(-1, size)
+            .flatten()
+        )
         self.rows.write(places.draft_rows, places.draft_positions, drafts.flatten())
         self.rows.write_into(self._last_drafts, places.draft_rows, columns, drafts.flatten())
         return drafts.T
@@ -204,7 +237,9 @@ class ChainGraphs(Graphs):
             token_rows=places.rows,
             positions=places.positions,
             rows=places.rows,
-            query_start_loc=torch.arange(len(places.rows) + 1, dtype=torch.int32, device=places.rows.device),
+            query_start_loc=torch.arange(
+                len(places.rows) + 1, dtype=torch.int32, device=places.rows.device
+            ),
             seq_lens=places.seq_lens,
             num_decodes=len(places.rows),
             max_query_len=1,
@@ -216,4 +251,10 @@ class ChainGraphs(Graphs):
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
     """Some of the sequences of one token each."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
-    return dataclasses.replace(meta, num_decodes=count, groups=(), query_start_loc=meta.query_start_loc[: count + 1], **parts)
+    return dataclasses.replace(
+        meta,
+        num_decodes=count,
+        groups=(),
+        query_start_loc=meta.query_start_loc[: count + 1],
+        **parts,
+    )

@@ -70,7 +70,11 @@ class Processes:
         """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none. `but`: ranks that
         others are known to have ended before."""
         with self._lock:
-            codes = [(p.poll(), n) for n, p in enumerate(self.all) if n not in self._killed and n not in but]
+            codes = [
+                (p.poll(), n)
+                for n, p in enumerate(self.all)
+                if n not in self._killed and n not in but
+            ]
         ended = sorted((code >= 0, n, code) for code, n in codes if code is not None)
         if not ended:
             return ""
@@ -84,5 +88,7 @@ def spawn(number: int) -> Rank:
     with theirs:
         command = [sys.executable, "-m", "slipstream.worker.rank_process", str(theirs.fileno())]
         environment = {**os.environ, **NO_MULTICAST}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment
+        )
     return Rank(number, process, Link(Connection(ours.detach()), FromRank))

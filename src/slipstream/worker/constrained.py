@@ -31,7 +31,11 @@ class AwaitingMask:
     `drafted` has happened."""
 
     def __init__(
-        self, plan: StepPlan, draw: Callable[[TokenMask], Drawn], drafts: Tensor | None, drafted: Event | None
+        self,
+        plan: StepPlan,
+        draw: Callable[[TokenMask], Drawn],
+        drafts: Tensor | None,
+        drafted: Event | None,
     ) -> None:
         self.plan: Plan = plan
         self._draw, self._drafts, self._drafted = draw, drafts, drafted
@@ -66,7 +70,9 @@ class AwaitingMask:
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """The positions, and a row of bits for each."""
-    memory = mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)  # torch takes no constant
+    memory = (
+        mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)
+    )  # torch takes no constant
     bits = np.frombuffer(memory, np.int32).reshape(len(mask.positions), -1)
     return np.array(mask.positions, np.int64), bits
 

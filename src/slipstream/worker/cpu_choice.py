@@ -83,9 +83,14 @@ class CpuChoice:
     @property
     def reason(self) -> str:
         """The types' times, for `doctor` and the log."""
-        best = {t.weights: t for t in self.timings if t.weights in ("bfloat16", "float32") and t.num_threads == self.most}
+        best = {
+            t.weights: t
+            for t in self.timings
+            if t.weights in ("bfloat16", "float32") and t.num_threads == self.most
+        }
         return "measured on this machine: " + ", ".join(
-            f"{name} {t.decode_ms:.2f} ms a token, {t.prompt_ms:.1f} ms for {PROMPT}" for name, t in sorted(best.items())
+            f"{name} {t.decode_ms:.2f} ms a token, {t.prompt_ms:.1f} ms for {PROMPT}"
+            for name, t in sorted(best.items())
         )
 
     @property
@@ -93,7 +98,9 @@ class CpuChoice:
         return max(t.num_threads for t in self.timings)
 
 
-def choose_cpu(folder: Path, *, measure: bool = False, measuring: Callable[[], None] = lambda: None) -> CpuChoice:
+def choose_cpu(
+    folder: Path, *, measure: bool = False, measuring: Callable[[], None] = lambda: None
+) -> CpuChoice:
     """The choice that was measured before on this machine. If there is none, or with `measure`, it is measured now, and
     `measuring` called before. It can't wait until after the first answer: the weights' type follows from it, and so the
     answer."""
@@ -101,7 +108,9 @@ def choose_cpu(folder: Path, *, measure: bool = False, measuring: Callable[[], N
     known = None if measure else _read(path)
     if known is None:
         with _exclusive(folder):
-            known = None if measure else _read(path)  # another process may have measured while we waited
+            known = (
+                None if measure else _read(path)
+            )  # another process may have measured while we waited
             if known is None:
                 measuring()
                 known = measure_cpu()
@@ -130,7 +139,9 @@ def _measure(cores: int) -> CpuChoice:
         timings += _time([(name, "int8", cores) for name in instruction_sets()[-3:]])
         isa = _fastest(timings).kernels
         if isa != timings[-1].kernels:  # it must win twice
-            isa = _fastest(_time([(isa, "int8", cores), (timings[-1].kernels, "int8", cores)])).kernels
+            isa = _fastest(
+                _time([(isa, "int8", cores), (timings[-1].kernels, "int8", cores)])
+            ).kernels
     types = _time([(isa, "bfloat16", cores), (isa, "float32", cores)])
     dtype: DType = "bfloat16" if types[0].score < types[1].score else "float32"
     timings += types
@@ -162,39 +173,65 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
                 step()
                 times[i] = min(times[i], 1e3 * (time.perf_counter() - begin))
     return [
-        Timing(kernels=isa or "torch", weights=weights, num_threads=n, decode_ms=decode, prompt_ms=prompt)
+        Timing(
+            kernels=isa or "torch",
+            weights=weights,
+            num_threads=n,
+            decode_ms=decode,
+            prompt_ms=prompt,
+        )
         for (isa, weights, n), (decode, prompt) in zip(candidates, best, strict=True)
     ]
 
 
-def _steps(isa: str | None, weights: str, num_threads: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _steps(
+    isa: str | None, weights: str, num_threads: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
     """One token after a prompt, and the prompt."""
     if isa is None:
         return _steps_by_torch(weights, num_threads)
-    ops, dtype = HostOps(num_threads, isa), np.dtype("float32" if weights == "float32" else "bfloat16")
+    ops, dtype = (
+        HostOps(num_threads, isa),
+        np.dtype("float32" if weights == "float32" else "bfloat16"),
+    )
     values: Any = {name: np.full(shape, 0.01, dtype) for name, shape in parameters(_spec()).items()}
     scheme, given = SCHEMES["int8"] if weights == "int8" else None, _as_any(ops)
-    program = compile_step(Decoder(_spec(), values, given, max_model_len=_spec().max_position, scheme=scheme), ops.pool)
+    program = compile_step(
+        Decoder(_spec(), values, given, max_model_len=_spec().max_position, scheme=scheme), ops.pool
+    )
     assert isinstance(program, StepProgram)
-    kv = [LayerKV(*(_as_any(np.zeros(_cache_shape(), dtype)) for _ in range(2))) for _ in _spec().layers]
+    kv = [
+        LayerKV(*(_as_any(np.zeros(_cache_shape(), dtype)) for _ in range(2)))
+        for _ in _spec().layers
+    ]
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
-        meta, ids = single_sequence(first, num_tokens, block_size=BLOCK), np.zeros(num_tokens, np.int32)
+        meta, ids = (
+            single_sequence(first, num_tokens, block_size=BLOCK),
+            np.zeros(num_tokens, np.int32),
+        )
         return lambda: program.forward(ids, kv, meta)
 
     return step(PROMPT, 1), step(0, PROMPT)
 
 
-def _steps_by_torch(weights: str, num_threads: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _steps_by_torch(
+    weights: str, num_threads: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
     import torch
 
     from slipstream.kernels.cpu_torch import CpuOps
     from slipstream.worker.forward import Forwards
 
     dtype = torch.float32 if weights == "float32" else torch.bfloat16
-    values = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in parameters(_spec()).items()}
+    values = {
+        name: torch.full(shape, 0.01, dtype=dtype) for name, shape in parameters(_spec()).items()
+    }
     forwards = Forwards(Decoder(_spec(), values, CpuOps(), max_model_len=_spec().max_position))
-    kv = [LayerKV(*(torch.zeros(_cache_shape(), dtype=dtype) for _ in range(2))) for _ in _spec().layers]
+    kv = [
+        LayerKV(*(torch.zeros(_cache_shape(), dtype=dtype) for _ in range(2)))
+        for _ in _spec().layers
+    ]
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
         meta = AttentionMetadata.uniform(1, num_tokens, first + num_tokens, block_size=BLOCK)

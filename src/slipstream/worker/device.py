@@ -27,11 +27,18 @@ def detect(
     the fastest. ConfigError: there is no such device, not one for each rank, or fewer cores than threads."""
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ConfigError(f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device")
+        raise ConfigError(
+            f"device={requested!r} is not one of auto, cpu, cuda, cuda:N", field="device"
+        )
     if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
         return _cpu(folder, num_threads, measuring)
     try:
-        from slipstream.platform import gpu_platform, has_gpu, hash_triton, num_gpus  # torch is not needed before
+        from slipstream.platform import (
+            gpu_platform,
+            has_gpu,
+            hash_triton,
+            num_gpus,
+        )  # torch is not needed before
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -63,7 +70,9 @@ def detect(
                 field="tensor_parallel_size",
             )
         if ordinal >= num_gpus():
-            raise ConfigError(f"device='cuda:{ordinal}': there are {num_gpus()} GPUs", field="device")
+            raise ConfigError(
+                f"device='cuda:{ordinal}': there are {num_gpus()} GPUs", field="device"
+            )
         gpu = gpu_platform(ordinal)
         hash_triton()
         if gpu.held():

@@ -32,16 +32,29 @@ class DeviceBlocks(BlockStore):
     """`blocks`: the cache's. `num_staged`: blocks of the staging buffer."""
 
     def __init__(
-        self, blocks: BlockRows, ops: OpSet, num_slots: int, num_staged: int, disk: DiskTier | None, platform: Platform
+        self,
+        blocks: BlockRows,
+        ops: OpSet,
+        num_slots: int,
+        num_staged: int,
+        disk: DiskTier | None,
+        platform: Platform,
     ) -> None:
         self._blocks, self._ops, num_bytes = blocks, ops, blocks.num_bytes
         self._platform, self._copies = platform, platform.copy_queue()
         per_chunk = max(1, CHUNK_BYTES // num_bytes)
-        sizes = [per_chunk] * (num_slots // per_chunk) + [num_slots % per_chunk] * (num_slots % per_chunk > 0)
+        sizes = [per_chunk] * (num_slots // per_chunk) + [num_slots % per_chunk] * (
+            num_slots % per_chunk > 0
+        )
         self._chunks = [platform.pinned(n * num_bytes).view(n, num_bytes) for n in sizes]
         self._per_chunk = per_chunk
-        self._staging = torch.empty(num_staged, num_bytes, dtype=torch.uint8, device=platform.device)
-        self._staged, self._order = blocks.in_buffer(self._staging), torch.arange(num_staged, device=platform.device)
+        self._staging = torch.empty(
+            num_staged, num_bytes, dtype=torch.uint8, device=platform.device
+        )
+        self._staged, self._order = (
+            blocks.in_buffer(self._staging),
+            torch.arange(num_staged, device=platform.device),
+        )
         self._under_way: deque[tuple[Event | None, list[int]]] = deque()
         super().__init__([], disk, lambda: None)
         self.block_bytes, self.num_slots = num_bytes, num_slots
@@ -52,7 +65,9 @@ class DeviceBlocks(BlockStore):
                 self._queue(copy)
         for outwards in (True, False):
             way = ("device", "host") if outwards else ("host", "device")
-            wanted = sorted((c for c in copies if (c.source, c.target) == way), key=lambda copy: copy.slot)
+            wanted = sorted(
+                (c for c in copies if (c.source, c.target) == way), key=lambda copy: copy.slot
+            )
             for begin in range(0, len(wanted), len(self._staging)):
                 self._run(wanted[begin : begin + len(self._staging)], outwards=outwards)
 
@@ -85,7 +100,11 @@ class DeviceBlocks(BlockStore):
         """Which of `copies`, ordered by slot, lie side by side in the host's memory, and that memory."""
         begin = 0
         for end in range(1, len(copies) + 1):
-            if end < len(copies) and copies[end].slot == copies[end - 1].slot + 1 and (copies[end].slot - 1) % self._per_chunk:
+            if (
+                end < len(copies)
+                and copies[end].slot == copies[end - 1].slot + 1
+                and (copies[end].slot - 1) % self._per_chunk
+            ):
                 continue
             yield slice(begin, end), self._slots(copies[begin].slot, end - begin)
             begin = end

@@ -32,10 +32,17 @@ class DeviceCache:
     platform: Platform
     config: CacheConfig
 
-    def shared(self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None) -> list[LayerKV]:
+    def shared(
+        self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
+    ) -> list[LayerKV]:
         """Zeros for the layers' keys and values, and an 8-bit cache's `scales` (`shared_caches`)."""
         dtype, spec = TORCH_DTYPES[self.config.dtype], self.spec
-        return shared_caches(spec.local_layers, spec.cache_places, lambda i: self._layer(i, num_blocks, dtype), scales)
+        return shared_caches(
+            spec.local_layers,
+            spec.cache_places,
+            lambda i: self._layer(i, num_blocks, dtype),
+            scales,
+        )
 
     def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
         """The same without scales, a tensor for each layer."""
@@ -44,4 +51,10 @@ class DeviceCache:
     def _layer(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         attention, by_dim = self.spec.layers[layer].attention, self.ops.values_by_dim(dtype)
         zeros = self.platform.zeros
-        return cache_tensors(attention, num_blocks, self.config.block_size, lambda s: zeros(s, dtype), values_by_dim=by_dim)
+        return cache_tensors(
+            attention,
+            num_blocks,
+            self.config.block_size,
+            lambda s: zeros(s, dtype),
+            values_by_dim=by_dim,
+        )

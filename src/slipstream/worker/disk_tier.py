@@ -64,7 +64,9 @@ class DiskTier:
         self._identity, self._file_bytes = identity, HEADER.size + block_bytes
         self._own = identity.hex()
         self._lock = threading.Lock()
-        self._files: OrderedDict[tuple[str, str], int] = OrderedDict()  # (identity, key) → bytes, the least recently used first
+        self._files: OrderedDict[tuple[str, str], int] = (
+            OrderedDict()
+        )  # (identity, key) → bytes, the least recently used first
         self.num_bytes = self._era = 0
         self._paused_until = self._looked = float("-inf")
         self.is_writer = False
@@ -75,10 +77,13 @@ class DiskTier:
             )
         try:
             (path / self._own).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_file = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._lock_file = os.open(
+                path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
         except OSError as error:
             raise ConfigError(
-                f"kv_disk_path: {path} can't be written ({error.strerror}); name a folder that can", field="kv_disk_path"
+                f"kv_disk_path: {path} can't be written ({error.strerror}); name a folder that can",
+                field="kv_disk_path",
             ) from error
         if limit_bytes > (size := shutil.disk_usage(path).total):
             os.close(self._lock_file)
@@ -88,7 +93,10 @@ class DiskTier:
             )
         self._look()
         if not self.is_writer:
-            _logger.warning("another engine writes blocks to %s; this one reads them, and takes over when it ends", path)
+            _logger.warning(
+                "another engine writes blocks to %s; this one reads them, and takes over when it ends",
+                path,
+            )
 
     def close(self) -> None:
         os.close(self._lock_file)
@@ -108,7 +116,9 @@ class DiskTier:
         try:
             found = os.fstat(file)
             header = bytearray(HEADER.size)
-            whole = stat.S_ISREG(found.st_mode) and found.st_size == HEADER.size + sum(len(p) for p in pieces)
+            whole = stat.S_ISREG(found.st_mode) and found.st_size == HEADER.size + sum(
+                len(p) for p in pieces
+            )
             whole = whole and _read_all(file, [memoryview(header), *pieces])
             good = whole and bytes(header) == self._header(key, pieces)
             if good:
@@ -139,7 +149,9 @@ class DiskTier:
         try:
             self._make_room(self._file_bytes)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = os.open(
+                new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
             try:
                 _write_all(file, [memoryview(self._header(key, pieces)), *pieces])
             finally:
@@ -157,7 +169,10 @@ class DiskTier:
                 os.unlink(new)
             self._paused_until = time.monotonic() + PAUSE_S
             _logger.warning(
-                "blocks of KV cache are not kept for %.0f s: %s: %s", PAUSE_S, self.path, error.strerror or str(error)
+                "blocks of KV cache are not kept for %.0f s: %s: %s",
+                PAUSE_S,
+                self.path,
+                error.strerror or str(error),
             )
             return False
 
@@ -208,7 +223,12 @@ class DiskTier:
                     with contextlib.suppress(OSError):
                         if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                             about = file.stat(follow_symlinks=False)
-                            yield about.st_mtime, identity.name, file.name.removesuffix(".kv"), about.st_size
+                            yield (
+                                about.st_mtime,
+                                identity.name,
+                                file.name.removesuffix(".kv"),
+                                about.st_size,
+                            )
                         elif self.is_writer and file.name.startswith(".") and ".kv." in file.name:
                             os.unlink(file.path)
 
@@ -241,7 +261,9 @@ class DiskTier:
         digest = hashlib.sha256()  # as fast as CRC-32 where the processor has instructions for it
         for piece in pieces:
             digest.update(piece)
-        return HEADER.pack(MAGIC, self._identity, key, sum(len(p) for p in pieces), digest.digest()[:16])
+        return HEADER.pack(
+            MAGIC, self._identity, key, sum(len(p) for p in pieces), digest.digest()[:16]
+        )
 
 
 def _read_all(file: int, pieces: list[memoryview]) -> bool:

@@ -16,7 +16,15 @@ from itertools import cycle, islice, pairwise
 from statistics import median
 
 from slipstream.config import MOST_STEP_DRAFTS
-from slipstream.types import FROM_MODEL, NewRequest, SamplingParams, ScheduledRequest, StepPlan, StepTime, TableUpdate
+from slipstream.types import (
+    FROM_MODEL,
+    NewRequest,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StepTime,
+    TableUpdate,
+)
 from slipstream.worker.base import Launched
 from slipstream.worker.model_runner import ModelRunner
 
@@ -38,14 +46,20 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
     speculation = config.speculation
     if speculation is None or speculation.num_speculative_tokens is not None:
         return []
-    if not (spec.has_first and spec.has_last) or spec.encoder is not None:  # a pipeline's stage has no result
+    if (
+        not (spec.has_first and spec.has_last) or spec.encoder is not None
+    ):  # a pipeline's stage has no result
         return []
     found, most = [], min(config.max_num_sampled, config.scheduling.max_num_batched_tokens)
     for num_seqs in _counts(config.scheduling.max_num_seqs):
         for num_drafts in NUM_DRAFTS:
             num_tokens = num_seqs * (1 + num_drafts)
             room = (NUM_TIMED + 3) * (1 + num_drafts)
-            if num_drafts > speculation.limit or num_tokens > most or num_tokens - num_seqs > MOST_STEP_DRAFTS:
+            if (
+                num_drafts > speculation.limit
+                or num_tokens > most
+                or num_tokens - num_seqs > MOST_STEP_DRAFTS
+            ):
                 break
             if room >= config.model.max_model_len:
                 break
@@ -62,12 +76,16 @@ def _counts(most: int) -> list[int]:
 class _Run:
     """Steps of `num_seqs` sequences, which have room for `room` tokens behind those of their context."""
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, num_seqs: int, num_drafts: int, room: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, num_blocks: int, num_seqs: int, num_drafts: int, room: int
+    ) -> None:
         assert runner.config.speculation is not None
         self.runner, self.num_blocks, self.room = runner, num_blocks, room
         self.context = min(CONTEXT, runner.config.model.max_model_len - room)
         self.drafts = (FROM_MODEL if runner.config.speculation.by_model else 1,) * num_drafts
-        self.last = dict.fromkeys((f"drafts {i}" for i in range(num_seqs)), self.context)  # where the last known token is
+        self.last = dict.fromkeys(
+            (f"drafts {i}" for i in range(num_seqs)), self.context
+        )  # where the last known token is
 
     def seconds(self) -> float:
         """The median of the timed steps. The first two are not: one makes the rows, the other its drafts in front."""
@@ -77,7 +95,9 @@ class _Run:
             in_flight.append(runner.launch(plan))
             if i == 0:
                 assert runner.rows is not None
-                for row in runner.rows.rows.values():  # of what was not computed the drafter need not see anything
+                for row in (
+                    runner.rows.rows.values()
+                ):  # of what was not computed the drafter need not see anything
                     row.num_drafted = self.context
             while len(in_flight) >= (1 if self.drafts else runner.max_in_flight(plan)):
                 ends.append(self._end(in_flight.popleft()))
@@ -98,7 +118,13 @@ class _Run:
         drafts = self.drafts
         n = 1 + len(drafts)
         ahead = 0 if drafts else number
-        return StepPlan(number, tuple(ScheduledRequest(name, at + ahead, n, n, (), drafts) for name, at in self.last.items()))
+        return StepPlan(
+            number,
+            tuple(
+                ScheduledRequest(name, at + ahead, n, n, (), drafts)
+                for name, at in self.last.items()
+            ),
+        )
 
     def _first(self) -> StepPlan:
         """A token of each sequence. Sequences share blocks where the cache has too few."""

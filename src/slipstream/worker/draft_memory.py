@@ -27,7 +27,11 @@ class DeviceMemory:
 
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
         by_dim = self.ops.values_by_dim(self.dtype)
-        return LayerKV(*cache_tensors(layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim))
+        return LayerKV(
+            *cache_tensors(
+                layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim
+            )
+        )
 
     def block_rows(self, arrays: Sequence[Tensor]) -> BlockRows | None:
         return BlockRows.of(arrays) if arrays else None

@@ -75,11 +75,15 @@ class DraftModel(Chain):
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
         self.graphs = ChainGraphs.of(self, rows, config)
 
-    def likeliest(self, token_ids: Tensor, meta: AttentionMetadata, states: None, num: int) -> tuple[Tensor, None]:
+    def likeliest(
+        self, token_ids: Tensor, meta: AttentionMetadata, states: None, num: int
+    ) -> tuple[Tensor, None]:
         hidden = self.forwards.hidden(token_ids, self.kv, meta)[-num:]
         return self.ops.argmax(self.forwards.logits(hidden)), None
 
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
         batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows, adapted=False)
         output = self.forwards.run(batch)
         sampled, tokens = output.sampled, output.tokens
@@ -90,6 +94,8 @@ class DraftModel(Chain):
             hidden = output.sampled_states
             tokens = output.forward.greedy(hidden) if batch.is_greedy else None
             if tokens is None:
-                tokens = self.ops.sample(output.forward.logits(hidden), sampling_tensors(rows, sampled))
+                tokens = self.ops.sample(
+                    output.forward.logits(hidden), sampling_tensors(rows, sampled)
+                )
         if tokens is not None:
             rows.write(sampled.rows, sampled.positions, tokens)

@@ -79,7 +79,11 @@ class Drafter(ABC):
     @property
     def block_bytes(self) -> int:
         """Bytes that it adds to a KV block."""
-        return sum(layer.attention.cached_size for layer in self.layers) * self.memory.itemsize * self.block_size
+        return (
+            sum(layer.attention.cached_size for layer in self.layers)
+            * self.memory.itemsize
+            * self.block_size
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -99,7 +103,11 @@ class Drafter(ABC):
 
     def _block_arrays(self) -> list[Any]:
         """What holds a part of every block each."""
-        return [cache for layer in self.kv for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+        return [
+            cache
+            for layer in self.kv
+            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
+        ]
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
@@ -118,7 +126,9 @@ class Drafter(ABC):
 
     def write_drafts(self, plan: StepPlan, rows: RowTable) -> list[ScheduledRequest]:
         """Write drafts behind the last tokens of the requests that want some. Returns these."""
-        for s in plan.scheduled:  # forget the wrong drafts of the step before, also where this step wants none
+        for s in (
+            plan.scheduled
+        ):  # forget the wrong drafts of the step before, also where this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
             if FROM_MODEL not in s.drafts:
@@ -127,7 +137,9 @@ class Drafter(ABC):
         if drafted and self.computes_all:
             added = 1 + max(len(s.drafts) for s in drafted)
             seen = (max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted)
-            self.num_cold += any(s.num_computed_tokens - n > added for s, n in zip(drafted, seen, strict=True))
+            self.num_cold += any(
+                s.num_computed_tokens - n > added for s, n in zip(drafted, seen, strict=True)
+            )
         if drafted:
             self.draft(drafted, rows)
         return drafted
@@ -162,13 +174,19 @@ class Drafter(ABC):
     ) -> Iterator[list[ScheduledRequest]]:
         """Steps over the tokens that it has not computed. They end with as many as `counts` says, of which a request's last
         token is the first; behind each of these a token is drawn."""
-        begins = {s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted}
+        begins = {
+            s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted
+        }
         while True:
             room, shares = self.max_tokens, []
             for s, own in zip(drafted, counts, strict=True):
                 begin, last = begins[s.request_id], s.num_computed_tokens
                 if count := min(last + own - begin, room):
-                    shares.append(ScheduledRequest(s.request_id, begin, count, max(0, begin + count - max(begin, last))))
+                    shares.append(
+                        ScheduledRequest(
+                            s.request_id, begin, count, max(0, begin + count - max(begin, last))
+                        )
+                    )
                     begins[s.request_id] += count
                     room -= count
             if not shares:
@@ -197,7 +215,10 @@ class Chain(Drafter):
             self.run_passes(left, rows)
         for s in drafted:
             row = rows.rows[s.request_id]
-            row.num_drafted, row.ahead = s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1), range(0)
+            row.num_drafted, row.ahead = (
+                s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1),
+                range(0),
+            )
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
         if self.graphs is None:
@@ -206,11 +227,15 @@ class Chain(Drafter):
         for s in self.graphs.run_ahead(drafting):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
-        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):  # beside decodes without drafts, prompts get none either
+        if drafting or all(
+            s.num_tokens > 1 for s in plan.scheduled
+        ):  # beside decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
     def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        return self.graphs is not None and all(len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted)
+        return self.graphs is not None and all(
+            len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted
+        )
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
         assert self.graphs is not None
@@ -228,7 +253,11 @@ class Chain(Drafter):
         self.catch_up(drafted, rows)
         for i in range(1, max(len(s.drafts) for s in drafted)):
             self.step(
-                [ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1) for s in drafted if len(s.drafts) > i],
+                [
+                    ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1)
+                    for s in drafted
+                    if len(s.drafts) > i
+                ],
                 rows,
                 follows=True,
             )
@@ -239,7 +268,9 @@ class Chain(Drafter):
             self.step(shares, rows)
 
     @abstractmethod
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
         """Compute the tokens of `shares`, and draw the token behind each share that samples. `follows`: a share's token was a
         draft."""
 
@@ -252,8 +283,19 @@ class Chain(Drafter):
     def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
         """See the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms op by op, for
         which it has time while the GPU computes the step; `write_drafts` would keep the GPU waiting."""
-        behind = [s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens) for s in plan.scheduled if _is_prompt(s)]
-        self.see([s for s in behind if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)], rows)
+        behind = [
+            s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens)
+            for s in plan.scheduled
+            if _is_prompt(s)
+        ]
+        self.see(
+            [
+                s
+                for s in behind
+                if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)
+            ],
+            rows,
+        )
 
 
 def _is_prompt(s: ScheduledRequest) -> bool:

@@ -86,7 +86,10 @@ def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], 
     found: dict[str, int] = {}
     for s in plan.scheduled if wanted else ():
         end += s.num_tokens
-        if s.request_id in wanted and s.num_computed_tokens + s.num_tokens == rows.rows[s.request_id].num_prompt_tokens:
+        if (
+            s.request_id in wanted
+            and s.num_computed_tokens + s.num_tokens == rows.rows[s.request_id].num_prompt_tokens
+        ):
             found[s.request_id] = end - 1
     return tuple(found), list(found.values())
 

@@ -26,7 +26,9 @@ def dummy_prefill(
     meta = AttentionMetadata(
         query_start_loc=starts.to(device),
         seq_lens=starts.diff().to(device),
-        block_table=torch.zeros(len(starts) - 1, -(-length // block_size), dtype=torch.int32, device=device),
+        block_table=torch.zeros(
+            len(starts) - 1, -(-length // block_size), dtype=torch.int32, device=device
+        ),
         positions=positions,
         slot_mapping=positions % block_size,
         num_decodes=0,
@@ -71,7 +73,9 @@ def calibrated_scales(
     num_blocks = -(-num_tokens // block_size)
     table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None]
     meta = dataclasses.replace(meta, block_table=table, slot_mapping=meta.positions + block_size)
-    text = np.random.default_rng(0)  # of NumPy, as `HostRunner` has it, so that both find the same scales
+    text = np.random.default_rng(
+        0
+    )  # of NumPy, as `HostRunner` has it, so that both find the same scales
     tokens.copy_(torch.from_numpy(text.integers(0, vocab_size, num_tokens, dtype=np.int32)))
     kv = make_cache(num_blocks + 1)
     forwards.hidden(tokens, kv, meta)

@@ -14,7 +14,9 @@ from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 
 
-def build_executor(args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Executor:
+def build_executor(
+    args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+) -> Executor:
     """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
     if args.cpu_layers is not None:
         from slipstream.worker.process_executor import settled

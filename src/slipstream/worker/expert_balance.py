@@ -62,7 +62,10 @@ NO_EXCHANGE = Exchange(0.0, ())
 
 
 def rank_of_places(num_experts: int, num_ranks: int) -> npt.NDArray[np.int64]:
-    counts = [last - first for first, last in (Shard(r, num_ranks).dealt(num_experts) for r in range(num_ranks))]
+    counts = [
+        last - first
+        for first, last in (Shard(r, num_ranks).dealt(num_experts) for r in range(num_ranks))
+    ]
     return np.repeat(np.arange(num_ranks), counts)
 
 
@@ -74,7 +77,10 @@ def loads_of_ranks(load: Floats, rank_of: npt.NDArray[np.int64]) -> Floats:
 def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int = 1) -> Exchange:
     """Of a layer with `load` by place. The places of a group are chosen together (`GroupLimit`), so experts stay with their
     group: two of one group are exchanged, or two whole groups."""
-    by_rank, group_of = loads_of_ranks(load, rank_of), np.arange(len(load)) * num_groups // len(load)
+    by_rank, group_of = (
+        loads_of_ranks(load, rank_of),
+        np.arange(len(load)) * num_groups // len(load),
+    )
     most = int(by_rank.argmax())
     own, others = np.flatnonzero(rank_of == most), np.flatnonzero(rank_of != most)
     given = load[own][:, None] - load[others][None, :]
@@ -85,10 +91,17 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
     if gain > 0:
         best = Exchange(gain, ((int(own[i]), int(others[j])),))
     if num_groups > 1:
-        of_groups, is_on = load.reshape(num_groups, -1), np.eye(len(by_rank))[rank_of].reshape(num_groups, -1, len(by_rank))
-        brought = np.einsum("bi,air->abr", of_groups, is_on)  # to each rank, if group b had the places of group a
+        of_groups, is_on = (
+            load.reshape(num_groups, -1),
+            np.eye(len(by_rank))[rank_of].reshape(num_groups, -1, len(by_rank)),
+        )
+        brought = np.einsum(
+            "bi,air->abr", of_groups, is_on
+        )  # to each rank, if group b had the places of group a
         own_load = np.einsum("aar->ar", brought)
-        both = by_rank - own_load[:, None] - own_load[None, :] + brought + brought.transpose(1, 0, 2)
+        both = (
+            by_rank - own_load[:, None] - own_load[None, :] + brought + brought.transpose(1, 0, 2)
+        )
         after = both.max(-1) + np.where(np.eye(num_groups), np.inf, 0.0)
         a, b = divmod(int(after.argmin()), num_groups)
         gain = float(by_rank[most] - after[a, b])
@@ -118,7 +131,10 @@ class _Layer:
     def is_uneven(self) -> bool:
         """So much so, by enough tokens, that experts should move."""
         by_rank = self.by_rank()
-        return bool(by_rank.sum() >= LEAST_CHOICES * len(by_rank) and by_rank.max() > UNEVEN * by_rank.mean())
+        return bool(
+            by_rank.sum() >= LEAST_CHOICES * len(by_rank)
+            and by_rank.max() > UNEVEN * by_rank.mean()
+        )
 
     def best(self) -> Exchange:
         """None whose gain is too small."""
@@ -147,7 +163,10 @@ class ExpertBalancer:
         """By the tokens of each expert since the start, in some of the layers. `expert_bytes`: of one's weights."""
         for i, counts in load:
             self._layer(i).take(np.asarray(counts, np.int64))
-        uneven = sorted((i for i, _ in load if self._layers[i].is_uneven), key=lambda i: self._layers[i].searched_at)
+        uneven = sorted(
+            (i for i, _ in load if self._layers[i].is_uneven),
+            key=lambda i: self._layers[i].searched_at,
+        )
         best = {i: self._layers[i].best() for i in uneven[:LAYERS_AT_ONCE]}
         for i in best:
             self._layers[i].searched_at = self._steps
@@ -167,7 +186,9 @@ class ExpertBalancer:
         by_rank = [layer.by_rank() for layer in self._layers.values()]
         mean = sum(float(x.mean()) for x in by_rank)
         imbalance = sum(float(x.max()) for x in by_rank) / mean if mean else 1.0
-        self.stats = ExpertBalance(moved_total=self.stats.moved_total + num_moved, rank_imbalance=imbalance)
+        self.stats = ExpertBalance(
+            moved_total=self.stats.moved_total + num_moved, rank_imbalance=imbalance
+        )
         return swaps
 
     def _layer(self, i: int) -> _Layer:
@@ -176,5 +197,7 @@ class ExpertBalancer:
             assert isinstance(m, MoESpec)
             n, groups = m.num_experts, 1 if m.groups is None else m.groups.num_groups
             unmoved, unseen = np.arange(n), np.zeros(n, np.int64)
-            self._layers[i] = _Layer(groups, rank_of_places(n, self.num_ranks), unmoved, unseen, np.zeros(n))
+            self._layers[i] = _Layer(
+                groups, rank_of_places(n, self.num_ranks), unmoved, unseen, np.zeros(n)
+            )
         return self._layers[i]

@@ -31,7 +31,11 @@ class ExpertLoad:
         copied = self._copy
         if copied is None or copied.event is None or copied.event.query():
             counts = self._platform.to_host(torch.cat(list(self.counts.values())))
-            self._copy = _Copy(counts, self._platform.record(), [list(places) for places in self._expert_at.values()])
+            self._copy = _Copy(
+                counts,
+                self._platform.record(),
+                [list(places) for places in self._expert_at.values()],
+            )
             copied = copied if self._platform.is_asynchronous else self._copy
             if copied is not None:
                 self._read = tuple(zip(self.counts, copied.by_expert(), strict=True))
@@ -56,7 +60,9 @@ class _Copy(NamedTuple):
     expert_at: list[list[int]]
 
     def by_expert(self) -> Iterator[tuple[int, ...]]:
-        for counts, experts in zip(self.counts.split([len(own) for own in self.expert_at]), self.expert_at, strict=True):
+        for counts, experts in zip(
+            self.counts.split([len(own) for own in self.expert_at]), self.expert_at, strict=True
+        ):
             found = torch.empty_like(counts)
             found[experts] = counts
             yield tuple(found.tolist())

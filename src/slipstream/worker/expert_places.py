@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.kernels.expert_rows import can_swap_outputs, expert_rows, layout, swap_outputs, swap_rows
+from slipstream.kernels.expert_rows import (
+    can_swap_outputs,
+    expert_rows,
+    layout,
+    swap_outputs,
+    swap_rows,
+)
 from slipstream.model.layers import MoE, Partition
 from slipstream.worker.expert_balance import LayerSwap, rank_of_places
 
@@ -37,14 +43,30 @@ class ExpertPlaces:
     def __init__(self, decoder: Decoder, load: ExpertLoad, partition: Partition) -> None:
         """All ranks of the group make it at once: a layer is left as it is if its weights are not of one layout on all."""
         self._load, self._group = load, partition.group
-        own = {i: x.mlp for i, x in zip(decoder.spec.local_layers, decoder.layers, strict=True) if isinstance(x.mlp, MoE)}
+        own = {
+            i: x.mlp
+            for i, x in zip(decoder.spec.local_layers, decoder.layers, strict=True)
+            if isinstance(x.mlp, MoE)
+        }
         found = {i: _mixture(mlp) for i, mlp in own.items()}
-        digests = [0 if found[i] is None else zlib.crc32(_layout(mlp).encode()) + 1 for i, mlp in own.items()]
+        digests = [
+            0 if found[i] is None else zlib.crc32(_layout(mlp).encode()) + 1
+            for i, mlp in own.items()
+        ]
         least = partition.group.least(*digests, *(-digest for digest in digests))
         agreed = [a == -b for a, b in zip(least[: len(own)], least[len(own) :], strict=True)]
-        self._mixtures = {i: m for (i, m), same in zip(found.items(), agreed, strict=True) if same and m is not None}
-        self._rank_of = {i: rank_of_places(own[i].spec.num_experts, partition.group.size).tolist() for i in self._mixtures}
-        self.expert_bytes = max((sum(x[0].nbytes for x in m.weights) for m in self._mixtures.values()), default=0)
+        self._mixtures = {
+            i: m
+            for (i, m), same in zip(found.items(), agreed, strict=True)
+            if same and m is not None
+        }
+        self._rank_of = {
+            i: rank_of_places(own[i].spec.num_experts, partition.group.size).tolist()
+            for i in self._mixtures
+        }
+        self.expert_bytes = max(
+            (sum(x[0].nbytes for x in m.weights) for m in self._mixtures.values()), default=0
+        )
         self._meet()
 
     @property

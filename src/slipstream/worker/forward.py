@@ -76,7 +76,12 @@ class InputBatch:
     @classmethod
     def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
         """Tokens [T] that belong to no plan: a canary's, a measurement's, those of a graph that is being captured."""
-        return cls(kv, None, None, GatheredInputs(token_ids=token_ids, meta=meta, sample_index=None, sampled=None))
+        return cls(
+            kv,
+            None,
+            None,
+            GatheredInputs(token_ids=token_ids, meta=meta, sample_index=None, sampled=None),
+        )
 
     @cached_property
     def gathered(self) -> GatheredInputs:
@@ -112,7 +117,12 @@ class InputBatch:
     @cached_property
     def has_adapters(self) -> bool:
         """Some request has an adapter."""
-        if self.plan is None or self.table is None or not self._adapted or not self.table.wanting["adapter"]:
+        if (
+            self.plan is None
+            or self.table is None
+            or not self._adapted
+            or not self.table.wanting["adapter"]
+        ):
             return False
         return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
 
@@ -122,14 +132,20 @@ class InputBatch:
         if self.plan is None or self.table is None or not self.table.wanting["images"]:
             return False
         wanting, rows = self.table.wanting["images"], self.table.rows
-        return any(rows[s.request_id].needs_images(s) for s in self.plan.scheduled if s.request_id in wanting)
+        return any(
+            rows[s.request_id].needs_images(s)
+            for s in self.plan.scheduled
+            if s.request_id in wanting
+        )
 
     @property
     def has_grammar(self) -> bool:
         """Whether a request samples by a grammar."""
         assert self.plan is not None
         assert self.table is not None
-        return self.table.wanted("grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled])
+        return self.table.wanted(
+            "grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled]
+        )
 
 
 class StateCache:
@@ -156,7 +172,6 @@ class StateCache:
         return to_array(self.kept)[slots].astype(np.float32)
 
 
-
 @dataclass(slots=True)
 class Output:
     """The result of a forward. Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: behind `num_decodes` rows
@@ -165,10 +180,16 @@ class Output:
     forward: Forward
     hidden: Tensor | None  # None: there are `tokens` instead
     sampled: SampledRows | None = None  # None: the batch has no plan
-    sample_index: Tensor | None = None  # int32 or int64 [N]: the rows of `hidden` that are sampled; None: all
-    tokens: Tensor | None = None  # int64 [N], if the forward has drawn them itself; written to the rows, unless it is `running`
+    sample_index: Tensor | None = (
+        None  # int32 or int64 [N]: the rows of `hidden` that are sampled; None: all
+    )
+    tokens: Tensor | None = (
+        None  # int64 [N], if the forward has drawn them itself; written to the rows, unless it is `running`
+    )
     running: RunningStep | None = None  # the step, if the CPU's threads still compute it
-    states: tuple[Tensor, AttentionMetadata] | None = None  # its states, to be written to the `StateCache` when it is done
+    states: tuple[Tensor, AttentionMetadata] | None = (
+        None  # its states, to be written to the `StateCache` when it is done
+    )
     num_decodes: int = 0
     padding: int = 0
 
@@ -176,7 +197,11 @@ class Output:
     def sampled_states(self) -> Tensor:
         """The rows of `hidden` that are sampled [N, E]."""
         assert self.hidden is not None
-        return self.hidden if self.sample_index is None else self.hidden.index_select(0, self.sample_index)
+        return (
+            self.hidden
+            if self.sample_index is None
+            else self.hidden.index_select(0, self.sample_index)
+        )
 
     def row(self, token: int) -> int:
         return token + (self.padding if token >= self.num_decodes else 0)
@@ -219,7 +244,12 @@ class Eager(Forward):
 
     def run(self, batch: InputBatch) -> Output:
         given = batch.gathered
-        return Output(self, self._hidden(given.token_ids, batch.kv, given.meta), given.sampled, given.sample_index)
+        return Output(
+            self,
+            self._hidden(given.token_ids, batch.kv, given.meta),
+            given.sampled,
+            given.sample_index,
+        )
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         if self.states is None:
@@ -246,12 +276,18 @@ class Eager(Forward):
 class OneToken(Eager):
     name = "one-token"
 
-    def __init__(self, decoder: Decoder, kernel: OneTokenKernel, states: StateCache | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, kernel: OneTokenKernel, states: StateCache | None = None
+    ) -> None:
         super().__init__(decoder, states)
         self.kernel = kernel
 
     def covers(self, batch: InputBatch) -> Reason | None:
-        return super().covers(batch) if batch.num_tokens == 1 else Reason("the step has more than one token")
+        return (
+            super().covers(batch)
+            if batch.num_tokens == 1
+            else Reason("the step has more than one token")
+        )
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         hidden = self.kernel.forward(token_ids, kv, meta)
@@ -261,7 +297,9 @@ class OneToken(Eager):
 class ProgramForward(Eager):
     name = "program"
 
-    def __init__(self, decoder: Decoder, program: CpuProgram, states: StateCache | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, program: CpuProgram, states: StateCache | None = None
+    ) -> None:
         super().__init__(decoder, states)
         self.program = program
 
@@ -273,7 +311,9 @@ class ProgramForward(Eager):
             if begun is not None:
                 tokens, states, running = begun
                 kept = None if self.states is None else (states, given.meta)
-                return Output(self, None, given.sampled, tokens=tokens, running=running, states=kept)
+                return Output(
+                    self, None, given.sampled, tokens=tokens, running=running, states=kept
+                )
         return super().run(batch)
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
@@ -313,7 +353,9 @@ def adapters_of(batch: InputBatch) -> LoRATokens:
     plan, table, device = batch.plan, batch.table, batch.gathered.token_ids.device
     assert plan is not None
     assert table is not None
-    return tokens_of(table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device)
+    return tokens_of(
+        table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device
+    )
 
 
 class Adapted(Variant):
@@ -330,9 +372,13 @@ class Adapted(Variant):
 
     def run(self, batch: InputBatch) -> Output:
         given = batch.gathered
-        return self._output(self.hidden(given.token_ids, batch.kv, given.meta, adapters_of(batch)), given)
+        return self._output(
+            self.hidden(given.token_ids, batch.kv, given.meta, adapters_of(batch)), given
+        )
 
-    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens) -> Tensor:
+    def hidden(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens
+    ) -> Tensor:
         """Tokens [T], which have the adapters `tokens` says → hidden states [T, E]."""
         ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
         return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
@@ -343,7 +389,9 @@ class WithImages(Variant):
 
     name = "images"
 
-    def __init__(self, base: Eager, encoder: ImageEncoder | None, adapters: Adapters | None) -> None:
+    def __init__(
+        self, base: Eager, encoder: ImageEncoder | None, adapters: Adapters | None
+    ) -> None:
         """`encoder`: None in a pipeline's later stages, which are sent its embeddings among those of tokens."""
         super().__init__(base)
         self.encoder, self.adapters = encoder, adapters
@@ -363,10 +411,19 @@ class WithImages(Variant):
         spec = self.decoder.spec
         assert spec.vision is not None
         sections = getattr(spec.layers[0].attention.position, "sections", None)
-        decoder = self.decoder.with_ops(cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections)))
+        decoder = self.decoder.with_ops(
+            cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections))
+        )
         h = self.decoder.embedded(given.token_ids, given.meta)
         if images.parts and self.encoder is not None:
-            rows = torch.cat([x[a:b] for x, (_, a, b) in zip(self.encoder.embeddings(images), images.parts, strict=True)])
+            rows = torch.cat(
+                [
+                    x[a:b]
+                    for x, (_, a, b) in zip(
+                        self.encoder.embeddings(images), images.parts, strict=True
+                    )
+                ]
+            )
             h = h.index_copy(0, upload(images.tokens, h.device), rows.to(h.dtype))
         hidden, states = decoder.run(h, batch.kv, given.meta)
         return self._output(self._keep(hidden, states, given.meta), given)

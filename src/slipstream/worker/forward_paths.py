@@ -49,7 +49,10 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
         (config.parallel.num_ranks > 1, "several ranks sum up their parts by torch"),
         (device.deterministic, "deterministic=True is for GPUs"),
         (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
-        (config.model.weights_bytes is not None, "weights_bytes: layers that are read as they are needed run op by op"),
+        (
+            config.model.weights_bytes is not None,
+            "weights_bytes: layers that are read as they are needed run op by op",
+        ),
         (config.lora is not None, "enable_lora: adapters are run by torch"),
     )
     found = next((Reason(text) for refused, text in table if refused), None)
@@ -60,7 +63,10 @@ def load_refusal(description: ModelDescription, load_format: str) -> Reason | No
     """Why torch is needed to load a model, or to run its prompts."""
     spec, stored = description.spec, description.quantization
     table: tuple[tuple[bool, str], ...] = (
-        (spec.vision is not None, "the model has an image encoder, which torch runs (max_images=0 leaves it out)"),
+        (
+            spec.vision is not None,
+            "the model has an image encoder, which torch runs (max_images=0 leaves it out)",
+        ),
         (
             stored is not None and stored.method == "mxfp4" and load_format != "dummy",
             "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",

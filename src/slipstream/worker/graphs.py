@@ -130,7 +130,9 @@ class Graphs:
         self._captured: dict[Size, Captured] = {}
         self.num_cold = 0
 
-    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
         """`idle`: inputs of a step of nothing but padding."""
         inputs = self.platform.upload(idle)  # waits for no step that runs
         graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
@@ -171,7 +173,9 @@ class StepGraphs(Graphs, Forward):
     name = "graphs"
     with_adapters = False
 
-    def __init__(self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig) -> None:
+    def __init__(
+        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig
+    ) -> None:
         assert rows.device is not None
         super().__init__(rows.device)
         self.forwards = forwards
@@ -185,19 +189,29 @@ class StepGraphs(Graphs, Forward):
         self.most_prompts = mixed_sequences(config, decoder.spec)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
         # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
-        self._hidden = torch.empty(largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device)
+        self._hidden = torch.empty(
+            largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device
+        )
         self._ends: GreedyEnds | None = None
         part = decoder.partition  # ranks draw together, but those with requests of their own
-        if self._recorder is not None and (part is None or (part.shard.deals_requests and part.pipe is None)):
+        if self._recorder is not None and (
+            part is None or (part.shard.deals_requests and part.pipe is None)
+        ):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
-        self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)  # what the stage before has sent
+        self._incoming = (
+            None if decoder.spec.has_first else torch.zeros_like(self._hidden)
+        )  # what the stage before has sent
         self._ahead: list[Size] = []  # to be captured, the next one last
         self._soon: set[Size] = set()  # the first of them
         self._is_full = False  # memory ran out in a capture: those that are captured remain
-        self._wanted: Counter[Size] = Counter()  # how often a size was wanted before it was captured
+        self._wanted: Counter[Size] = (
+            Counter()
+        )  # how often a size was wanted before it was captured
         self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
-        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)  # query_start_loc of decodes
+        self._starts = torch.arange(
+            self.sizes[-1] + 1, dtype=torch.int32, device=rows.device
+        )  # query_start_loc of decodes
 
     def capture(self) -> None:
         """Capture the largest mixed step first, so that all others fit into its memory, then some decodes and mixed steps. The
@@ -209,7 +223,9 @@ class StepGraphs(Graphs, Forward):
         for size in first:
             self._graph(size)
         # Small sizes come first: they are the commonest, and a capture delays a small step the most.
-        wanted = [(n, 0) for n in self.sizes] + [(d, p) for d in self.decode_sizes for p in self.prompt_sizes]
+        wanted = [(n, 0) for n in self.sizes] + [
+            (d, p) for d in self.decode_sizes for p in self.prompt_sizes
+        ]
         wanted.sort(key=lambda size: (size not in self._soon, max(size), sum(size)))
         self._ahead = [size for size in reversed(wanted) if size not in self._captured]
 
@@ -225,7 +241,10 @@ class StepGraphs(Graphs, Forward):
         if is_shared and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
             mixed = FIRST_LONG + mixed
         first = [(n, 0) for n in sorted(decodes, reverse=True)]
-        soon = {(n, 0) for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))}
+        soon = {
+            (n, 0)
+            for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))
+        }
         if self.prompt_sizes:
             first += [self._mixed_within(*most) for most in mixed]
             soon.add(self._mixed_within(*NEXT_MIXED))
@@ -234,7 +253,9 @@ class StepGraphs(Graphs, Forward):
 
     def _mixed_within(self, num_decodes: int, num_prompt: int) -> Size:
         """The largest mixed step that has room for no more than that."""
-        return max(n for n in self.decode_sizes if n <= num_decodes), max(n for n in self.prompt_sizes if n <= num_prompt)
+        return max(n for n in self.decode_sizes if n <= num_decodes), max(
+            n for n in self.prompt_sizes if n <= num_prompt
+        )
 
     def capture_next(self) -> bool:
         """Capture the next size that is not captured yet. False: there is none."""
@@ -270,8 +291,16 @@ class StepGraphs(Graphs, Forward):
                 raise
             self._is_full = True
             self._ahead.clear()
-            count, remedy = len(self._captured), "lower gpu_memory_utilization, or max_num_batched_tokens"
-            _logger.warning("no memory is left for more %s than the %d captured; for all of them %s", self.name, count, remedy)
+            count, remedy = (
+                len(self._captured),
+                "lower gpu_memory_utilization, or max_num_batched_tokens",
+            )
+            _logger.warning(
+                "no memory is left for more %s than the %d captured; for all of them %s",
+                self.name,
+                count,
+                remedy,
+            )
             return False
         return True
 
@@ -279,7 +308,11 @@ class StepGraphs(Graphs, Forward):
         if batch.plan is None:
             return NO_PLAN
         if batch.has_adapters != self.with_adapters:
-            return HAS_ADAPTERS if batch.has_adapters else Reason("no request of the step has an adapter")
+            return (
+                HAS_ADAPTERS
+                if batch.has_adapters
+                else Reason("no request of the step has an adapter")
+            )
         step = batch.shape
         if self._by_rows(step):
             is_there = not self._is_full or (self._size_for(step.num_tokens), 0) in self._captured
@@ -293,7 +326,9 @@ class StepGraphs(Graphs, Forward):
         size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
         if size not in self._captured and self._is_full:
             return NO_MEMORY
-        if size not in self._captured and self._wanted[size] + 1 < (LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE):
+        if size not in self._captured and self._wanted[size] + 1 < (
+            LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE
+        ):
             return NOT_CAPTURED
         return None
 
@@ -322,7 +357,9 @@ class StepGraphs(Graphs, Forward):
         """Count how often a mixed size is wanted, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
             return
-        self._note_wanted(self._mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens))
+        self._note_wanted(
+            self._mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
+        )
         self.num_cold += 1
 
     def run(self, batch: InputBatch) -> Output:
@@ -352,19 +389,27 @@ class StepGraphs(Graphs, Forward):
 
     def _by_rows(self, step: StepShape) -> bool:
         """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
-        return step.only_drafts and step.num_tokens <= self.sizes[-1] and step.num_keys_again <= MOST_KEYS_AGAIN
+        return (
+            step.only_drafts
+            and step.num_tokens <= self.sizes[-1]
+            and step.num_keys_again <= MOST_KEYS_AGAIN
+        )
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph that has `num_behind` tokens from row `first` on."""
         rows = ((0, num_decodes), (first, num_behind))
         if self._incoming is not None:
             assert self._pipe is not None
-            x = self._pipe.receive((num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype)
+            x = self._pipe.receive(
+                (num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype
+            )
             for (begin, count), own in zip(rows, x.split((num_decodes, num_behind)), strict=True):
                 self._incoming[begin : begin + count] = own
         captured.graph.replay()
         if self._pipe is not None and not self.forwards.decoder.spec.has_last:
-            self._pipe.send(torch.cat([captured.output[begin : begin + count] for begin, count in rows]))
+            self._pipe.send(
+                torch.cat([captured.output[begin : begin + count] for begin, count in rows])
+            )
 
     def _graph(self, size: Size) -> Captured:
         known = self._captured.get(size)
@@ -376,7 +421,10 @@ class StepGraphs(Graphs, Forward):
         """The smallest decode graph that holds `num_seqs`. If it is not captured, a larger one that is."""
         size = next(n for n in self.sizes if n >= num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
-        other, slack = next(ready, None), LARGER if self._is_full or self._wanted[size, 0] < LONGER else SLACK
+        other, slack = (
+            next(ready, None),
+            LARGER if self._is_full or self._wanted[size, 0] < LONGER else SLACK,
+        )
         return other if other is not None and other <= slack * num_seqs else size
 
     def _mixed_size(self, num_decodes: int, num_prompt: int) -> Size:
@@ -394,12 +442,20 @@ class StepGraphs(Graphs, Forward):
         if self._wanted[size] >= LONGER and not self._is_full:
             slack = min(slack, round((SLACK - 1) * num_tokens))
         most = num_tokens + slack
-        ready = [s for s in self._captured if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most]
+        ready = [
+            s
+            for s in self._captured
+            if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most
+        ]
         return min(ready, key=sum, default=size)
 
     def _note_wanted(self, size: Size) -> None:
         """A step of this size runs in whatever graph is ready. An idle moment captures its own."""
-        if size not in self._captured and not self._is_full and self._wanted[size] < max(LONGER, PATIENCE):
+        if (
+            size not in self._captured
+            and not self._is_full
+            and self._wanted[size] < max(LONGER, PATIENCE)
+        ):
             self._wanted[size] += 1
             self._ahead.append(size)
 
@@ -413,22 +469,35 @@ class StepGraphs(Graphs, Forward):
         table = self.rows.rows
         host = self._idle_decodes(size[0])
         index, sample_rows, sample_positions, of_tokens, at, lens = host
-        rows, positions = [table[s.request_id].index for s in scheduled], [s.num_computed_tokens for s in scheduled]
+        rows, positions = (
+            [table[s.request_id].index for s in scheduled],
+            [s.num_computed_tokens for s in scheduled],
+        )
         if num_tokens > len(scheduled):
             lengths = np.array([s.num_tokens for s in scheduled], np.int64)
-            of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(np.array(rows), np.array(positions), lengths)
+            of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(
+                np.array(rows), np.array(positions), lengths
+            )
         else:
             of_tokens[:num_tokens], at[:num_tokens] = rows, positions
         lens[:num_tokens] = at[:num_tokens] + 1
         which, samples_all = np.arange(num_tokens), all(s.num_sampled for s in scheduled)
         if not samples_all:
-            which = which[np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])]
+            which = which[
+                np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])
+            ]
         count = len(which)
-        index[:count], sample_rows[:count], sample_positions[:count] = which, of_tokens[which], lens[which]
+        index[:count], sample_rows[:count], sample_positions[:count] = (
+            which,
+            of_tokens[which],
+            lens[which],
+        )
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
-        self._replay(captured, max(1, num_tokens), 0, size[0])  # without a request its token is padding
+        self._replay(
+            captured, max(1, num_tokens), 0, size[0]
+        )  # without a request its token is padding
         tokens = self._greedy_end(batch, count, size)
         sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
         if samples_all:
@@ -439,11 +508,15 @@ class StepGraphs(Graphs, Forward):
         return Output(self, captured.output, sampled, sampled_index, tokens)
 
     def _decode_graph(self, size: int) -> Captured:
-        captured = self._capture((size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size))
+        captured = self._capture(
+            (size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size)
+        )
         if self._ends is not None:
             self._ends.capture(size)
         if self.forwards.decoder.spec.has_last:
-            self.logits(captured.output)  # its kernels are compiled now, not in the first step of this size
+            self.logits(
+                captured.output
+            )  # its kernels are compiled now, not in the first step of this size
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
@@ -489,8 +562,13 @@ class StepGraphs(Graphs, Forward):
         self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
         tokens = self._greedy_end(batch, count, size)
         index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
-        sampled, padding = SampledRows(requests=sequences, rows=rows, positions=positions), size[0] - num_decodes
-        return Output(self, captured.output, sampled, index, tokens, num_decodes=num_decodes, padding=padding)
+        sampled, padding = (
+            SampledRows(requests=sequences, rows=rows, positions=positions),
+            size[0] - num_decodes,
+        )
+        return Output(
+            self, captured.output, sampled, index, tokens, num_decodes=num_decodes, padding=padding
+        )
 
     def _mixed_graph(self, size: Size) -> Captured:
         idle, _, _ = mixed_inputs(self.rows, (), size, self.most_prompts)
@@ -500,11 +578,15 @@ class StepGraphs(Graphs, Forward):
         if self._ends is not None:
             self._ends.take(MixedInputs.sampled(inputs, size))
         given = MixedInputs(inputs, size, self.most_prompts)
-        return self._kept(self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len)))
+        return self._kept(
+            self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len))
+        )
 
     # --- What is captured ---------------------------------------------------------------------------------------------
 
-    def _forward(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _forward(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
         """A stage's part receives and sends nothing: that is done around the replay."""
         decoder = self.forwards.decoder
         if self._pipe is not None:
@@ -514,7 +596,9 @@ class StepGraphs(Graphs, Forward):
         finally:
             decoder.pipe = self._pipe
 
-    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
         return self.forwards.hidden(token_ids, kv, meta)
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
@@ -529,7 +613,11 @@ class SharedPrefixGraphs(StepGraphs):
 
     def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
         super().__init__(beside.forwards, beside.kv, beside.rows, config)
-        self._recorder, self._hidden, self._incoming = beside._recorder, beside._hidden, beside._incoming
+        self._recorder, self._hidden, self._incoming = (
+            beside._recorder,
+            beside._hidden,
+            beside._incoming,
+        )
         self._ends = beside._ends
         self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
 
@@ -543,7 +631,11 @@ class SharedPrefixGraphs(StepGraphs):
             return Reason("the step has prompts")
         reason = super().covers(batch)
         size = self._size_for(len(scheduled)) if reason is None else 0
-        if reason is None and (size, 0) not in self._captured and self._wanted[size, 0] + 1 < PATIENCE:
+        if (
+            reason is None
+            and (size, 0) not in self._captured
+            and self._wanted[size, 0] + 1 < PATIENCE
+        ):
             return NOT_CAPTURED
         return reason
 
@@ -554,11 +646,15 @@ class SharedPrefixGraphs(StepGraphs):
     def capture(self) -> None:
         """Not before it is wanted."""
 
-    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
         self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
         return super()._capture(size, idle, forward)
 
-    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
         shared = SharedPrefixes(*self._shared[size].unbind(0))
         return super()._hidden_states(size, token_ids, kv, meta.sharing(shared))
 
@@ -575,7 +671,12 @@ class AdapterGraphs(StepGraphs):
     with_adapters = True
 
     def __init__(
-        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig, adapters: Adapters
+        self,
+        forwards: Forwards,
+        kv: Sequence[LayerKV],
+        rows: RowTable,
+        config: EngineConfig,
+        adapters: Adapters,
     ) -> None:
         super().__init__(forwards, kv, rows, config)
         self.adapters = adapters
@@ -596,10 +697,14 @@ class AdapterGraphs(StepGraphs):
         if self._parts:
             super().capture()
 
-    def _hidden_states(self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
         return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
 
-    def _capture(self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]) -> Captured:
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
         if size not in self._tokens:
             room = 2 * padded_room(sum(size)) + 3 * self._num_tiles(size)
             self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
@@ -611,7 +716,10 @@ class AdapterGraphs(StepGraphs):
     def _tokens_of(self, size: Size) -> LoRATokens:
         num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
         return LoRATokens(
-            given[:num_tokens], given[room : room + num_tokens], given[2 * room :].view(-1, 3), tile_tokens(num_tokens)
+            given[:num_tokens],
+            given[room : room + num_tokens],
+            given[2 * room :].view(-1, 3),
+            tile_tokens(num_tokens),
         )
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:

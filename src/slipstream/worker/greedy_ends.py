@@ -32,7 +32,14 @@ Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 class GreedyEnds:
     """`hidden` [T, E]: where the steps' graphs leave hidden states. `sizes`: those of decode graphs."""
 
-    def __init__(self, forwards: Forwards, rows: RowTable, hidden: Tensor, sizes: Sequence[int], record: Record) -> None:
+    def __init__(
+        self,
+        forwards: Forwards,
+        rows: RowTable,
+        hidden: Tensor,
+        sizes: Sequence[int],
+        record: Record,
+    ) -> None:
         self.forwards, self.rows, self._hidden, self._record = forwards, rows, hidden, record
         self.sizes = end_sizes(sizes)
         # Of each sampled token: its row of `hidden`, its row of the table, and its position.
@@ -71,7 +78,10 @@ class GreedyEnds:
             self._captured[size] = self._record(lambda: self._end(size))
         except torch.OutOfMemoryError:
             self.sizes = sorted(self._captured)
-            _logger.warning("no memory is left for more graphs of steps' ends than the %d captured", len(self.sizes))
+            _logger.warning(
+                "no memory is left for more graphs of steps' ends than the %d captured",
+                len(self.sizes),
+            )
             return False
         return True
 

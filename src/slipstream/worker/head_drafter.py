@@ -55,14 +55,22 @@ class HeadDrafter(Drafter):
     """`States`"""
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        memory: DraftMemory,
+        states: States,
+        sample: Sample,
     ) -> None:
         super().__init__(config, memory)
         self.head, self.layers = loaded.head, ()
         if isinstance(self.head, LayeredHead):
             self.layers = self.head.spec.layers
         self.target_ids, self.weights_bytes = loaded.target_ids, loaded.weights_bytes
-        self.vocab_size, self.hidden_size = loaded.head.spec.vocab_size, loaded.head.spec.hidden_size
+        self.vocab_size, self.hidden_size = (
+            loaded.head.spec.vocab_size,
+            loaded.head.spec.hidden_size,
+        )
         self.states, self.sample = states, sample
 
     @property
@@ -82,7 +90,10 @@ class HeadDrafter(Drafter):
         self.states.kept = None
 
     def _block_arrays(self) -> list[Any]:
-        return [*super()._block_arrays(), self.states.kept.reshape(-1, self.block_size, self.hidden_size)]
+        return [
+            *super()._block_arrays(),
+            self.states.kept.reshape(-1, self.block_size, self.hidden_size),
+        ]
 
     def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
         """Draw a token of each of `sampled`, and put it where it belongs."""
@@ -105,7 +116,13 @@ class HeadChain(Chain, HeadDrafter):
     head: LayeredHead
 
     def __init__(
-        self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory, states: States, sample: Sample, ends: Any
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        memory: DraftMemory,
+        states: States,
+        sample: Sample,
+        ends: Any,
     ) -> None:
         super().__init__(config, loaded, memory, states, sample)
         self.ends = ends
@@ -117,7 +134,9 @@ class HeadChain(Chain, HeadDrafter):
         else:
             super().run_passes(drafted, rows)
 
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
         assert sampled is not None
@@ -160,14 +179,22 @@ class HeadBlock(HeadDrafter):
         for s in drafted:
             rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
 
-    def _draw_pairs(self, shares: Sequence[ScheduledRequest], last: Sequence[int], rows: RowTable) -> None:
+    def _draw_pairs(
+        self, shares: Sequence[ScheduledRequest], last: Sequence[int], rows: RowTable
+    ) -> None:
         """A pass over pairs, of which those of tokens behind the `last` ones are masks."""
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
         assert sampled is not None
         states, ends = self.states.read(given.meta), np.cumsum([s.num_tokens for s in shares])
-        known = [min(max(p + 1 - s.num_computed_tokens, 0), s.num_tokens) for s, p in zip(shares, last, strict=True)]
-        masks = [np.arange(end - s.num_tokens + n, end) for s, end, n in zip(shares, ends, known, strict=True)]
+        known = [
+            min(max(p + 1 - s.num_computed_tokens, 0), s.num_tokens)
+            for s, p in zip(shares, last, strict=True)
+        ]
+        masks = [
+            np.arange(end - s.num_tokens + n, end)
+            for s, end, n in zip(shares, ends, known, strict=True)
+        ]
         token_ids = self._masked(given.token_ids, masks, states, rows)
         hidden, _ = self.head.forward(token_ids, states, self.kv, given.meta)
         if sampled.requests:
@@ -176,13 +203,22 @@ class HeadBlock(HeadDrafter):
     def _draw_block(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """A pass over the last tokens and the masks behind them. Each is a decode of all that its request has, so that the
         tokens of a request see each other."""
-        shares = [ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1) for s in drafted]
-        given, lengths = gather(rows, StepPlan(0, tuple(shares))), np.array([s.num_tokens for s in shares])
+        shares = [
+            ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1)
+            for s in drafted
+        ]
+        given, lengths = (
+            gather(rows, StepPlan(0, tuple(shares))),
+            np.array([s.num_tokens for s in shares]),
+        )
         sampled, index, meta = given.sampled, given.sample_index, given.meta
         assert sampled is not None
         total, ends = int(lengths.sum()), lengths.cumsum()
         token_ids = self._masked(
-            given.token_ids, [np.arange(end - n + 1, end) for end, n in zip(ends, lengths, strict=True)], None, rows
+            given.token_ids,
+            [np.arange(end - n + 1, end) for end, n in zip(ends, lengths, strict=True)],
+            None,
+            rows,
         )
         which = rows.upload(np.arange(len(shares)).repeat(lengths))
         meta = dataclasses.replace(
@@ -195,7 +231,9 @@ class HeadBlock(HeadDrafter):
             groups=(),
         )
         hidden, _ = self.head.forward(token_ids, None, self.kv, meta)
-        self.write(hidden[index], dataclasses.replace(sampled, positions=sampled.positions - 1), rows)
+        self.write(
+            hidden[index], dataclasses.replace(sampled, positions=sampled.positions - 1), rows
+        )
 
     def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
         """The tokens with masks at these places, which have the state of masks in `states`."""
@@ -224,7 +262,10 @@ class MedusaDrafter(HeadDrafter):
         for place in range(max(len(s.drafts) for s in drafted)):
             which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
             shares = [
-                ScheduledRequest(drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1) for i in which
+                ScheduledRequest(
+                    drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1
+                )
+                for i in which
             ]
             sampled = gather_pairs(rows, shares).sampled
             assert sampled is not None

@@ -90,22 +90,38 @@ class HostChain:
     def run(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         """Propose, and write the drafts to the requests' rows."""
         # Those with one unseen pair come first, as attention wants it.
-        drafted = sorted(drafted, key=lambda s: s.num_computed_tokens + 1 - self._first(s, rows) > 1)
+        drafted = sorted(
+            drafted, key=lambda s: s.num_computed_tokens + 1 - self._first(s, rows) > 1
+        )
         tokens, tables = _array(rows.tokens), _array(rows.block_tables[0])
         which = np.array([rows.rows[s.request_id].index for s in drafted], np.int64)
-        last = np.array([s.num_computed_tokens for s in drafted], np.int64)  # the position of each request's last token
+        last = np.array(
+            [s.num_computed_tokens for s in drafted], np.int64
+        )  # the position of each request's last token
         unseen = last + 1 - np.array([self._first(s, rows) for s in drafted], np.int64)
         wanted = np.array([len(s.drafts) for s in drafted], np.int64)
 
         # A pair stands one position before its token.
         token_rows, positions, starts = laid_out(which, last - unseen, unseen)
-        slots = tables[token_rows, positions // self.size] * np.int64(self.size) + positions % self.size
-        given: dict[str, Any] = {"positions": positions, "slot_mapping": slots, "query_start_loc": starts.astype(np.int32)}
+        slots = (
+            tables[token_rows, positions // self.size] * np.int64(self.size) + positions % self.size
+        )
+        given: dict[str, Any] = {
+            "positions": positions,
+            "slot_mapping": slots,
+            "query_start_loc": starts.astype(np.int32),
+        }
         given |= {"block_table": tables[which], "seq_lens": last.astype(np.int32)}
-        given |= {"num_decodes": int((unseen == 1).sum()), "max_query_len": int(unseen.max()), "max_seq_len": int(last.max())}
+        given |= {
+            "num_decodes": int((unseen == 1).sum()),
+            "max_query_len": int(unseen.max()),
+            "max_seq_len": int(last.max()),
+        }
         meta = AttentionMetadata(**given)
         states = self.drafter.states.read_array(slots)
-        hidden, states = self.head.forward(tokens[token_rows, positions + 1], states, self.drafter.kv, meta)
+        hidden, states = self.head.forward(
+            tokens[token_rows, positions + 1], states, self.drafter.kv, meta
+        )
         ends = starts[1:] - 1
         found, states = self._own(self.head.greedy(hidden[ends])), states[ends]
         tokens[which, last + 1] = found
@@ -114,7 +130,9 @@ class HostChain:
             order = np.argsort(-wanted, kind="stable")  # those that go on are always the first
             which, last, wanted = which[order], last[order], wanted[order]
             passes = self._passes(tables[which], last, wanted)
-            further = self.head.go_on(found[order].astype(np.int32), states[order], self.drafter.kv, passes, self._own)
+            further = self.head.go_on(
+                found[order].astype(np.int32), states[order], self.drafter.kv, passes, self._own
+            )
             for i, drafts in enumerate(further, 2):
                 n = len(drafts)
                 tokens[which[:n], last[:n] + i] = drafts
@@ -123,8 +141,13 @@ class HostChain:
         """Of the further passes, one fewer than drafts. A request has no blocks beyond its own drafts."""
         number = np.arange(1, wanted[0])[:, None]
         goes_on, positions = number < wanted, last + number - 1
-        slots = table[np.arange(len(last)), positions // self.size * goes_on] * np.int64(self.size) + positions % self.size
-        return Passes(table, positions, slots, (positions + 1).astype(np.int32), goes_on.sum(1).tolist())
+        slots = (
+            table[np.arange(len(last)), positions // self.size * goes_on] * np.int64(self.size)
+            + positions % self.size
+        )
+        return Passes(
+            table, positions, slots, (positions + 1).astype(np.int32), goes_on.sum(1).tolist()
+        )
 
     def _first(self, s: ScheduledRequest, rows: RowTable) -> int:
         """The first token that the head has not seen."""

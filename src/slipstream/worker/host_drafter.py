@@ -96,7 +96,9 @@ class HostDraftModel(Chain):
     def token_bytes(self) -> int:
         return self.program.token_bytes
 
-    def step(self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False) -> None:
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
         given = gather(rows, StepPlan(0, tuple(shares)))
         hidden, _ = self.program.forward(given.token_ids, self.kv, given.meta)
         sampled: Any = given.sampled
@@ -131,7 +133,11 @@ class HostStates:
 
 
 def load_host_drafter(
-    config: EngineConfig, description: HeadDescription, decoder: Decoder, ops: HostOps, sample: Sample
+    config: EngineConfig,
+    description: HeadDescription,
+    decoder: Decoder,
+    ops: HostOps,
+    sample: Sample,
 ) -> HeadDrafter:
     """`draft_head.load_drafter`. NotCovered if the head is no program."""
     check_num_drafts(config, description)
@@ -144,7 +150,11 @@ def load_host_drafter(
         load_format="dummy" if config.model.load_format == "dummy" else "auto",
         seed=config.model.seed,
     )
-    head, memory, states = loaded.head, HostMemory(config.model.dtype), HostStates(config.cache.block_size)
+    head, memory, states = (
+        loaded.head,
+        HostMemory(config.model.dtype),
+        HostStates(config.cache.block_size),
+    )
     if not isinstance(head, LayeredHead):
         return MedusaDrafter(config, loaded, memory, states, sample)
     if isinstance(head.program, Reason):

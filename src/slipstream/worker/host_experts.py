@@ -53,7 +53,11 @@ class LoadFollower:
     """After every few steps, lets the experts that the device holds of one layer follow the measured load."""
 
     def __init__(self, ops: OpSet, load: ExpertLoad) -> None:
-        self._ops, self._load, self._steps = ops if isinstance(ops, HostExpertOps) else None, load, 0
+        self._ops, self._load, self._steps = (
+            ops if isinstance(ops, HostExpertOps) else None,
+            load,
+            0,
+        )
 
     def after_step(self) -> None:
         if self._ops is None or not self._ops.holds_experts:

@@ -45,7 +45,13 @@ from slipstream.worker.disk_tier import DiskTier
 from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.forward_paths import load_refusal
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
-from slipstream.worker.input_batch import GatheredInputs, SampledRows, encoder_batch, gather, text_batch
+from slipstream.worker.input_batch import (
+    GatheredInputs,
+    SampledRows,
+    encoder_batch,
+    gather,
+    text_batch,
+)
 from slipstream.worker.rows import RowTable
 from slipstream.worker.thread_governor import ThreadGovernor
 
@@ -82,11 +88,15 @@ class HostForward:
     def __init__(self, decoder: Decoder, program: StepProgram, pool: ThreadPool) -> None:
         self.program = program
         text_ops: Any = HostTextOps(pool)
-        self.decoder = decoder.with_ops(text_ops)  # what the program leaves out of an encoder, a classifier, pooling
+        self.decoder = decoder.with_ops(
+            text_ops
+        )  # what the program leaves out of an encoder, a classifier, pooling
 
     def hidden(self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Array:
         """token_ids [T] → [T, E]"""
-        given: Any = self.decoder.embedded(token_ids, meta) if self.decoder.spec.is_encoder else None  # type: ignore[arg-type]
+        given: Any = (
+            self.decoder.embedded(token_ids, meta) if self.decoder.spec.is_encoder else None  # type: ignore[arg-type]
+        )
         return self.program.forward(token_ids, kv, meta, given)[0]
 
     def encode(self, token_ids: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
@@ -122,11 +132,15 @@ class HostRunner:
     graph_sizes = ()
     platform = HostPlatform()
 
-    def __init__(self, config: EngineConfig, description: ModelDescription, *, weights_folder: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, description: ModelDescription, *, weights_folder: Path
+    ) -> None:
         self.config, model, device = config, config.model, config.device
         self.phases: dict[str, float] = {}
         with self._phase("weights"):
-            self.ops = HostOps(device.num_threads, device.info.isa, dense_copies=device.dense_copies)
+            self.ops = HostOps(
+                device.num_threads, device.info.isa, dense_copies=device.dense_copies
+            )
             self.model: LoadedModel = load_host_model(
                 description,
                 ops=self.ops,
@@ -146,7 +160,9 @@ class HostRunner:
             self._argmax = Argmax(self.ops.pool, description.spec.vocab_size)
         self.kv_scales: list[tuple[Array, Array]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
+            if (
+                self.model.cache_scales is not None
+            ):  # `resolve` made sure that they are for this type
                 self.kv_scales = self.model.cache_scales.layers()
             else:
                 with self._phase("calibrate"):
@@ -155,7 +171,9 @@ class HostRunner:
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: InFlightStep | None = None
-        self._states: tuple[Array, Array] | None = None  # of the step under way, and their slots, for the draft head
+        self._states: tuple[Array, Array] | None = (
+            None  # of the step under way, and their slots, for the draft head
+        )
         self.draft: Drafter | None = None
         self._kept_states: HostStates | None = None  # the draft head's
 
@@ -171,7 +189,9 @@ class HostRunner:
         from slipstream.worker.host_drafter import load_host_drafter  # late: most starts need none
 
         with self._phase("draft head"):
-            self.draft = head = load_host_drafter(self.config, description, self.model.decoder, self.ops, self._sampler.sample)
+            self.draft = head = load_host_drafter(
+                self.config, description, self.model.decoder, self.ops, self._sampler.sample
+            )
             self._kept_states, self.model.decoder.tap = head.states, head.head.tap
             self._compile()
             self.config = self.config.with_most_drafts(description.spec.most_drafts)
@@ -198,9 +218,13 @@ class HostRunner:
         """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled. They follow from
         the program's buffers, so nothing is run."""
         config, spec = self.config, self.model.spec
-        sampled = (2 * config.max_num_sampled + 8) * spec.vocab_size  # logits, a copy; the row that is drawn
+        sampled = (
+            2 * config.max_num_sampled + 8
+        ) * spec.vocab_size  # logits, a copy; the row that is drawn
         if spec.is_encoder:
-            sampled = 2 * config.scheduling.max_num_batched_tokens * spec.hidden_size  # embeddings while they are summed
+            sampled = (
+                2 * config.scheduling.max_num_batched_tokens * spec.hidden_size
+            )  # embeddings while they are summed
         per_token = self.program.token_bytes + (0 if self.draft is None else self.draft.token_bytes)
         return config.scheduling.max_num_batched_tokens * per_token + 4 * sampled
 
@@ -219,7 +243,9 @@ class HostRunner:
                 if not self.model.spec.is_encoder:
                     self.rows = RowTable.of(config, None, None)
         except MemoryError as error:
-            raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
+            raise OutOfMemoryError(
+                f"the KV cache of {num_blocks} blocks does not fit: {error}"
+            ) from error
         return 0
 
     def release(self) -> None:
@@ -237,7 +263,13 @@ class HostRunner:
 
     def _caches(self) -> list[Array]:
         """The cache's arrays, those that groups share once."""
-        return list({id(x): x for layer in self.kv for x in ((layer.k,) if layer.latent else (layer.k, layer.v))}.values())  # type: ignore[arg-type]
+        return list(
+            {  # type: ignore[arg-type]
+                id(x): x
+                for layer in self.kv
+                for x in ((layer.k,) if layer.latent else (layer.k, layer.v))
+            }.values()
+        )
 
     def capture_next(self) -> bool:
         return False
@@ -245,7 +277,12 @@ class HostRunner:
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
         """The layers' keys and values, of zeros (`shared_caches`). Their memory is taken when it is first written."""
         spec, dtype, scales = self.model.spec, self.config.cache.dtype, self.kv_scales
-        return shared_caches(spec.local_layers, spec.cache_places, lambda i: self._layer_cache(i, num_blocks, dtype), scales)  # type: ignore[arg-type]
+        return shared_caches(
+            spec.local_layers,
+            spec.cache_places,
+            lambda i: self._layer_cache(i, num_blocks, dtype),
+            scales,  # type: ignore[arg-type]
+        )
 
     def _layer_cache(self, layer: int, num_blocks: int, dtype: str) -> tuple[Any, Any]:
         attention, size = self.model.spec.layers[layer].attention, self.config.cache.block_size
@@ -259,7 +296,10 @@ class HostRunner:
         length = min(CALIBRATION_TOKENS, self.config.model.max_model_len)
         tokens = np.random.default_rng(0).integers(0, spec.vocab_size, length, dtype=np.int32)
         num_blocks = -(-length // size)
-        kv = [LayerKV(*self._layer_cache(i, num_blocks + 1, self.config.model.dtype)) for i in range(len(spec.layers))]
+        kv = [
+            LayerKV(*self._layer_cache(i, num_blocks + 1, self.config.model.dtype))
+            for i in range(len(spec.layers))
+        ]
         self.forwards.hidden(tokens, kv, single_sequence(0, length, block_size=size))
         top = np.float32(FORMAT_MAX["int8"] / 1.1)
 
@@ -290,7 +330,9 @@ class HostRunner:
             begun = self.program.begin_greedy(ids, self.kv, given.meta)
             if begun is not None:
                 found: Any = begun[0]
-                self._under_way = step = InFlightStep(plan, sampled, found, begun[2], drafts=drafts, is_cold=is_cold)
+                self._under_way = step = InFlightStep(
+                    plan, sampled, found, begun[2], drafts=drafts, is_cold=is_cold
+                )
                 self._states = begun[1], given.meta.slot_mapping  # type: ignore[assignment]
                 if len(plan.scheduled) > RUN_AHEAD or self.ops.pool.num_used == 1:
                     self._take_tokens()
@@ -310,7 +352,11 @@ class HostRunner:
             step.drafts, step.is_cold = drafts, is_cold
             return step
 
-        return AwaitingMask(plan, drawn, drafts, None) if rows.wanted("grammar", sampled.names) else drawn()
+        return (
+            AwaitingMask(plan, drawn, drafts, None)
+            if rows.wanted("grammar", sampled.names)
+            else drawn()
+        )
 
     def max_in_flight(self, plan: Plan) -> int:
         """`ModelRunner.max_in_flight`"""
@@ -320,7 +366,9 @@ class HostRunner:
         """An encoder's step."""
         token_ids, meta = text_batch(plan, self.config.cache.block_size, None)
         hidden, tokens = self.forwards.hidden(token_ids, self.kv, meta), np.empty(0, np.int64)  # type: ignore[arg-type]
-        vectors: Any = self.forwards.vectors(hidden, meta.query_start_loc, self.model.description.pooling)
+        vectors: Any = self.forwards.vectors(
+            hidden, meta.query_start_loc, self.model.description.pooling
+        )
         return InFlightStep(plan, None, tokens, None, vectors=vectors)  # type: ignore[arg-type]
 
     def forget_rows(self) -> None:
@@ -361,7 +409,12 @@ class HostRunner:
             self._states = None
 
     def _sample(
-        self, plan: StepPlan, given: GatheredInputs, sampled: SampledRows, hidden: Array, mask: TokenMask | None
+        self,
+        plan: StepPlan,
+        given: GatheredInputs,
+        sampled: SampledRows,
+        hidden: Array,
+        mask: TokenMask | None,
     ) -> InFlightStep:
         """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
         assert self.rows is not None
@@ -405,7 +458,9 @@ class HostRunner:
 
     def expert_load(self) -> ExpertTokens:
         """Tokens by expert since the start, of each layer with experts."""
-        return tuple((layer, tuple(counts.tolist())) for layer, counts in self._expert_counts.items())
+        return tuple(
+            (layer, tuple(counts.tolist())) for layer, counts in self._expert_counts.items()
+        )
 
     def reset_expert_load(self) -> None:
         """Forget what was counted so far: it was no request's."""
@@ -419,19 +474,35 @@ class HostRunner:
         self.phases[name] = time.perf_counter() - begin
 
 
-def single_sequence(start: int, num_tokens: int, *, block_size: int, num_groups: int = 1) -> AttentionMetadata:
+def single_sequence(
+    start: int, num_tokens: int, *, block_size: int, num_groups: int = 1
+) -> AttentionMetadata:
     """`AttentionMetadata.single_sequence`, of arrays."""
     length = start + num_tokens
-    own = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(num_groups) + np.int32(1)
+    own = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(
+        num_groups
+    ) + np.int32(1)
     positions = np.arange(start, length)
     slots = own[0, positions // block_size].astype(np.int64) * block_size + positions % block_size
     arrays: dict[str, Any] = dict(
-        query_start_loc=np.array([0, num_tokens], np.int32), seq_lens=np.array([length], np.int32), positions=positions
+        query_start_loc=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([length], np.int32),
+        positions=positions,
     )
     sizes = dict(num_decodes=int(num_tokens == 1), max_query_len=num_tokens, max_seq_len=length)
-    first = AttentionMetadata(**arrays, **sizes, block_table=own, slot_mapping=slots, from_start=start == 0)  # type: ignore[arg-type]
+    first = AttentionMetadata(
+        **arrays,
+        **sizes,  # type: ignore[arg-type]
+        block_table=own,  # type: ignore[arg-type]
+        slot_mapping=slots,
+        from_start=start == 0,
+    )
     others: Any = (
-        dataclasses.replace(first, block_table=own + np.int32(g), slot_mapping=slots + g * block_size)  # type: ignore[arg-type]
+        dataclasses.replace(
+            first,
+            block_table=own + np.int32(g),  # type: ignore[arg-type]
+            slot_mapping=slots + g * block_size,
+        )
         for g in range(1, num_groups)
     )
     return first.with_groups(*others)

@@ -63,12 +63,18 @@ class ImageEncoder:
     def probe(self) -> int:
         """Encode a picture, so that its memory can be measured. Returns how many times that memory a pass may take."""
         s = self.spec
-        side = s.patch_size * (s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge)
-        self.tower([torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)])
+        side = s.patch_size * (
+            s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge
+        )
+        self.tower(
+            [torch.zeros(side, side, s.num_channels, dtype=torch.uint8, device=self.tower.device)]
+        )
         return -(-self.tower.most_patches // s.grid(side, side).num_patches)
 
     def _pixels(self, span: ImageSpan) -> Tensor:
-        raw = np.frombuffer(span.pixels, np.uint8).reshape(span.height, span.width, self.spec.num_channels)
+        raw = np.frombuffer(span.pixels, np.uint8).reshape(
+            span.height, span.width, self.spec.num_channels
+        )
         return upload(raw.copy(), self.tower.device)
 
     def _keep(self, key: bytes, value: Tensor) -> None:
@@ -85,14 +91,22 @@ class ImageEncoder:
 class StepImages:
     """The placeholders of a step's T tokens."""
 
-    parts: list[tuple[ImageSpan, int, int]]  # pictures, with the first and last + 1 of their tokens that are in the step
+    parts: list[
+        tuple[ImageSpan, int, int]
+    ]  # pictures, with the first and last + 1 of their tokens that are in the step
     tokens: LongArray  # [N]: the step's tokens that are placeholders, part by part
     sequences: IntArray  # of each part the sequence
-    places: tuple[tuple[int, LongArray], ...]  # with three positions a token: a token of the step, and those [3, n] from it on
+    places: tuple[
+        tuple[int, LongArray], ...
+    ]  # with three positions a token: a token of the step, and those [3, n] from it on
 
 
 def step_images(plan: StepPlan, table: RowTable) -> StepImages:
-    parts, sequences, places = list[tuple[ImageSpan, int, int]](), list[int](), list[tuple[int, LongArray]]()
+    parts, sequences, places = (
+        list[tuple[ImageSpan, int, int]](),
+        list[int](),
+        list[tuple[int, LongArray]](),
+    )
     tokens = [np.empty(0, np.int64)]
     start = 0
     for i, s in enumerate(plan.scheduled):
@@ -104,7 +118,12 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
                 sequences.append(i)
                 tokens.append(np.arange(at, at + end - first))
             if row.places is not None:
-                places.append((start, row.places[:, s.num_computed_tokens : s.num_computed_tokens + s.num_tokens]))
+                places.append(
+                    (
+                        start,
+                        row.places[:, s.num_computed_tokens : s.num_computed_tokens + s.num_tokens],
+                    )
+                )
         start += s.num_tokens
     return StepImages(parts, np.concatenate(tokens), np.array(sequences, np.int32), tuple(places))
 
@@ -113,7 +132,12 @@ class ImageOps:
     """The op set `ops` for a step with pictures. `meta` is the step's."""
 
     def __init__(
-        self, ops: OpSet, images: StepImages, meta: AttentionMetadata, spec: VisionSpec, sections: tuple[int, ...] | None
+        self,
+        ops: OpSet,
+        images: StepImages,
+        meta: AttentionMetadata,
+        spec: VisionSpec,
+        sections: tuple[int, ...] | None,
     ) -> None:
         """`sections`: the decoder's `RopeSpec.sections`."""
         self._ops, self._images, self._sections = ops, images, sections
@@ -122,7 +146,9 @@ class ImageOps:
         if images.places:
             positions = meta.positions.expand(3, -1).clone()
             for start, own in images.places:
-                positions[:, start : start + own.shape[1]] = upload(np.ascontiguousarray(own), positions.device)
+                positions[:, start : start + own.shape[1]] = upload(
+                    np.ascontiguousarray(own), positions.device
+                )
             self._positions = positions
             self._each = torch.arange(positions.shape[1], device=positions.device)
         self._tables: dict[int, Tensor] = {}
@@ -132,18 +158,26 @@ class ImageOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def rope_and_cache(self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
         if self._positions is None or heads.cos_sin is None or self._sections is None:
             return self._ops.rope_and_cache(qkv, kv, meta, heads)
         # Each token has a row of its own in a table made for the step.
         table = self._tables.get(id(heads.cos_sin))
         if table is None:
-            table = self._tables[id(heads.cos_sin)] = sectioned(heads.cos_sin, self._positions, self._sections)
+            table = self._tables[id(heads.cos_sin)] = sectioned(
+                heads.cos_sin, self._positions, self._sections
+            )
         if id(meta) not in self._turned:
             self._turned[id(meta)] = dataclasses.replace(meta, positions=self._each)
-        return self._ops.rope_and_cache(qkv, kv, self._turned[id(meta)], dataclasses.replace(heads, cos_sin=table))
+        return self._ops.rope_and_cache(
+            qkv, kv, self._turned[id(meta)], dataclasses.replace(heads, cos_sin=table)
+        )
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         out = self._ops.attention(q, kv, meta, params)
         if not self._among:
             return out
@@ -178,6 +212,7 @@ def sectioned(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Te
     halves = cos_sin.unflatten(1, (2, -1))  # [P, 2, rotary_dim / 2]
     ends = np.cumsum(sections).tolist()
     parts = [
-        halves[positions[axis], :, end - size : end] for axis, (size, end) in enumerate(zip(sections, ends, strict=True))
+        halves[positions[axis], :, end - size : end]
+        for axis, (size, end) in enumerate(zip(sections, ends, strict=True))
     ]
     return torch.cat(parts, dim=2).flatten(1)

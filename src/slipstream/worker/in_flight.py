@@ -41,9 +41,13 @@ class InFlightStep:
     sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done`
     done: Event | RunningStep | None  # None: it is
-    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None  # which samples, values, how many wanted
+    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = (
+        None  # which samples, values, how many wanted
+    )
     extras: Sequence[Extra] = ()
-    pooled: tuple[tuple[str, ...], Tensor] | None = None  # which are complete, and their vectors float32 [N, E] on the host
+    pooled: tuple[tuple[str, ...], Tensor] | None = (
+        None  # which are complete, and their vectors float32 [N, E] on the host
+    )
     drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
     vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
     is_cold: bool = False
@@ -67,14 +71,21 @@ class InFlightStep:
         tokens: list[int] = self.tokens.tolist()
         extras: list[Extra] = [*self.extras]
         if self.pooled is not None:
-            extras += [PooledVector(i, v.tobytes()) for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)]
+            extras += [
+                PooledVector(i, v.tobytes())
+                for i, v in zip(self.pooled[0], np.asarray(self.pooled[1]), strict=True)
+            ]
         if self.vectors is not None:
             extras.append(TextVectors(np.asarray(self.vectors).tobytes()))
         if self.logprobs is not None and self.sampled is not None:
             which, best, counts = self.logprobs
             ids = self.sampled.request_ids
             names, chosen = tuple([ids[i] for i in which]), tuple([tokens[i] for i in which])
-            extras.append(SampledLogprobs(names, chosen, tuple(counts), *[np.asarray(values).tobytes() for values in best]))
+            extras.append(
+                SampledLogprobs(
+                    names, chosen, tuple(counts), *[np.asarray(values).tobytes() for values in best]
+                )
+            )
         num_tokens = None if self.sampled is None else self.sampled.num_tokens
         if num_tokens is not None and self.sampled is not None:
             drafts = () if self.drafts is None else self.drafts.tolist()

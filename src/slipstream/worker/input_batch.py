@@ -59,7 +59,9 @@ class GatheredInputs:
     sampled: SampledRows | None  # None: the tokens belong to no plan
 
 
-def laid_out(rows: LongArray, computed: LongArray, lengths: LongArray) -> tuple[LongArray, LongArray, LongArray]:
+def laid_out(
+    rows: LongArray, computed: LongArray, lengths: LongArray
+) -> tuple[LongArray, LongArray, LongArray]:
     """The tokens of requests in `rows` [S], each with `lengths` tokens behind `computed` ones. Returns each token's row [T] and
     position [T], and where the requests begin [S + 1]."""
     starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
@@ -89,7 +91,9 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
     """
     scheduled = plan.scheduled or (PADDING,)
     num_seqs = len(scheduled)
-    rows = np.array([table.rows[s.request_id].index for s in plan.scheduled] or [table.capacity], np.int64)
+    rows = np.array(
+        [table.rows[s.request_id].index for s in plan.scheduled] or [table.capacity], np.int64
+    )
     computed = np.array([s.num_computed_tokens for s in scheduled], np.int64)
     num_new = [s.num_tokens for s in scheduled]
     max_query_len = max(num_new)
@@ -115,7 +119,11 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
     arrays = [token_rows, positions, starts, seq_lens, rows, sample_rows, sample_positions]
     if index is not None:
         arrays.append(index)
-    longest = max([table.rows[s.request_id].num_encoder_tokens for s in scheduled]) if table.cross is not None else 0
+    longest = (
+        max([table.rows[s.request_id].num_encoder_tokens for s in scheduled])
+        if table.cross is not None
+        else 0
+    )
     on_host = table.device is None or table.device.type == "cpu"
     look = _gather_inputs_on_host if on_host else _gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
@@ -129,7 +137,9 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         ahead=ahead,
     )
     if plan.shared and table.ops is not None and table.ops.shares_prefixes:
-        meta = meta.sharing(SharedPrefixes(*table.upload(shared_prefixes(plan.shared, num_decodes)).unbind(0)))
+        meta = meta.sharing(
+            SharedPrefixes(*table.upload(shared_prefixes(plan.shared, num_decodes)).unbind(0))
+        )
     if plan.largest is not None:
         meta = dataclasses.replace(meta, most_tokens=plan.largest.num_tokens)
     return GatheredInputs(
@@ -159,7 +169,13 @@ def _gather_inputs_after_upload(
     """`gather_inputs` of host arrays, after one upload of all of them. `sizes`: its other parameters."""
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = gather_inputs(
-        table, token_rows=token_rows, positions=positions, rows=rows, query_start_loc=starts, seq_lens=seq_lens, **sizes
+        table,
+        token_rows=token_rows,
+        positions=positions,
+        rows=rows,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        **sizes,
     )
     return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
 
@@ -199,7 +215,11 @@ def _gather_inputs_on_host(
         seq_lens=made(seq_lens.astype(np.int32)),
         block_table=block_table,
         slot_mapping=slot_mapping,
-        positions=made(positions if table.position_shifts is None else positions + numpy(table.position_shifts)[token_rows]),
+        positions=made(
+            positions
+            if table.position_shifts is None
+            else positions + numpy(table.position_shifts)[token_rows]
+        ),
         num_decodes=num_decodes,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
@@ -231,7 +251,9 @@ def gather_inputs(
     num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
     first = table.block_tables[0]
     assert table.ops is not None
-    ids, positions, slots = table.ops.gather_inputs(table.tokens[:, ahead:], first, token_rows, positions, size)
+    ids, positions, slots = table.ops.gather_inputs(
+        table.tokens[:, ahead:], first, token_rows, positions, size
+    )
     turned = positions  # by these tokens are rotated
     if table.position_shifts is not None:
         turned = positions + table.position_shifts.index_select(0, token_rows)
@@ -252,12 +274,15 @@ def gather_inputs(
         tables = more[:, :, :num_blocks].index_select(1, rows)
         slots_of = more[:, token_rows.long(), positions // size].long() * size + positions % size
         others = [
-            dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in zip(tables, slots_of, strict=True)
+            dataclasses.replace(meta, block_table=t, slot_mapping=s)
+            for t, s in zip(tables, slots_of, strict=True)
         ]
     return ids, meta.with_groups(*others, *_of_cross(table, meta, rows, max_encoder_len))
 
 
-def _of_cross(table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int) -> list[AttentionMetadata]:
+def _of_cross(
+    table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int
+) -> list[AttentionMetadata]:
     """The metadata of the group with an encoder's keys and values, if there is one. `max_encoder_len` 0: unknown."""
     if table.cross is None:
         return []
@@ -276,7 +301,12 @@ def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMet
     new = [s for s in plan.new if s.encoder_token_ids]
     if not new:
         return None
-    blocks = {s.request_id: u.block_ids for s in plan.scheduled for u in s.table_updates if u.group == table.cross}
+    blocks = {
+        s.request_id: u.block_ids
+        for s in plan.scheduled
+        for u in s.table_updates
+        if u.group == table.cross
+    }
     lengths = np.fromiter((len(s.encoder_token_ids) for s in new), np.int32, len(new))
     tables = np.zeros((len(new), max(len(blocks[s.request_id]) for s in new)), np.int32)
     for line, s in zip(tables, new, strict=True):
@@ -285,15 +315,22 @@ def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMet
     return _whole_texts(tokens, lengths, tables, None, table.block_size, table.device)
 
 
-def text_batch(plan: TextsPlan, block_size: int, device: torch.device | None) -> tuple[Tensor, AttentionMetadata]:
+def text_batch(
+    plan: TextsPlan, block_size: int, device: torch.device | None
+) -> tuple[Tensor, AttentionMetadata]:
     """An encoder's step: tokens [T] and metadata. The texts' keys and values go to the blocks 1, 2, … in order. Every step uses
     these, since steps run one after another. One upload."""
     lengths = np.frombuffer(plan.lengths, np.int32)
     num_blocks = -(-lengths // block_size)
     ends = np.cumsum(num_blocks, dtype=np.int32)
-    tables = np.minimum((ends - num_blocks)[:, None] + np.arange(1, num_blocks.max() + 1, dtype=np.int32), ends[:, None])
+    tables = np.minimum(
+        (ends - num_blocks)[:, None] + np.arange(1, num_blocks.max() + 1, dtype=np.int32),
+        ends[:, None],
+    )
     num_first = np.frombuffer(plan.num_first, np.int32) if plan.num_first else None
-    return _whole_texts(np.frombuffer(plan.token_ids, np.int32), lengths, tables, num_first, block_size, device)
+    return _whole_texts(
+        np.frombuffer(plan.token_ids, np.int32), lengths, tables, num_first, block_size, device
+    )
 
 
 def _whole_texts(
@@ -311,7 +348,15 @@ def _whole_texts(
     text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     positions = np.arange(len(tokens), dtype=np.int32) - starts[text]
     slots = tables[text, positions // block_size] * np.int32(block_size) + positions % block_size
-    parts = [tokens, starts, lengths, tables.reshape(-1), positions, slots, np.repeat(starts[1:], lengths)]
+    parts = [
+        tokens,
+        starts,
+        lengths,
+        tables.reshape(-1),
+        positions,
+        slots,
+        np.repeat(starts[1:], lengths),
+    ]
     if num_first is not None:
         parts.append((positions >= num_first[text]).astype(np.int32))
     token_ids, starts_d, lens, table, at, slot, ends, *types = _upload_together(parts, device)
@@ -335,7 +380,9 @@ def _int64(x: Any) -> Any:
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x.long()
 
 
-def _upload_together(parts: Sequence[IntArray | LongArray], device: torch.device | None) -> list[Tensor]:
+def _upload_together(
+    parts: Sequence[IntArray | LongArray], device: torch.device | None
+) -> list[Tensor]:
     """Host arrays [n] on the device by one copy, as int32. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew
     for pointers that don't."""
     begins = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()

@@ -14,9 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
-from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, EngineConfig, num_ranks, resolve, split_setting
+from slipstream.config import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    num_ranks,
+    resolve,
+    split_setting,
+)
 from slipstream.config.engine_folder import packed_folder
-from slipstream.errors import AdapterError, CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from slipstream.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    UnsupportedModelError,
+)
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
 from slipstream.plan.fit import check_weights_fit
@@ -71,7 +85,11 @@ class Ranks(Protocol):
 
 class LocalExecutor(Executor):
     def __init__(
-        self, config: EngineConfig, description: ModelDescription, runner: Runner, tiles: TileTable = NO_TILES
+        self,
+        config: EngineConfig,
+        description: ModelDescription,
+        runner: Runner,
+        tiles: TileTable = NO_TILES,
     ) -> None:
         """Measure activations, size the cache, allocate it. `build` does what comes before."""
         self.description, self.runner, self.phases = description, runner, runner.phases
@@ -93,7 +111,9 @@ class LocalExecutor(Executor):
         """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. A CPU
         runs the model without torch where it can (`forward_paths.host_refusal`), unless `by_torch`. With `ranks` this is one
         rank's executor: it loads its part. `device`: see `load_runner`."""
-        description, runner, tiles = load_runner(args, progress=progress, by_torch=by_torch, ranks=ranks, device=device)
+        description, runner, tiles = load_runner(
+            args, progress=progress, by_torch=by_torch, ranks=ranks, device=device
+        )
         progress("cache")
         executor = cls(runner.config, description, runner, tiles)
         executor.canary = executor._run_canary(args.canary)
@@ -191,13 +211,17 @@ class LocalExecutor(Executor):
                 )
             return None
         begin = time.perf_counter()
-        result = run_canary(self.runner.forwards, self.runner.kv, canary, context=self.config.model.max_model_len)
+        result = run_canary(
+            self.runner.forwards, self.runner.kv, canary, context=self.config.model.max_model_len
+        )
         self.runner.reset_expert_load()
         self.phases["canary"] = time.perf_counter() - begin
         if not self.runner.model.spec.has_last:
             return None  # the last stage knows
         if wanted == "refuse" and not result.ok:
-            raise ModelError(f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'")
+            raise ModelError(
+                f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'"
+            )
         return result
 
 
@@ -231,7 +255,9 @@ def load_runner(
     progress("device")
     once = partial(progress, "how fast this CPU is, once a machine")
     folder, threads = machine_folder(), args.num_threads
-    info = device or detect(args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once)
+    info = device or detect(
+        args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once
+    )
     config = resolve(args, description, info).of_rank
     if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
         check_weights_fit(config, description)
@@ -243,7 +269,11 @@ def load_runner(
         if (speculation := config.speculation) is None or not speculation.by_model:
             return
         progress("draft model")
-        folder = path if speculation.model is None else resolve_model(speculation.model, download_dir=args.download_dir)
+        folder = (
+            path
+            if speculation.model is None
+            else resolve_model(speculation.model, download_dir=args.download_dir)
+        )
         if speculation.method == "draft":
             runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
         elif speculation.method != "ngram" and speculation.method != "suffix":
@@ -257,8 +287,13 @@ def load_runner(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        reason = host_refusal(config, description) or "it does not run as one C++ program (`slipstream info` says why)"
-        raise ConfigError(f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model") from None
+        reason = (
+            host_refusal(config, description)
+            or "it does not run as one C++ program (`slipstream info` says why)"
+        )
+        raise ConfigError(
+            f"{args.model}: {reason}; pip install 'slipstream[torch]'", field="model"
+        ) from None
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     partition = None if ranks is None else _partition(config, ranks, description.spec)
@@ -269,7 +304,10 @@ def load_runner(
 
 
 def _host_runner(
-    config: EngineConfig, description: ModelDescription, kept: Path, load_draft: Callable[[HostRunner], None]
+    config: EngineConfig,
+    description: ModelDescription,
+    kept: Path,
+    load_draft: Callable[[HostRunner], None],
 ) -> HostRunner | None:
     """The runner without torch. None, with the reason in the log, if it does not cover the model, its drafts or a setting."""
     reason = host_refusal(config, description)
@@ -302,9 +340,14 @@ def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition
 
         try_rank_sums(group, spec.hidden_size * DTYPE_BYTES[config.model.dtype])
         if tokens := peer_copy_tokens(config, spec):
-            dtype, is_mixture = getattr(torch, config.model.dtype), any(isinstance(x.mlp, MoESpec) for x in spec.layers)
+            dtype, is_mixture = (
+                getattr(torch, config.model.dtype),
+                any(isinstance(x.mlp, MoESpec) for x in spec.layers),
+            )
             try_peer_copies(group, platform, tokens, spec.hidden_size, dtype, is_mixture)
-    return Partition(config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence)
+    return Partition(
+        config.parallel.shard(ranks.rank), group, pipe, every, config.parallel.sequence
+    )
 
 
 def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> HeadDescription:
@@ -314,7 +357,9 @@ def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> He
         raise ConfigError(f"speculative_config: {error}", field="speculative_config") from error
 
 
-def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[EngineConfig, MemoryLedger]:
+def _fit(
+    config: EngineConfig, runner: Runner, activation_bytes: int
+) -> tuple[EngineConfig, MemoryLedger]:
     """Size the KV cache by what is left, allocate it, and account for all of it."""
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
@@ -338,9 +383,13 @@ def _fit(config: EngineConfig, runner: Runner, activation_bytes: int) -> tuple[E
         rows_bytes=rows,
         taken_bytes=activation_bytes + graphs + rows,
         adapter_bytes=0 if runner.adapters is None else runner.adapters.num_bytes,
-        peer_copy_bytes=0 if ranks is None or ranks.group.beside is None else peer_copy_bytes(config, spec),
+        peer_copy_bytes=0
+        if ranks is None or ranks.group.beside is None
+        else peer_copy_bytes(config, spec),
         forms=runner.model.forms,
-        agree=(lambda blocks: blocks) if ranks is None else lambda blocks: ranks.all_ranks.least(blocks)[0],
+        agree=(lambda blocks: blocks)
+        if ranks is None
+        else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )
     measured = runner.allocate(config, ledger.num_blocks)
     return config, replace(ledger, graph_bytes=measured, host_expert_bytes=runner.model.host_bytes)

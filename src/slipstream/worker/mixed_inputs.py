@@ -34,7 +34,9 @@ class MixedInputs:
         num_seqs = size[0] + most_prompts
         parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
         self.token_rows, self.positions = parts[:2]  # [T]
-        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]  # [T]: sampled tokens, and where theirs go
+        self.sample_index, self.sample_rows, self.sample_positions = parts[
+            2:5
+        ]  # [T]: sampled tokens, and where theirs go
         self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
         self.starts = parts[7]  # [S + 1]: where sequences begin
 
@@ -76,7 +78,9 @@ def mixed_inputs(
     to.positions[:num_decodes] = computed[:num_decodes]
     to.seq_lens[:num_decodes] = computed[:num_decodes] + 1
     to.starts[: first + 1] = np.arange(first + 1)
-    of_tokens, at, begins = laid_out(own[num_decodes:], computed[num_decodes:], lengths[num_decodes:])
+    of_tokens, at, begins = laid_out(
+        own[num_decodes:], computed[num_decodes:], lengths[num_decodes:]
+    )
     total, num_prompts = len(at), len(scheduled) - num_decodes
     to.token_rows[first : first + total] = of_tokens
     to.positions[first : first + total] = at
@@ -87,7 +91,9 @@ def mixed_inputs(
     to.starts[first : first + num_prompts + 1] = first + begins
     to.starts[first + num_prompts + 1 :] = sum(size)
     counts = np.array([s.num_sampled for s in scheduled], np.int64)
-    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))  # where each sequence's tokens end
+    ends = np.concatenate(
+        (np.arange(1, num_decodes + 1), first + begins[1:])
+    )  # where each sequence's tokens end
     rows, index, _ = laid_out(own, ends - counts, counts)
     n = len(rows)
     to.sample_rows[:n], to.sample_index[:n] = rows, index

@@ -123,7 +123,9 @@ class ModelRunner:
                 weights_bytes=config.model.weights_bytes,
                 host_experts=config.model.host_experts,
             )
-            if self.model.decoder.stream is not None:  # copying layers takes longer than the launches that a graph would save
+            if (
+                self.model.decoder.stream is not None
+            ):  # copying layers takes longer than the launches that a graph would save
                 self.config = config = dataclasses.replace(
                     config, device=dataclasses.replace(config.device, enforce_eager=True)
                 )
@@ -137,7 +139,9 @@ class ModelRunner:
                     try:
                         self.adapters.load(request)
                     except AdapterError as error:
-                        raise ConfigError(f"lora_modules: {request.name}: {error}", field="lora_modules") from error
+                        raise ConfigError(
+                            f"lora_modules: {request.name}: {error}", field="lora_modules"
+                        ) from error
             self.images: ImageEncoder | None = None
             if config.images is not None:
                 if (tower := self.model.tower) is not None:
@@ -150,10 +154,14 @@ class ModelRunner:
             self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if self.model.cache_scales is not None:  # `resolve` made sure that they are for this type
+            if (
+                self.model.cache_scales is not None
+            ):  # `resolve` made sure that they are for this type
                 held = self.model.spec.local_layers
                 own = self.model.cache_scales.layers()[held.start : held.stop]
-                self.kv_scales = [(self.platform.upload(k), self.platform.upload(v)) for k, v in own]
+                self.kv_scales = [
+                    (self.platform.upload(k), self.platform.upload(v)) for k, v in own
+                ]
             else:
                 with self._phase("calibrate"), torch.inference_mode():
                     self.kv_scales = self._calibrate()
@@ -176,7 +184,9 @@ class ModelRunner:
     def load_head(self, description: HeadDescription) -> None:
         """The head that proposes tokens."""
         with self._phase("draft head"):
-            self.draft = head = load_drafter(self.config, description, self.model.decoder, device=self.device, dtype=self.dtype)
+            self.draft = head = load_drafter(
+                self.config, description, self.model.decoder, device=self.device, dtype=self.dtype
+            )
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
@@ -219,7 +229,9 @@ class ModelRunner:
                 self._join_stages()
                 self.platform.synchronize()
         except RuntimeError as error:
-            raise OutOfMemoryError(f"the KV cache of {num_blocks} blocks does not fit: {error}") from error
+            raise OutOfMemoryError(
+                f"the KV cache of {num_blocks} blocks does not fit: {error}"
+            ) from error
         before = self.platform.memory()[0]
         with torch.inference_mode():
             if self.rows is None:
@@ -228,9 +240,13 @@ class ModelRunner:
             if not config.device.enforce_eager:
                 with self._phase("graphs"):
                     self._capture(config)
-            graph_bytes = 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
+            graph_bytes = (
+                0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
+            )
             with self._phase("warm-up"), self.without_copies():
-                if self.warms_up and not isinstance(self.texts, TextGraphs):  # which have run their largest and smallest steps
+                if self.warms_up and not isinstance(
+                    self.texts, TextGraphs
+                ):  # which have run their largest and smallest steps
                     compile_kernels(self)
         return graph_bytes
 
@@ -252,7 +268,11 @@ class ModelRunner:
         """The tiers below the cache: `num_slots` blocks of the host's memory (a GPU has some), and the disk."""
         assert self._block_rows is not None
         if not num_slots:
-            return BlockStore(block_arrays([to_array(rows) for rows in self._block_rows.rows]), disk, self._take_tokens)
+            return BlockStore(
+                block_arrays([to_array(rows) for rows in self._block_rows.rows]),
+                disk,
+                self._take_tokens,
+            )
         from slipstream.worker.device_blocks import DeviceBlocks
 
         return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)
@@ -267,7 +287,9 @@ class ModelRunner:
             if self.ops.shares_prefixes and not self.has_latents:
                 self.forwards.add(SharedPrefixGraphs(self.graphs, config))
             if self.adapters is not None:
-                self.adapter_graphs = AdapterGraphs(self.forwards, self.kv, self.rows, config, self.adapters)
+                self.adapter_graphs = AdapterGraphs(
+                    self.forwards, self.kv, self.rows, config, self.adapters
+                )
                 self.adapter_graphs.capture()
                 self.forwards.add(self.adapter_graphs)
             if self.draft is not None and self.platform.is_asynchronous:
@@ -293,7 +315,10 @@ class ModelRunner:
     def capture_next(self) -> bool:
         """Capture one more graph that steps may want. False: there is none left."""
         with torch.inference_mode():
-            return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, self.adapter_graphs))
+            return any(
+                graphs is not None and graphs.capture_next()
+                for graphs in (self.graphs, self.adapter_graphs)
+            )
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -312,7 +337,10 @@ class ModelRunner:
             if not batch.has_grammar and self.draft.has_kept_drafts(drafted, rows):
                 later = partial(self.draft.kept_drafts, drafted)
             else:
-                drafts, copied = self.platform.to_host(self.draft.tokens_of(drafted, rows)), self.platform.record()
+                drafts, copied = (
+                    self.platform.to_host(self.draft.tokens_of(drafted, rows)),
+                    self.platform.record(),
+                )
         output = self.forwards.run(batch)
         if later is not None:
             drafts = self.platform.to_host(later())
@@ -324,7 +352,9 @@ class ModelRunner:
         if batch.has_grammar:
             if self._last is not None:
                 self._last.awaits_mask(sum(s.num_sampled for s in plan.scheduled))
-            return AwaitingMask(plan, self._awaiting(batch, output, drafts, is_cold), drafts, copied)
+            return AwaitingMask(
+                plan, self._awaiting(batch, output, drafts, is_cold), drafts, copied
+            )
         step = self.sample(batch, output)
         step.drafts, step.is_cold = drafts, is_cold
         if self.draft is not None:
@@ -345,7 +375,10 @@ class ModelRunner:
         if (sampled := output.sampled) is not None and output.hidden is not None:
             assert self.rows is not None
             if sampled.requests:
-                ready = output.forward.logits(output.sampled_states), sampling_tensors(self.rows, sampled)
+                ready = (
+                    output.forward.logits(output.sampled_states),
+                    sampling_tensors(self.rows, sampled),
+                )
 
         @torch.inference_mode()
         def draw_by(mask: TokenMask) -> InFlightStep:
@@ -363,14 +396,18 @@ class ModelRunner:
         if self._first is not None:
             self._first.before(plan)
         adapters: dict[int, int] = {}
-        if self.adapters is not None and (wanted := [s.lora for s in plan.new if s.lora is not None]):
+        if self.adapters is not None and (
+            wanted := [s.lora for s in plan.new if s.lora is not None]
+        ):
             kept = rows.rows.keys() - set(plan.released)
             adapters = self.adapters.place(wanted, {rows.rows[name].adapter for name in kept})
             if self.adapter_graphs is not None:
                 self.adapter_graphs.adapters_changed()
         rows.apply(plan, adapters)
         if plan.block_copies:
-            sources, targets = self.platform.upload(np.array(plan.block_copies, dtype=np.int64).T.copy())
+            sources, targets = self.platform.upload(
+                np.array(plan.block_copies, dtype=np.int64).T.copy()
+            )
             assert self._block_rows is not None
             self.ops.copy_blocks(self._block_rows, self._block_rows, sources, targets)
             if self.draft is not None:
@@ -404,7 +441,9 @@ class ModelRunner:
         extras: list[Extra] = [*prompt_logprobs(self._sampler, self.rows, plan, logits_of)]
         pooled = self._pool(plan, output)
         if not sampled.requests:
-            return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), None, extras, pooled)
+            return InFlightStep(
+                plan, None, _NO_TOKENS, self.platform.record(), None, extras, pooled
+            )
         tokens, logprobs = output.tokens, None
         if tokens is None:
             own = output.sampled_states if ready is None else None
@@ -417,7 +456,15 @@ class ModelRunner:
             self.rows.write(sampled.rows, sampled.positions, tokens)
         if self._last is not None:
             self._last.drawn(tokens)
-        return InFlightStep(plan, sampled, self.platform.to_host(tokens), self.platform.record(), logprobs, extras, pooled)
+        return InFlightStep(
+            plan,
+            sampled,
+            self.platform.to_host(tokens),
+            self.platform.record(),
+            logprobs,
+            extras,
+            pooled,
+        )
 
     @cached_property
     def _sampler(self) -> Sampler:
@@ -445,7 +492,9 @@ class ModelRunner:
     def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
         """An encoder's step."""
         assert self.texts is not None, "allocate() comes first"
-        vectors = self.platform.to_host(self.texts.run(plan))  # before the next replay overwrites them
+        vectors = self.platform.to_host(
+            self.texts.run(plan)
+        )  # before the next replay overwrites them
         return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), vectors=vectors)
 
     def _run_ahead(self, plan: StepPlan, sampled: SampledRows, output: Output) -> InFlightStep:
@@ -488,7 +537,9 @@ class ModelRunner:
         ids, ends = completed_prompts(self.rows, plan)
         if not ids:
             return None
-        last = output.hidden[self.platform.upload(np.array([output.row(token) for token in ends], np.int64))]
+        last = output.hidden[
+            self.platform.upload(np.array([output.row(token) for token in ends], np.int64))
+        ]
         starts = torch.arange(len(ids) + 1, device=self.device)
         vectors = vectors_of(self.forwards, self.model.description.pooling, last, starts)
         return ids, self.platform.to_host(vectors)
@@ -501,7 +552,9 @@ class ModelRunner:
         """`expert_load` of the layers whose experts can change ranks, and the bytes of an expert's weights."""
         assert self._places is not None
         layers = self._places.layers
-        return tuple(own for own in self._experts.read() if own[0] in layers), self._places.expert_bytes
+        return tuple(
+            own for own in self._experts.read() if own[0] in layers
+        ), self._places.expert_bytes
 
     def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
         """Let experts change places before the next step. All ranks make this call."""
@@ -517,14 +570,19 @@ class ModelRunner:
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
         """Zeros for the layers' keys and values."""
-        return DeviceCache(self.model.spec, self.ops, self.platform, self.config.cache).shared(num_blocks, self.kv_scales)
+        return DeviceCache(self.model.spec, self.ops, self.platform, self.config.cache).shared(
+            num_blocks, self.kv_scales
+        )
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
         """Scales of an 8-bit cache."""
         cache = self.config.cache
         return calibrated_scales(
             self.forwards,
-            partial(DeviceCache(self.model.spec, self.ops, self.platform, cache).of_each_layer, dtype=self.dtype),
+            partial(
+                DeviceCache(self.model.spec, self.ops, self.platform, cache).of_each_layer,
+                dtype=self.dtype,
+            ),
             cache.dtype,
             vocab_size=self.model.spec.vocab_size,
             num_tokens=min(CALIBRATION_TOKENS, self.config.model.max_model_len),
@@ -534,7 +592,9 @@ class ModelRunner:
 
     @property
     def has_latents(self) -> bool:
-        return any(isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers)
+        return any(
+            isinstance(layer.attention, LatentAttentionSpec) for layer in self.model.spec.layers
+        )
 
     def _join_stages(self) -> None:
         """Of a pipeline: the first and the last stage pass on tokens."""
@@ -546,7 +606,9 @@ class ModelRunner:
             self._last = LastStage(self.partition.pipe, self.device)
 
     def _make_rows(self) -> RowTable:
-        sectioned = any(getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers)
+        sectioned = any(
+            getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers
+        )
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
         return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)

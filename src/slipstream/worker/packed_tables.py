@@ -24,12 +24,18 @@ ALIGNMENT = 64
 class PackedTables:
     """`tables`: the dtype, of 4 or 8 bytes, and the shape of each, by name. They begin as zeros."""
 
-    def __init__(self, tables: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device | None) -> None:
+    def __init__(
+        self, tables: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device | None
+    ) -> None:
         self._tables, self._begins, end = dict(tables), dict[str, int](), 0
         for name, (dtype, shape) in tables.items():
             self._begins[name] = end
             end += -(-math.prod(shape) * np.dtype(dtype).itemsize // 4 // ALIGNMENT) * ALIGNMENT
-        self.device, self._where, self._words = device, list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int32]]()
+        self.device, self._where, self._words = (
+            device,
+            list[npt.NDArray[np.int64]](),
+            list[npt.NDArray[np.int32]](),
+        )
         if device is None:
             self._all: Any = np.zeros(end, np.int32)
             self._host: Any = self._all

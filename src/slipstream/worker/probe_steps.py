@@ -34,11 +34,15 @@ def measure_activations(runner: ModelRunner) -> int:
     num_tokens, per_token = scheduling.max_num_batched_tokens, runner.forwards.token_bytes
     num_rows = few_rows = runner.config.max_num_sampled
     known, scale = 0, 1.0
-    if per_token is not None:  # a short step shows the rest, and the process keeps little of its memory
+    if (
+        per_token is not None
+    ):  # a short step shows the rest, and the process keeps little of its memory
         known = num_tokens * (per_token + (0 if runner.draft is None else runner.draft.token_bytes))
         num_tokens = min(num_tokens, PROBE_TOKENS)
         few_rows = min(num_rows, FEW_ROWS)
-    elif not runner.platform.is_asynchronous:  # else a step of a million sequences would take all memory, and minutes
+    elif (
+        not runner.platform.is_asynchronous
+    ):  # else a step of a million sequences would take all memory, and minutes
         whole = 0 if scheduling.enable_chunked_prefill else runner.config.model.max_model_len
         num_tokens = min(num_tokens, max(MOST_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
@@ -66,7 +70,9 @@ def measure_activations(runner: ModelRunner) -> int:
     if few_rows < num_rows or scale > 1.0:
         known += int(scale * max(0, runner.platform.peak() - before))
         before = runner.platform.start_peak()
-    logits = runner.forwards.logits(hidden[torch.arange(few_rows, device=runner.device) % num_tokens])
+    logits = runner.forwards.logits(
+        hidden[torch.arange(few_rows, device=runner.device) % num_tokens]
+    )
     runner.ops.sample(logits, dummy_sampling(few_rows, runner.device))
     del logits, hidden
     return known + max(0, runner.platform.peak() - before) * num_rows // few_rows
@@ -76,7 +82,9 @@ def compile_kernels(runner: ModelRunner) -> None:
     """Run a small prefill and two decodes, so that the first request waits for no compilation. A decode of one sequence has
     kernels of its own."""
     for num_tokens, length in compiled_steps(runner):
-        meta, tokens = dummy_prefill(num_tokens, length, runner.config.cache.block_size, runner.device)
+        meta, tokens = dummy_prefill(
+            num_tokens, length, runner.config.cache.block_size, runner.device
+        )
         if length == 1:
             meta = dataclasses.replace(meta, num_decodes=num_tokens)
         if runner.model.spec.encoder is not None:
@@ -92,7 +100,11 @@ def compile_kernels(runner: ModelRunner) -> None:
 def compiled_steps(runner: ModelRunner) -> list[tuple[int, int]]:
     """(tokens, length of the prompts)"""
     steps = [(64, 64), (4, 1), (1, 1)]
-    if runner.has_latents:  # short and long prompts that begin at their first token have kernels of their own
-        most = min(512, runner.config.scheduling.max_num_batched_tokens)  # activations were measured for no more tokens
+    if (
+        runner.has_latents
+    ):  # short and long prompts that begin at their first token have kernels of their own
+        most = min(
+            512, runner.config.scheduling.max_num_batched_tokens
+        )  # activations were measured for no more tokens
         steps += [(most, min(n, most, runner.config.model.max_model_len)) for n in (128, 512)]
     return steps

@@ -38,7 +38,13 @@ from slipstream.config import (
     stage_args,
 )
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
-from slipstream.errors import AdapterError, ConfigError, EngineError, OutOfMemoryError, SlipstreamError
+from slipstream.errors import (
+    AdapterError,
+    ConfigError,
+    EngineError,
+    OutOfMemoryError,
+    SlipstreamError,
+)
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.plan.estimate import resident_weights_bytes, this_device
 from slipstream.plan.fit import check_weights_fit
@@ -112,29 +118,42 @@ class ProcessExecutor(Executor):
 
     def __init__(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         progress("model")
-        path = resolve_model(args.model, download_dir=args.download_dir)  # once, and not by all at the same time
+        path = resolve_model(
+            args.model, download_dir=args.download_dir
+        )  # once, and not by all at the same time
         self.description = read_spec(path).taking_images(args.max_images)
         self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
-        self._sending, self._asking = threading.Lock(), threading.Lock()  # all ranks get all messages in one order
+        self._sending, self._asking = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # all ranks get all messages in one order
         self._grammars: set[str] = set()  # requests that sample by one
-        self._adapters: AdapterPlaces | None = None  # those that every rank has in its host's memory
+        self._adapters: AdapterPlaces | None = (
+            None  # those that every rank has in its host's memory
+        )
         self._balancer: ExpertBalancer | None = None  # of experts that are dealt out to ranks
         self._group = Processes()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
         if args.rank_address is not None:
             progress("ranks")
-        joined = [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
+        joined = (
+            [] if args.rank_address is None else accept_ranks(args.rank_address, size, size - own)
+        )
         for number in range(own):
             self._ranks.append(spawn(number))
             process = self._ranks[-1].process
             assert process is not None
             self._group.all.append(process)
         self._ranks += [Rank(own + i, None, link, at) for i, (link, _, at) in enumerate(joined)]
-        self._host = "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
-        self._owners = RequestOwners(self._parallel.ranks_of_stage) if self._parallel.deals_requests else None
+        self._host = (
+            "127.0.0.1" if args.rank_address is None else parse_address(args.rank_address)[0]
+        )
+        self._owners = (
+            RequestOwners(self._parallel.ranks_of_stage) if self._parallel.deals_requests else None
+        )
         self._mail = Mailbox(self._ranks, 1 if self._owners is None else self._owners.num_ranks)
         self.processes = tuple(process.pid for process in self._group.all)
         self._group.watch()
@@ -145,7 +164,9 @@ class ProcessExecutor(Executor):
             raise
 
     @classmethod
-    def build(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> ProcessExecutor:
+    def build(
+        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    ) -> ProcessExecutor:
         """Start the ranks, and load. `progress` is called with each phase as it begins. Errors are those of
         `LocalExecutor.build`."""
         return cls(args, progress)
@@ -170,8 +191,15 @@ class ProcessExecutor(Executor):
                 started[rank.number] = message
         first, last = started[0], started[size - self._parallel.ranks_of_stage]
         self.ledgers: tuple[MemoryLedger, ...] = tuple(started[i].ledger for i in range(size))
-        largest = last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
-        self.ledger, self.phases, self.tiles, self.canary = largest, first.phases, first.tiles, last.canary
+        largest = (
+            last.ledger if mixed else max(self.ledgers, key=lambda ledger: ledger.weights_bytes)
+        )
+        self.ledger, self.phases, self.tiles, self.canary = (
+            largest,
+            first.phases,
+            first.tiles,
+            last.canary,
+        )
         config = resolve(args, self.description, last.device if mixed else first.device)
         self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
         if config.lora is not None:
@@ -232,7 +260,9 @@ class ProcessExecutor(Executor):
         if self._owners is None:
             return times
         ranks = self._owners.num_ranks  # each has had as many
-        return [StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times]
+        return [
+            StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times
+        ]
 
     def capture_next(self) -> bool:
         """It is called while there is nothing to do, so a death is seen then too."""
@@ -263,7 +293,9 @@ class ProcessExecutor(Executor):
             if len(refusals) < len(answers):
                 self.unload_adapter(request.id)
             raise refusals[0].as_error
-        version = ",".join(sorted({answer.version for answer in answers}))  # hosts have files of their own
+        version = ",".join(
+            sorted({answer.version for answer in answers})
+        )  # hosts have files of their own
         self._adapters.add(request, version)
         return version
 
@@ -321,8 +353,12 @@ class ProcessExecutor(Executor):
     def _has_grammar(self, plan: StepPlan) -> bool:
         """Whether some request samples by one in this step."""
         self._grammars.difference_update(plan.released)
-        self._grammars.update(r.request_id for r in plan.new if r.sampling.structured_outputs is not None)
-        return bool(self._grammars) and any(s.num_sampled and s.request_id in self._grammars for s in plan.scheduled)
+        self._grammars.update(
+            r.request_id for r in plan.new if r.sampling.structured_outputs is not None
+        )
+        return bool(self._grammars) and any(
+            s.num_sampled and s.request_id in self._grammars for s in plan.scheduled
+        )
 
     def _balance_experts(self) -> None:
         """Between two steps. The ranks are asked for their load every so often. What came of it since is acted on; all ranks
@@ -331,7 +367,11 @@ class ProcessExecutor(Executor):
             return
         each, waiting = self._parallel.ranks_of_stage, self._mail.expert_loads
         for stage in range(self._parallel.num_stages):
-            own = [*range(stage * each, (stage + 1) * each)] if self._owners is not None else [stage * each]
+            own = (
+                [*range(stage * each, (stage + 1) * each)]
+                if self._owners is not None
+                else [stage * each]
+            )
             if all(rank in waiting for rank in own):
                 came = [waiting.pop(rank) for rank in own]
                 if swaps := balancer.follow(total_load(c.load for c in came), came[0].expert_bytes):
@@ -353,8 +393,12 @@ class ProcessExecutor(Executor):
                     rank.link.send_bytes(encoded[rank.number % len(encoded)])
         except OSError:
             self._die()
-        except BaseException:  # Ctrl-C: one rank may have the message and another not, and their sums would not fit
-            self._dead = EngineError("the ranks were interrupted while they were told a step; start the engine again")
+        except (
+            BaseException
+        ):  # Ctrl-C: one rank may have the message and another not, and their sums would not fit
+            self._dead = EngineError(
+                "the ranks were interrupted while they were told a step; start the engine again"
+            )
             self._group.kill()
             raise
 
@@ -368,7 +412,10 @@ class ProcessExecutor(Executor):
         """The answers, `count` of them; None: one of each stage."""
         with self._asking:
             self._broadcast(question)
-            return [self._await(self._mail.next_answer) for _ in range(count or self._parallel.num_stages)]
+            return [
+                self._await(self._mail.next_answer)
+                for _ in range(count or self._parallel.num_stages)
+            ]
 
     def _await(self, find: Callable[[], T | None]) -> T:
         """Wait until `find` finds something in the mail. EngineError, or the error that a rank had, if one has ended."""
@@ -381,7 +428,9 @@ class ProcessExecutor(Executor):
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise self._dead
-        if self._mail.is_over or any(process.returncode is not None for process in self._group.all):  # a thread waits for each
+        if self._mail.is_over or any(
+            process.returncode is not None for process in self._group.all
+        ):  # a thread waits for each
             self._die()
 
     def _die(self) -> NoReturn:
@@ -393,7 +442,9 @@ class ProcessExecutor(Executor):
                 rank.link.cut()  # it ends when it sees that
         failures = sorted(self._mail.last_words(), key=lambda failed: failed.of_peer)
         gone = self._group.describe_first(but=self._mail.bereft)
-        gone = gone or next((f"rank {rank.number} at {rank.at} is gone" for rank in self._mail.gone if rank.at), "")
+        gone = gone or next(
+            (f"rank {rank.number} at {rank.at} is gone" for rank in self._mail.gone if rank.at), ""
+        )
         if failures and not (failures[0].of_peer and gone):
             self._dead = failures[0].as_error
         else:
@@ -404,7 +455,9 @@ class ProcessExecutor(Executor):
 def settled(args: EngineArgs) -> EngineArgs:
     """With the number of layers that `cpu_layers` "auto" comes to; None if the GPU holds all. It is asked once: a GPU that has
     been filled would give another number."""
-    description = read_spec(resolve_model(args.model, download_dir=args.download_dir)).taking_images(args.max_images)
+    description = read_spec(
+        resolve_model(args.model, download_dir=args.download_dir)
+    ).taking_images(args.max_images)
     how = resolve(args, description, this_device(args.device)).parallel
     return replace(args, cpu_layers=how.stages[0] if how.on_host else None)
 
@@ -433,12 +486,18 @@ def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
     have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
     if own > have:
         remedy, path = "lower it", Path(args.model).expanduser()
-        if is_engine_folder(path) and read_engine_folder(path).settings.get(field) == getattr(args, field):
+        if is_engine_folder(path) and read_engine_folder(path).settings.get(field) == getattr(
+            args, field
+        ):
             remedy = f"lower it in {path / SERVE_NAME}, where it stands"
-        raise ConfigError(f"{field}: {own} ranks need a {what} each, and there are {have}; {remedy}", field=field)
+        raise ConfigError(
+            f"{field}: {own} ranks need a {what} each, and there are {have}; {remedy}", field=field
+        )
 
 
-def _beside_a_gpu(args: EngineArgs, description: ModelDescription, config: EngineConfig) -> list[OfRank]:
+def _beside_a_gpu(
+    args: EngineArgs, description: ModelDescription, config: EngineConfig
+) -> list[OfRank]:
     """Of `_check`: the stage of the host's CPU, and that of the GPU. A core is left to the process that feeds the GPU."""
     cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
     on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))

@@ -34,18 +34,26 @@ def parse_address(text: str, field: str = "rank_address") -> tuple[str, int]:
     """HOST:PORT. ConfigError if it is none."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{field}={text!r} must be HOST:PORT, such as 10.0.0.1:29500", field=field)
+        raise ConfigError(
+            f"{field}={text!r} must be HOST:PORT, such as 10.0.0.1:29500", field=field
+        )
     return host.strip("[]"), int(port)
 
 
-def accept_ranks(address: str, size: int, count: int, *, wait_s: float = JOIN_S) -> list[tuple[Link, Join, str]]:
+def accept_ranks(
+    address: str, size: int, count: int, *, wait_s: float = JOIN_S
+) -> list[tuple[Link, Join, str]]:
     """Wait for `count` of `size` ranks: the link to each, what it said, and where it is. ConfigError: the address is not this
     host's or is taken. EngineError: not all have come in time."""
     host, port = parse_address(address)
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
-        raise ConfigError(f"rank_address={address!r} can't be listened at: {error}", field="rank_address") from error
+        raise ConfigError(
+            f"rank_address={address!r} can't be listened at: {error}", field="rank_address"
+        ) from error
     found: list[tuple[Link, Join, str]] = []
     end = time.monotonic() + wait_s
     with listener:
@@ -77,7 +85,9 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         return None
     connection.settimeout(None)
     link = Link(Connection(connection.detach()), FromRank)
-    late = threading.Timer(HELLO_S, link.cut)  # ends the wait for a rank that says only half a message
+    late = threading.Timer(
+        HELLO_S, link.cut
+    )  # ends the wait for a rank that says only half a message
     late.daemon = True
     late.start()
     try:
@@ -102,7 +112,13 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
     return link, join
 
 
-def join(address: str, greeting: Join, *, wait_s: float = JOIN_S, clock: Callable[[], float] = time.monotonic) -> Link:
+def join(
+    address: str,
+    greeting: Join,
+    *,
+    wait_s: float = JOIN_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> Link:
     """The link to the executor at `address`, from a rank. EngineError if no executor answers there in time."""
     host, port = parse_address(address, "--join")
     end, why = clock() + wait_s, ""
@@ -118,4 +134,6 @@ def join(address: str, greeting: Join, *, wait_s: float = JOIN_S, clock: Callabl
         link = Link(Connection(connection.detach()), ToRank)
         link.send(greeting)
         return link
-    raise EngineError(f"no executor answers at {address} within {wait_s:.0f} s ({why}); start it with rank_address={address!r}")
+    raise EngineError(
+        f"no executor answers at {address} within {wait_s:.0f} s ({why}); start it with rank_address={address!r}"
+    )

@@ -14,7 +14,14 @@ from slipstream.start_messages import Phase, Started
 from slipstream.stats import ExpertTokens
 from slipstream.types import StepResult
 from slipstream.worker.child_ranks import Rank
-from slipstream.worker.rank_messages import FromRank, Meeting, RankExpertLoad, RankFailed, Reply, Result
+from slipstream.worker.rank_messages import (
+    FromRank,
+    Meeting,
+    RankExpertLoad,
+    RankFailed,
+    Reply,
+    Result,
+)
 
 T = TypeVar("T")
 

@@ -122,7 +122,9 @@ class End(msgspec.Struct, tag=True):
 
 OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
 OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
-Question: TypeAlias = WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
+Question: TypeAlias = (
+    WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
+)
 ToRank: TypeAlias = Begin | Refused | OfStep | OfExperts | Question | UnloadAdapter | End
 
 
@@ -159,7 +161,13 @@ class Result(msgspec.Struct, tag=True):
             return [extra for extra in step.extras if isinstance(extra, kind)]
 
         of_tokens = those(SampledLogprobs), those(PromptLogprobs)
-        kinds = *of_tokens, those(PooledVector), those(TextVectors), those(SamplerState), those(RequestFailure)
+        kinds = (
+            *of_tokens,
+            those(PooledVector),
+            those(TextVectors),
+            those(SamplerState),
+            those(RequestFailure),
+        )
         num_tokens = None if step.num_tokens is None else list(step.num_tokens)
         return cls(step.step_id, list(step.token_ids), num_tokens, *kinds, is_cold=step.is_cold)
 
@@ -196,7 +204,9 @@ class RankFailed(Failed, tag=True):
     of_peer: bool = False
 
 
-FromRank: TypeAlias = Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankFailed
+FromRank: TypeAlias = (
+    Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankFailed
+)
 
 
 class Link:

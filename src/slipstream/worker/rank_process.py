@@ -74,7 +74,9 @@ class RankProcess:
         self._link, self._local_rank = link, local_rank
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
-        self._steps: deque[InFlightStep | AwaitingMask] = deque()  # of who sends results: those not sent yet
+        self._steps: deque[InFlightStep | AwaitingMask] = (
+            deque()
+        )  # of who sends results: those not sent yet
         self._newest: InFlightStep | AwaitingMask | None = None
 
     def run(self) -> int:
@@ -109,21 +111,32 @@ class RankProcess:
         self._answered_by_all: tuple[type, ...] = (LoadAdapter,)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 says it for all
-        device, on_host = begin.device, (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size)
+        device, on_host = (
+            begin.device,
+            (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size),
+        )
         if self._local_rank is not None:
             on_host = self._local_rank, self._local_rank + 1
             if device is not None:  # of the executor's host; the type is the same on all
                 here = detect("cpu", machine_folder(), num_threads=begin.args.num_threads)
-                device = dataclasses.replace(here, best_dtype=device.best_dtype, dtype_reason=device.dtype_reason)
-        ranks = Rendezvous(begin.rank, begin.size, begin.port, host=begin.host, on_host=on_host, mixed=begin.mixed)
+                device = dataclasses.replace(
+                    here, best_dtype=device.best_dtype, dtype_reason=device.dtype_reason
+                )
+        ranks = Rendezvous(
+            begin.rank, begin.size, begin.port, host=begin.host, on_host=on_host, mixed=begin.mixed
+        )
         if not self._rank:
             self._link.send(Meeting(ranks.port))
         tell = (lambda phase: None) if self._rank else (lambda phase: self._link.send(Phase(phase)))
-        self._executor = own = LocalExecutor.build(begin.args, progress=tell, ranks=ranks, device=device)
+        self._executor = own = LocalExecutor.build(
+            begin.args, progress=tell, ranks=ranks, device=device
+        )
         if own.config.parallel.deals_requests:  # each has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
             self._answered_by_all = (LoadAdapter, GetExpertLoad, ReportExpertLoad)
-        self._link.send(Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary))
+        self._link.send(
+            Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
+        )
         gc.freeze()
         gc.disable()  # a step leaves no cycles, and to look for some stops it for 50 ms
 
@@ -203,10 +216,21 @@ def end_with_parent() -> None:
 def join_executor(words: list[str]) -> int:
     """As a rank on a host of its own: come to the executor, and serve until it ends."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.worker.rank_process")
-    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the executor's rank_address")
-    parser.add_argument("--local-rank", type=int, default=0, help="which of this host's GPUs to take (default: 0)")
-    parser.add_argument("--world-size", type=int, help="refuse to be one of another number of ranks")
-    parser.add_argument("--wait-s", type=float, default=JOIN_S, help=f"seconds to try to reach it (default: {JOIN_S:.0f})")
+    parser.add_argument(
+        "--join", required=True, metavar="HOST:PORT", help="the executor's rank_address"
+    )
+    parser.add_argument(
+        "--local-rank", type=int, default=0, help="which of this host's GPUs to take (default: 0)"
+    )
+    parser.add_argument(
+        "--world-size", type=int, help="refuse to be one of another number of ranks"
+    )
+    parser.add_argument(
+        "--wait-s",
+        type=float,
+        default=JOIN_S,
+        help=f"seconds to try to reach it (default: {JOIN_S:.0f})",
+    )
     args = parser.parse_args(words)
     for name, least in (("local_rank", 0), ("world_size", 2)):
         if (value := getattr(args, name)) is not None and value < least:
@@ -214,7 +238,9 @@ def join_executor(words: list[str]) -> int:
     if not args.wait_s > 0:
         parser.error(f"--wait-s must be above 0, got {args.wait_s:g}")
     try:
-        link = join(args.join, Join(__version__, args.local_rank, args.world_size), wait_s=args.wait_s)
+        link = join(
+            args.join, Join(__version__, args.local_rank, args.world_size), wait_s=args.wait_s
+        )
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

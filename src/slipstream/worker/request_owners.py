@@ -15,7 +15,14 @@ from itertools import chain
 
 import numpy as np
 
-from slipstream.types import Extra, SampledLogprobs, ScheduledRequest, StepPlan, StepResult, TokenMask
+from slipstream.types import (
+    Extra,
+    SampledLogprobs,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+    TokenMask,
+)
 from slipstream.worker.step_shape import largest_shape, shape_of
 
 
@@ -34,7 +41,9 @@ class RequestOwners:
         """Each rank's part of the next plan."""
         ranks, of = range(self.num_ranks), self._rank_of
         released: list[list[str]] = [[] for _ in ranks]
-        for name in plan.released:  # before the new ones: a request may come back to another rank in the same step
+        for name in (
+            plan.released
+        ):  # before the new ones: a request may come back to another rank in the same step
             if (rank := of.pop(name, None)) is not None:  # else `forget` was called since
                 released[rank].append(name)
         of.update((new.request_id, new.rank) for new in plan.new)
@@ -42,7 +51,9 @@ class RequestOwners:
         for s in plan.scheduled:
             scheduled[of[s.request_id]].append(s)
         largest = largest_shape([shape_of(own) for own in scheduled])
-        copies = [*zip(plan.block_copies, plan.copy_ranks or (0,) * len(plan.block_copies), strict=True)]
+        copies = [
+            *zip(plan.block_copies, plan.copy_ranks or (0,) * len(plan.block_copies), strict=True)
+        ]
         return [
             StepPlan(
                 plan.step_id,
@@ -59,7 +70,9 @@ class RequestOwners:
 def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -> list[TokenMask]:
     """Of a plan's `mask` what each part's sampled positions may be."""
     rank_of = {s.request_id: rank for rank, part in enumerate(parts) for s in part.scheduled}
-    places: list[tuple[int, int]] = []  # of each sampled position: (the rank, its number among the rank's)
+    places: list[
+        tuple[int, int]
+    ] = []  # of each sampled position: (the rank, its number among the rank's)
     counts = [0] * len(parts)
     for s in plan.scheduled:
         rank = rank_of[s.request_id]
@@ -75,20 +88,37 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
     return [TokenMask(tuple(own), own_bits) for own, own_bits in zip(positions, bits, strict=True)]
 
 
-def joined_result(parts: Sequence[StepPlan], plan: StepPlan, results: Sequence[StepResult]) -> StepResult:
+def joined_result(
+    parts: Sequence[StepPlan], plan: StepPlan, results: Sequence[StepResult]
+) -> StepResult:
     """The plan's result, of those of its parts."""
     tokens_of = {
         s.request_id: tokens
         for part, result in zip(parts, results, strict=True)
-        for s, tokens in zip([s for s in part.scheduled if s.num_sampled], result.tokens_of_each, strict=True)
+        for s, tokens in zip(
+            [s for s in part.scheduled if s.num_sampled], result.tokens_of_each, strict=True
+        )
     }
     of_each = [tokens_of[s.request_id] for s in plan.scheduled if s.num_sampled]
-    num_tokens = None if all(result.num_tokens is None for result in results) else [len(tokens) for tokens in of_each]
-    extras: list[Extra] = [extra for result in results for extra in result.extras if not isinstance(extra, SampledLogprobs)]
-    if sampled := [extra for result in results for extra in result.extras if isinstance(extra, SampledLogprobs)]:
+    num_tokens = (
+        None
+        if all(result.num_tokens is None for result in results)
+        else [len(tokens) for tokens in of_each]
+    )
+    extras: list[Extra] = [
+        extra
+        for result in results
+        for extra in result.extras
+        if not isinstance(extra, SampledLogprobs)
+    ]
+    if sampled := [
+        extra for result in results for extra in result.extras if isinstance(extra, SampledLogprobs)
+    ]:
         extras.append(_joined_logprobs(sampled, plan))
     is_cold = any(result.is_cold for result in results)
-    return StepResult(plan.step_id, [*chain.from_iterable(of_each)], num_tokens, tuple(extras), is_cold)
+    return StepResult(
+        plan.step_id, [*chain.from_iterable(of_each)], num_tokens, tuple(extras), is_cold
+    )
 
 
 def _joined_logprobs(parts: Sequence[SampledLogprobs], plan: StepPlan) -> SampledLogprobs:
@@ -101,12 +131,20 @@ def _joined_logprobs(parts: Sequence[SampledLogprobs], plan: StepPlan) -> Sample
     widths = [len(part.top_ids) // 8 // len(part.request_ids) for part in parts]
 
     def joined(field: str, dtype: type[np.generic]) -> bytes:
-        arrays = [np.frombuffer(getattr(part, field), dtype).reshape(len(part.request_ids), -1) for part in parts]
+        arrays = [
+            np.frombuffer(getattr(part, field), dtype).reshape(len(part.request_ids), -1)
+            for part in parts
+        ]
         if field.startswith("top_"):
-            arrays = [np.pad(a, ((0, 0), (0, max(widths) - width))) for a, width in zip(arrays, widths, strict=True)]
+            arrays = [
+                np.pad(a, ((0, 0), (0, max(widths) - width)))
+                for a, width in zip(arrays, widths, strict=True)
+            ]
         return np.concatenate(arrays)[order].tobytes()
 
-    tokens, counts = ([x for part in parts for x in getattr(part, field)] for field in ("token_ids", "counts"))
+    tokens, counts = (
+        [x for part in parts for x in getattr(part, field)] for field in ("token_ids", "counts")
+    )
     return replace(
         parts[0],
         request_ids=tuple([names[i] for i in order]),

@@ -21,7 +21,15 @@ from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Arena, Operator, Packed, PackedExperts, Program, StepInputs, ThreadPool
+from slipstream.kernels.native import (
+    Arena,
+    Operator,
+    Packed,
+    PackedExperts,
+    Program,
+    StepInputs,
+    ThreadPool,
+)
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.plan.hardware import host_memory
 from slipstream.plan.operators import attention_bytes, attention_operations
@@ -94,7 +102,9 @@ class Roofline:
     steps: tuple[StepShares, ...]
 
 
-def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int) -> Roofline:
+def measure_roofline(
+    runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int
+) -> Roofline:
     """Measure decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError
     if a step is not one program of the C++ kernels."""
     ops, step = runner.ops, compile_program(runner.model.decoder)
@@ -105,7 +115,9 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
             field="kernels",
         )
     if (kind := runner.model.spec.kind) != "a decoder":
-        raise ConfigError(f"the roofline is that of a decoder's steps, and this model is {kind}", field="model")
+        raise ConfigError(
+            f"the roofline is that of a decoder's steps, and this model is {kind}", field="model"
+        )
     if isinstance(step, Reason):
         raise ConfigError(
             f"a step of {runner.model.spec.family} is no program of the C++ kernels, so its operators can't be timed: {step}",
@@ -114,12 +126,18 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
     longest = max(prompt, context)
     if longest > runner.config.model.max_model_len:
         raise ConfigError(
-            f"{longest} tokens are more than max_model_len={runner.config.model.max_model_len}", field="max_model_len"
+            f"{longest} tokens are more than max_model_len={runner.config.model.max_model_len}",
+            field="max_model_len",
         )
     ceilings = measure_ceilings(ops.pool)
     size = runner.config.cache.block_size
-    shapes = [(f"decode {n}", n, 1, context) for n in batch_sizes] + [(f"prefill {prompt}", 1, prompt, prompt)]
-    num_blocks = len(runner.config.cache.groups) * max(n * -(-length // size) for _, n, _, length in shapes) + 1
+    shapes = [(f"decode {n}", n, 1, context) for n in batch_sizes] + [
+        (f"prefill {prompt}", 1, prompt, prompt)
+    ]
+    num_blocks = (
+        len(runner.config.cache.groups) * max(n * -(-length // size) for _, n, _, length in shapes)
+        + 1
+    )
     with torch.inference_mode():
         kv = runner.make_cache(num_blocks)
         for layer in kv:  # memory that was never written is one page of zeros, which a cache holds
@@ -127,11 +145,17 @@ def measure_roofline(runner: ModelRunner, *, batch_sizes: Sequence[int], prompt:
             layer.v.fill_(1)
         steps = tuple(
             StepShares(
-                name=name, num_seqs=n, num_new=new, length=length, operators=_shares(step, kv, n, new, length, size, ceilings)
+                name=name,
+                num_seqs=n,
+                num_new=new,
+                length=length,
+                operators=_shares(step, kv, n, new, length, size, ceilings),
             )
             for name, n, new, length in shapes
         )
-    return Roofline(kernels=ops.describe(), num_threads=ops.pool.num_threads, ceilings=ceilings, steps=steps)
+    return Roofline(
+        kernels=ops.describe(), num_threads=ops.pool.num_threads, ceilings=ceilings, steps=steps
+    )
 
 
 def measure_ceilings(pool: ThreadPool) -> Ceilings:
@@ -143,7 +167,11 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
         rounds = 1 if name == "read" else MULTIPLY_ROUNDS
         program = Program(pool)
         program.add("ceiling", what, data, num_bytes, rounds)
-        work = num_bytes if name == "read" else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
+        work = (
+            num_bytes
+            if name == "read"
+            else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
+        )
         best = float("inf")  # the best of several, since other load only adds time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():
@@ -157,10 +185,18 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
 
 
 def _shares(
-    step: CpuProgram, kv: list[LayerKV], num_seqs: int, num_new: int, length: int, block_size: int, ceilings: Ceilings
+    step: CpuProgram,
+    kv: list[LayerKV],
+    num_seqs: int,
+    num_new: int,
+    length: int,
+    block_size: int,
+    ceilings: Ceilings,
 ) -> tuple[OperatorShare, ...]:
     num_groups = len(step.spec.cache_groups)
-    meta = AttentionMetadata.uniform(num_seqs, num_new, length, block_size=block_size, num_groups=num_groups)
+    meta = AttentionMetadata.uniform(
+        num_seqs, num_new, length, block_size=block_size, num_groups=num_groups
+    )
     tokens = torch.zeros(num_seqs * num_new, dtype=torch.int32)
     programs = step.programs
     rounds: list[list[int]] = []
@@ -171,13 +207,17 @@ def _shares(
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
     attention = [layer.attention for layer in step.spec.layers]
-    found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}  # sparse weights of one shape differ in bytes
+    found: dict[
+        tuple[str, str | None], list[tuple[float, int, int]]
+    ] = {}  # sparse weights of one shape differ in bytes
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
         layers = iter(attention)
         for op in program.operators:
             if op.name == "attention":
-                label, kind, num_bytes, operations = _of_attention(next(layers), kv[0], num_seqs, num_new, length)
+                label, kind, num_bytes, operations = _of_attention(
+                    next(layers), kv[0], num_seqs, num_new, length
+                )
             else:
                 label, kind, num_bytes, operations = _of_operator(op, num_tokens)
             found.setdefault((label, kind), []).append((ns_of[at] / 1e9, num_bytes, operations))
@@ -219,9 +259,15 @@ def _of_attention(
     return label, kind, int(num_bytes), int(attention_operations(a, num_seqs * seen))
 
 
-def _share(label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings) -> OperatorShare:
+def _share(
+    label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings
+) -> OperatorShare:
     """`each`: seconds, bytes and operations of one operator."""
-    seconds, num_bytes, operations = sum(s for s, _, _ in each), sum(b for _, b, _ in each), sum(o for _, _, o in each)
+    seconds, num_bytes, operations = (
+        sum(s for s, _, _ in each),
+        sum(b for _, b, _ in each),
+        sum(o for _, _, o in each),
+    )
     floor, bound = None, None
     if kind is not None:
         floors = {"read": num_bytes / ceilings.read, kind: operations / getattr(ceilings, kind)}

@@ -24,7 +24,14 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
 from slipstream.spec.model import CacheGroup
-from slipstream.types import FROM_MODEL, ImageSpan, NewRequest, SamplingParams, ScheduledRequest, StepPlan
+from slipstream.types import (
+    FROM_MODEL,
+    ImageSpan,
+    NewRequest,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+)
 from slipstream.worker.packed_tables import PackedTables, upload
 
 if TYPE_CHECKING:
@@ -38,12 +45,31 @@ IntArray = npt.NDArray[np.int32]
 
 
 Want: TypeAlias = Literal[
-    "adapter", "images", "vector", "grammar", "logprobs", "draw",
-    "penalties", "bias", "allowed", "top_k", "top_p", "min_p", "chain",
+    "adapter",
+    "images",
+    "vector",
+    "grammar",
+    "logprobs",
+    "draw",
+    "penalties",
+    "bias",
+    "allowed",
+    "top_k",
+    "top_p",
+    "min_p",
+    "chain",
 ]
 """Options of a request beyond the most likely token."""
 
-NEEDS_LOGITS: tuple[Want, ...] = ("grammar", "logprobs", "draw", "penalties", "bias", "allowed", "chain")
+NEEDS_LOGITS: tuple[Want, ...] = (
+    "grammar",
+    "logprobs",
+    "draw",
+    "penalties",
+    "bias",
+    "allowed",
+    "chain",
+)
 """Options that need the logits, not only the index of the largest."""
 
 
@@ -64,8 +90,12 @@ class Row:
     ahead: range = range(0)  # a chain is launched already, for when so many tokens are computed
     num_blocks: int = 0  # in its first group
     images: tuple[ImageSpan, ...] = ()
-    places: LongArray | None = None  # its tokens' three positions [3, n] up to the end of the last picture, if it has three
-    allowed: LongArray | None = field(init=False)  # the only tokens that can be drawn, without duplicates
+    places: LongArray | None = (
+        None  # its tokens' three positions [3, n] up to the end of the last picture, if it has three
+    )
+    allowed: LongArray | None = field(
+        init=False
+    )  # the only tokens that can be drawn, without duplicates
 
     def __post_init__(self) -> None:
         allowed = self.sampling.allowed_token_ids
@@ -124,7 +154,9 @@ class RowTable:
         self.ops = ops
         self.device = device
         self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
-        self.num_own = len(groups) - (self.cross is not None)  # groups of the requests' own tokens, which come first
+        self.num_own = len(groups) - (
+            self.cross is not None
+        )  # groups of the requests' own tokens, which come first
         max_blocks = -(-max_model_len // block_size)
         # One column more than the context: the last sampled token has a place though it is never computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -138,9 +170,14 @@ class RowTable:
         self._tables = PackedTables(tables, device)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
-        self.position_shifts = self._tables["position_shifts"] if sectioned else None  # behind a row's pictures
+        self.position_shifts = (
+            self._tables["position_shifts"] if sectioned else None
+        )  # behind a row's pictures
         # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
-        self.sampling_floats, self.sampling_ints = self._tables["sampling_floats"], self._tables["sampling_ints"]
+        self.sampling_floats, self.sampling_ints = (
+            self._tables["sampling_floats"],
+            self._tables["sampling_ints"],
+        )
         self.rows: dict[str, Row] = {}
         self.num_dropped = 0  # rows since the start
         self.wanting: dict[Want, set[str]] = {want: set() for want in get_args(Want)}
@@ -149,7 +186,13 @@ class RowTable:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, ops: OpSet | None, device: torch.device | None, *, sectioned: bool = False, rank: int = 0
+        cls,
+        config: EngineConfig,
+        ops: OpSet | None,
+        device: torch.device | None,
+        *,
+        sectioned: bool = False,
+        rank: int = 0,
     ) -> RowTable:
         """As many rows as `config` lets sequences run. `rank`: of several with other requests, whose seeds are others, too."""
         model, cache = config.model, config.cache
@@ -198,9 +241,20 @@ class RowTable:
         for request in new:
             sampling = request.sampling
             seed = sampling.seed if sampling.seed is not None else self._next_seed(sampling)
-            early = (*request.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
-            row = Row(self._free.pop(), sampling, request.num_prompt_tokens, seed, early, request.num_encoder_tokens)
-            row.mirostat_mu = 2.0 * sampling.mirostat_tau if request.mirostat_mu is None else request.mirostat_mu
+            early = (
+                (*request.eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
+            )
+            row = Row(
+                self._free.pop(),
+                sampling,
+                request.num_prompt_tokens,
+                seed,
+                early,
+                request.num_encoder_tokens,
+            )
+            row.mirostat_mu = (
+                2.0 * sampling.mirostat_tau if request.mirostat_mu is None else request.mirostat_mu
+            )
             self.rows[request.request_id] = row
             if request.lora is not None:
                 row.adapter = adapters[request.lora.id]
@@ -218,14 +272,23 @@ class RowTable:
         if self.position_shifts is not None:
             self._put_shifts([self.rows[s.request_id] for s in new])
         if self.cross is not None:
-            found = np.array([(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new], np.int64)
+            found = np.array(
+                [(self.rows[s.request_id].index, s.num_encoder_tokens) for s in new], np.int64
+            )
             self._tables.put("encoder_lens", found[:, 0], found[:, 1].astype(np.int32))
 
     def _put_sampling(self, rows: Sequence[Row]) -> None:
         """The rows' sampling parameters, which do not change while a row lives."""
         where = np.array([row.index for row in rows], np.int64)
         floats = [
-            (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            (
+                p.temperature,
+                p.top_p,
+                p.min_p,
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
             for p in (row.sampling for row in rows)
         ]
         ints = [(row.sampling.top_k, row.num_prompt_tokens, row.seed) for row in rows]
@@ -243,7 +306,9 @@ class RowTable:
         for i, row in enumerate(rows):
             if row.images:
                 end = row.images[-1].end
-                row.places = sectioned_positions(end, [(x.offset, x.rows, x.columns) for x in row.images])
+                row.places = sectioned_positions(
+                    end, [(x.offset, x.rows, x.columns) for x in row.images]
+                )
                 shifts[i] = row.places.max() + 1 - end
         assert self.position_shifts is not None
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
@@ -269,10 +334,18 @@ class RowTable:
                 if update.group == 0:
                     row = self.rows[s.request_id]
                     row.num_blocks = max(row.num_blocks, update.index + len(update.block_ids))
-                first = (update.group * num_rows + self.rows[s.request_id].index) * width + update.index
-                blocks.update(zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True))
+                first = (
+                    update.group * num_rows + self.rows[s.request_id].index
+                ) * width + update.index
+                blocks.update(
+                    zip(range(first, first + len(update.block_ids)), update.block_ids, strict=True)
+                )
         if blocks:
-            self._tables.put("block_tables", np.fromiter(blocks, np.int64), np.fromiter(blocks.values(), np.int32))
+            self._tables.put(
+                "block_tables",
+                np.fromiter(blocks, np.int64),
+                np.fromiter(blocks.values(), np.int32),
+            )
 
     def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Write drafts to their rows. They are the last tokens that their requests compute in this step."""

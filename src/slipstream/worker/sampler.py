@@ -34,9 +34,17 @@ def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
     if not draws and not penalised and bias is None and limits is None:
         empty = table.nothing
         return SamplingTensors(
-            temperature=empty, top_k=empty, top_p=empty, min_p=empty, seeds=empty, history_lens=empty, all_greedy=True
+            temperature=empty,
+            top_k=empty,
+            top_p=empty,
+            min_p=empty,
+            seeds=empty,
+            history_lens=empty,
+            all_greedy=True,
         )
-    temperature, top_p, min_p, repetition, presence, frequency = table.columns(table.sampling_floats, sampled.rows)
+    temperature, top_p, min_p, repetition, presence, frequency = table.columns(
+        table.sampling_floats, sampled.rows
+    )
     top_k, prompt_lens, seeds = table.columns(table.sampling_ints, sampled.rows)
     bias_rows, bias_tokens, bias_values = bias or (None, None, None)
     limited_rows, allowed_rows, allowed_tokens = limits or (None, None, None)
@@ -73,7 +81,9 @@ def _int32(x: Any) -> Any:
     return x.astype(np.int32) if isinstance(x, np.ndarray) else x.int()
 
 
-def positions_of(table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]) -> Iterator[tuple[int, Row, int]]:
+def positions_of(
+    table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]
+) -> Iterator[tuple[int, Row, int]]:
     """For each token of the requests that ask for `want`: (its index among the N tokens, the row, how many tokens precede
     it)."""
     if not table.wanted(want, names):
@@ -87,9 +97,15 @@ def positions_of(table: RowTable, sampled: SampledRows, want: Want, names: Seque
         i += s.num_sampled
 
 
-def limits_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
+def limits_of(
+    table: RowTable, sampled: SampledRows, names: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """(tokens of `sampled` that are limited, and for each allowed token: which of these, and the token), or None."""
-    limited = [(i, row.allowed) for i, row, _ in positions_of(table, sampled, "allowed", names) if row.allowed is not None]
+    limited = [
+        (i, row.allowed)
+        for i, row, _ in positions_of(table, sampled, "allowed", names)
+        if row.allowed is not None
+    ]
     if not limited:
         return None
     which, allowed = np.array([i for i, _ in limited], np.int64), [tokens for _, tokens in limited]
@@ -97,12 +113,16 @@ def limits_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tu
     return table.upload(which), table.upload(of_each), table.upload(np.concatenate(allowed))
 
 
-def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tuple[Tensor, Tensor, Tensor] | None:
+def biases_of(
+    table: RowTable, sampled: SampledRows, names: Sequence[str]
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """(row, token, value) of every change to a logit, or None: logit biases; FORBIDDEN on end tokens before min_tokens, and
     on the last tokens of bad words. Only the device knows whether a bad word's earlier tokens stand there; the value is 0
     where they do not."""
     entries: list[tuple[int, int, float]] = []
-    begun: list[tuple[int, int, tuple[int, ...]]] = []  # bad words of several tokens that the answer may have begun
+    begun: list[
+        tuple[int, int, tuple[int, ...]]
+    ] = []  # bad words of several tokens that the answer may have begun
     for i, row, end in positions_of(table, sampled, "bias", names):
         sampling, num_answered = row.sampling, end - row.num_prompt_tokens
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
@@ -120,7 +140,9 @@ def biases_of(table: RowTable, sampled: SampledRows, names: Sequence[str]) -> tu
     biases = table.upload(np.array(values, np.float32))
     if begun:
         longest = max(len(word) for *_, word in begun) - 1
-        wanted = np.full((2, len(begun), longest), -1, np.int32)  # tokens (−1: any), and their places in the table
+        wanted = np.full(
+            (2, len(begun), longest), -1, np.int32
+        )  # tokens (−1: any), and their places in the table
         wanted[1] = 0
         for n, (_, end, word) in enumerate(begun):
             size = len(word) - 1
@@ -161,4 +183,8 @@ def verified(
 
 def prompt_positions(row: Row, s: ScheduledRequest) -> int:
     """The number of this step's positions that precede a *prompt* token."""
-    return max(0, min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1) - s.num_computed_tokens)
+    return max(
+        0,
+        min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1)
+        - s.num_computed_tokens,
+    )

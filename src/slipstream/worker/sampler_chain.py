@@ -51,7 +51,9 @@ def places(table: RowTable, sampled: SampledRows) -> list[int]:
     return [i for i, name in enumerate(sampled.request_ids) if name in chained]
 
 
-def draw_chained(table: RowTable, sampled: SampledRows, which: Sequence[int], logits: Floats) -> Chained:
+def draw_chained(
+    table: RowTable, sampled: SampledRows, which: Sequence[int], logits: Floats
+) -> Chained:
     """The tokens at the `places` of `sampled`, of their logits [M, V], which are overwritten."""
     chained = table.wanting["chain"]
     own = SampledRows(
@@ -81,8 +83,12 @@ def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
     """A token behind `tokens` [L]."""
     params, counter = row.sampling, np.array([len(tokens)])
     for given in params.logits_processors:
-        masked = logits == -np.inf  # by a grammar or a list of allowed tokens: a function can't bring them back
-        logits[:] = np.where(masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits))
+        masked = (
+            logits == -np.inf
+        )  # by a grammar or a list of allowed tokens: a function can't bring them back
+        logits[:] = np.where(
+            masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits)
+        )
     samplers.drop_forbidden(logits)
     seed = np.array([row.seed], np.int64)
     u_xtc = float(uniform(seed ^ XTC_SALT, counter)[0]) if params.xtc_probability else 1.0
@@ -93,11 +99,15 @@ def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
         samplers.mirostat(logits, row.mirostat_mu)
     token = draw(logits, np.float32(1.0), 0, 1.0, 0.0, float(uniform(seed, counter)[0]))
     if params.mirostat_mode:
-        row.mirostat_mu = samplers.mirostat_mu(logits, token, row.mirostat_mu, params.mirostat_tau, params.mirostat_eta)
+        row.mirostat_mu = samplers.mirostat_mu(
+            logits, token, row.mirostat_mu, params.mirostat_tau, params.mirostat_eta
+        )
     return token
 
 
-def apply_samplers(logits: Floats, tokens: Longs, num_prompt: int, p: SamplingParams, u_xtc: float) -> None:
+def apply_samplers(
+    logits: Floats, tokens: Longs, num_prompt: int, p: SamplingParams, u_xtc: float
+) -> None:
     """All samplers that `p` takes, in its order, on logits [V]. With temperature 0 only those that change logits: the likeliest
     token is never left out."""
     steps: dict[str, Callable[[], None]] = {
@@ -141,13 +151,21 @@ def _processed(given: Any, tokens: Longs, num_prompt: int, logits: Floats) -> Fl
     name = given if isinstance(given, str) else getattr(given, "__qualname__", repr(given))
     try:
         function = processor(given) if isinstance(given, str) else given
-        found = np.asarray(function(tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist(), logits), np.float32)
+        found = np.asarray(
+            function(tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist(), logits), np.float32
+        )
     except Exception as error:
-        raise _ProcessorError(f"logits_processors: {name}: {type(error).__name__}: {error}") from error
+        raise _ProcessorError(
+            f"logits_processors: {name}: {type(error).__name__}: {error}"
+        ) from error
     if found.shape != logits.shape:
-        raise _ProcessorError(f"logits_processors: {name} returned {found.shape} for logits {logits.shape}")
+        raise _ProcessorError(
+            f"logits_processors: {name} returned {found.shape} for logits {logits.shape}"
+        )
     if np.isnan(found).any() or found.max() == -np.inf or found.max() == np.inf:
-        raise _ProcessorError(f"logits_processors: {name} left no token that can be drawn, or returned NaN or infinity")
+        raise _ProcessorError(
+            f"logits_processors: {name} left no token that can be drawn, or returned NaN or infinity"
+        )
     return found
 
 

@@ -47,26 +47,40 @@ class FirstStage:
         """A step was launched in which these requests sample."""
         table = self._rows.rows
         rows, counts = [table[s.request_id] for s in sampled], [s.num_sampled for s in sampled]
-        indices, ends = [row.index for row in rows], [s.num_computed_tokens + s.num_tokens for s in sampled]
+        indices, ends = (
+            [row.index for row in rows],
+            [s.num_computed_tokens + s.num_tokens for s in sampled],
+        )
         places, is_plain = np.array([indices, ends], np.int64), max(counts) == 1
         if not is_plain:
             starts = np.cumsum(counts) - counts
             places = places.repeat(counts, axis=1)
             places[1] += np.arange(len(places[1])) - (starts + counts - 1).repeat(counts)
         names = [s.request_id for s in sampled]
-        self._due.append(Due(names, rows, None if is_plain else counts, places, self._rows.num_dropped))
+        self._due.append(
+            Due(names, rows, None if is_plain else counts, places, self._rows.num_dropped)
+        )
 
     def before(self, plan: StepPlan) -> None:
         """Have the tokens that the requests of `plan` begin with. To be called before it changes rows."""
         names = {s.request_id for s in plan.scheduled}
-        newest = max((i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1)
+        newest = max(
+            (i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1
+        )
         for _ in range(max(newest + 1, len(self._due) - MOST_DUE)):
             self._take(self._due.popleft())
 
     def _take(self, due: Due) -> None:
         tokens, places, rows = self._receive(due), due.places, self._rows
-        if rows.num_dropped > due.num_dropped:  # new requests may have the rows of some that have ended since
-            alive = np.array([rows.rows.get(name) is row for name, row in zip(due.requests, due.rows, strict=True)])
+        if (
+            rows.num_dropped > due.num_dropped
+        ):  # new requests may have the rows of some that have ended since
+            alive = np.array(
+                [
+                    rows.rows.get(name) is row
+                    for name, row in zip(due.requests, due.rows, strict=True)
+                ]
+            )
             kept = np.flatnonzero(alive if due.counts is None else alive.repeat(due.counts))
             if not len(kept):
                 return

@@ -50,28 +50,49 @@ class Step(NamedTuple):
         return StepShape.of(self.decodes, self.prompts, self.verified)
 
 
-def grid(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_cached: int, largest: int) -> list[Step]:
+def grid(
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_cached: int,
+    largest: int,
+) -> list[Step]:
     """Steps over the range of an engine with these limits. `num_cached`: tokens that the cache holds. `largest`: tokens of the
     longest context that is measured."""
     longest = min(max_model_len - 1, largest)
     contexts = [n for n in (32, 256, 1024, 4096, 16384) if n < longest]
     counts = _doubling(max_num_seqs)
-    steps = [Step(decodes=(c,) * n) for n in counts for c in contexts if n * (c + 64) <= num_cached and n * c <= 2**20]
+    steps = [
+        Step(decodes=(c,) * n)
+        for n in counts
+        for c in contexts
+        if n * (c + 64) <= num_cached and n * c <= 2**20
+    ]
     sizes = [n for n in _doubling(min(max_num_batched_tokens, 8192)) if n >= 16]
     steps += [Step(prompts=((0, n),)) for n in sizes if n <= longest]
     steps += [
         Step(prompts=((0, each),) * (n // each))
         for n in sizes
         for each in (32, 128)
-        if n // each > 1 and n // each <= max_num_seqs and n + 64 * (n // each) <= num_cached and n >= 256
+        if n // each > 1
+        and n // each <= max_num_seqs
+        and n + 64 * (n // each) <= num_cached
+        and n >= 256
     ]
     chunk = min(512, *sizes[-1:])
     steps += [Step(prompts=((c, chunk),)) for c in contexts[1:] if c + chunk <= longest]
     for n, size in itertools.product(counts[2::2], sizes[1::2]):
-        if n < max_num_seqs and n + size <= max_num_batched_tokens and n * 320 + size + 64 <= num_cached and size <= longest:
+        if (
+            n < max_num_seqs
+            and n + size <= max_num_batched_tokens
+            and n * 320 + size + 64 <= num_cached
+            and size <= longest
+        ):
             steps.append(Step(decodes=(256,) * n, prompts=((0, size),)))
     for n, tokens in itertools.product(counts[::2], VERIFIED):
-        if n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest:  # the sampler has room
+        if (
+            n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest
+        ):  # the sampler has room
             steps.append(Step(verified=((256, tokens),) * n))
     return steps
 
@@ -94,9 +115,14 @@ def measure_steps(
     context."""
     spec, config = executor.description.spec, executor.config
     if not spec.generates or spec.encoder is not None:
-        raise ConfigError(f"steps are measured of a decoder, and {config.model.model} is {spec.kind}", field="model")
+        raise ConfigError(
+            f"steps are measured of a decoder, and {config.model.model} is {spec.kind}",
+            field="model",
+        )
     most = 1 + max(_num_blocks(step, config) for step in steps)
-    for layer in executor.runner.kv:  # memory that was never written is one page of zeros, which a cache holds
+    for layer in (
+        executor.runner.kv
+    ):  # memory that was never written is one page of zeros, which a cache holds
         for held in (layer.k[:most], layer.v[:most]):
             _fill(held)
     timer = _Timer(executor, clock)
@@ -105,7 +131,10 @@ def measure_steps(
         found[i].append(timer.seconds(step, least_s))
         progress(done + 1, rounds * len(steps))
     executor.runner.reset_expert_load()
-    return [MeasuredStep(step.shape, statistics.median(times)) for step, times in zip(steps, found, strict=True)]
+    return [
+        MeasuredStep(step.shape, statistics.median(times))
+        for step, times in zip(steps, found, strict=True)
+    ]
 
 
 def _fill(held: Any) -> None:
@@ -117,8 +146,12 @@ def _fill(held: Any) -> None:
 
 
 def _num_blocks(step: Step, config: EngineConfig) -> int:
-    lengths = [computed + 1 for computed in step.decodes] + [sum(one) for one in (*step.prompts, *step.verified)]
-    return len(config.cache.groups) * sum(-(-length // config.cache.block_size) for length in lengths)
+    lengths = [computed + 1 for computed in step.decodes] + [
+        sum(one) for one in (*step.prompts, *step.verified)
+    ]
+    return len(config.cache.groups) * sum(
+        -(-length // config.cache.block_size) for length in lengths
+    )
 
 
 class _Timer:
@@ -147,7 +180,9 @@ class _Timer:
         for _ in range(count):
             plan = StepPlan(next(self._ids), scheduled)
             in_flight.append(self.executor.launch(plan))
-            while len(in_flight) >= self.executor.max_in_flight(plan) or (in_flight and in_flight[0].is_done):
+            while len(in_flight) >= self.executor.max_in_flight(plan) or (
+                in_flight and in_flight[0].is_done
+            ):
                 in_flight.popleft().result()
         for step in in_flight:
             step.result()
@@ -158,16 +193,26 @@ class _Timer:
         blocks = itertools.count(1)
         num_usable = self.executor.ledger.num_blocks - 1
         scheduled, new = [], []
-        ones = [(computed, 1, 1) for computed in step.decodes] + [(computed, n, 1) for computed, n in step.prompts]
-        for i, (computed, count, sampled) in enumerate([*ones, *((computed, n, n) for computed, n in step.verified)]):
+        ones = [(computed, 1, 1) for computed in step.decodes] + [
+            (computed, n, 1) for computed, n in step.prompts
+        ]
+        for i, (computed, count, sampled) in enumerate(
+            [*ones, *((computed, n, n) for computed, n in step.verified)]
+        ):
             length = computed + count
             if length >= config.model.max_model_len + 1:
                 longest = config.model.max_model_len
-                raise ConfigError(f"{length} tokens are more than max_model_len={longest}", field="max_model_len")
+                raise ConfigError(
+                    f"{length} tokens are more than max_model_len={longest}", field="max_model_len"
+                )
             need = -(-length // size)
             tables = tuple(TableUpdate(g, 0, tuple(itertools.islice(blocks, need))) for g in groups)
-            scheduled.append(ScheduledRequest(str(i), computed, count, sampled, tables, (1,) * (sampled - 1)))
+            scheduled.append(
+                ScheduledRequest(str(i), computed, count, sampled, tables, (1,) * (sampled - 1))
+            )
             new.append(NewRequest(str(i), (1,) * length, length, GREEDY))
         if next(blocks) - 1 > num_usable:
-            raise ConfigError(f"the cache's {num_usable} blocks do not hold {step}", field="kv_cache_bytes")
+            raise ConfigError(
+                f"the cache's {num_usable} blocks do not hold {step}", field="kv_cache_bytes"
+            )
         return tuple(scheduled), tuple(new)

@@ -24,11 +24,21 @@ def shape_of(scheduled: Sequence[ScheduledRequest]) -> StepShape:
     behind = scheduled[num_decodes:]
     num_behind = sum(s.num_tokens for s in behind)
     only_drafts = all(s.num_tokens == s.num_sampled for s in behind if s.num_tokens > 1)
-    again = sum((s.num_tokens - MIXED_ROWS) * s.num_computed_tokens for s in behind if s.num_tokens > 1) if only_drafts else 0
-    return StepShape(num_decodes + num_behind, num_decodes, len(behind), num_behind, only_drafts, again)
+    again = (
+        sum((s.num_tokens - MIXED_ROWS) * s.num_computed_tokens for s in behind if s.num_tokens > 1)
+        if only_drafts
+        else 0
+    )
+    return StepShape(
+        num_decodes + num_behind, num_decodes, len(behind), num_behind, only_drafts, again
+    )
 
 
 def largest_shape(shapes: Sequence[StepShape]) -> StepShape:
     """Of the ranks' parts of a step. One without requests computes a token of padding."""
-    tokens, decodes, prompts, prompt_tokens, _, again = (max(numbers) for numbers in zip(*shapes, strict=True))
-    return StepShape(max(1, tokens), decodes, prompts, prompt_tokens, all(s.only_drafts for s in shapes), again)
+    tokens, decodes, prompts, prompt_tokens, _, again = (
+        max(numbers) for numbers in zip(*shapes, strict=True)
+    )
+    return StepShape(
+        max(1, tokens), decodes, prompts, prompt_tokens, all(s.only_drafts for s in shapes), again
+    )

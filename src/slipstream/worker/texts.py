@@ -59,19 +59,30 @@ def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Ten
 class EagerTexts:
     """Runs steps of whole texts op by op."""
 
-    def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+    def __init__(
+        self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
+    ) -> None:
         self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
 
     def run(self, plan: TextsPlan) -> Tensor:
         """The vectors [S, …] of a step, which hold until the next."""
-        token_ids, meta = text_batch(plan, self.config.cache.block_size, self.forwards.decoder.device)
-        return vectors_of(self.forwards, self.how, self.forwards.hidden(token_ids, self.kv, meta), meta.query_start_loc)
+        token_ids, meta = text_batch(
+            plan, self.config.cache.block_size, self.forwards.decoder.device
+        )
+        return vectors_of(
+            self.forwards,
+            self.how,
+            self.forwards.hidden(token_ids, self.kv, meta),
+            meta.query_start_loc,
+        )
 
 
 class TextGraphs(Graphs):
     """Runs steps of whole texts as graphs."""
 
-    def __init__(self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig) -> None:
+    def __init__(
+        self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
+    ) -> None:
         decoder = forwards.decoder
         super().__init__(decoder.device)
         self.forwards = forwards
@@ -79,7 +90,9 @@ class TextGraphs(Graphs):
         self.kv = kv
         self.config = config
         self.sizes = text_ladder(config.scheduling.max_num_batched_tokens)
-        self.pairs = decoder.classifier is not None and decoder.spec.num_token_types > 1  # its texts have two parts
+        self.pairs = (
+            decoder.classifier is not None and decoder.spec.num_token_types > 1
+        )  # its texts have two parts
 
     def capture(self) -> None:
         """Capture the largest, so that the others fit into its memory, and the smallest, since few rows take other kernels
@@ -92,7 +105,9 @@ class TextGraphs(Graphs):
         """The vectors [S, …] of a step, which hold until the next."""
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
-        inputs = text_inputs(plan, size, most_texts(self.config, size), self.config.cache.block_size)
+        inputs = text_inputs(
+            plan, size, most_texts(self.config, size), self.config.cache.block_size
+        )
         self.platform.upload_into(captured.inputs, inputs)
         captured.graph.replay()
         return captured.output[: len(plan.lengths) // 4]

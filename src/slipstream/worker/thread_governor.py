@@ -41,9 +41,13 @@ class ThreadGovernor:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._least: dict[tuple[int, int], float] = {}  # by tokens of a step, and bits of its number of keys: its least seconds
+        self._least: dict[
+            tuple[int, int], float
+        ] = {}  # by tokens of a step, and bits of its number of keys: its least seconds
         self._window: list[float] = []
-        self._before: tuple[int, float] | None = None  # during a trial: the number of threads to beat, and its window
+        self._before: tuple[int, float] | None = (
+            None  # during a trial: the number of threads to beat, and its window
+        )
         self._wait = self._next_wait = FIRST_WAIT
         self._down = True  # where both may help: whether fewer come next; they take turns
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def open_tiers(
-    config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner, block_bytes: int
+    config: EngineConfig,
+    description: ModelDescription,
+    runner: ModelRunner | HostRunner,
+    block_bytes: int,
 ) -> BlockStore | None:
     """The tiers that the settings ask for; None: there are none. ConfigError if the folder can't be used, or the host's memory
     is too small."""
@@ -46,21 +49,40 @@ def open_tiers(
             )
     if cache.disk_bytes is not None:
         assert cache.disk_path is not None
-        disk = DiskTier(Path(cache.disk_path), cache.disk_bytes, identity(config, description, runner), block_bytes)
+        disk = DiskTier(
+            Path(cache.disk_path),
+            cache.disk_bytes,
+            identity(config, description, runner),
+            block_bytes,
+        )
     num_slots = 0 if cache.host_bytes is None else cache.host_bytes // block_bytes
     return runner.open_store(disk, num_slots, staged_blocks(config, block_bytes))
 
 
-def identity(config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner) -> bytes:
+def identity(
+    config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner
+) -> bytes:
     """A digest of all that the bytes of a block depend on beside its tokens, adapter and salt, which its key covers."""
     model, cache, device = config.model, config.cache, config.device
     dummy = model.load_format == "dummy"
     known = [
         __version__,
         str(description.spec) if dummy else checkpoint_stamps(description),
-        [model.dtype, model.quantization, model.load_format, model.seed if dummy else 0, model.max_model_len],
+        [
+            model.dtype,
+            model.quantization,
+            model.load_format,
+            model.seed if dummy else 0,
+            model.max_model_len,
+        ],
         [cache.dtype, cache.block_size, str(cache.groups)],
-        [device.info.name, device.info.isa, device.kernels, device.deterministic, device.dense_copies],
+        [
+            device.info.name,
+            device.info.isa,
+            device.kernels,
+            device.deterministic,
+            device.dense_copies,
+        ],
         [type(runner).__name__, runner.ops.describe()],
     ]
     digest = hashlib.sha256(json.dumps(known).encode())

@@ -29,7 +29,9 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
     SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, presence_penalty=0.5, logprobs=1),
-    SamplingParams(temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a")),  # masks, if not this grammar's
+    SamplingParams(
+        temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a")
+    ),  # masks, if not this grammar's
 )
 NUM_DRAFTS = 2
 
@@ -46,7 +48,10 @@ def warm_up(runner: ModelRunner) -> None:
     drafts = (0 if runner.draft is None else FROM_MODEL,) * NUM_DRAFTS
     null = tuple(TableUpdate(group, 0, (0,)) for group in range(len(runner.config.cache.groups)))
     for num_rows in NUM_ROWS:
-        if num_rows > scheduling.max_num_seqs or num_rows * len(PROMPT) > scheduling.max_num_batched_tokens:
+        if (
+            num_rows > scheduling.max_num_seqs
+            or num_rows * len(PROMPT) > scheduling.max_num_batched_tokens
+        ):
             break
         names = [f"warm-up {i}" for i in range(num_rows)]
         for sampling in SAMPLINGS:
@@ -55,10 +60,16 @@ def warm_up(runner: ModelRunner) -> None:
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
             plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
             if runner.config.speculation is not None:  # from a prompt, and behind a run of drafts
-                count = min(NUM_DRAFTS, runner.config.speculation.limit, runner.config.max_num_sampled // num_rows - 1)
+                count = min(
+                    NUM_DRAFTS,
+                    runner.config.speculation.limit,
+                    runner.config.max_num_sampled // num_rows - 1,
+                )
                 for first in (len(PROMPT), len(PROMPT) + 1) if count > 0 else ():
                     own = drafts[:count]
-                    more = tuple(ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names)
+                    more = tuple(
+                        ScheduledRequest(n, first, 1 + count, 1 + count, (), own) for n in names
+                    )
                     plans.append(StepPlan(len(plans), more))
             for plan in plans:
                 step = runner.launch(plan)
@@ -72,4 +83,6 @@ def warm_up(runner: ModelRunner) -> None:
 def _anything(plan: StepPlan, vocab_size: int) -> TokenMask:
     """All tokens may be drawn at all positions."""
     count = sum(s.num_sampled for s in plan.scheduled)
-    return TokenMask(tuple(range(count)), np.full((count, -(-vocab_size // 32)), -1, np.int32).tobytes())
+    return TokenMask(
+        tuple(range(count)), np.full((count, -(-vocab_size // 32)), -1, np.int32).tobytes()
+    )

@@ -5,13 +5,20 @@ import anthropic
 
 base, model = sys.argv[1:3]
 client = anthropic.Anthropic(base_url=base, api_key="none")
-ask = {"model": model, "max_tokens": 8, "messages": [{"role": "user", "content": "Say hello."}], "system": "Be brief."}
+ask = {
+    "model": model,
+    "max_tokens": 8,
+    "messages": [{"role": "user", "content": "Say hello."}],
+    "system": "Be brief.",
+}
 ask["extra_body"] = {"temperature": 0}
 whole = client.messages.create(**ask)
 with client.messages.stream(**ask) as stream:
     assert "".join(stream.text_stream) == whole.content[0].text
     assert stream.get_final_message().usage.output_tokens == 8
-counted = client.messages.count_tokens(model=model, messages=ask["messages"], system=ask["system"]).input_tokens
+counted = client.messages.count_tokens(
+    model=model, messages=ask["messages"], system=ask["system"]
+).input_tokens
 assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 assert [found.id for found in client.models.list()] == [model]
 assert client.beta.messages.create(**ask).content[0].text == whole.content[0].text

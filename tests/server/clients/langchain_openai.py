@@ -13,9 +13,13 @@ streamed = list(chat.stream("Say hello.", stream_usage=True))
 assert "".join(part.content for part in streamed) == whole.content
 assert sum(part.usage_metadata["output_tokens"] for part in streamed if part.usage_metadata) <= 8
 assert len(chat.batch(["a", "b", "c"])) == 3
-assert chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]["content"]
+assert (
+    chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]["content"]
+)
 assert OpenAI(**given, max_tokens=8).invoke("Once upon a time")
-embeddings = OpenAIEmbeddings(base_url=encoder + "/v1", api_key="none", model="minilm", check_embedding_ctx_length=False)
+embeddings = OpenAIEmbeddings(
+    base_url=encoder + "/v1", api_key="none", model="minilm", check_embedding_ctx_length=False
+)
 first, second = embeddings.embed_documents(["A man is eating.", "Someone has a meal."])
 assert len(first) == len(second) > 0
 
@@ -26,4 +30,6 @@ class Answer(BaseModel):
 
 
 structured = ChatOpenAI(**given, max_tokens=600)
-assert isinstance(structured.with_structured_output(Answer, method="json_schema").invoke("Say hello."), Answer)
+assert isinstance(
+    structured.with_structured_output(Answer, method="json_schema").invoke("Say hello."), Answer
+)

@@ -10,7 +10,10 @@ from lm_eval.tasks import TaskManager
 
 base, model, folder = sys.argv[1:4]
 here = pathlib.Path(tempfile.mkdtemp())
-rows = [{"question": f"Is {n} even?", "label": n % 2, "answer": "yes" if n % 2 == 0 else "no"} for n in range(6)]
+rows = [
+    {"question": f"Is {n} even?", "label": n % 2, "answer": "yes" if n % 2 == 0 else "no"}
+    for n in range(6)
+]
 (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 shared = f"""
 dataset_path: json
@@ -29,10 +32,20 @@ generation_kwargs: {{until: ["\\n"], max_gen_toks: 8, do_sample: false}}
 metric_list: [{{metric: exact_match}}]
 """)
 tasks = TaskManager(include_path=str(here))
-given = {"model": model, "tokenizer": folder, "num_concurrent": 2, "max_retries": 1, "max_length": 1024}
+given = {
+    "model": model,
+    "tokenizer": folder,
+    "num_concurrent": 2,
+    "max_retries": 1,
+    "max_length": 1024,
+}
 for kind, names, more in (
     ("local-completions", ["choose", "write"], {"base_url": base + "/v1/completions"}),
-    ("local-completions", ["choose"], {"base_url": base + "/v1/completions", "tokenized_requests": False}),
+    (
+        "local-completions",
+        ["choose"],
+        {"base_url": base + "/v1/completions", "tokenized_requests": False},
+    ),
     ("local-chat-completions", ["write"], {"base_url": base + "/v1/chat/completions"}),
 ):
     found = lm_eval.simple_evaluate(
@@ -42,5 +55,9 @@ for kind, names, more in (
     for name in names:
         assert len(found["samples"][name]) == len(rows)
     if "choose" in names:
-        scores = [float(score) for sample in found["samples"]["choose"] for score, _ in sample["filtered_resps"]]
+        scores = [
+            float(score)
+            for sample in found["samples"]["choose"]
+            for score, _ in sample["filtered_resps"]
+        ]
         assert all(score < 0 for score in scores)

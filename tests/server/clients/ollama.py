@@ -14,7 +14,12 @@ streamed = list(client.chat(model, messages, options=options, stream=True))
 assert "".join(part.message.content for part in streamed) == whole.message.content
 assert streamed[-1].done_reason == whole.done_reason
 assert client.generate(model, "Once upon a time", options=options).response
-assert client.generate(model, "Once upon a time", raw=True, options=ollama.Options(num_predict=3, seed=1)).eval_count <= 3
+assert (
+    client.generate(
+        model, "Once upon a time", raw=True, options=ollama.Options(num_predict=3, seed=1)
+    ).eval_count
+    <= 3
+)
 assert [found.model for found in client.list().models] == [model]
 assert client.show(model).modelinfo
 assert len(ollama.Client(host=encoder).embed("minilm", ["a", "b"]).embeddings) == 2

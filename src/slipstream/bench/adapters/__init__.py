@@ -100,7 +100,9 @@ ENGINES: Mapping[str, EngineKind] = {
     "openvino": EngineKind(settings=("num_threads",)),
     "onnxruntime": EngineKind(settings=("num_threads",)),
     "openai": EngineKind(settings=(*_ENDPOINT, "command"), remote=True),
-    "vllm": EngineKind(settings=("arguments", "served_model_name"), schemes=True, parallel=True, remote=True),
+    "vllm": EngineKind(
+        settings=("arguments", "served_model_name"), schemes=True, parallel=True, remote=True
+    ),
 }
 
 
@@ -108,7 +110,9 @@ def check(setup: EngineSetup) -> None:
     """ConfigError if the engine can't be asked for this."""
     kind = ENGINES.get(setup.engine)
     if kind is None:
-        raise ConfigError(f"engine={setup.engine!r} is not one of {', '.join(ENGINES)}", field="engine")
+        raise ConfigError(
+            f"engine={setup.engine!r} is not one of {', '.join(ENGINES)}", field="engine"
+        )
     if setup.scheme != AS_STORED and not kind.schemes:
         raise ConfigError(
             f"scheme={setup.scheme!r}: {setup.engine} runs a checkpoint as it is stored; leave the scheme at {AS_STORED!r}, or "
@@ -117,13 +121,15 @@ def check(setup: EngineSetup) -> None:
         )
     if setup.parallel != Parallel() and not kind.parallel:
         raise ConfigError(
-            f"parallel={str(setup.parallel)!r}: {setup.engine} runs on one device here; leave it at 'tp1'", field="parallel"
+            f"parallel={str(setup.parallel)!r}: {setup.engine} runs on one device here; leave it at 'tp1'",
+            field="parallel",
         )
     if setup.batch_size < 1:
         raise ConfigError("batch_size must be above 0", field="batch_size")
     if kind.settings is not None and (unknown := setup.settings.keys() - set(kind.settings)):
         raise ConfigError(
-            f"{setup.engine} has no setting {min(unknown)!r}; it has {', '.join(kind.settings)}", field=min(unknown)
+            f"{setup.engine} has no setting {min(unknown)!r}; it has {', '.join(kind.settings)}",
+            field=min(unknown),
         )
 
 
@@ -131,7 +137,9 @@ def make_engine(setup: EngineSetup, on_phase: OnPhase = lambda phase: None) -> E
     """The engine of `setup`, its model loaded. ConfigError names what it can't do or what is not installed."""
     check(setup)
     adapter = "server" if ENGINES[setup.engine].remote else setup.engine
-    made: Engine = importlib.import_module(f"slipstream.bench.adapters.{adapter}").make(setup, on_phase)
+    made: Engine = importlib.import_module(f"slipstream.bench.adapters.{adapter}").make(
+        setup, on_phase
+    )
     return made
 
 

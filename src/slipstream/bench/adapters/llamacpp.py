@@ -28,11 +28,15 @@ BATCH_TOKENS = 2048
 class OfflineLlamaCpp:
     """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
 
-    def __init__(self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int) -> None:
+    def __init__(
+        self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int
+    ) -> None:
         try:
             import llama_cpp
         except ImportError as error:
-            raise ConfigError(f"engine='llamacpp': {error}; pip install llama-cpp-python", field="engine") from None
+            raise ConfigError(
+                f"engine='llamacpp': {error}; pip install llama-cpp-python", field="engine"
+            ) from None
         self.batch_size, self.num_threads = batch_size, num_threads
         self._lib: Any = llama_cpp
         begin = time.monotonic()
@@ -40,12 +44,18 @@ class OfflineLlamaCpp:
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        self._model = llama_cpp.llama_model_load_from_file(
+            str(path).encode(), llama_cpp.llama_model_default_params()
+        )
         if not self._model:
             raise ConfigError(f"llama.cpp can't load {path}", field="model")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_seq_max = batch_size * max_model_len, batch_size
-        params.n_batch, params.n_threads, params.n_threads_batch = BATCH_TOKENS, num_threads, num_threads
+        params.n_batch, params.n_threads, params.n_threads_batch = (
+            BATCH_TOKENS,
+            num_threads,
+            num_threads,
+        )
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
@@ -57,34 +67,50 @@ class OfflineLlamaCpp:
         sent = time.monotonic()
         waiting = deque(enumerate(requests))
         free = list(range(self.batch_size))
-        running: dict[int, tuple[int, int, int]] = {}  # slot → (request, tokens so far, the last one)
+        running: dict[
+            int, tuple[int, int, int]
+        ] = {}  # slot → (request, tokens so far, the last one)
         times: list[list[float]] = [[] for _ in requests]
         while waiting or running:
             # slot → (request, its length after the call, the tokens that the call computes)
             given: dict[int, tuple[int, int, tuple[int, ...]]] = {
-                slot: (index, length + 1, (token,)) for slot, (index, length, token) in running.items()
+                slot: (index, length + 1, (token,))
+                for slot, (index, length, token) in running.items()
             }
             num_rows = len(given)
-            while waiting and free and num_rows + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS:
+            while (
+                waiting and free and num_rows + len(waiting[0][1].prompt_token_ids) <= BATCH_TOKENS
+            ):
                 index, request = waiting.popleft()
                 prompt = request.prompt_token_ids
                 given[heapq.heappop(free)] = index, len(prompt), prompt
                 num_rows += len(prompt)
-            rows: list[tuple[int, int, int, bool]] = []  # (token, position, slot, whether its logits are wanted)
+            rows: list[
+                tuple[int, int, int, bool]
+            ] = []  # (token, position, slot, whether its logits are wanted)
             for slot, (_, length, tokens) in sorted(given.items()):
                 first = length - len(tokens)
-                rows += [(t, first + i, slot, first + i == length - 1) for i, t in enumerate(tokens)]
+                rows += [
+                    (t, first + i, slot, first + i == length - 1) for i, t in enumerate(tokens)
+                ]
             self._decode(rows)
             last_rows = [i for i, row in enumerate(rows) if row[3]]
-            for (slot, (index, length, _)), row in zip(sorted(given.items()), last_rows, strict=True):
+            for (slot, (index, length, _)), row in zip(
+                sorted(given.items()), last_rows, strict=True
+            ):
                 token = int(self._logits(row).argmax())
                 times[index].append(time.monotonic())
                 running[slot] = (index, length, token)
                 if len(times[index]) == requests[index].output_tokens:
                     del running[slot]
                     heapq.heappush(free, slot)
-                    self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._context), slot, -1, -1)
-        return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
+                    self._lib.llama_memory_seq_rm(
+                        self._lib.llama_get_memory(self._context), slot, -1, -1
+                    )
+        return [
+            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            for r, t in zip(requests, times, strict=True)
+        ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The natural log-probability of each token but the first, behind those before it. At most `BATCH_TOKENS` of them."""
@@ -99,7 +125,9 @@ class OfflineLlamaCpp:
 
     def _logits(self, row: int) -> np.ndarray:
         """float32 [V] of a row of the last call."""
-        return np.ctypeslib.as_array(self._lib.llama_get_logits_ith(self._context, row), shape=(self._vocab_size,))
+        return np.ctypeslib.as_array(
+            self._lib.llama_get_logits_ith(self._context, row), shape=(self._vocab_size,)
+        )
 
     def _decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch = self._batch
@@ -114,7 +142,11 @@ class OfflineLlamaCpp:
     def describe(self) -> dict[str, Any]:
         return {
             "name": "llamacpp",
-            "config": {"batch_size": self.batch_size, "num_threads": self.num_threads, "version": self._lib.__version__},
+            "config": {
+                "batch_size": self.batch_size,
+                "num_threads": self.num_threads,
+                "version": self._lib.__version__,
+            },
             "system": self._lib.llama_print_system_info().decode(),
             "start_phases_s": {"load": self.load_s},
         }
@@ -129,4 +161,6 @@ def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineLlamaCpp:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
     length = setup.max_model_len or 2048
-    return OfflineLlamaCpp(path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads)
+    return OfflineLlamaCpp(
+        path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads
+    )

@@ -30,12 +30,18 @@ class OfflineOnnxRuntime:
         try:
             import onnxruntime_genai
         except ImportError as error:
-            raise ConfigError(f"engine='onnxruntime': {error}; pip install onnxruntime-genai", field="engine") from None
+            raise ConfigError(
+                f"engine='onnxruntime': {error}; pip install onnxruntime-genai", field="engine"
+            ) from None
         self._genai: Any = onnxruntime_genai
         self.batch_size, self.num_threads = batch_size, num_threads
         begin = time.monotonic()
         config = onnxruntime_genai.Config(str(path))
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": num_threads}}}}))
+        config.overlay(
+            json.dumps(
+                {"model": {"decoder": {"session_options": {"intra_op_num_threads": num_threads}}}}
+            )
+        )
         self._model = onnxruntime_genai.Model(config)
         self.load_s = time.monotonic() - begin
 
@@ -50,13 +56,18 @@ class OfflineOnnxRuntime:
             for at in range(0, len(indices), self.batch_size):
                 batch = indices[at : at + self.batch_size]
                 generator = self._generator(len(batch), n_in + n_out)
-                generator.append_tokens(np.array([requests[i].prompt_token_ids for i in batch], dtype=np.int32))
+                generator.append_tokens(
+                    np.array([requests[i].prompt_token_ids for i in batch], dtype=np.int32)
+                )
                 for _ in range(n_out):
                     generator.generate_next_token()
                     now = time.monotonic()
                     for i in batch:
                         times[i].append(now)
-        return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
+        return [
+            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            for r, t in zip(requests, times, strict=True)
+        ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The natural log-probability of each token but the first, behind those before it. One step each, since a model may be
@@ -72,7 +83,9 @@ class OfflineOnnxRuntime:
     def _generator(self, num_seqs: int, length: int) -> Any:
         params = self._genai.GeneratorParams(self._model)
         # A least length as long as the most: the end-of-sequence token is never chosen.
-        params.set_search_options(batch_size=num_seqs, max_length=length, min_length=length, do_sample=False)
+        params.set_search_options(
+            batch_size=num_seqs, max_length=length, min_length=length, do_sample=False
+        )
         return self._genai.Generator(self._model, params)
 
     def describe(self) -> dict[str, Any]:

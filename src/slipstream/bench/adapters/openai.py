@@ -40,10 +40,17 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url={self.url!r} must begin with http:// or https:// and name a host", field="url")
+            raise ConfigError(
+                f"url={self.url!r} must begin with http:// or https:// and name a host", field="url"
+            )
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "openai", "url": self.url, "model": self.model, "ignore_eos": self.ignore_eos}
+        return {
+            "name": "openai",
+            "url": self.url,
+            "model": self.model,
+            "ignore_eos": self.ignore_eos,
+        }
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -91,14 +98,20 @@ class OpenAIEndpoint:
             url = f"{self.endpoint.url.rstrip('/').removesuffix('/v1')}/v1/models"
             if isinstance(error, ConnectionRefusedError):
                 hint = "start one with `slipstream serve`, or correct its address"
-                raise EngineError(f"no server listens at {self._host}:{self._port}; {hint}") from error
-            raise EngineError(f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}") from error
+                raise EngineError(
+                    f"no server listens at {self._host}:{self._port}; {hint}"
+                ) from error
+            raise EngineError(
+                f"{url} does not answer like OpenAI's API: {type(error).__name__}: {error}"
+            ) from error
 
     async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:
         endpoint = self.endpoint
         body: dict[str, Any] = {
             "model": endpoint.model,
-            "prompt": request.prompt if endpoint.send_text and request.prompt else request.prompt_token_ids,
+            "prompt": request.prompt
+            if endpoint.send_text and request.prompt
+            else request.prompt_token_ids,
             "max_tokens": request.output_tokens,
             "temperature": 0,
             "stream": True,
@@ -119,7 +132,9 @@ class OpenAIEndpoint:
         self, method: str, path: str, body: bytes, events: Events | None, timeout_s: float
     ) -> tuple[int, bytes]:
         """Status and body of an answer; a body that `events` took in is left out."""
-        of_body = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        of_body = (
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if body else ""
+        )
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{of_body}\r\n"
         async with asyncio.timeout(timeout_s):
             while True:
@@ -127,7 +142,9 @@ class OpenAIEndpoint:
                 connection = self._idle.pop() if old else await self._connect()
                 try:
                     await connection.exchange(head.encode() + body, events)
-                except ConnectionResetError:  # nothing came: a server may close a connection that waits
+                except (
+                    ConnectionResetError
+                ):  # nothing came: a server may close a connection that waits
                     if not old:
                         raise
                     continue
@@ -277,7 +294,9 @@ class Events:
             except (msgspec.DecodeError, UnicodeDecodeError) as exc:
                 raise EngineError(f"not an event of OpenAI's API: {data[:200]!r} ({exc})") from exc
             if (error := event.error) is not None:
-                raise EngineError(str(error.get("message", error) if isinstance(error, dict) else error))
+                raise EngineError(
+                    str(error.get("message", error) if isinstance(error, dict) else error)
+                )
             for choice in event.choices or ():
                 if choice.text:
                     answer.add(now, 1)

@@ -27,12 +27,16 @@ BLOCK_SIZE = 32
 class OfflineOpenVINO:
     """`batch_size` sequences at once, of at most `max_model_len` tokens each."""
 
-    def __init__(self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int) -> None:
+    def __init__(
+        self, path: Path, *, batch_size: int, max_model_len: int, num_threads: int
+    ) -> None:
         try:
             import openvino
             import openvino_genai
         except ImportError as error:
-            raise ConfigError(f"engine='openvino': {error}; pip install openvino-genai", field="engine") from None
+            raise ConfigError(
+                f"engine='openvino': {error}; pip install openvino-genai", field="engine"
+            ) from None
         self._openvino, self._genai = openvino, openvino_genai
         self.batch_size, self.num_threads = batch_size, num_threads
         scheduler = openvino_genai.SchedulerConfig()
@@ -40,8 +44,13 @@ class OfflineOpenVINO:
         scheduler.num_kv_blocks = batch_size * (-(-max_model_len // BLOCK_SIZE) + 1)
         begin = time.monotonic()
         # Its own pinning counts cores from the machine's first, whatever this process was given.
-        properties = {"INFERENCE_NUM_THREADS": num_threads, "ENABLE_CPU_PINNING": available_cores() == os.cpu_count()}
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", properties)
+        properties = {
+            "INFERENCE_NUM_THREADS": num_threads,
+            "ENABLE_CPU_PINNING": available_cores() == os.cpu_count(),
+        }
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+            str(path), scheduler, "CPU", properties
+        )
         self.load_s = time.monotonic() - begin
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
@@ -51,7 +60,11 @@ class OfflineOpenVINO:
         times: list[list[float]] = [[] for _ in requests]
         for i, r in enumerate(requests):
             config = self._genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.do_sample = r.output_tokens, True, False
+            config.max_new_tokens, config.ignore_eos, config.do_sample = (
+                r.output_tokens,
+                True,
+                False,
+            )
             ids = self._openvino.Tensor(np.array([r.prompt_token_ids], dtype=np.int64))
             handles.append(self._pipeline.add_request(i, ids, config))
         while self._pipeline.has_non_finished_requests():
@@ -63,7 +76,10 @@ class OfflineOpenVINO:
         for r, seen in zip(requests, times, strict=True):
             if len(seen) != r.output_tokens:
                 raise RuntimeError(f"OpenVINO made {len(seen)} tokens instead of {r.output_tokens}")
-        return [RequestRecord.of(len(r.prompt_token_ids), sent, t) for r, t in zip(requests, times, strict=True)]
+        return [
+            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            for r, t in zip(requests, times, strict=True)
+        ]
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The natural log-probability of each token but the first, behind those before it."""
@@ -79,7 +95,9 @@ class OfflineOpenVINO:
                 for output in handle.read().values():
                     found += output.generated_log_probs
         if len(found) != len(token_ids) + 1:
-            raise RuntimeError(f"OpenVINO gave {len(found)} log-probabilities for {len(token_ids)} tokens and one more")
+            raise RuntimeError(
+                f"OpenVINO gave {len(found)} log-probabilities for {len(token_ids)} tokens and one more"
+            )
         return found[1:-1]
 
     def describe(self) -> dict[str, Any]:
@@ -101,4 +119,6 @@ def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineOpenVINO:
     on_phase("weights")
     threads = setup.setting("num_threads") or available_cores()
     length = setup.max_model_len or 2048
-    return OfflineOpenVINO(path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads)
+    return OfflineOpenVINO(
+        path_of(setup), batch_size=setup.batch_size, max_model_len=length, num_threads=threads
+    )

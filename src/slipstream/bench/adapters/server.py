@@ -30,7 +30,9 @@ ASK_EVERY_S = 0.2
 class ServerEngine:
     """Asks `endpoint`; `process` is its server's, if it was started here."""
 
-    def __init__(self, endpoint: Endpoint, process: subprocess.Popen[bytes] | None, load_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, process: subprocess.Popen[bytes] | None, load_s: float
+    ) -> None:
         self.endpoint, self.load_s = endpoint, load_s
         self._process = process
 
@@ -60,7 +62,8 @@ def make(setup: EngineSetup, on_phase: OnPhase) -> ServerEngine:
     command, url = command_of(setup), setup.setting("url")
     if (command is None) == (url is None):
         raise ConfigError(
-            "engine='openai' needs either the url of a server or the command that starts one", field="url"
+            "engine='openai' needs either the url of a server or the command that starts one",
+            field="url",
         )
     process = None
     if command is not None:
@@ -83,7 +86,12 @@ def make(setup: EngineSetup, on_phase: OnPhase) -> ServerEngine:
         engine.close()
         raise
     if not endpoint.model:
-        endpoint = Endpoint(url=endpoint.url, model=names[0], api_key=endpoint.api_key, ignore_eos=endpoint.ignore_eos)
+        endpoint = Endpoint(
+            url=endpoint.url,
+            model=names[0],
+            api_key=endpoint.api_key,
+            ignore_eos=endpoint.ignore_eos,
+        )
     return ServerEngine(endpoint, process, time.monotonic() - begin)
 
 
@@ -92,11 +100,30 @@ def command_of(setup: EngineSetup) -> list[str] | None:
     if setup.engine != "vllm":
         command: list[str] | None = setup.setting("command")
         return command
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", "--port", "{port}"]
-    words += ["--max-num-seqs", "{batch_size}", "--tensor-parallel-size", str(setup.parallel.tensor)]
-    words += ["--pipeline-parallel-size", str(setup.parallel.pipeline), "--no-enable-prefix-caching"]
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "{model}",
+        "--port",
+        "{port}",
+    ]
+    words += [
+        "--max-num-seqs",
+        "{batch_size}",
+        "--tensor-parallel-size",
+        str(setup.parallel.tensor),
+    ]
+    words += [
+        "--pipeline-parallel-size",
+        str(setup.parallel.pipeline),
+        "--no-enable-prefix-caching",
+    ]
     words += ["--max-model-len", "{max_model_len}"] if setup.max_model_len else []
-    words += ["--served-model-name", str(name)] if (name := setup.setting("served_model_name")) else []
+    words += (
+        ["--served-model-name", str(name)] if (name := setup.setting("served_model_name")) else []
+    )
     words += ["--quantization", "{scheme}"] if setup.scheme != AS_STORED else []
     return words + [str(word) for word in setup.setting("arguments", ())]
 
@@ -122,7 +149,9 @@ def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     except OSError as error:
-        raise ConfigError(f"the server {words[0]!r} can't be started: {error.strerror}", field="command") from None
+        raise ConfigError(
+            f"the server {words[0]!r} can't be started: {error.strerror}", field="command"
+        ) from None
 
 
 async def served_models(endpoint: Endpoint, process: subprocess.Popen[bytes] | None) -> list[str]:
@@ -135,5 +164,7 @@ async def served_models(endpoint: Endpoint, process: subprocess.Popen[bytes] | N
             if process is None:
                 raise
             if (code := process.poll()) is not None:
-                raise EngineError(f"the server ended with exit code {code} before it was ready") from None
+                raise EngineError(
+                    f"the server ended with exit code {code} before it was ready"
+                ) from None
             await asyncio.sleep(ASK_EVERY_S)

@@ -28,14 +28,18 @@ def prompt_of(request: BenchRequest) -> Prompt:
 class OfflineSlipstream:
     """All requests handed over at once; the engine tells when each one's first and last token came."""
 
-    def __init__(self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> None:
+    def __init__(
+        self, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    ) -> None:
         self.llm = LLM.from_engine_args(args, progress=progress)
 
     def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
         """A record of each request. What earlier runs left in the prefix cache is forgotten first."""
         self.llm.reset_prefix_cache()
         outputs = self.llm.generate(
-            [prompt_of(r) for r in requests], [greedy(r.output_tokens) for r in requests], progress=False
+            [prompt_of(r) for r in requests],
+            [greedy(r.output_tokens) for r in requests],
+            progress=False,
         )
         return [
             RequestRecord(
@@ -53,8 +57,14 @@ class OfflineSlipstream:
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The natural log-probability of each token but the first, behind those before it."""
         sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        (output,) = self.llm.generate([{"prompt_token_ids": list(token_ids)}], sampling, progress=False)
-        return [position.chosen.logprob for position in output.prompt_logprobs or () if position is not None]
+        (output,) = self.llm.generate(
+            [{"prompt_token_ids": list(token_ids)}], sampling, progress=False
+        )
+        return [
+            position.chosen.logprob
+            for position in output.prompt_logprobs or ()
+            if position is not None
+        ]
 
     def describe(self) -> dict[str, Any]:
         llm = self.llm
@@ -78,7 +88,9 @@ class AsyncSlipstream:
         self.engine = engine
 
     @classmethod
-    async def start(cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None) -> Self:
+    async def start(
+        cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
+    ) -> Self:
         return cls(await AsyncLLM.start(args, progress=progress))
 
     async def ask(self, request: BenchRequest, answer: MeasuredAnswer, /) -> None:

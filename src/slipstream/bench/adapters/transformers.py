@@ -27,17 +27,23 @@ def load_gguf(path: Path, dtype: str) -> Any:
         import torch
         import transformers
 
-        config = getattr(transformers, "GgufConfig", None)  # not there before, where unpacking was all there was
+        config = getattr(
+            transformers, "GgufConfig", None
+        )  # not there before, where unpacking was all there was
         dense = {} if config is None else {"quantization_config": config(dequantize=True)}
         auto: Any = transformers.AutoModelForCausalLM
-        return auto.from_pretrained(path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense)
+        return auto.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), **dense
+        )
     except (ImportError, ValueError) as error:
         raise ConfigError(_refusal(path, error), field="engine") from error
 
 
 def _refusal(path: Path, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
+        return (
+            f"to compare with transformers {error.name} is missing: pip install 'slipstream[dev]'"
+        )
     # Of gguf transformers does not say what to install; of packages that `dev` lacks, such as compressed-tensors, it does.
     is_gguf = isinstance(error, ImportError) and "gguf" in str(error).lower()
     remedy = ": pip install 'slipstream[dev]'" if is_gguf else ""
@@ -55,7 +61,11 @@ AUTO = {
 
 def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
     """transformers' model of a folder with a config.json, or of a GGUF file; without running a checkpoint's own code."""
-    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else [path]
+    files = (
+        sorted(path.glob("*.gguf"))
+        if path.is_dir() and not (path / "config.json").is_file()
+        else [path]
+    )
     if files[0].is_file():
         return load_gguf(files[0], dtype)
     try:
@@ -66,7 +76,13 @@ def load_folder(path: Path, dtype: str, kind: str = "a decoder") -> Any:
         sees = kind == "a decoder" and '"vision_config"' in named
         auto: Any = getattr(transformers, "AutoModelForImageTextToText" if sees else AUTO[kind])
         return auto.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    except (ImportError, ValueError, KeyError, OSError, RuntimeError) as error:  # the last where shapes are not the config's
+    except (
+        ImportError,
+        ValueError,
+        KeyError,
+        OSError,
+        RuntimeError,
+    ) as error:  # the last where shapes are not the config's
         raise ConfigError(_refusal(path, error), field="model") from error
 
 
@@ -103,13 +119,17 @@ class OfflineTransformers:
         try:
             import transformers
         except ImportError:
-            raise ConfigError("engine='transformers' needs it: pip install transformers", field="engine") from None
+            raise ConfigError(
+                "engine='transformers' needs it: pip install transformers", field="engine"
+            ) from None
         import torch
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.batch_size, self.dtype = batch_size, dtype
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.device = (
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
         self._torch = torch
         torch_dtype = getattr(torch, dtype)
         auto: Any = transformers.AutoModelForCausalLM  # parts of it are untyped
@@ -144,7 +164,9 @@ class OfflineTransformers:
             count = len(request.prompt_token_ids)
             ids[row, width - count :] = torch.tensor(request.prompt_token_ids)
             mask[row, width - count :] = 1
-        clock = StepClock(torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None)
+        clock = StepClock(
+            torch.cuda.synchronize if self.device.startswith("cuda") else lambda: None
+        )
         steps = max(r.output_tokens for r in requests)
         with torch.inference_mode():
             self.model.generate(
@@ -158,7 +180,8 @@ class OfflineTransformers:
         if len(clock.times) != steps:
             raise RuntimeError(f"transformers made {len(clock.times)} steps instead of {steps}")
         return [
-            RequestRecord.of(len(r.prompt_token_ids), sent, clock.times[: r.output_tokens]) for r in requests
+            RequestRecord.of(len(r.prompt_token_ids), sent, clock.times[: r.output_tokens])
+            for r in requests
         ]
 
     def describe(self) -> dict[str, Any]:
@@ -181,11 +204,14 @@ class OfflineTransformers:
 def make(setup: EngineSetup, on_phase: OnPhase) -> OfflineTransformers:
     dtype = setup.setting("dtype", "auto")
     if dtype == "auto":
-        raise ConfigError("engine='transformers' needs a dtype, the one that it is compared in", field="dtype")
+        raise ConfigError(
+            "engine='transformers' needs a dtype, the one that it is compared in", field="dtype"
+        )
     load_format = setup.setting("load_format", "auto")
     if load_format not in ("auto", "dummy"):
         raise ConfigError(
-            "transformers finds out the format by itself: leave load_format out, or give 'dummy'", field="load_format"
+            "transformers finds out the format by itself: leave load_format out, or give 'dummy'",
+            field="load_format",
         )
     on_phase("weights")
     return OfflineTransformers(

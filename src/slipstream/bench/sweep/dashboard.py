@@ -33,12 +33,19 @@ def render(runs: Sequence[SweepRun]) -> str:
     """The page of one run, or of several to be compared, the newest first."""
     data = {
         "runs": [
-            {"name": run.name, "meta": _shown(run.meta), "num_rows": len(run.rows), "columns": _rounded(run.rows)}
+            {
+                "name": run.name,
+                "meta": _shown(run.meta),
+                "num_rows": len(run.rows),
+                "columns": _rounded(run.rows),
+            }
             for run in runs
         ],
         "definitions": runs[0].meta.get("definitions", {}),
     }
-    return fill_page(HERE / "dashboard.html", title=" and ".join(run.name for run in runs), data=data)
+    return fill_page(
+        HERE / "dashboard.html", title=" and ".join(run.name for run in runs), data=data
+    )
 
 
 def fill_page(template: Path, *, title: str, data: Any) -> str:
@@ -48,7 +55,9 @@ def fill_page(template: Path, *, title: str, data: Any) -> str:
         "TITLE": escape(title),
         "LICENSE": (HERE / "vendor" / "LICENSE").read_text("utf-8"),
         "LIBRARIES": "\n".join((HERE / name).read_text("utf-8") for name in LIBRARIES),
-        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "DATA": json.dumps(
+            data, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).replace("<", "\\u003c"),
         "SCRIPT": (HERE / "dashboard.js").read_text("utf-8"),
         "STYLE": (HERE / "dashboard.css").read_text("utf-8"),
     }

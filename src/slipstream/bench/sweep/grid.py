@@ -108,11 +108,15 @@ class Grid:
             for model in engine.models:
                 for scheme in engine.schemes:
                     for parallel in engine.parallel:
-                        yield SetupSpec(engine=engine, model=model, scheme=scheme, parallel=parallel)
+                        yield SetupSpec(
+                            engine=engine, model=model, scheme=scheme, parallel=parallel
+                        )
 
     def jobs(self) -> Iterator[tuple[SetupSpec, tuple[Case, ...]]]:
         """What each process measures, in order. Small batches first: they need the least memory."""
-        rounds = [(r,) for r in range(self.repeats)] if self.alternate else [tuple(range(self.repeats))]
+        rounds = (
+            [(r,) for r in range(self.repeats)] if self.alternate else [tuple(range(self.repeats))]
+        )
         for repeats in rounds:
             for setup in self.setups():
                 yield (
@@ -128,10 +132,21 @@ class Grid:
     def key(self, setup: SetupSpec, case: Case) -> str:
         """What a row is known by when a sweep goes on: everything that its figures follow from."""
         told = {
-            "engine": [setup.engine.engine, setup.engine.label, setup.engine.python, dict(setup.engine.settings)],
+            "engine": [
+                setup.engine.engine,
+                setup.engine.label,
+                setup.engine.python,
+                dict(setup.engine.settings),
+            ],
             "model": [setup.model, setup.scheme, str(setup.parallel)],
             "case": dataclasses.asdict(case),
-            "grid": [self.seed, self.warmup, self.max_model_len, max(self.batch_sizes), self.vocab_size],
+            "grid": [
+                self.seed,
+                self.warmup,
+                self.max_model_len,
+                max(self.batch_sizes),
+                self.vocab_size,
+            ],
             "objectives": sorted(self.objectives.items()),
         }
         return digest(told, default=str)[:16]
@@ -144,9 +159,13 @@ def read_grid(path: Path) -> Grid:
     except OSError as error:
         raise ConfigError(f"cannot read the sweep {path}: {error.strerror}", field="file") from None
     except RecursionError:
-        raise ConfigError(f"the sweep {path} can't be read as TOML: it is nested too deeply", field="file") from None
+        raise ConfigError(
+            f"the sweep {path} can't be read as TOML: it is nested too deeply", field="file"
+        ) from None
     except ValueError as error:  # also what is no UTF-8, no date, and a number of too many digits
-        raise ConfigError(f"the sweep {path} can't be read as TOML: {error}", field="file") from None
+        raise ConfigError(
+            f"the sweep {path} can't be read as TOML: {error}", field="file"
+        ) from None
     return parse_grid(data, name=path.stem)
 
 
@@ -162,7 +181,8 @@ def parse_grid(data: Mapping[str, Any], *, name: str) -> Grid:
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ConfigError(f"two engines are called {twice!r}; give each a label", field="label")
     lengths = tuple(
-        _length(pair, f"lengths[{i}]") for i, pair in enumerate(_list(data, "lengths", list, "", default=None))
+        _length(pair, f"lengths[{i}]")
+        for i, pair in enumerate(_list(data, "lengths", list, "", default=None))
     )
     sizes = tuple(_list(data, "batch_sizes", int, "", default=None))
     if any(size < 1 for size in sizes):
@@ -194,7 +214,9 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
     settings = _typed(given.get("settings", {}), dict, f"{where}.settings")
     name = _typed(given.get("engine"), str, f"{where}.engine")
     if name not in ENGINES:
-        raise ConfigError(f"{where}.engine={name!r} is not one of {', '.join(ENGINES)}", field=f"{where}.engine")
+        raise ConfigError(
+            f"{where}.engine={name!r} is not one of {', '.join(ENGINES)}", field=f"{where}.engine"
+        )
     _refuse_unknown(given, {f.name for f in dataclasses.fields(EngineSpec)}, f"{where}.")
     known = ENGINES[name].settings
     if known is None:  # Slipstream's own, checked as LLM(...) checks them
@@ -210,11 +232,15 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
     schemes = tuple(_list(merged, "schemes", str, f"{where}.", default=[AS_STORED]))
     if "auto" in schemes:  # its former word, which no engine has a scheme of
         raise ConfigError(
-            f"{where}.schemes: 'auto' is {AS_STORED!r} now: weights as they are stored", field=f"{where}.schemes"
+            f"{where}.schemes: 'auto' is {AS_STORED!r} now: weights as they are stored",
+            field=f"{where}.schemes",
         )
-    if name == "slipstream" and (strange := [s for s in schemes if s != AS_STORED and s not in SCHEMES]):
+    if name == "slipstream" and (
+        strange := [s for s in schemes if s != AS_STORED and s not in SCHEMES]
+    ):
         raise ConfigError(
-            f"{where}.schemes: {strange[0]!r} is not one of {AS_STORED}, {', '.join(SCHEMES)}", field=f"{where}.schemes"
+            f"{where}.schemes: {strange[0]!r} is not one of {AS_STORED}, {', '.join(SCHEMES)}",
+            field=f"{where}.schemes",
         )
     forms = _list(merged, "parallel", str, f"{where}.", default=["tp1"])
     python = given.get("python")
@@ -231,7 +257,9 @@ def _engine(given: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> 
 
 def _length(pair: Sequence[Any], where: str) -> tuple[int, int]:
     if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in pair):
-        raise ConfigError(f"{where} = {pair!r} must be [input tokens, output tokens], each above 0", field=where)
+        raise ConfigError(
+            f"{where} = {pair!r} must be [input tokens, output tokens], each above 0", field=where
+        )
     return pair[0], pair[1]
 
 
@@ -240,7 +268,8 @@ def _objectives(given: Any) -> dict[str, float]:
     for name, value in found.items():
         if name not in OBJECTIVES or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigError(
-                f"objectives.{name} must be one of {', '.join(OBJECTIVES)}, in seconds above 0", field="objectives"
+                f"objectives.{name} must be one of {', '.join(OBJECTIVES)}, in seconds above 0",
+                field="objectives",
             )
     return {name: float(value) for name, value in found.items()}
 
@@ -256,12 +285,20 @@ def _refuse_unknown(given: Mapping[str, Any], known: set[str], where: str) -> No
 
 def _typed(value: Any, kind: type[T], where: str) -> T:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        what = {str: "a text", int: "a whole number", dict: "a table", list: "a list", bool: "true or false"}[kind]
+        what = {
+            str: "a text",
+            int: "a whole number",
+            dict: "a table",
+            list: "a list",
+            bool: "true or false",
+        }[kind]
         raise ConfigError(f"{where} = {value!r} must be {what}", field=where)
     return value
 
 
-def _list(given: Mapping[str, Any], name: str, kind: type[T], where: str, *, default: list[T] | None) -> list[T]:
+def _list(
+    given: Mapping[str, Any], name: str, kind: type[T], where: str, *, default: list[T] | None
+) -> list[T]:
     """A list that is not empty; without a default it must be there."""
     if name not in given:
         if default is not None:
@@ -275,8 +312,13 @@ def _list(given: Mapping[str, Any], name: str, kind: type[T], where: str, *, def
 
 def _number(given: Mapping[str, Any], name: str, kind: Any, default: float, *, least: float) -> Any:
     value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int) or value < least:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float) if kind is float else int)
+        or value < least
+    ):
         raise ConfigError(
-            f"{name} = {value!r} must be a{' whole' * (kind is int)} number of at least {least:g}", field=name
+            f"{name} = {value!r} must be a{' whole' * (kind is int)} number of at least {least:g}",
+            field=name,
         )
     return kind(value)

@@ -28,16 +28,33 @@ COLUMNS: Mapping[str, Kind] = {
     **dict.fromkeys(("key", "time", "engine", "label", "model", "scheme", "parallel"), "text"),
     **dict.fromkeys(("input_len", "output_len", "batch_size", "repeat"), "int"),
     **dict.fromkeys(("error", "engine_version", "dtype"), "text"),
-    **dict.fromkeys(("num_requests", "num_failed", "input_tokens", "output_tokens", "cached_tokens"), "int"),
     **dict.fromkeys(
-        ("wall_s", "requests_per_s", "output_throughput", "steady_throughput", "total_throughput", "goodput"), "float"
+        ("num_requests", "num_failed", "input_tokens", "output_tokens", "cached_tokens"), "int"
+    ),
+    **dict.fromkeys(
+        (
+            "wall_s",
+            "requests_per_s",
+            "output_throughput",
+            "steady_throughput",
+            "total_throughput",
+            "goodput",
+        ),
+        "float",
     ),
     **{f"{field}_{q}": "float" for field in DISTRIBUTIONS.values() for q in ("mean", *PERCENTILES)},
     **dict.fromkeys(("energy_j", "power_w", "j_per_output_token", "cpu_power_w"), "float"),
     "power_source": "text",
     **dict.fromkeys(("start_s", "peak_memory_bytes"), "float"),
     **dict.fromkeys(
-        ("step_bytes", "step_flops", "flops_per_byte", "achieved_bytes_per_s", "achieved_flops_per_s"), "float"
+        (
+            "step_bytes",
+            "step_flops",
+            "flops_per_byte",
+            "achieved_bytes_per_s",
+            "achieved_flops_per_s",
+        ),
+        "float",
     ),
 }
 """Every column, in the order of the file. Times are in seconds, powers in watts; `step_…` is the decode step's, estimated
@@ -46,7 +63,9 @@ from the model's description, and `achieved_…` is that over the measured media
 
 def figures(summary: Summary) -> Row:
     """The columns of a summary, but for those that could not be computed."""
-    found: Row = {name: value for name in COLUMNS if (value := getattr(summary, name, None)) is not None}
+    found: Row = {
+        name: value for name in COLUMNS if (value := getattr(summary, name, None)) is not None
+    }
     for field in DISTRIBUTIONS.values():
         if (distribution := getattr(summary, field)) is not None:
             found |= {f"{field}_{q}": getattr(distribution, q) for q in ("mean", *PERCENTILES)}
@@ -94,7 +113,9 @@ def read_rows(folder: Path) -> list[Row]:
             found.pop(row["key"], None)
             found[row["key"]] = row
         except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"line {number} of {file} is no row; give another --out", field="out") from None
+            raise ConfigError(
+                f"line {number} of {file} is no row; give another --out", field="out"
+            ) from None
     return list(found.values())
 
 
@@ -133,7 +154,10 @@ def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
     meta = (table.schema.metadata or {}).get(META_KEY.encode())
     if meta is None or not {"key", "label", "batch_size"} <= set(table.column_names):
         raise ConfigError(f"{path} is no result of `slipstream sweep`", field="file")
-    rows = [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
+    rows = [
+        {name: value for name, value in row.items() if value is not None}
+        for row in table.to_pylist()
+    ]
     for row in rows:
         if row.get("scheme") == "auto":  # the former word
             row["scheme"] = AS_STORED
@@ -142,4 +166,8 @@ def read_parquet(path: Path) -> tuple[list[Row], dict[str, Any]]:
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Rows as one list a column, without columns that are empty."""
-    return {name: [row.get(name) for row in rows] for name in COLUMNS if any(row.get(name) is not None for row in rows)}
+    return {
+        name: [row.get(name) for row in rows]
+        for name in COLUMNS
+        if any(row.get(name) is not None for row in rows)
+    }

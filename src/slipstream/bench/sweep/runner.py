@@ -91,7 +91,12 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
         yield from ({"error": str(error)} for _ in cases)
         return
     worker: Worker | None = None
-    shared = {"seed": grid.seed, "warmup": grid.warmup, "objectives": dict(grid.objectives), "vocab_size": vocab_size}
+    shared = {
+        "seed": grid.seed,
+        "warmup": grid.warmup,
+        "objectives": dict(grid.objectives),
+        "vocab_size": vocab_size,
+    }
     try:
         for number, case in enumerate(cases):
             try:
@@ -108,7 +113,11 @@ def _measure(grid: Grid, spec: SetupSpec, cases: list[Case], folder: Path) -> It
                 worker = None
                 yield {"error": str(error)}
                 continue
-            yield {**worker.started, **found, **(_cost(description, spec, case, found) if description else {})}
+            yield {
+                **worker.started,
+                **found,
+                **(_cost(description, spec, case, found) if description else {}),
+            }
     except BaseException:  # interrupted, or nobody wants the other rows: a case may be under way
         if worker is not None:
             worker.kill()
@@ -221,7 +230,9 @@ class Worker:
         except queue.Empty:
             raise EngineError(f"timeout: the {what} took more than {timeout_s:g} s") from None
         if line is None:
-            raise EngineError(f"the engine's process ended ({self._ending()}): {self._last_words()}")
+            raise EngineError(
+                f"the engine's process ended ({self._ending()}): {self._last_words()}"
+            )
         found: Row = json.loads(line)
         return found
 

@@ -25,10 +25,18 @@ from slipstream.bench.workload import fixed, warmup
 from slipstream.errors import SlipstreamError
 
 
-def measure(engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remote: bool = False) -> dict[str, Any]:
+def measure(
+    engine: Engine, meter: EnergyMeter, case: Mapping[str, Any], *, remote: bool = False
+) -> dict[str, Any]:
     """The row's figures, or the error of a request of it. The memory of a `remote` engine, a server, is not known."""
     size = case["batch_size"]
-    work = fixed(size, case["input_len"], case["output_len"], vocab_size=case["vocab_size"], seed=case["seed"])
+    work = fixed(
+        size,
+        case["input_len"],
+        case["output_len"],
+        vocab_size=case["vocab_size"],
+        seed=case["seed"],
+    )
     for _ in range(case["warmup"]):
         engine.run(warmup(work, size))
     before = meter.read()
@@ -48,7 +56,9 @@ def _devices(setup: EngineSetup) -> list[str] | None:
         return None
     if setup.engine in ("llamacpp", "openvino", "onnxruntime"):
         return ["cpu"]
-    if (count := setup.parallel.tensor * setup.parallel.pipeline) > 1 and setup.setting("device", "auto") != "cpu":
+    if (count := setup.parallel.tensor * setup.parallel.pipeline) > 1 and setup.setting(
+        "device", "auto"
+    ) != "cpu":
         return [f"cuda:{number}" for number in range(count)]
     return [str(setup.setting("device", "auto"))]
 
@@ -84,7 +94,13 @@ def serve(source: IO[str], replies: IO[str]) -> None:
 
     given = json.loads(source.readline())
     path = given.pop("path")
-    setup = EngineSetup(**{**given, "path": None if path is None else Path(path), "parallel": Parallel(**given["parallel"])})
+    setup = EngineSetup(
+        **{
+            **given,
+            "path": None if path is None else Path(path),
+            "parallel": Parallel(**given["parallel"]),
+        }
+    )
     begin = time.monotonic()
     try:
         engine = make_engine(setup)
@@ -93,8 +109,16 @@ def serve(source: IO[str], replies: IO[str]) -> None:
         return
     description = engine.describe()
     config = description.get("config")
-    dtype = config.get("dtype") if isinstance(config, dict) else getattr(getattr(config, "model", None), "dtype", None)
-    started = {"start_s": time.monotonic() - begin, "engine_version": version_of(setup.engine), "dtype": dtype}
+    dtype = (
+        config.get("dtype")
+        if isinstance(config, dict)
+        else getattr(getattr(config, "model", None), "dtype", None)
+    )
+    started = {
+        "start_s": time.monotonic() - begin,
+        "engine_version": version_of(setup.engine),
+        "dtype": dtype,
+    }
     reply({name: value for name, value in started.items() if value is not None})
     meter = EnergyMeter(devices=_devices(setup))
     try:

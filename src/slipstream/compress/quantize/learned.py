@@ -44,10 +44,18 @@ class Offsets:
     def of(cls, compensated: Tensor, grid: QuantGrid) -> Offsets:
         """Begin at the result of `gptq_trace`; the grid stays."""
         offset = torch.zeros_like(compensated, requires_grad=True)
-        return cls(compensated, grid, offset, torch.ones_like(grid.scales, dtype=torch.float32), GPTQ_STEP_SIZE)
+        return cls(
+            compensated,
+            grid,
+            offset,
+            torch.ones_like(grid.scales, dtype=torch.float32),
+            GPTQ_STEP_SIZE,
+        )
 
     @classmethod
-    def fitted(cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool) -> Offsets:
+    def fitted(
+        cls, weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool
+    ) -> Offsets:
         """Begin at rounding to nearest."""
         grid = fit(weight, fmt, dtype, clip=clip)
         offset, factor = torch.zeros_like(weight), torch.ones_like(grid.scales, dtype=torch.float32)
@@ -81,7 +89,10 @@ class Offsets:
     def step(self, rate: float) -> None:
         """One step of signed gradient descent."""
         with torch.no_grad():
-            limits = (self.offset, -0.5, 0.5), (self.factor, 1 - MAX_SCALE_CHANGE, 1 + MAX_SCALE_CHANGE)
+            limits = (
+                (self.offset, -0.5, 0.5),
+                (self.factor, 1 - MAX_SCALE_CHANGE, 1 + MAX_SCALE_CHANGE),
+            )
             for value, low, high in limits:
                 if value.grad is not None:
                     value.sub_(value.grad.sign(), alpha=rate * self.step_size).clamp_(low, high)
@@ -131,20 +142,33 @@ def learn(
     with torch.enable_grad():
         for step in range(num_steps):
             chosen = torch.randperm(len(texts), generator=rng)[:per_step].tolist()
-            batch = SequenceBatch.of([torch.zeros(len(texts[i]), dtype=torch.int64) for i in chosen], stream.device)
+            batch = SequenceBatch.of(
+                [torch.zeros(len(texts[i]), dtype=torch.int64) for i in chosen], stream.device
+            )
             weights = {f"{name}.weight": own.dequantized() for name, own in learned.items()}
             ops = ObservingOps(inputs=through)
             layer = stream.layer(index, {**values, **weights}, ops)
-            out = layer_output(layer, ops, torch.cat([texts[i] for i in chosen]).to(stream.device), batch)
-            loss = (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float()).square().mean()
+            out = layer_output(
+                layer, ops, torch.cat([texts[i] for i in chosen]).to(stream.device), batch
+            )
+            loss = (
+                (out.float() - torch.cat([targets[i] for i in chosen]).to(stream.device).float())
+                .square()
+                .mean()
+            )
             loss.backward()
             for own in learned.values():
                 own.step((1 - step / num_steps) / num_steps)
 
     def error(made: Mapping[str, Rounded]) -> float:
         weights = {f"{name}.weight": rounded.dequantized() for name, rounded in made.items()}
-        outputs = _windows(stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs)))
-        return sum(float((a.float() - b.float()).square().sum()) for a, b in zip(outputs, targets, strict=True))
+        outputs = _windows(
+            stream, stream.run(index, {**values, **weights}, ObservingOps(inputs=inputs))
+        )
+        return sum(
+            float((a.float() - b.float()).square().sum())
+            for a, b in zip(outputs, targets, strict=True)
+        )
 
     found = {name: own.rounded() for name, own in learned.items()}
     before, after = error(start), error(found)
@@ -152,4 +176,8 @@ def learn(
 
 
 def _windows(stream: Stream, states: list[Tensor]) -> list[Tensor]:
-    return [part for batch, state in zip(stream.batches, states, strict=True) for part in state.split(batch.lengths)]
+    return [
+        part
+        for batch, state in zip(stream.batches, states, strict=True)
+        for part in state.split(batch.lengths)
+    ]

@@ -55,7 +55,9 @@ def solve_knapsack(options: Sequence[Sequence[BitOption]], budget_bytes: int) ->
             field="bits.average",
         )
     rest = lightest
-    front: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # bytes, cost, (how it was reached before, the last choice)
+    front: list[tuple[int, float, Any]] = [
+        (0, 0.0, None)
+    ]  # bytes, cost, (how it was reached before, the last choice)
     for each in options:
         rest -= min(c.num_bytes for c in each)
         reached = (
@@ -89,7 +91,9 @@ def choose_bits(
     options = []
     for name in names:
         rows, inner, settings = products[name]
-        sizes = {b: settings.format(inner, b).num_bytes(rows, inner, scale_bytes) for b in budget.choices}
+        sizes = {
+            b: settings.format(inner, b).num_bytes(rows, inner, scale_bytes) for b in budget.choices
+        }
         options.append([BitOption(b, sizes[b], costs[name][b]) for b in sorted(budget.choices)])
     num_weights = sum(products[n][0] * products[n][1] for n in names)
     chosen = solve_knapsack(options, int(budget.average * num_weights / 8))
@@ -110,7 +114,10 @@ def measure(
 ) -> dict[str, dict[int, float]]:
     """The cost in nats of each product in `settings`, by number of bits."""
     probe = budget.nearest
-    stream, held = Stream(source, windows, device=device, dtype=dtype), dict[int, dict[str, Tensor]]()
+    stream, held = (
+        Stream(source, windows, device=device, dtype=dtype),
+        dict[int, dict[str, Tensor]](),
+    )
 
     def layer(index: int) -> dict[str, Tensor]:
         """A layer is needed once for every product before it, so the layers of a small model are kept."""
@@ -137,30 +144,50 @@ def measure(
             weight, asked = values[f"{name}.weight"], settings[prefix + name]
             each = [stats[key] for key in stats if key.partition("@")[0] == name]
             errors = _errors(weight, asked, budget.choices, each, written)
-            changed = {**values, f"{name}.weight": _probed(weight, asked, probe, stats.get(name), written)}
+            changed = {
+                **values,
+                f"{name}.weight": _probed(weight, asked, probe, stats.get(name), written),
+            }
             stream.states = stream.run(index, changed, ObservingOps(), before[index])
             for i in range(index + 1, num_layers):
                 stream.states = stream.run(i, layer(i), ObservingOps())
             kl = _mean_kl(ends, exact, [h.to(device) for h in stream.states])
-            found[prefix + name] = {b: kl * e / max(errors[probe], 1e-30) for b, e in errors.items()}
+            found[prefix + name] = {
+                b: kl * e / max(errors[probe], 1e-30) for b, e in errors.items()
+            }
         progress(index + 1, num_layers)
     return found
 
 
-def _probed(weight: Tensor, asked: Quantize, bits: int, stats: InputStats | None, written: torch.dtype) -> Tensor:
+def _probed(
+    weight: Tensor, asked: Quantize, bits: int, stats: InputStats | None, written: torch.dtype
+) -> Tensor:
     """The weight rounded to this many bits as the recipe says; experts to nearest."""
     return round_weight(
-        weight, asked, asked.format(weight.shape[1], bits), written, stats if asked.rounding == "gptq" else None
+        weight,
+        asked,
+        asked.format(weight.shape[1], bits),
+        written,
+        stats if asked.rounding == "gptq" else None,
     ).dequantized()
 
 
 def _errors(
-    weight: Tensor, settings: Quantize, choices: Sequence[int], stats: Sequence[InputStats], written: torch.dtype
+    weight: Tensor,
+    settings: Quantize,
+    choices: Sequence[int],
+    stats: Sequence[InputStats],
+    written: torch.dtype,
 ) -> dict[int, float]:
     """The squared error of the product's output, by bits: tr(d H dᵀ), summed over experts."""
     found = {}
     for b in choices:
-        d = nearest(weight, settings.format(weight.shape[1], b), written, clip=settings.clip).dequantized() - weight
+        d = (
+            nearest(
+                weight, settings.format(weight.shape[1], b), written, clip=settings.clip
+            ).dequantized()
+            - weight
+        )
         parts = d.chunk(len(stats)) if len(stats) > 1 else [d]
         found[b] = sum(own.energy(part) for part, own in zip(parts, stats, strict=True))
     return found
@@ -175,7 +202,9 @@ def _log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
 def _mean_kl(ends: Decoder, exact: Sequence[Tensor], hidden: Sequence[Tensor]) -> float:
     total, count = 0.0, 0
     for p, h in zip(exact, hidden, strict=True):
-        for a, rows in zip(p.split(ROWS_AT_ONCE), ends.finished(h, None).split(ROWS_AT_ONCE), strict=True):
+        for a, rows in zip(
+            p.split(ROWS_AT_ONCE), ends.finished(h, None).split(ROWS_AT_ONCE), strict=True
+        ):
             a = a.to(h.device).float().log_softmax(-1)
             total += float((a.exp() * (a - ends.logits(rows).float().log_softmax(-1))).sum())
             count += len(rows)

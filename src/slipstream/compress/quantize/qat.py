@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.compress.calibrate import HELD_BYTES, FakeInputs, ObservingOps, StraightThrough, load_ends, load_layer
+from slipstream.compress.calibrate import (
+    HELD_BYTES,
+    FakeInputs,
+    ObservingOps,
+    StraightThrough,
+    load_ends,
+    load_layer,
+)
 from slipstream.compress.objective import LOGITS_BYTES
 from slipstream.compress.quantize.rounding import QuantGrid, Rounded, bounds, straight_through
 from slipstream.compress.recipe import QAT
@@ -42,7 +49,9 @@ class Trained:
     @classmethod
     def of(cls, weight: Tensor, grid: QuantGrid) -> Trained:
         """Begin at `weight`, which is on the grid."""
-        return cls(grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_())
+        return cls(
+            grid, weight.clone().requires_grad_(), grid.scales.float().log().requires_grad_()
+        )
 
     def dequantized(self) -> Tensor:
         """The rounded weight, with gradients."""
@@ -50,10 +59,16 @@ class Trained:
         scales = straight_through(scales, scales.to(self.grid.scales.dtype).float())[..., None]
         if self.grid.fmt.kind == "float":
             inside = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales).clamp(-448, 448)
-            return (straight_through(inside, inside.to(torch.float8_e4m3fn).float()) * scales).flatten(1)
-        zeros: Tensor | float = 0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
+            return (
+                straight_through(inside, inside.to(torch.float8_e4m3fn).float()) * scales
+            ).flatten(1)
+        zeros: Tensor | float = (
+            0.0 if self.grid.zeros is None else self.grid.zeros.float()[..., None]
+        )
         lowest, highest = bounds(self.grid.fmt)
-        exact = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales + zeros).clamp(lowest, highest)
+        exact = (self.weight.unflatten(1, (scales.shape[1], -1)) / scales + zeros).clamp(
+            lowest, highest
+        )
         return ((straight_through(exact, exact.round()) - zeros) * scales).flatten(1)
 
     @torch.no_grad()
@@ -81,18 +96,37 @@ def train(
     longest = max(len(w) for w in windows)
     tables = PositionTables(longest, device)
     ends = load_ends(source, device=device, dtype=dtype)
-    original = [{n: v.to(dtype) for n, v in load_layer(source, i, device).items()} for i in range(spec.num_layers)]
+    original = [
+        {n: v.to(dtype) for n, v in load_layer(source, i, device).items()}
+        for i in range(spec.num_layers)
+    ]
     learned = {n: Trained.of(v, grids[n]) for own in values for n, v in own.items() if n in grids}
 
-    def run(index: int, own: Mapping[str, Tensor], h: Tensor, batch: SequenceBatch, *, exact: bool = True) -> Tensor:
-        ops = ObservingOps(inputs={} if exact else {name: StraightThrough(fake) for name, fake in inputs[index].items()})
-        layer = build_layer(spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables)
+    def run(
+        index: int,
+        own: Mapping[str, Tensor],
+        h: Tensor,
+        batch: SequenceBatch,
+        *,
+        exact: bool = True,
+    ) -> Tensor:
+        ops = ObservingOps(
+            inputs={}
+            if exact
+            else {name: StraightThrough(fake) for name, fake in inputs[index].items()}
+        )
+        layer = build_layer(
+            spec.layers[index], {n: v.to(dtype) for n, v in own.items()}, ops, tables
+        )
         ops.bind(layer)
         return layer_output(layer, ops, h, batch)
 
     def student(index: int, h: Tensor, batch: SequenceBatch) -> Tensor:
         prefix = f"layers.{index}."
-        own = {n.removeprefix(prefix): learned[n].dequantized() if n in learned else v for n, v in values[index].items()}
+        own = {
+            n.removeprefix(prefix): learned[n].dequantized() if n in learned else v
+            for n, v in values[index].items()
+        }
         return run(index, own, h, batch, exact=False)
 
     known: dict[int, Tensor] = {}  # the original's final hidden states by window, [tokens, E]
@@ -117,7 +151,9 @@ def train(
         batch = SequenceBatch.of([list(windows[i]) for i in chosen], device)
         target = original_hidden(chosen)
         h = ends.embedded(batch.token_ids, batch.meta)
-        for i in range(spec.num_layers):  # activations within a layer are recomputed in the backward pass
+        for i in range(
+            spec.num_layers
+        ):  # activations within a layer are recomputed in the backward pass
             h = checkpoint(student, i, h, batch, use_reentrant=False)
         hidden = ends.finished(h, None)
         # The head is not trained, so the gradient of its inputs is computed a few rows at a time, and logits are not kept.
@@ -135,7 +171,9 @@ def train(
         return loss
 
     steps = [own.step for own in learned.values()]
-    optimizer = torch.optim.AdamW([*(own.weight for own in learned.values()), *steps], lr=1.0, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [*(own.weight for own in learned.values()), *steps], lr=1.0, weight_decay=0.0
+    )
     rng = torch.Generator().manual_seed(settings.seed)
     per_step = max(1, settings.step_tokens // longest)
     order: list[int] = []
@@ -148,10 +186,14 @@ def train(
             losses.append(backward(chosen))
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * rate(number, settings)
-            torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_GRAD_NORM)
+            torch.nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], MAX_GRAD_NORM
+            )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if number:  # the loss of the step before: to wait for this one's would let the device run idle
+            if (
+                number
+            ):  # the loss of the step before: to wait for this one's would let the device run idle
                 _check(number - 1, losses[number - 1])
             progress(number + 1, settings.num_steps)
         _check(settings.num_steps - 1, losses[-1])
@@ -160,9 +202,13 @@ def train(
 
 def _check(number: int, loss: Tensor) -> None:
     if not math.isfinite(found := float(loss)):
-        raise ConfigError(f"the loss of step {number} is {found}: lower learning_rate", field="learning_rate")
+        raise ConfigError(
+            f"the loss of step {number} is {found}: lower learning_rate", field="learning_rate"
+        )
 
 
 def rate(number: int, settings: QAT) -> float:
     """The learning rate of a step, as a share of its maximum."""
-    return warmup_cosine(number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps)))
+    return warmup_cosine(
+        number, settings.num_steps, max(1, round(settings.warmup * settings.num_steps))
+    )

@@ -18,7 +18,10 @@ from slipstream.errors import ConfigError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, SequentialBlock
 
-READERS = {"pre_attention": ("attention.qkv",), "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight")}
+READERS = {
+    "pre_attention": ("attention.qkv",),
+    "pre_mlp": ("mlp.up", "experts.up", "router", "shared.up", "shared_weight"),
+}
 WRITERS = ("attention.out", "mlp.down", "experts.down", "shared.down")
 
 
@@ -31,7 +34,12 @@ def check(spec: ModelSpec) -> None:
             why = "its layers have other norms than one before attention and one before the MLP"
         elif any(n.kind != "rms" or n.bias for n in norms.values()):
             why = "its norms subtract the mean, which a rotation changes"
-    if spec.final_norm is None or spec.final_norm.kind != "rms" or spec.embed_norm is not None or spec.embed_size is not None:
+    if (
+        spec.final_norm is None
+        or spec.final_norm.kind != "rms"
+        or spec.embed_norm is not None
+        or spec.embed_size is not None
+    ):
         why = "its embeddings or its last norm are of another kind"
     if why is None and hadamard_order(spec.hidden_size) is None:
         why = f"there is no Hadamard matrix here for its hidden size of {spec.hidden_size}"

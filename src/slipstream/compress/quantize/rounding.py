@@ -86,8 +86,14 @@ class Rounded:
     def cat(cls, parts: Sequence[Rounded]) -> Rounded:
         """The rows of several weights of one format, one below the other."""
         zeros = [part.grid.zeros for part in parts if part.grid.zeros is not None]
-        grid = QuantGrid(parts[0].fmt, torch.cat([p.grid.scales for p in parts]), torch.cat(zeros) if zeros else None)
-        return cls(grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype))
+        grid = QuantGrid(
+            parts[0].fmt,
+            torch.cat([p.grid.scales for p in parts]),
+            torch.cat(zeros) if zeros else None,
+        )
+        return cls(
+            grid, torch.cat([p.codes.view(torch.int8) for p in parts]).view(parts[0].codes.dtype)
+        )
 
 
 def bounds(fmt: WeightFormat) -> tuple[int, int]:
@@ -95,13 +101,26 @@ def bounds(fmt: WeightFormat) -> tuple[int, int]:
     return fmt.lowest + (fmt.inputs is not None), -fmt.lowest - 1
 
 
-def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, importance: Tensor | None = None) -> QuantGrid:
+def fit(
+    weight: Tensor,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    *,
+    clip: bool,
+    importance: Tensor | None = None,
+) -> QuantGrid:
     """The grid of a float32 weight [out, in], with scales in `dtype`. With `clip` each scale is the one with the least squared
     error among `SHRINKS` or `FLOAT_SHRINKS`; `importance` [in] weighs the errors of inputs."""
-    whole = weight.reshape(1, 1, -1) if fmt.whole else weight.unflatten(1, (fmt.groups(weight.shape[1]), -1))
+    whole = (
+        weight.reshape(1, 1, -1)
+        if fmt.whole
+        else weight.unflatten(1, (fmt.groups(weight.shape[1]), -1))
+    )
     weighed = None
     if importance is not None and not fmt.whole:
-        weighed = importance.clamp(min=1e-10 * float(importance.max()) + 1e-30).view(whole.shape[1], -1)
+        weighed = importance.clamp(min=1e-10 * float(importance.max()) + 1e-30).view(
+            whole.shape[1], -1
+        )
     best: tuple[Tensor, Tensor | None] | None = None
     least = None
     for shrink in (SHRINKS if fmt.kind == "int" else FLOAT_SHRINKS) if clip else (1.0,):
@@ -123,7 +142,9 @@ def fit(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, im
     return QuantGrid(fmt, *best)
 
 
-def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _range(
+    groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """(scales, zeros) that put the extremes of `groups` [rows, groups, size], times `shrink`, on the ends of the range."""
     if fmt.kind == "float":
         return (groups.abs().amax(-1).clamp(min=SMALLEST) * (shrink / 448)).to(dtype), None
@@ -136,9 +157,18 @@ def _range(groups: Tensor, fmt: WeightFormat, shrink: float, dtype: torch.dtype)
     return scales, zeros.to(torch.int8)
 
 
-def nearest(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, clip: bool, stats: InputStats | None = None) -> Rounded:
+def nearest(
+    weight: Tensor,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    *,
+    clip: bool,
+    stats: InputStats | None = None,
+) -> Rounded:
     """Round to nearest. With `stats`, clipping weighs errors by the inputs' mean squares."""
-    grid = fit(weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square)
+    grid = fit(
+        weight, fmt, dtype, clip=clip, importance=None if stats is None else stats.mean_square
+    )
     return Rounded(grid, grid.codes(weight))
 
 
@@ -159,7 +189,14 @@ def gptq(
 
 
 def gptq_trace(
-    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats, *, damping: float, act_order: bool, clip: bool
+    weight: Tensor,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    stats: InputStats,
+    *,
+    damping: float,
+    act_order: bool,
+    clip: bool,
 ) -> tuple[Rounded, Tensor]:
     """(the result of `gptq`, each weight just before it was rounded, float32 [out, in])."""
     work = weight.float().clone()
@@ -169,7 +206,11 @@ def gptq_trace(
     importance = stats.mean_square
     grid = fit(work, fmt, dtype, clip=clip, importance=importance)
     work[:, dead] = 0
-    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(inner, device=work.device)
+    order = (
+        hessian.diagonal().argsort(descending=True)
+        if act_order
+        else torch.arange(inner, device=work.device)
+    )
     back = order.argsort()
     work, hessian = work[:, order], hessian[order][:, order]
     upper = inverse_factor(hessian, damping, dead[order])
@@ -180,7 +221,13 @@ def gptq_trace(
     for begin in range(0, inner, at_once):
         end = min(begin + at_once, inner)
         if not act_order and begin % size == 0 and begin > 0:
-            part = fit(work[:, begin : begin + size], fmt, dtype, clip=clip, importance=importance[begin : begin + size])
+            part = fit(
+                work[:, begin : begin + size],
+                fmt,
+                dtype,
+                clip=clip,
+                importance=importance[begin : begin + size],
+            )
             grid.scales[:, begin // size] = part.scales[:, 0]
             if grid.zeros is not None and part.zeros is not None:
                 grid.zeros[:, begin // size] = part.zeros[:, 0]
@@ -195,11 +242,23 @@ def gptq_trace(
 
 
 def round_weight(
-    weight: Tensor, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype, stats: InputStats | None
+    weight: Tensor,
+    settings: Quantize,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    stats: InputStats | None,
 ) -> Rounded:
     """Round as the recipe says: by GPTQ if it asks for that and there are statistics, else to nearest."""
     if settings.rounding == "gptq" and stats is not None:
-        return gptq(weight, fmt, dtype, stats, damping=settings.damping, act_order=settings.act_order, clip=settings.clip)
+        return gptq(
+            weight,
+            fmt,
+            dtype,
+            stats,
+            damping=settings.damping,
+            act_order=settings.act_order,
+            clip=settings.clip,
+        )
     return nearest(weight, fmt, dtype, clip=settings.clip, stats=stats)
 
 
@@ -208,7 +267,9 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
     return x + (rounded - x).detach()
 
 
-def round_columns(fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def round_columns(
+    fmt: WeightFormat, block: Tensor, upper: Tensor, scales: Tensor, zeros: Tensor | None
+) -> Tensor:
     """Round the columns of `block` [out, n] in place, one after another; the columns after each compensate for its error.
     `scales` and `zeros` are [out, n], `upper` [n, n] is this part of the Cholesky factor. The result is the errors divided by
     the factor's diagonal, [out, n]."""
@@ -250,4 +311,6 @@ def inverse_factor(hessian: Tensor, damping: float, dead: Tensor) -> Tensor:
             if not failed and bool(torch.isfinite(upper).all()):
                 return upper
         damping *= 10
-    raise FloatingPointError("the second moments of a product's inputs are no positive matrix, however damped")
+    raise FloatingPointError(
+        "the second moments of a product's inputs are no positive matrix, however damped"
+    )

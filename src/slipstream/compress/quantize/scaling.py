@@ -42,7 +42,11 @@ class Fold:
 
     def spread(self, s: Tensor) -> Tensor:
         """From values by row [in / repeats] to values by input [in]."""
-        return s if self.repeats == 1 else s.view(-1, 1, self.head_dim).expand(-1, self.repeats, -1).flatten()
+        return (
+            s
+            if self.repeats == 1
+            else s.view(-1, 1, self.head_dim).expand(-1, self.repeats, -1).flatten()
+        )
 
 
 def folds(spec: LayerSpec) -> dict[str, Fold]:
@@ -52,17 +56,24 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
     found: dict[str, Fold] = {}
     if isinstance(m, DenseSpec) and (m.gated or m.activation == "relu"):
         size = m.intermediate_size
-        found["mlp.down"] = Fold(linear="mlp.up", rows=slice(size, 2 * size) if m.gated else slice(0, size))
+        found["mlp.down"] = Fold(
+            linear="mlp.up", rows=slice(size, 2 * size) if m.gated else slice(0, size)
+        )
     if a.clip_qkv is None:
         begin = a.q_size + a.kv_size
         repeats = a.num_heads // a.num_kv_heads
         found["attention.out"] = Fold(
-            linear="attention.qkv", rows=slice(begin, begin + a.kv_size), repeats=repeats, head_dim=a.head_dim
+            linear="attention.qkv",
+            rows=slice(begin, begin + a.kv_size),
+            repeats=repeats,
+            head_dim=a.head_dim,
         )
     if isinstance(spec.block, PostNormBlock):
         return found
     parallel = isinstance(spec.block, ParallelBlock)
-    before_mlp, before_attention = ("mlp_norm", "norm") if parallel else ("pre_mlp", "pre_attention")
+    before_mlp, before_attention = (
+        ("mlp_norm", "norm") if parallel else ("pre_mlp", "pre_attention")
+    )
     if before_mlp in norms and isinstance(m, DenseSpec):
         found["mlp.up"] = Fold(norm=before_mlp)
     if before_attention in norms and (not parallel or "mlp_norm" in norms):
@@ -71,7 +82,12 @@ def folds(spec: LayerSpec) -> dict[str, Fold]:
 
 
 def scale_inputs(
-    parameters: dict[str, Tensor], product: str, fold: Fold, s: Tensor, norms: Mapping[str, NormSpec], dtype: torch.dtype
+    parameters: dict[str, Tensor],
+    product: str,
+    fold: Fold,
+    s: Tensor,
+    norms: Mapping[str, NormSpec],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Divide the inputs of `product` by s [in / repeats], by changing the layer's `parameters` in place. A norm's new weight is
     rounded to `dtype`, in which it is written, and s adjusted to match. The result is the s [in] that the weight is multiplied
@@ -97,7 +113,12 @@ def scale_inputs(
 
 
 def search_scale(
-    weight: Tensor, stats: InputStats, fold: Fold, settings: Quantize, fmt: WeightFormat, dtype: torch.dtype
+    weight: Tensor,
+    stats: InputStats,
+    fold: Fold,
+    settings: Quantize,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, float]:
     """(the best s [in / repeats], its exponent)."""
     awq = settings.scaling == "awq"

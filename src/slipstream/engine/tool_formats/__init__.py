@@ -17,7 +17,12 @@ from slipstream.engine.tool_formats.qwen3_coder import Qwen3Coder
 from slipstream.errors import ConfigError
 
 _ORDER: tuple[type[ToolFormat], ...] = (
-    *(Harmony, Glm, Qwen3Coder, Hermes),  # the special ones first: all but the first begin with <tool_call>
+    *(
+        Harmony,
+        Glm,
+        Qwen3Coder,
+        Hermes,
+    ),  # the special ones first: all but the first begin with <tool_call>
     *(MistralArgs, Mistral, DeepSeekV3, DeepSeekV31, Pythonic, Llama3Json),
 )
 FORMATS = {form.name: form for form in _ORDER}
@@ -33,7 +38,9 @@ def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
     if named is not None:
         if named not in FORMATS:
             known = ", ".join((*FORMATS, "none"))
-            raise ConfigError(f"{named!r} is no format of tool calls; known are {known}", field="tool_call_parser")
+            raise ConfigError(
+                f"{named!r} is no format of tool calls; known are {known}", field="tool_call_parser"
+            )
         return FORMATS[named]()
     return next((form() for form in _ORDER if form.matches(template or "")), None)
 
@@ -45,6 +52,8 @@ def reasoning_markers(named: str | None, template: str | None) -> tuple[str, str
     if named is not None:
         if named not in REASONING:
             known = ", ".join((*REASONING, "none"))
-            raise ConfigError(f"{named!r} is no format of reasoning; known are {known}", field="reasoning_parser")
+            raise ConfigError(
+                f"{named!r} is no format of reasoning; known are {known}", field="reasoning_parser"
+            )
         return REASONING[named]
     return next((markers for markers in REASONING.values() if markers[1] in (template or "")), None)

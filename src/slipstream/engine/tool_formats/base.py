@@ -91,11 +91,18 @@ class Parser:
     opened it. The rest is `script`'s."""
 
     def __init__(
-        self, script: Callable[[Parser], Script] | None, think: tuple[str, str] | None = None, *, thinking: bool = False
+        self,
+        script: Callable[[Parser], Script] | None,
+        think: tuple[str, str] | None = None,
+        *,
+        thinking: bool = False,
     ) -> None:
         self._buffer, self._ended = "", False
         self._events: list[Event] = []
-        self._content, self._reasoning = _Text(Content, self._events), _Text(Reasoning, self._events)
+        self._content, self._reasoning = (
+            _Text(Content, self._events),
+            _Text(Reasoning, self._events),
+        )
         self.num_calls = 0
         self._run = self._script(script, think, thinking)
         self._go_on()
@@ -120,7 +127,12 @@ class Parser:
         self._events.clear()
         return events
 
-    def _script(self, script: Callable[[Parser], Script] | None, think: tuple[str, str] | None, thinking: bool) -> Script:
+    def _script(
+        self,
+        script: Callable[[Parser], Script] | None,
+        think: tuple[str, str] | None,
+        thinking: bool,
+    ) -> Script:
         if think is not None:
             yield from self._think(*think, thinking)
         if script is not None:
@@ -136,11 +148,17 @@ class Parser:
 
     # --- What scripts read ------------------------------------------------------------------------------------------
 
-    def until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
+    def until(
+        self, markers: Sequence[str], out: Callable[[str], None]
+    ) -> Generator[None, None, str]:
         """Give `out` the text up to the first of the markers, which is taken and returned; "" if the text ends before."""
         while True:
-            found = min(((at, m) for m in markers if (at := self._buffer.find(m)) >= 0), default=None)
-            held = 0 if self._ended else max((_overlap(self._buffer, m) for m in markers), default=0)
+            found = min(
+                ((at, m) for m in markers if (at := self._buffer.find(m)) >= 0), default=None
+            )
+            held = (
+                0 if self._ended else max((_overlap(self._buffer, m) for m in markers), default=0)
+            )
             if found is not None and found[0] <= len(self._buffer) - held:
                 at, marker = found
                 text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
@@ -214,7 +232,9 @@ class Parser:
             if c == "\\":
                 out((yield from self.char()))
 
-    def call_object(self, begin: str, arguments: tuple[str, ...] = ("arguments",)) -> Generator[None, None, bool]:
+    def call_object(
+        self, begin: str, arguments: tuple[str, ...] = ("arguments",)
+    ) -> Generator[None, None, bool]:
         """A call as one JSON object with "name" and one of `arguments`. Its arguments go out as they come, once the name is
         known. False: it is none, and what was read, behind `begin`, is content."""
         raw, name, kept = [begin], "", list[str]()
@@ -302,7 +322,9 @@ def is_name(text: str) -> bool:
 
 def _overlap(text: str, marker: str) -> int:
     """How much of the end of `text` may be the beginning of `marker`."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return next(
+        (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
+    )
 
 
 def _loads(text: str) -> Any:
@@ -351,7 +373,9 @@ class Writer:
         return "%json " + json.dumps({"x-guidance": guidance, **schema}, ensure_ascii=False)
 
     def lark(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *(f"{name}: {rule}" for name, rule in self.rules.items())])
+        return "\n".join(
+            [f"start: {start}", *(f"{name}: {rule}" for name, rule in self.rules.items())]
+        )
 
 
 class ToolFormat(ABC):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
+from slipstream.engine.tool_formats.base import (
+    Parser,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+    drop,
+    is_name,
+)
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

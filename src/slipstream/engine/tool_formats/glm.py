@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
+from slipstream.engine.tool_formats.base import (
+    Parser,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+    drop,
+    is_name,
+)
 from slipstream.engine.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
 class Glm(ToolFormat):
     name = "glm"
-    markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    markers = (
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    )
     trigger = "<tool_call>"
 
     @classmethod

@@ -24,14 +24,18 @@ class Harmony(ToolFormat):
 
     def before(self, writer: Writer) -> str:
         to_end = writer.up_to(ENDS[0])
-        writer.rules["analysis"] = f"{writer.texts(CHANNEL, 'analysis', MESSAGE)} {to_end} {writer.texts(START, 'assistant')}"
+        writer.rules["analysis"] = (
+            f"{writer.texts(CHANNEL, 'analysis', MESSAGE)} {to_end} {writer.texts(START, 'assistant')}"
+        )
         return "analysis?"
 
     def final(self, writer: Writer) -> str:
         return writer.texts(CHANNEL, "final", MESSAGE)
 
     def call(self, tool: Tool, writer: Writer) -> str:
-        head = writer.texts(CHANNEL, f"commentary to=functions.{tool.name} ", CONSTRAIN, "json", MESSAGE)
+        head = writer.texts(
+            CHANNEL, f"commentary to=functions.{tool.name} ", CONSTRAIN, "json", MESSAGE
+        )
         return f"{head} {writer.schema(tool.parameters)}"
 
     def between(self, writer: Writer) -> str:

@@ -19,7 +19,9 @@ class Llama3Json(ToolFormat):
 
     @classmethod
     def matches(cls, template: str) -> bool:
-        return "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
+        return "<|python_tag|>" in template or (
+            "<|start_header_id|>" in template and '"parameters"' in template
+        )
 
     def call(self, tool: Tool, writer: Writer) -> str:
         begin = '{"name": ' + json.dumps(tool.name) + ', "parameters": '
@@ -34,7 +36,9 @@ class Llama3Json(ToolFormat):
             if (yield from parser.opens_with("<|python_tag|>")):
                 begin = "<|python_tag|>"
             yield from parser.spaces(parser.content)
-            if (yield from parser.peek()) != "{" or not (yield from parser.call_object(begin, ("parameters", "arguments"))):
+            if (yield from parser.peek()) != "{" or not (
+                yield from parser.call_object(begin, ("parameters", "arguments"))
+            ):
                 break
             if not (yield from parser.opens_with(";")):
                 return
@@ -52,10 +56,19 @@ class Pythonic(ToolFormat):
 
     def call(self, tool: Tool, writer: Writer) -> str:
         def value(schema: Mapping[str, Any]) -> str:
-            return '("True" | "False")' if schema.get("type") == "boolean" and len(schema) == 1 else writer.schema(schema)
+            return (
+                '("True" | "False")'
+                if schema.get("type") == "boolean" and len(schema) == 1
+                else writer.schema(schema)
+            )
 
-        arguments = properties(tool, lambda name, schema: f"{writer.text(name + '=')} {value(schema)}", self.name, '", "')
-        return f"{writer.text(tool.name + '(')} {arguments} \")\""
+        arguments = properties(
+            tool,
+            lambda name, schema: f"{writer.text(name + '=')} {value(schema)}",
+            self.name,
+            '", "',
+        )
+        return f'{writer.text(tool.name + "(")} {arguments} ")"'
 
     def between(self, writer: Writer) -> str:
         return '", "'
@@ -74,7 +87,11 @@ class Pythonic(ToolFormat):
             raw = [before]
             yield from parser.spaces(raw.append)
             name = list[str]()
-            while (c := (yield from parser.peek())) and (c.isalnum() or c in "_.-") and len(name) < MAX_NAME:
+            while (
+                (c := (yield from parser.peek()))
+                and (c.isalnum() or c in "_.-")
+                and len(name) < MAX_NAME
+            ):
                 name.append((yield from parser.char()))
             raw += name
             text = list[str]()
@@ -129,6 +146,10 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {str(_literal(k)): _literal(v) for k, v in zip(keys, values, strict=True) if k is not None}
+            return {
+                str(_literal(k)): _literal(v)
+                for k, v in zip(keys, values, strict=True)
+                if k is not None
+            }
         case _:
             return ast.literal_eval(node)

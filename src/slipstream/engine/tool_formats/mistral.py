@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
+from slipstream.engine.tool_formats.base import (
+    Parser,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+    drop,
+    is_name,
+)
 
 
 class Mistral(ToolFormat):
@@ -45,7 +53,9 @@ class Mistral(ToolFormat):
         name = "".join(head).split("[CALL_ID]")[0].strip()
         if marker == "[ARGS]":
             yield from parser.spaces(drop)
-        if not (marker and is_name(name)) or (marker == "[ARGS]" and (yield from parser.peek()) != "{"):
+        if not (marker and is_name(name)) or (
+            marker == "[ARGS]" and (yield from parser.peek()) != "{"
+        ):
             parser.content("[TOOL_CALLS]" + "".join(head) + marker)
             return
         parser.begin_call(name)

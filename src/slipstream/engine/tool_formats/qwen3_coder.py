@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.engine.tool_formats.base import Parser, Script, Tool, ToolFormat, Writer, drop, is_name
+from slipstream.engine.tool_formats.base import (
+    Parser,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+    drop,
+    is_name,
+)
 from slipstream.engine.tool_formats.values import ArgumentsInParts, is_text, properties, text_rule
 
 
@@ -25,7 +33,10 @@ class Qwen3Coder(ToolFormat):
                 return f'{begin} {text_rule(schema, writer, f"{tool.name}.{name}", end)} "\\n"'
             return f'{begin} {writer.schema(schema)} {writer.text(end)} "\\n"'
 
-        head, tail = writer.text(f"\n<function={tool.name}>\n"), writer.texts("</function>\n", "</tool_call>")
+        head, tail = (
+            writer.text(f"\n<function={tool.name}>\n"),
+            writer.texts("</function>\n", "</tool_call>"),
+        )
         return f"{head} {properties(tool, argument, self.name)} {tail}"
 
     def script(self, parser: Parser, tools: Sequence[Tool]) -> Script:
@@ -39,7 +50,9 @@ class Qwen3Coder(ToolFormat):
                 parser.content("<tool_call><function=" + "".join(head) + closed)
                 continue
             call = ArgumentsInParts(parser, tools, "".join(head))
-            while (marker := (yield from parser.until(("<parameter=", "</tool_call>"), drop))) == "<parameter=":
+            while (
+                marker := (yield from parser.until(("<parameter=", "</tool_call>"), drop))
+            ) == "<parameter=":
                 name, value = list[str](), list[str]()
                 yield from parser.until((">",), name.append)
                 if (yield from parser.until(("</parameter>",), value.append)):

@@ -9,27 +9,54 @@ from typing import Any
 from slipstream.engine.tool_formats.base import Parser, Tool, Writer
 from slipstream.errors import RequestError
 
-_NOTES = {"title", "description", "default", "examples", "$schema", "deprecated", "readOnly", "writeOnly", "$comment"}
+_NOTES = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
 
 
-def properties(tool: Tool, write: Callable[[str, Mapping[str, Any]], str], form: str, between: str = "") -> str:
+def properties(
+    tool: Tool, write: Callable[[str, Mapping[str, Any]], str], form: str, between: str = ""
+) -> str:
     """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
     RequestError if the schema says what can't be written so."""
-    schema, known = tool.parameters, {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    schema, known = (
+        tool.parameters,
+        {"type", "properties", "required", "additionalProperties", "$defs", "definitions"},
+    )
     unknown = sorted(set(schema) - known - _NOTES)
     if unknown or schema.get("type", "object") != "object":
         what = unknown[0] if unknown else "type"
-        raise RequestError(f"parameters of {tool.name}: {what} can't be enforced in the format {form!r}", field="tools")
-    required, defs = set(schema.get("required", ())), {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        raise RequestError(
+            f"parameters of {tool.name}: {what} can't be enforced in the format {form!r}",
+            field="tools",
+        )
+    required, defs = (
+        set(schema.get("required", ())),
+        {k: schema[k] for k in ("$defs", "definitions") if k in schema},
+    )
     if missing := sorted(required - set(schema.get("properties", {}))):
-        raise RequestError(f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools")
+        raise RequestError(
+            f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools"
+        )
     whole, first = "", True  # from the last on: each with what separates it from the one before
-    parts = [(name, write(name, _with(part, defs))) for name, part in schema.get("properties", {}).items()]
+    parts = [
+        (name, write(name, _with(part, defs)))
+        for name, part in schema.get("properties", {}).items()
+    ]
     if not between:
         return " ".join(f"({text})" if name in required else f"({text})?" for name, text in parts)
     for begin in range(len(parts)):
         rest = "".join(
-            f" ({between} {text})" if name in required else f" ({between} {text})?" for name, text in parts[begin + 1 :]
+            f" ({between} {text})" if name in required else f" ({between} {text})?"
+            for name, text in parts[begin + 1 :]
         )
         name, text = parts[begin]
         whole += ("" if first else " | ") + f"({text}{rest})"
@@ -59,13 +86,21 @@ def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -
     unknown = sorted(set(schema) - known - _NOTES)
     if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
         what = unknown[0] if unknown else "pattern beside a length"
-        raise RequestError(f"{where}: {what} of a text can't be enforced in this format", field="tools")
+        raise RequestError(
+            f"{where}: {what} of a text can't be enforced in this format", field="tools"
+        )
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if options is not None:
-        return f"({' | '.join(json.dumps(o, ensure_ascii=False) for o in options)}) {writer.text(end)}"
+        return (
+            f"({' | '.join(json.dumps(o, ensure_ascii=False) for o in options)}) {writer.text(end)}"
+        )
     if "pattern" in schema:
         pattern = str(schema["pattern"])
-        inner = ("" if pattern.startswith("^") else "[^<]*") + pattern.strip("^$") + ("" if pattern.endswith("$") else "[^<]*")
+        inner = (
+            ("" if pattern.startswith("^") else "[^<]*")
+            + pattern.strip("^$")
+            + ("" if pattern.endswith("$") else "[^<]*")
+        )
         return f"/{inner.replace('/', chr(92) + '/')}/ {writer.text(end)}"
     if {"minLength", "maxLength"} & set(schema):
         return f"/[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/ {writer.text(end)}"

@@ -51,7 +51,9 @@ class Webhook:
 
     async def run(self) -> None:
         """Deliver until cancelled."""
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            timeout=TIMEOUT_S, follow_redirects=False, trust_env=False
+        ) as client:
             while True:
                 await self._news.wait()
                 self._news.clear()
@@ -78,7 +80,9 @@ class Webhook:
     def _lost(self, why: str) -> None:
         self.num_lost += 1
         where = urlsplit(self.url)
-        logger.error("an alert to %s://%s was given up: %s", where.scheme, where.hostname, why)  # a path may hold a secret
+        logger.error(
+            "an alert to %s://%s was given up: %s", where.scheme, where.hostname, why
+        )  # a path may hold a secret
 
 
 class Alerts:
@@ -109,7 +113,9 @@ def checked(url: str, *, field: str = "alert_url") -> str:
     """ConfigError, naming `field`, unless it is an address of HTTP."""
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_good = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
     except ValueError:
         is_good = False
     if not is_good:

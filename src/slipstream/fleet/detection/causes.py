@@ -36,8 +36,16 @@ class Cause:
     severity: Severity = "warning"
 
 
-def _cause(name: str, title: str, remedy: str, explains: str, severity: Severity = "warning") -> Cause:
-    return Cause(name=name, title=title, remedy=remedy, explains=frozenset(explains.split()), severity=severity)
+def _cause(
+    name: str, title: str, remedy: str, explains: str, severity: Severity = "warning"
+) -> Cause:
+    return Cause(
+        name=name,
+        title=title,
+        remedy=remedy,
+        explains=frozenset(explains.split()),
+        severity=severity,
+    )
 
 
 _TABLE = (
@@ -147,7 +155,13 @@ def find_cause(
     """Of the changed series, at least one. `slowness` are values of `step_time` since it changed; `last` is what was seen
     last; `running` how many sequences ran lately, over how many ran before."""
     is_full = (last.kv_cache_usage or 0.0) >= FULL
-    if "hit_rate" in active and not active & {"preemptions", "prompt_length", "step_age", "orphans", "down"}:
+    if "hit_rate" in active and not active & {
+        "preemptions",
+        "prompt_length",
+        "step_age",
+        "orphans",
+        "down",
+    }:
         return CAUSES["cache_thrash" if is_full else "prompt_drift"]
     for signal, cause in _BY_SIGNAL.items():
         if signal in active:

@@ -44,11 +44,28 @@ class Counters:
     def since(self, before: Counters, replica: str) -> Observation | None:
         """What came between; None if a total went back, which a new start does."""
         totals = (
-            *("num_finished", "finished_prompt_tokens", "finished_output_tokens", "num_responses", "num_errors"),
-            *("write_stall_s", "num_steps", "step_s", "prefix_queries", "prefix_hits", "num_preemptions"),
+            *(
+                "num_finished",
+                "finished_prompt_tokens",
+                "finished_output_tokens",
+                "num_responses",
+                "num_errors",
+            ),
+            *(
+                "write_stall_s",
+                "num_steps",
+                "step_s",
+                "prefix_queries",
+                "prefix_hits",
+                "num_preemptions",
+            ),
             *("prompt_tokens", "generated_tokens"),
         )
-        more = {name: getattr(self, name) - getattr(before, name) for name in totals} if self.is_up and before.is_up else {}
+        more = (
+            {name: getattr(self, name) - getattr(before, name) for name in totals}
+            if self.is_up and before.is_up
+            else {}
+        )
         if self.at <= before.at or any(value < -1e-6 for value in more.values()):
             return None
         return Observation(
@@ -59,7 +76,12 @@ class Counters:
 
 
 def of_server(
-    stats: EngineStats | None, metrics: Metrics, *, at: float, num_open: float | None = None, canary_ok: bool | None = None
+    stats: EngineStats | None,
+    metrics: Metrics,
+    *,
+    at: float,
+    num_open: float | None = None,
+    canary_ok: bool | None = None,
 ) -> Counters:
     engine: dict[str, Any] = {}
     if stats is not None:
@@ -83,7 +105,9 @@ def of_server(
         finished_prompt_tokens=metrics.prompt_length.total,
         finished_output_tokens=metrics.answer_length.total,
         num_responses=sum(metrics.responses.values()),
-        num_errors=sum(count for (_, _, status), count in metrics.responses.items() if status >= 500),
+        num_errors=sum(
+            count for (_, _, status), count in metrics.responses.items() if status >= 500
+        ),
         write_stall_s=metrics.write_stall_s,
         num_open=num_open,
         canary_ok=canary_ok,
@@ -128,5 +152,7 @@ def of_metrics(text: str, *, at: float) -> Counters:
     except ValueError as error:
         raise ConfigError(f"what came is no scrape: {error}", field="fleet") from None
     if is_up is None:
-        raise ConfigError("these are no metrics of Slipstream (no slipstream:engine_up)", field="fleet")
+        raise ConfigError(
+            "these are no metrics of Slipstream (no slipstream:engine_up)", field="fleet"
+        )
     return Counters(at=at, is_up=is_up, num_responses=num_responses, num_errors=num_errors, **found)

@@ -67,7 +67,11 @@ class _Replica:
     @property
     def running(self) -> float:
         """How many sequences ran lately, over how many run usually."""
-        return statistics.median(self._running) / self.usual_running if self._running and self.usual_running else 1.0
+        return (
+            statistics.median(self._running) / self.usual_running
+            if self._running and self.usual_running
+            else 1.0
+        )
 
     def see_running(self, number: float) -> None:
         self._running.append(number)
@@ -133,9 +137,15 @@ class Detector:
             self._end_all(self._replicas.pop(name), now)
 
     def _began(self, replica: _Replica, name: str, seen: Observation) -> None:
-        for finding in replica.open.values():  # one that follows from what is known, or tells more of it
+        for (
+            finding
+        ) in replica.open.values():  # one that follows from what is known, or tells more of it
             young = seen.at - finding.began <= SETTLE_S
-            cause = self._cause(replica, (*finding.signals, name), seen) if young else CAUSES[finding.cause]
+            cause = (
+                self._cause(replica, (*finding.signals, name), seen)
+                if young
+                else CAUSES[finding.cause]
+            )
             if name in CAUSES[finding.cause].explains or set(finding.signals) <= cause.explains:
                 fits = {*finding.signals, name} <= cause.explains
                 self._join(replica, finding, name, cause if fits else CAUSES[finding.cause])
@@ -155,8 +165,15 @@ class Detector:
         signals = tuple(dict.fromkeys((*finding.signals, name)))
         changed = self._described(
             replica,
-            replace(finding, cause=cause.name, title=cause.title, remedy=cause.remedy, severity=cause.severity,
-        signals=signals), )
+            replace(
+                finding,
+                cause=cause.name,
+                title=cause.title,
+                remedy=cause.remedy,
+                severity=cause.severity,
+                signals=signals,
+            ),
+        )
         replica.open[finding.number] = changed
         if changed.cause != finding.cause:
             self._changed.append(changed)
@@ -167,7 +184,9 @@ class Detector:
 
     @staticmethod
     def _described(replica: _Replica, finding: Finding) -> Finding:
-        return replace(finding, evidence=tuple(replica.watches[name].describe() for name in finding.signals))
+        return replace(
+            finding, evidence=tuple(replica.watches[name].describe() for name in finding.signals)
+        )
 
     def _end(self, replica: _Replica, finding: Finding, at: float) -> None:
         del replica.open[finding.number]

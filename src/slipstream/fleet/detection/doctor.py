@@ -65,14 +65,20 @@ def visit(client: httpx.Client, url: str) -> Visit:
             counters=counters,
             findings=told["findings"],
             models=tuple(told["models"]),
-            canary_ok=next((r["canary_ok"] for r in told["replicas"] if r.get("canary_ok") is not None), None),
+            canary_ok=next(
+                (r["canary_ok"] for r in told["replicas"] if r.get("canary_ok") is not None), None
+            ),
         )
     except (httpx.HTTPError, ConfigError, ValueError, KeyError, TypeError) as error:
         return Visit(url=url, error=f"{type(error).__name__}: {error}")
 
 
 def examine(
-    urls: Sequence[str], seconds: float, api_key: str | None, *, sleep: Callable[[float], None] = time.sleep
+    urls: Sequence[str],
+    seconds: float,
+    api_key: str | None,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[Visit], list[Complaint]]:
     """Look twice, `seconds` apart: the last visits, and what is wrong."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -86,9 +92,15 @@ def examine(
         if now.counters is None:
             text = f"nothing can be read: {now.error}"
             remedy = "see whether the server runs and the address is right"
-            complaints.append(Complaint(url=now.url, cause="unreachable", text=text, remedy=remedy, source="now"))
+            complaints.append(
+                Complaint(url=now.url, cause="unreachable", text=text, remedy=remedy, source="now")
+            )
             continue
-        complaints += [as_complaint(now.url, finding) for finding in now.findings or () if finding.get("ended") is None]
+        complaints += [
+            as_complaint(now.url, finding)
+            for finding in now.findings or ()
+            if finding.get("ended") is None
+        ]
         found = None if before.counters is None else now.counters.since(before.counters, now.url)
         if found is not None:
             seen[now.url] = found
@@ -101,7 +113,9 @@ def examine(
 
 def as_complaint(url: str, finding: dict[str, Any]) -> Complaint:
     text = f"{finding['title']} ({'; '.join(finding['evidence'])})"
-    return Complaint(url=url, cause=finding["cause"], text=text, remedy=finding["remedy"], source="detector")
+    return Complaint(
+        url=url, cause=finding["cause"], text=text, remedy=finding["remedy"], source="detector"
+    )
 
 
 def wrong(seen: Observation) -> list[tuple[str, str]]:
@@ -109,30 +123,63 @@ def wrong(seen: Observation) -> list[tuple[str, str]]:
     if not seen.is_up:
         return [("engine_down", "the engine does not answer")]
     found = []
-    waiting, running, finished = seen.num_waiting or 0.0, seen.num_running or 0.0, seen.num_finished or 0.0
+    waiting, running, finished = (
+        seen.num_waiting or 0.0,
+        seen.num_running or 0.0,
+        seen.num_finished or 0.0,
+    )
     if (waiting or running) and (seen.step_age_s or 0.0) > 30 and not seen.num_steps:
-        found.append(("stuck_engine", f"no step ended for {seen.step_age_s:.0f} s, and {waiting + running:.0f} sequences wait"))
-    if seen.num_errors and seen.num_responses and seen.num_errors >= max(2.0, 0.01 * seen.num_responses):
-        found.append(("failing_requests", f"{seen.num_errors:.0f} of {seen.num_responses:.0f} requests ended with errors"))
+        found.append(
+            (
+                "stuck_engine",
+                f"no step ended for {seen.step_age_s:.0f} s, and {waiting + running:.0f} sequences wait",
+            )
+        )
+    if (
+        seen.num_errors
+        and seen.num_responses
+        and seen.num_errors >= max(2.0, 0.01 * seen.num_responses)
+    ):
+        found.append(
+            (
+                "failing_requests",
+                f"{seen.num_errors:.0f} of {seen.num_responses:.0f} requests ended with errors",
+            )
+        )
     if seen.num_preemptions and seen.num_preemptions >= max(2.0, 0.05 * finished):
-        found.append(("cache_thrash", f"{seen.num_preemptions:.0f} sequences lost their blocks, {finished:.0f} ended"))
+        found.append(
+            (
+                "cache_thrash",
+                f"{seen.num_preemptions:.0f} sequences lost their blocks, {finished:.0f} ended",
+            )
+        )
     if waiting > max(4.0, running):
         found.append(("overload", f"{waiting:.0f} wait while {running:.0f} run"))
     if (seen.write_stall_s or 0.0) > 0.5 * seen.interval_s:
-        found.append(("slow_client", f"text waited for clients for {seen.write_stall_s:.1f} s of {seen.interval_s:.0f}"))
+        found.append(
+            (
+                "slow_client",
+                f"text waited for clients for {seen.write_stall_s:.1f} s of {seen.interval_s:.0f}",
+            )
+        )
     return found
 
 
 def slow_among(seen: dict[str, Observation]) -> list[tuple[str, str]]:
     """Of three servers or more with a load, those whose steps take much longer than the others'. Pure."""
     times = {
-        url: o.step_s / o.num_steps for url, o in seen.items() if o.step_s and o.num_steps and o.num_steps >= FEW_STEPS
+        url: o.step_s / o.num_steps
+        for url, o in seen.items()
+        if o.step_s and o.num_steps and o.num_steps >= FEW_STEPS
     }
     if len(times) < 3:
         return []
     usual = statistics.median(times.values())
     return [
-        (url, f"a step takes {1e3 * time_s:.1f} ms, {time_s / usual:.1f} times the median of {len(times)} servers")
+        (
+            url,
+            f"a step takes {1e3 * time_s:.1f} ms, {time_s / usual:.1f} times the median of {len(times)} servers",
+        )
         for url, time_s in times.items()
         if time_s > SLOWER * usual
     ]

@@ -88,5 +88,10 @@ class ExpectedSteps:
         if not seen.num_steps or seen.generated_tokens is None or seen.prompt_tokens is None:
             return None
         computed = max(0.0, seen.prompt_tokens - (seen.prefix_hits or 0.0))
-        values = (seen.num_steps, seen.generated_tokens, computed, seen.num_steps * (seen.kv_cache_usage or 0.0))
+        values = (
+            seen.num_steps,
+            seen.generated_tokens,
+            computed,
+            seen.num_steps * (seen.kv_cache_usage or 0.0),
+        )
         return np.array(values) / self.SCALES

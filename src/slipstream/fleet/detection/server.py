@@ -22,7 +22,13 @@ class ServerWatch:
     """`Watch` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
     again."""
 
-    def __init__(self, alert_urls: Sequence[str] = (), *, source: str = "slipstream", interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        alert_urls: Sequence[str] = (),
+        *,
+        source: str = "slipstream",
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self._detector = Detector()
         self._alerts = Alerts(alert_urls, source)
         self._interval_s = interval_s
@@ -54,7 +60,12 @@ class ServerWatch:
         stats, metrics = await engine_stats(state), await all_metrics(state)
         canary = state.engine.canary
         at, canary_ok = self.now(), None if canary is None else canary.ok
-        self.see(name, of_server(stats, metrics, at=at, num_open=state.engine.num_requests, canary_ok=canary_ok))
+        self.see(
+            name,
+            of_server(
+                stats, metrics, at=at, num_open=state.engine.num_requests, canary_ok=canary_ok
+            ),
+        )
         self.report(at)
 
     def now(self) -> float:
@@ -70,7 +81,9 @@ class ServerWatch:
     def report(self, at: float) -> None:
         """Log what is new, and alert. Replicas that are gone are forgotten."""
         self._detector.forget_silent(at)
-        for replica in [name for name, counters in self._before.items() if at - counters.at > SILENT_S]:
+        for replica in [
+            name for name, counters in self._before.items() if at - counters.at > SILENT_S
+        ]:
             del self._before[replica]
         findings = self._detector.drain_findings()
         for finding in findings:
@@ -80,6 +93,17 @@ class ServerWatch:
     @staticmethod
     def _log(finding: Finding) -> None:
         if finding.ended is not None:
-            logger.info("over: %s on %s, after %.0f s", finding.cause, finding.replica, finding.ended - finding.began)
+            logger.info(
+                "over: %s on %s, after %.0f s",
+                finding.cause,
+                finding.replica,
+                finding.ended - finding.began,
+            )
         else:
-            logger.warning("%s on %s: %s. %s", finding.cause, finding.replica, "; ".join(finding.evidence), finding.remedy)
+            logger.warning(
+                "%s on %s: %s. %s",
+                finding.cause,
+                finding.replica,
+                "; ".join(finding.evidence),
+                finding.remedy,
+            )

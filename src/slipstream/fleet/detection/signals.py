@@ -105,7 +105,9 @@ def _orphans(seen: Observation) -> Value | None:
 def _queue(seen: Observation) -> Value | None:
     if seen.num_waiting is None or seen.num_running is None:
         return None
-    return math.log1p(seen.num_waiting) * (BLOCKED if (seen.kv_cache_usage or 0.0) >= FULL else 1.0), 1.0
+    return math.log1p(seen.num_waiting) * (
+        BLOCKED if (seen.kv_cache_usage or 0.0) >= FULL else 1.0
+    ), 1.0
 
 
 def _hit_rate(seen: Observation) -> Value | None:
@@ -185,14 +187,18 @@ class Baseline:
         if not (matters := self._signal.matters):
             return self.z(value)
         far = abs(value[0] - self.level) - 0.5 * matters * abs(self.level)
-        return min(self._signal.clip, max(0.0, far / self.noise(value[1]))) * math.copysign(1.0, value[0] - self.level)
+        return min(self._signal.clip, max(0.0, far / self.noise(value[1]))) * math.copysign(
+            1.0, value[0] - self.level
+        )
 
     def learn(self, value: Value) -> None:
         if not self.is_ready:
             self._first.append(value)
             if len(self._first) >= WARM_UP:
                 self.level = statistics.median(v for v, _ in self._first)
-                spread = statistics.median(abs(v - self.level) * math.sqrt(n) for v, n in self._first)
+                spread = statistics.median(
+                    abs(v - self.level) * math.sqrt(n) for v, n in self._first
+                )
                 self._variance = max((1.4826 * spread) ** 2, 1e-18)
                 self._first = []
             return
@@ -224,7 +230,11 @@ class ShareBaseline(Baseline):
         share, count = value
         usual = min(0.99, max(self._signal.floor, self.level))
         is_up = self._signal.direction == "up"
-        other = min(max(self.MATTERS, self.TIMES * usual), (1 + usual) / 2) if is_up else usual / self.TIMES
+        other = (
+            min(max(self.MATTERS, self.TIMES * usual), (1 + usual) / 2)
+            if is_up
+            else usual / self.TIMES
+        )
         ratio = share * math.log(other / usual) + (1 - share) * math.log((1 - other) / (1 - usual))
         return max(-self._signal.clip, min(self._signal.clip, count * ratio)) * (1 if is_up else -1)
 
@@ -234,7 +244,10 @@ class ShareBaseline(Baseline):
 
     def learn(self, value: Value) -> None:
         keep = 1 - 1 / MEMORY
-        self._true, self._count = keep * self._true + value[0] * value[1], keep * self._count + value[1]
+        self._true, self._count = (
+            keep * self._true + value[0] * value[1],
+            keep * self._count + value[1],
+        )
         self.level = self._true / self._count
         self._num_learned += 1
 
@@ -262,7 +275,11 @@ class Flag:
 def new_flags() -> list[Flag]:
     return [
         Flag("down", "the engine does not answer", lambda o: not o.is_up),
-        Flag("canary_failed", "the canary failed at the start", lambda o: None if o.canary_ok is None else not o.canary_ok),
+        Flag(
+            "canary_failed",
+            "the canary failed at the start",
+            lambda o: None if o.canary_ok is None else not o.canary_ok,
+        ),
     ]
 
 
@@ -281,7 +298,9 @@ class Watch:
 
     def _new_test(self) -> PageHinkley:
         # Its forgetting factor would eat up the allowance: what is added to the sum is the allowance, on average.
-        return PageHinkley(min_instances=2, delta=self.signal.allowance, threshold=THRESHOLD, alpha=1.0, mode="up")
+        return PageHinkley(
+            min_instances=2, delta=self.signal.allowance, threshold=THRESHOLD, alpha=1.0, mode="up"
+        )
 
     @property
     def is_active(self) -> bool:
@@ -318,7 +337,9 @@ class Watch:
         return self.signal.read(seen)
 
     def describe(self) -> str:
-        return f"{self.name}: {self.signal.what} ({self.value:.4g}, before {self.baseline.level:.4g})"
+        return (
+            f"{self.name}: {self.signal.what} ({self.value:.4g}, before {self.baseline.level:.4g})"
+        )
 
     def _end(self) -> None:
         self.since, self._test = None, self._new_test()
@@ -340,7 +361,9 @@ class EndsWatch(Watch):
         if value is None or not self.baseline.is_ready:
             return value
         share, tokens = value
-        intervals = math.ceil(self._running[-1] / max(self.signal.floor, self.baseline.level) / tokens)  # that an answer takes
+        intervals = math.ceil(
+            self._running[-1] / max(self.signal.floor, self.baseline.level) / tokens
+        )  # that an answer takes
         old = min(list(self._running)[-intervals - 1 :]) / max(1.0, self._running[-1])
         return None if old <= 0 else (min(1.0, share / old), tokens * old)
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, PackedParts, SamplingTensors
+from slipstream.kernels.metadata import (
+    AttentionMetadata,
+    ExpertLoad,
+    LayerKV,
+    PackedParts,
+    SamplingTensors,
+)
 from slipstream.kernels.ops import (
     AttentionParams,
     Experts,
@@ -41,7 +47,14 @@ from slipstream.kernels.triton import (
 )
 from slipstream.kernels.triton.attention import paged_attention
 from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Pair, ScaledLinear, SplitLinear
+from slipstream.kernels.weights import (
+    Activations,
+    GroupedLinear,
+    Linear,
+    Pair,
+    ScaledLinear,
+    SplitLinear,
+)
 from slipstream.platform import OverlappedSum, RankGroup, platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
@@ -77,7 +90,13 @@ class TritonOps(OpSet):
     chain_places = staticmethod(rows.chain_places)
     route = staticmethod(moe.route)
 
-    def __init__(self, tiles: TileTable = NO_TILES, *, deterministic: bool = False, dense_copies: bool = False) -> None:
+    def __init__(
+        self,
+        tiles: TileTable = NO_TILES,
+        *,
+        deterministic: bool = False,
+        dense_copies: bool = False,
+    ) -> None:
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
@@ -96,9 +115,15 @@ class TritonOps(OpSet):
         return other
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        return rows.embed(token_ids, table, scale) if table.is_contiguous() else super().embed(token_ids, table, scale)
+        return (
+            rows.embed(token_ids, table, scale)
+            if table.is_contiguous()
+            else super().embed(token_ids, table, scale)
+        )
 
-    def quantize_weight(self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None) -> Linear:
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> Linear:
         if scheme is None:
             self._prepare(weight.device)
             return self._sparse(Linear(weight=weight, bias=bias))
@@ -118,7 +143,12 @@ class TritonOps(OpSet):
         return mxfp4.pack_mxfp4(w) if isinstance(w, GroupedLinear) and w.codes == "e2m1" else w
 
     def quantize_experts(
-        self, weight: Tensor, scheme: Scheme | None = None, bias: Tensor | None = None, *, num_experts: int
+        self,
+        weight: Tensor,
+        scheme: Scheme | None = None,
+        bias: Tensor | None = None,
+        *,
+        num_experts: int,
     ) -> Linear:
         made = super().quantize_experts(weight, scheme, bias, num_experts=num_experts)
         return self.pack_experts(made, num_experts=num_experts)
@@ -128,13 +158,18 @@ class TritonOps(OpSet):
         return w if self.deterministic else sparse24.with_sparse_copy(w, self.tiles)
 
     def _linear(self, x: Activations, w: Linear) -> Tensor:
-        return linear.linear(x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic)
+        return linear.linear(
+            x, w, self._scratch.get(w.weight.device), self.tiles, self.deterministic
+        )
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         if isinstance(w, SplitLinear):
             assert isinstance(x, Tensor)
             return self.split_linear(x, w)
-        if w.sparse is not None and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens:
+        if (
+            w.sparse is not None
+            and (x if isinstance(x, Tensor) else x.values).shape[0] >= w.sparse.from_tokens
+        ):
             return sparse24.sparse24_linear(x, w)
         return self._linear(x, w)
 
@@ -146,7 +181,9 @@ class TritonOps(OpSet):
             y = linear.linear_added(x, w, added, self._scratch.get(w.weight.device))
         return super().linear_added(x, w, added) if y is None else y
 
-    def adapted_linear(self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens) -> Tensor:
+    def adapted_linear(
+        self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens
+    ) -> Tensor:
         inner = lora.room(x, own, tokens)
         if tokens.tile_tokens == TILES[0] and self._starts_next_behind_inputs(x, w):
             y = self.linear(x, w)
@@ -155,10 +192,17 @@ class TritonOps(OpSet):
         return lora.expand(self.linear(x, w), inner, own, tokens)
 
     def _starts_next_behind_inputs(self, x: Activations, w: Linear) -> bool:
-        return not self.deterministic and w.sparse is None and linear.starts_next_behind_inputs(x, w)
+        return (
+            not self.deterministic and w.sparse is None and linear.starts_next_behind_inputs(x, w)
+        )
 
     def norm(
-        self, x: Tensor, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if isinstance(norm.kind, OwnNorm):
             return self._own_norm(x, norm, residual, inputs)
@@ -168,7 +212,12 @@ class TritonOps(OpSet):
         return Pair(x, y)
 
     def norm_pair(
-        self, pair: Pair, norm: NormParams, *, residual: Tensor | None = None, inputs: InputFormat | None = None
+        self,
+        pair: Pair,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if residual is None or isinstance(norm.kind, OwnNorm):
             return super().norm_pair(pair, norm, residual=residual, inputs=inputs)
@@ -198,7 +247,12 @@ class TritonOps(OpSet):
         return sampling.best_of_all(sums(pairs), group.size)
 
     def norm_arriving(
-        self, sums: Sequence[OverlappedSum], norm: NormParams, *, residual: Tensor, inputs: InputFormat | None = None
+        self,
+        sums: Sequence[OverlappedSum],
+        norm: NormParams,
+        *,
+        residual: Tensor,
+        inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
         if isinstance(norm.kind, OwnNorm):
             return super().norm_arriving(sums, norm, residual=residual, inputs=inputs)
@@ -212,7 +266,9 @@ class TritonOps(OpSet):
             first = rows.stop
         return pointwise.as_activations(out, scales, inputs), residual
 
-    def attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams) -> Tensor:
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
         if kv.latent:
             return mla_paged_attention(q, kv, meta, scale=params.scale)
         kind, shape = attention_kind(kv), (*q.shape[1:2], kv.k.shape[1], q.shape[2], kv.block_size)
@@ -227,22 +283,35 @@ class TritonOps(OpSet):
         )
 
     def bidirectional_attention(
-        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout, params: AttentionParams
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        heads: QKVLayout,
+        params: AttentionParams,
     ) -> Tensor:
         if self.deterministic:
             return super().bidirectional_attention(qkv, kv, meta, heads, params)
         return bidirectional.bidirectional_attention(qkv, meta, heads, params)
 
-    def packed_attention(self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float) -> Tensor:
+    def packed_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: PackedParts, *, scale: float
+    ) -> Tensor:
         if self.deterministic or not bidirectional.covers(parts):
             return super().packed_attention(q, k, v, parts, scale=scale)
-        return bidirectional.attend(q, k, v, parts.positions, parts.ends, AttentionParams(scale=scale, causal=False))
+        return bidirectional.attend(
+            q, k, v, parts.positions, parts.ends, AttentionParams(scale=scale, causal=False)
+        )
 
-    def mla_attention(self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_attention(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         attend = mla_prefill.mla_attention if mla_prefill.covers(meta) else super().mla_attention
         return attend(q, row, kv, meta, params)
 
-    def mla_paged_attention(self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+    def mla_paged_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
         return mla_paged_attention(q, kv, meta, scale=params.scale, values=params.values)
 
     def one_token(
@@ -255,13 +324,17 @@ class TritonOps(OpSet):
         experts: Linear | None = None,
     ) -> one_token.OneTokenStep | Reason:
         if self.deterministic:
-            return Reason("deterministic=True: the one-token kernel sums in another order than steps of several tokens")
+            return Reason(
+                "deterministic=True: the one-token kernel sums in another order than steps of several tokens"
+            )
         return one_token.one_token(shape, layers, product, cos_sin, group, experts)
 
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         return moe.moe_of_choice(x, weights, chosen, experts)
 
-    def moe(self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None) -> Tensor:
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
         return moe.moe(x, router_logits, experts, load)
 
     def moe_and_shared(

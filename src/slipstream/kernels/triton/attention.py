@@ -67,7 +67,9 @@ def _scores(
     if HAS_ALIBI:
         s = s - slope * distance.to(tl.float32)
     if HAS_BIAS:
-        s = s + tl.load(bias + tl.minimum(tl.maximum(-distance, -reach), reach), mask=live, other=0.0)
+        s = s + tl.load(
+            bias + tl.minimum(tl.maximum(-distance, -reach), reach), mask=live, other=0.0
+        )
     return s, to_log2
 
 
@@ -85,7 +87,9 @@ def _online_softmax(s, to_log2, m_i, l_i):
 
 
 @triton.jit
-def _locate_keys(table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr):
+def _locate_keys(
+    table, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, MASKED: tl.constexpr
+):
     """KV block numbers (int64) and slots within them, for keys start … start + BLOCK_N. `start` is a multiple of
     BLOCK_N. The block number is a scalar if the keys lie in one block."""
     keys = tl.arange(0, BLOCK_N)
@@ -165,7 +169,9 @@ def _decode_kernel(
     l_i = tl.zeros((BLOCK_G,), tl.float32)
     if HAS_SINKS:  # counted once, in the first part
         is_first = is_first & (begin < end)
-        m_i = tl.where(is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i)
+        m_i = tl.where(
+            is_first, tl.load(sinks_ptr + heads, mask=gs < G, other=0.0).to(tl.float32) * LOG2E, m_i
+        )
         l_i = tl.where(is_first, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_G), tl.float32)
     table = table_ptr + seq.to(tl.int64) * table_stride
@@ -175,15 +181,29 @@ def _decode_kernel(
         block, at_slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
         # Loads are not masked by `inside`: the cache holds finite numbers only, and keys beyond the end get weight 0.
-        k = _load_tile(k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        k = _load_tile(
+            k_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+        )
         if BY_DIM:
-            v = _load_tile(v_ptr + (base + at_slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
+            v = _load_tile(
+                v_ptr + (base + at_slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
+                (ds < D)[:, None],
+                BLOCK_D == D,
+            )
         else:
-            v = tl.trans(_load_tile(v_ptr + (base + at_slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
+            v = tl.trans(
+                _load_tile(
+                    v_ptr + (base + at_slot * D)[:, None] + ds[None, :],
+                    (ds < D)[None, :],
+                    BLOCK_D == D,
+                )
+            )
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = (length - 1 - at)[:, None]
         head_mask = (gs < G)[None, :]
-        s, to_log2 = _scores(s, scale, softcap, slope, bias, reach, away, head_mask, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
+        s, to_log2 = _scores(
+            s, scale, softcap, slope, bias, reach, away, head_mask, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
         seen = inside
         if HAS_WINDOW:
             seen = seen & (at >= length - window)
@@ -192,7 +212,9 @@ def _decode_kernel(
         p = tl.exp2(s * to_log2 - new[None, :])
         alpha = tl.exp2(m_i - new)
         l_i = l_i * alpha + tl.sum(p, 0)
-        acc = acc * alpha[None, :] + tl.dot(_to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee")
+        acc = acc * alpha[None, :] + tl.dot(
+            _to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee"
+        )
         m_i = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
@@ -204,7 +226,11 @@ def _decode_kernel(
         place = slot * (K * G) + heads
         if not FUSED:
             place = (seq * (K * G) + heads) * splits + slot
-        tl.store(lse_ptr + place, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=gs < G)
+        tl.store(
+            lse_ptr + place,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=gs < G,
+        )
         tl.store(partial_ptr + place[None, :] * D + ds[:, None], acc, mask=live)
         if FUSED:
             first, num = tl.load(part + 4), tl.load(part + 5)
@@ -213,7 +239,20 @@ def _decode_kernel(
             if tl.atomic_add(arrived, 1, sem="acq_rel") == num - 1:
                 tl.store(arrived, 0)
                 ms = tile % HEAD_TILES * BLOCK_G + tl.arange(0, MERGED_G)
-                merge_parts(partial_ptr, lse_ptr, out_ptr, first, num, seq, head * G + ms, ms < G, K * G, D, BLOCK_D, MAX_PARTS)
+                merge_parts(
+                    partial_ptr,
+                    lse_ptr,
+                    out_ptr,
+                    first,
+                    num,
+                    seq,
+                    head * G + ms,
+                    ms < G,
+                    K * G,
+                    D,
+                    BLOCK_D,
+                    MAX_PARTS,
+                )
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "reach", "splits"])
@@ -232,7 +271,9 @@ def _shared_decode_kernel(
     The queries are the columns of one tile, as in `_decode_kernel`. The keys are the tiles of the shared prefix, which all
     columns see, and behind them the tiles of each member's own tokens, which only its columns see."""
     seq, head, split = tl.program_id(1), tl.program_id(0), tl.program_id(2)
-    if (seq - tl.load(begins_ptr + seq)) % MEMBERS != 0:  # the groups were there before the step's first kernel
+    if (
+        seq - tl.load(begins_ptr + seq)
+    ) % MEMBERS != 0:  # the groups were there before the step's first kernel
         return
     if PDL:
         pdl_wait()  # sequence 0 is a first member, so some thread block waits
@@ -262,28 +303,56 @@ def _shared_decode_kernel(
     m_i = tl.full((BLOCK_C,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_C,), tl.float32)
     if HAS_SINKS:  # counted once
-        m_i = tl.where(split == 0, tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * LOG2E, m_i)
+        m_i = tl.where(
+            split == 0, tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * LOG2E, m_i
+        )
         l_i = tl.where(split == 0, 1.0, l_i)
     acc = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     for tile in range(split * span, tl.minimum((split + 1) * span, num_tiles)):
         own = tl.maximum(tile - prefix_tiles, 0)
         which = own // tl.maximum(own_tiles, 1)  # the member whose tile it is
         in_prefix = tile < prefix_tiles
-        start = tl.where(in_prefix, tile * BLOCK_N, shared + own % tl.maximum(own_tiles, 1) * BLOCK_N)
+        start = tl.where(
+            in_prefix, tile * BLOCK_N, shared + own % tl.maximum(own_tiles, 1) * BLOCK_N
+        )
         end = tl.where(in_prefix, shared, tl.load(lens_ptr + seq + which))
         at = start + tl.arange(0, BLOCK_N)
         table = table_ptr + (seq + which).to(tl.int64) * table_stride
         block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * K + head) * (BLOCK_SIZE * D)
         # Loads are not masked: the cache holds finite numbers only, and keys that a column does not see get weight 0.
-        k = _load_tile(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        k = _load_tile(
+            k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+        )
         if BY_DIM:
-            v = _load_tile(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D)
+            v = _load_tile(
+                v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
+                (ds < D)[:, None],
+                BLOCK_D == D,
+            )
         else:
-            v = tl.trans(_load_tile(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D))
+            v = tl.trans(
+                _load_tile(
+                    v_ptr + (base + slot * D)[:, None] + ds[None, :],
+                    (ds < D)[None, :],
+                    BLOCK_D == D,
+                )
+            )
         s = tl.dot(_to_dtype(k, q.dtype), q, input_precision="ieee")
         away = lens[None, :] - 1 - at[:, None]
-        s, to_log2 = _scores(s, scale, softcap, slope, bias, reach, away, live[None, :], HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
+        s, to_log2 = _scores(
+            s,
+            scale,
+            softcap,
+            slope,
+            bias,
+            reach,
+            away,
+            live[None, :],
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+            HAS_BIAS,
+        )
         seen = (at < end)[:, None] & (in_prefix | (member == which))[None, :]
         s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(m_i, tl.max(s, 0) * to_log2)
@@ -291,7 +360,9 @@ def _shared_decode_kernel(
         p = tl.exp2(s * to_log2 - safe[None, :])
         alpha = tl.exp2(m_i - safe)
         l_i = l_i * alpha + tl.sum(p, 0)
-        acc = acc * alpha[None, :] + tl.dot(_to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee")
+        acc = acc * alpha[None, :] + tl.dot(
+            _to_dtype(v, q.dtype), p.to(q.dtype), input_precision="ieee"
+        )
         m_i = new
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
@@ -299,7 +370,11 @@ def _shared_decode_kernel(
     acc = acc / tl.where(empty, 1.0, l_i)[None, :]
     if SPLIT:
         partial = row * splits + split
-        tl.store(lse_ptr + partial, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=live)
+        tl.store(
+            lse_ptr + partial,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=live,
+        )
         tl.store(partial_ptr + partial[None, :].to(tl.int64) * D + ds[:, None], acc, mask=mask)
     else:
         tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -316,14 +391,26 @@ def _prefill_step(
     at = start + tl.arange(0, BLOCK_N)
     block, slot = _locate_keys(table, start, end, BLOCK_N, BLOCK_SIZE, MASKED)
     base = (block * K + head) * (BLOCK_SIZE * D)
-    k = _load_tile(k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+    k = _load_tile(
+        k_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+    )
     if BY_DIM:
-        v = tl.trans(_load_tile(v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None], (ds < D)[:, None], BLOCK_D == D))
+        v = tl.trans(
+            _load_tile(
+                v_ptr + (base + slot)[None, :] + (ds * BLOCK_SIZE)[:, None],
+                (ds < D)[:, None],
+                BLOCK_D == D,
+            )
+        )
     else:
-        v = _load_tile(v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D)
+        v = _load_tile(
+            v_ptr + (base + slot * D)[:, None] + ds[None, :], (ds < D)[None, :], BLOCK_D == D
+        )
     distance = positions[:, None] - at[None, :]
     s = tl.dot(q, tl.trans(_to_dtype(k, q.dtype)), input_precision="ieee")
-    s, to_log2 = _scores(s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
+    s, to_log2 = _scores(
+        s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+    )
     if MASKED:
         s = tl.where(distance >= 0 if CAUSAL else (at < end)[None, :], s, float("-inf"))
     if HAS_WINDOW:
@@ -375,7 +462,9 @@ def _prefill_kernel(
     if HAS_WINDOW:
         low = tl.maximum(0, first - window + 1) // BLOCK_N * BLOCK_N
     if CAUSAL:
-        full_end = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)  # before it every query sees every key
+        full_end = tl.maximum(
+            (first + 1) // BLOCK_N * BLOCK_N, low
+        )  # before it every query sees every key
         end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
     else:
         end = length
@@ -395,7 +484,9 @@ def _prefill_kernel(
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if SCALED:
         acc = acc * tl.load(v_scale_ptr + head)
-    tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :])
+    tl.store(
+        out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (ds < D)[None, :]
+    )
 
 
 def paged_attention(
@@ -417,8 +508,18 @@ def paged_attention(
     num_kv_heads, block_size = kv.k.shape[1:3]
     block_d = max(16, triton.next_power_of_2(head_dim))
     num_seqs = meta.seq_lens.shape[0]
-    shape = dict(K=num_kv_heads, G=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, BLOCK_D=block_d)
-    flags = dict(HAS_WINDOW=s.window is not None, HAS_SOFTCAP=s.softcap is not None, HAS_ALIBI=s.alibi_slopes is not None)
+    shape = dict(
+        K=num_kv_heads,
+        G=num_heads // num_kv_heads,
+        D=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_D=block_d,
+    )
+    flags = dict(
+        HAS_WINDOW=s.window is not None,
+        HAS_SOFTCAP=s.softcap is not None,
+        HAS_ALIBI=s.alibi_slopes is not None,
+    )
     flags.update(HAS_SINKS=s.sinks is not None, HAS_BIAS=s.distance_bias is not None)
     flags.update(SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1)
     given = s.alibi_slopes, s.distance_bias, s.sinks, kv.k_scale, kv.v_scale
@@ -428,7 +529,9 @@ def paged_attention(
     if num_decodes:
         members = max(1, DECODE_ACC_SIZE // block_d // shape["G"])  # that a tile has columns for
         shared = meta.shared if s.window is None and members > 1 else None
-        block_g = min(max(8, triton.next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d))
+        block_g = min(
+            max(8, triton.next_power_of_2(shape["G"])), max(8, DECODE_ACC_SIZE // block_d)
+        )
         head_tiles = triton.cdiv(shape["G"], block_g)
         programs = num_decodes * num_kv_heads * head_tiles
         if shared is not None:
@@ -438,11 +541,18 @@ def paged_attention(
         deep = programs < CTAS_PER_SM * processors or flags["SCALED"]
         wide_key = block_d * kv.k.element_size() > 256
         block_n, warps, stages = decode_tile or (16, 1, 6 if deep and not wide_key else 3)
-        options = dict(BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q))
+        options = dict(
+            BLOCK_N=block_n, num_warps=warps, num_stages=stages, **shape, **flags, **pdl_options(q)
+        )
         if shared is None:
             programs_each = num_kv_heads * head_tiles
             parts = DecodeParts.of(meta, s.window, programs_each, block_n, processors)
-            partial, lse = scratch(num_decodes if parts.splits else len(parts.arrived), q, head_dim, max(1, parts.splits))
+            partial, lse = scratch(
+                num_decodes if parts.splits else len(parts.arrived),
+                q,
+                head_dim,
+                max(1, parts.splits),
+            )
             _decode_kernel[(programs_each, len(parts.parts))](
                 q, kv.k, kv.v, out, partial, lse, meta.block_table, meta.seq_lens, parts.parts, parts.arrived,
                 *head_tensors, *scalars, num_decodes, parts.splits, HEAD_TILES=head_tiles, BLOCK_G=block_g,
@@ -462,7 +572,13 @@ def paged_attention(
             if splits > 1:
                 combine(partial, lse, out[:num_decodes], splits)
     num_rows = meta.max_query_len * shape["G"]
-    plain = s.alibi_slopes is None and s.distance_bias is None and s.causal and prefill_tile is None and not deterministic
+    plain = (
+        s.alibi_slopes is None
+        and s.distance_bias is None
+        and s.causal
+        and prefill_tile is None
+        and not deterministic
+    )
     if num_seqs == num_decodes:
         return out
     if plain and num_rows > HOPPER_MIN_ROWS and runs_on_hopper(q.device):

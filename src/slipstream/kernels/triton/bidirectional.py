@@ -63,7 +63,11 @@ def _attention_kernel(
     if HAS_WINDOW:
         low, high = tl.maximum(low, first - window + 1), tl.minimum(high, last + window)
     row_mask = live[:, None] & (ds < D)[None, :]
-    q = tl.load(q_ptr + rows.to(tl.int64)[:, None] * Q_STRIDE + head * D + ds[None, :], mask=row_mask, other=0.0)
+    q = tl.load(
+        q_ptr + rows.to(tl.int64)[:, None] * Q_STRIDE + head * D + ds[None, :],
+        mask=row_mask,
+        other=0.0,
+    )
     slope = 0.0
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + head)
@@ -84,7 +88,9 @@ def _attention_kernel(
         v = tl.where(tl.abs(v.to(tl.float32)) < float("inf"), v, 0.0)
         distance = rows[:, None] - keys[None, :]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s, to_log2 = _scores(s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS)
+        s, to_log2 = _scores(
+            s, scale, softcap, slope, bias, reach, distance, True, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
         seen = (keys[None, :] >= begins[:, None]) & (keys[None, :] < ends[:, None])
         if HAS_WINDOW:
             seen = seen & (tl.abs(distance) < window)
@@ -96,7 +102,9 @@ def _attention_kernel(
     tl.store(out_ptr + offset, acc.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-def bidirectional_attention(qkv: Tensor, meta: AttentionMetadata, heads: QKVLayout, s: AttentionParams) -> Tensor:
+def bidirectional_attention(
+    qkv: Tensor, meta: AttentionMetadata, heads: QKVLayout, s: AttentionParams
+) -> Tensor:
     """`OpSet.bidirectional_attention`. Heads with rotary or norm are first written to rows of their own."""
     num_tokens, h = len(qkv), heads
     if h.cos_sin is None and h.q_norm is None:
@@ -117,7 +125,14 @@ def covers(parts: PackedParts) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ends: Tensor, s: AttentionParams, *, longest: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    s: AttentionParams,
+    *,
+    longest: int = 0,
 ) -> Tensor:
     """q [T, H, D], k and v [T, K, D] → [T, H, D]. `positions` (int64) and `ends` (int32) [T] are a token's place in its text
     and the text's end; `longest`: tokens of the longest text."""
@@ -160,7 +175,9 @@ def _mean_kernel(
     for start in range(begin, end, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         mask = (tokens < end)[:, None] & (at < E)[None, :]
-        sums += tl.load(x_ptr + tokens.to(tl.int64)[:, None] * E + at[None, :], mask=mask, other=0.0).to(tl.float32)
+        sums += tl.load(
+            x_ptr + tokens.to(tl.int64)[:, None] * E + at[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
     tl.store(out_ptr + text * E + at, tl.sum(sums, 0) / tl.maximum(end - begin, 1), mask=at < E)
 
 
@@ -170,6 +187,13 @@ def mean_of_texts(hidden: Tensor, starts: Tensor) -> Tensor:
     out = torch.empty(num_texts, size, dtype=torch.float32, device=hidden.device)
     if num_texts:
         _mean_kernel[(num_texts, triton.cdiv(size, 128))](
-            hidden.contiguous(), starts, out, size, BLOCK_T=16, BLOCK_E=128, num_warps=4, **pdl_options(hidden)
+            hidden.contiguous(),
+            starts,
+            out,
+            size,
+            BLOCK_T=16,
+            BLOCK_E=128,
+            num_warps=4,
+            **pdl_options(hidden),
         )
     return out

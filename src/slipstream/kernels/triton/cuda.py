@@ -32,25 +32,42 @@ OPTIONS = ("--std=c++17", "--use_fast_math")
 def nvrtc() -> ctypes.CDLL:
     """The NVRTC library of torch's CUDA version. Raises EngineError if it is missing."""
     name = f"libnvrtc.so.{(torch.version.cuda or '0').split('.')[0]}"
-    found = [name, *(str(p) for folder in sys.path for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}")))]
+    found = [
+        name,
+        *(
+            str(p)
+            for folder in sys.path
+            for p in sorted(Path(folder, "nvidia").glob(f"*/lib/{name}"))
+        ),
+    ]
     for path in found:
         try:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise EngineError(f"{name} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries")
+    raise EngineError(
+        f"{name} was not found, which torch {torch.__version__} needs: reinstall torch with its CUDA libraries"
+    )
 
 
-def compile_source(source: str, arch: str, definitions: Mapping[str, int | float], library: ctypes.CDLL) -> bytes:
+def compile_source(
+    source: str, arch: str, definitions: Mapping[str, int | float], library: ctypes.CDLL
+) -> bytes:
     """The cubin of `source` for `arch` (such as sm_90a). Raises EngineError with the compiler's log."""
     options = [f"--gpu-architecture={arch}", *OPTIONS]
     options += [f"-D{name}={_literal(value)}" for name, value in definitions.items()]
     program = ctypes.c_void_p()
-    _checked(library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"slipstream.cu", 0, None, None))
+    _checked(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"slipstream.cu", 0, None, None
+        )
+    )
     try:
         array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         if library.nvrtcCompileProgram(program, len(options), array):
-            raise EngineError(f"a CUDA kernel does not compile: {_read(library, program, 'ProgramLog').decode().strip()}")
+            raise EngineError(
+                f"a CUDA kernel does not compile: {_read(library, program, 'ProgramLog').decode().strip()}"
+            )
         return _read(library, program, "CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -76,15 +93,28 @@ def _checked(code: int) -> None:
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute"""
 
-    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("_", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("_rest", ctypes.c_char * 60),
+    )
 
 
 class _Launch(ctypes.Structure):
     """CUlaunchConfig"""
 
     _fields_ = (
-        *(("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint)),
-        *(("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint)),
+        *(
+            ("grid", ctypes.c_uint * 3),
+            ("block", ctypes.c_uint * 3),
+            ("shared_bytes", ctypes.c_uint),
+        ),
+        *(
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.POINTER(_Attribute)),
+            ("num_attributes", ctypes.c_uint),
+        ),
     )
 
 
@@ -121,13 +151,16 @@ class CudaKernel:
         module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         platform.stream_pointer()  # creates the context
         _checked(self._driver.cuModuleLoadData(ctypes.byref(module), cubin))
-        _checked(self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        _checked(
+            self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode())
+        )
         _checked(self._driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED, shared_bytes))
 
     def __call__(self, programs: int, threads: int, arguments: Sequence[Tensor | int]) -> None:
         """Launch on the current stream. Tensors are passed as pointers, integers as 32 bits."""
         values: list[Any] = [
-            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a)
+            for a in arguments
         ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         launch = _Launch(
@@ -138,4 +171,6 @@ class CudaKernel:
             attributes=self._attributes,
             num_attributes=self._num_attributes,
         )
-        _checked(self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+        _checked(
+            self._driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None)
+        )

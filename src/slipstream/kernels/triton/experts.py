@@ -18,7 +18,14 @@ from torch import Tensor
 
 from slipstream.kernels.triton.moe_permute import ExpertTiles, tile_of
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.kernels.weights import (
+    Activations,
+    GroupedLinear,
+    Linear,
+    Quantized,
+    ScaledLinear,
+    TileScaledLinear,
+)
 from slipstream.platform import platform_of
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import FP8_TILE
@@ -57,11 +64,21 @@ def _expert_gemm_kernel(
             ks = tl.arange(0, BLOCK_K)
             for k in range(0, K, BLOCK_K):
                 inside = ks + k < K
-                w = tl.load(w_ptr + row[:, None] * K + (k + ks)[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
-                x = tl.load(x_ptr + source[None, :] * K + (k + ks)[:, None], mask=live[None, :] & inside[:, None], other=0.0)
+                w = tl.load(
+                    w_ptr + row[:, None] * K + (k + ks)[None, :],
+                    mask=(n < N)[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                x = tl.load(
+                    x_ptr + source[None, :] * K + (k + ks)[:, None],
+                    mask=live[None, :] & inside[:, None],
+                    other=0.0,
+                )
                 if FP8_TILES:  # BLOCK_K is 128, and the BLOCK_N rows share one scale
                     scale = tl.load(w_scale_ptr + tile_row * (K // 128) + k // 128)
-                    x_scale = tl.load(x_scale_ptr + source * (K // 128) + k // 128, mask=live, other=0.0)
+                    x_scale = tl.load(
+                        x_scale_ptr + source * (K // 128) + k // 128, mask=live, other=0.0
+                    )
                     acc += tl.dot(w, x, out_dtype=ACC) * (x_scale * scale)[None, :]
                 else:
                     acc = tl.dot(w, x, acc, out_dtype=ACC, input_precision=PRECISION)
@@ -72,14 +89,22 @@ def _expert_gemm_kernel(
                 at = row[:, None] * (K // 4) + (chunk * QUARTER + js)[None, :]
                 words = tl.load(w_ptr + at, mask=(n < N)[:, None], other=0)
                 for i in tl.static_range(4):
-                    scales = (chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE) * X * N + row
-                    scale = tl.load(w_scale_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
+                    scales = (
+                        chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE
+                    ) * X * N + row
+                    scale = tl.load(w_scale_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[
+                        :, None
+                    ]
                     zero = 8.0
                     if HAS_ZEROS:
-                        zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[:, None]
+                        zero = tl.load(zero_ptr + scales, mask=n < N, other=0.0).to(tl.float32)[
+                            :, None
+                        ]
                     w = (((words >> (4 * i)) & 0xF).to(tl.float32) - zero) * scale
                     k = chunk * CHUNK + i * QUARTER + js
-                    x = tl.load(x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0)
+                    x = tl.load(
+                        x_ptr + source[None, :] * K + k[:, None], mask=live[None, :], other=0.0
+                    )
                     acc = tl.dot(w.to(x.dtype), x, acc, input_precision=PRECISION)
         y = acc.to(tl.float32)
         if SCALED:
@@ -106,7 +131,9 @@ def expert_gemm(
     (BLOCK_N, BLOCK_K, warps, stages)."""
     values = x.values if isinstance(x, Quantized) else x
     inner = values.shape[1]
-    scaled, packed, fp8_tiles = (isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, TileScaledLinear))
+    scaled, packed, fp8_tiles = (
+        isinstance(w, kind) for kind in (ScaledLinear, GroupedLinear, TileScaledLinear)
+    )
     scales = w.scales if isinstance(w, (ScaledLinear, TileScaledLinear, GroupedLinear)) else values
     zeros = w.zeros if isinstance(w, GroupedLinear) else None
     y = torch.empty(tiles.order.numel(), num_rows, dtype=dtype, device=values.device)
@@ -115,8 +142,13 @@ def expert_gemm(
     if isinstance(w, GroupedLinear):
         assert w.codes == "int4"
         # the four quarters of a chunk's inputs are in flight at once
-        weight_bytes, input_bytes = block_n * w.chunk, tiles.tile_m * w.chunk * values.element_size()
-        stages = max(1, min(stages, (platform_of(values.device).shared_bytes - weight_bytes) // input_bytes))
+        weight_bytes, input_bytes = (
+            block_n * w.chunk,
+            tiles.tile_m * w.chunk * values.element_size(),
+        )
+        stages = max(
+            1, min(stages, (platform_of(values.device).shared_bytes - weight_bytes) // input_bytes)
+        )
     _expert_gemm_kernel[(triton.cdiv(num_rows, block_n), tiles.max_tiles)](
         values, x.scales if isinstance(x, Quantized) else values, w.weight, scales, scales if zeros is None else zeros,
         values if w.bias is None else w.bias, y, tiles.order, tiles.starts, tiles.tile_ends, num_rows, inner,
@@ -132,7 +164,9 @@ def expert_gemm(
     return y
 
 
-def _default_tile(tile_m: int, element_size: int, *, packed: bool, fp8_tiles: bool) -> tuple[int, int, int, int]:
+def _default_tile(
+    tile_m: int, element_size: int, *, packed: bool, fp8_tiles: bool
+) -> tuple[int, int, int, int]:
     if fp8_tiles:  # a taller tile's sums would not fit the registers
         return 64, FP8_TILE, 4, 4
     block_k = 64 if packed or element_size == 4 else (256 if tile_m < 128 else 128) // element_size

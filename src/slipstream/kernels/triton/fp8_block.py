@@ -60,17 +60,34 @@ def _fp8_tile_kernel(
     if SPLITS > 1:
         at = n[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         acc, is_last = reduce_splits(
-            acc, partial_ptr, counter_ptr, at, pid_n, pid_k, tiles_n * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+            acc,
+            partial_ptr,
+            counter_ptr,
+            at,
+            pid_n,
+            pid_k,
+            tiles_n * BLOCK_N * BLOCK_M,
+            SPLITS,
+            BLOCK_N,
+            BLOCK_M,
         )
     if is_last:
         live = (m < M)[None, :] & (n < N)[:, None]
         if HAS_BIAS:
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=live)
+        tl.store(
+            y_ptr + m[None, :].to(tl.int64) * N + n[:, None],
+            acc.to(y_ptr.dtype.element_ty),
+            mask=live,
+        )
 
 
 def fp8_tile_linear(
-    x: Quantized, w: TileScaledLinear, scratch: Scratch | None, *, tile: tuple[int, int, int, int, int] | None = None
+    x: Quantized,
+    w: TileScaledLinear,
+    scratch: Scratch | None,
+    *,
+    tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
     """`tile`: (BLOCK_M, BLOCK_N, SPLITS, warps, stages). SPLITS > 1 needs all tokens in one tile, and `scratch`. Without
     splits a token's result depends on that token only."""
@@ -81,7 +98,9 @@ def fp8_tile_linear(
     partial = x.scales
     if splits > 1:
         assert num_tokens <= block_m
-        partial = torch.empty(splits * tiles_n * block_n * block_m, dtype=torch.float32, device=y.device)
+        partial = torch.empty(
+            splits * tiles_n * block_n * block_m, dtype=torch.float32, device=y.device
+        )
     if num_tokens:
         _fp8_tile_kernel[(triton.cdiv(num_tokens, block_m) * tiles_n, splits)](
             x.values, x.scales, w.weight, w.scales, x.scales if w.bias is None else w.bias, y, partial,
@@ -123,11 +142,18 @@ def fp8_tile_scaled_mm(x: Quantized, w: TileScaledLinear) -> Tensor:
         values = F.pad(values.view(torch.uint8), (0, 0, 0, pad)).view(values.dtype)
         scales = F.pad(scales, (0, 0, 0, pad))
     columns = scales.T.contiguous().T  # the scales of an FP8 tile for all tokens are contiguous
-    y: Tensor = torch._scaled_mm(values, w.weight.T, scale_a=columns, scale_b=w.scales.T, out_dtype=w.out_dtype)
+    y: Tensor = torch._scaled_mm(
+        values, w.weight.T, scale_a=columns, scale_b=w.scales.T, out_dtype=w.out_dtype
+    )
     y = y[:num_tokens]
     return y if w.bias is None else y + w.bias
 
 
 def fp8_tile_linear_invariant(x: Quantized, w: TileScaledLinear) -> Tensor:
     """Without splits: a token's result depends on that token only."""
-    return fp8_tile_linear(x, w, None, tile=(64, 64, 1, 4, 4) if x.values.shape[0] <= SPLIT_K_TOKENS else (128, 64, 1, 4, 4))
+    return fp8_tile_linear(
+        x,
+        w,
+        None,
+        tile=(64, 64, 1, 4, 4) if x.values.shape[0] <= SPLIT_K_TOKENS else (128, 64, 1, 4, 4),
+    )

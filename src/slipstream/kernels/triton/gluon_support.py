@@ -18,4 +18,8 @@ def runs_on_hopper(device: torch.device) -> bool:
     """Whether the chip and Triton's version fit. Other versions may not even import the kernels' modules."""
     if not platform_of(device).arch.wgmma:
         return False
-    return HOPPER_TRITON[0] <= tuple(int(n) for n in triton.__version__.split(".")[:2]) <= HOPPER_TRITON[1]
+    return (
+        HOPPER_TRITON[0]
+        <= tuple(int(n) for n in triton.__version__.split(".")[:2])
+        <= HOPPER_TRITON[1]
+    )

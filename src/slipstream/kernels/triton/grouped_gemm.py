@@ -53,7 +53,11 @@ def permute_rows(x: Activations, tiles: ExpertTiles, top_k: int) -> Activations:
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), count = values.shape, tiles.inverse.numel()
     out = torch.empty(count, inner, dtype=values.dtype, device=values.device)
-    out_scales = torch.empty(count, 1, dtype=torch.float32, device=values.device) if isinstance(x, Quantized) else out
+    out_scales = (
+        torch.empty(count, 1, dtype=torch.float32, device=values.device)
+        if isinstance(x, Quantized)
+        else out
+    )
     # as integers: bits are copied
     bits = {1: torch.int8, 2: torch.int16}[values.element_size()]
     block = min(2048, triton.next_power_of_2(inner))
@@ -112,7 +116,10 @@ def _grouped_gemm_kernel(
     program, tiles_n = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first_tile = program // (GROUP_M * tiles_n) * GROUP_M
     group_m = tl.minimum(num_tiles - first_tile, GROUP_M)
-    tile, column = first_tile + program % (GROUP_M * tiles_n) % group_m, program % (GROUP_M * tiles_n) // group_m * BLOCK_N
+    tile, column = (
+        first_tile + program % (GROUP_M * tiles_n) % group_m,
+        program % (GROUP_M * tiles_n) // group_m * BLOCK_N,
+    )
     if PDL:
         pdl_wait()
     expert, first, end = tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M, BLOCK_X)
@@ -168,7 +175,9 @@ def grouped_gemm(
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     gated = expert is not None and expert.gated
     y = torch.empty(values.shape[0], outer, dtype=dtype, device=values.device)
-    block_n, warps, stages, skip_half = tile or _default_tile(tiles, gated=gated, eight_bits=values.element_size() == 1)
+    block_n, warps, stages, skip_half = tile or _default_tile(
+        tiles, gated=gated, eight_bits=values.element_size() == 1
+    )
     block_k = BLOCK_K_BYTES // values.element_size()
     half = tiles.tile_m // 2 if skip_half else 0
     _grouped_gemm_kernel[(tiles.max_tiles * triton.cdiv(outer, block_n),)](
@@ -185,11 +194,15 @@ def grouped_gemm(
     return y
 
 
-def _default_tile(tiles: ExpertTiles, *, gated: bool, eight_bits: bool) -> tuple[int, int, int, bool]:
+def _default_tile(
+    tiles: ExpertTiles, *, gated: bool, eight_bits: bool
+) -> tuple[int, int, int, bool]:
     """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/kernels.py --op moe-tiles)."""
     if tiles.tile_m == 64:
         return 128, 4, 4, False
-    few_tiles = tiles.order.numel() <= 256 * tiles.tile_ends.numel()  # per expert: then the step is bound by the weights' bytes
+    few_tiles = (
+        tiles.order.numel() <= 256 * tiles.tile_ends.numel()
+    )  # per expert: then the step is bound by the weights' bytes
     if eight_bits:
         return (128, 8, 4, few_tiles) if gated else (256, 8, 3, False)
     return (128, 8, 4 if few_tiles else 3, few_tiles) if gated else (128, 4, 3, few_tiles)

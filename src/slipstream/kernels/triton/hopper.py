@@ -117,7 +117,9 @@ def _part_bounds(part, low, high, splits):
 
 
 @gluon.jit
-def _copy_tile(desc, table, start, end, head, full, kv_tile, K: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _copy_tile(
+    desc, table, start, end, head, full, kv_tile, K: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):
     """Copy keys from `start` into `kv_tile` [BLOCK_N, D], a KV block at a time. Barrier `full` opens when all have
     arrived."""
     ROWS_PER_COPY: gl.constexpr = desc.block_type.shape[0]
@@ -156,14 +158,20 @@ def _load_8bit(
 ):  # fmt: skip
     """KV blocks of an 8-bit cache as stored: int32 [BLOCK_N // BLOCK_SIZE, ROWS, COLUMNS // 4], four numbers in each."""
     ACROSS: gl.constexpr = COLUMNS // 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // ACROSS, ACROSS], [1, 4, 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // ACROSS, ACROSS], [1, 4, 1], [2, 1, 0]
+    )
     BLOCKS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
     at = start // BLOCK_SIZE + gl.arange(0, BLOCK_N // BLOCK_SIZE, BLOCKS)
     block = gl.load(table + at, mask=at * BLOCK_SIZE < end, other=0).to(gl.int64)
     base = (block * K + head) * (ROWS * COLUMNS // 4)
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * (COLUMNS // 4)
     columns = gl.arange(0, COLUMNS // 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    at = ptr.to(gl.pointer_type(gl.int32), bitcast=True) + base[:, None, None] + (rows[None, :, None] + columns[None, None, :])
+    at = (
+        ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+        + base[:, None, None]
+        + (rows[None, :, None] + columns[None, None, :])
+    )
     return gl.load(gl.multiple_of(gl.max_contiguous(at, [1, 1, 4]), [1, 1, 16]))
 
 
@@ -171,7 +179,9 @@ def _load_8bit(
 def _send(mailbox, AT: gl.constexpr, numbers):
     """Write numbers to the mailbox in shared memory, from place AT."""
     for i in gl.static_range(len(numbers)):
-        mailbox.index(AT + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+        mailbox.index(AT + i).store(
+            gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        )
 
 
 @gluon.jit
@@ -195,11 +205,22 @@ def _producer(
     each = K  # thread blocks' work of a query tile
     if SPLIT:
         each = K * splits
-    seq, base, tiles = _find_sequence(work // each, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS)
+    seq, base, tiles = _find_sequence(
+        work // each, first_seq, gl.to_tensor(0), last_seq, starts_ptr, TOKENS
+    )
     while seq < last_seq:
         head = work % K
         token, left, position, low, high, end = _tile_bounds(
-            work // each, seq, base, tiles, starts_ptr, lens_ptr, window, TOKENS, BLOCK_N, HAS_WINDOW
+            work // each,
+            seq,
+            base,
+            tiles,
+            starts_ptr,
+            lens_ptr,
+            window,
+            TOKENS,
+            BLOCK_N,
+            HAS_WINDOW,
         )
         part, parts = gl.to_tensor(0), gl.to_tensor(1)
         if SPLIT:
@@ -211,11 +232,24 @@ def _producer(
             FP8: gl.constexpr = k.dtype.element_ty == gl.float8e4nv
             k_words = _reinterpret(k_smem, gl.int32, [STAGES, BLOCK_N, D // 2], WORDS)
             v_words = _reinterpret(v_smem, gl.int32, [STAGES, D, BLOCK_N // 2], WORDS)
-            keys = _load_8bit(k, table, gl.maximum(high - 1, 0) * BLOCK_N, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
+            keys = _load_8bit(
+                k,
+                table,
+                gl.maximum(high - 1, 0) * BLOCK_N,
+                end,
+                head,
+                K,
+                BLOCK_SIZE,
+                D,
+                BLOCK_SIZE,
+                BLOCK_N,
+            )
             for j in range(high - low):
                 start = (high - 1 - j) * BLOCK_N
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
-                values = _load_8bit(v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N)
+                values = _load_8bit(
+                    v, table, start, end, head, K, D, BLOCK_SIZE, BLOCK_SIZE, BLOCK_N
+                )
                 mbarrier.wait(k_empty.index(slot), phase)
                 k_words.index(slot).store(_widen(keys, FP8).reshape([BLOCK_N, D // 2]))
                 fence_async_shared()
@@ -225,11 +259,18 @@ def _producer(
                         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
                         _send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                        load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
+                        load_tile(
+                            q_desc,
+                            [token + c * (TOKENS // 2), head * G, 0],
+                            q_full.index(c),
+                            q_smem.index(c),
+                        )
                 ahead = gl.maximum(start - BLOCK_N, 0)
                 keys = _load_8bit(k, table, ahead, end, head, K, BLOCK_SIZE, D, BLOCK_SIZE, BLOCK_N)
                 mbarrier.wait(v_empty.index(slot), phase)
-                v_words.index(slot).store(_widen(values, FP8).permute([1, 0, 2]).reshape([D, BLOCK_N // 2]))
+                v_words.index(slot).store(
+                    _widen(values, FP8).permute([1, 0, 2]).reshape([D, BLOCK_N // 2])
+                )
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(slot), count=1)
                 n += 1
@@ -238,15 +279,40 @@ def _producer(
                 start = (high - 1 - j) * BLOCK_N
                 slot, phase = n % STAGES, ((n // STAGES) & 1) ^ 1
                 mbarrier.wait(k_empty.index(slot), phase)
-                _copy_tile(k, table, start, end, head, k_full.index(slot), k_smem.index(slot), K, BLOCK_SIZE)
+                _copy_tile(
+                    k,
+                    table,
+                    start,
+                    end,
+                    head,
+                    k_full.index(slot),
+                    k_smem.index(slot),
+                    K,
+                    BLOCK_SIZE,
+                )
                 if j == 0:
                     for c in gl.static_range(2):
                         mbarrier.wait(q_empty.index(c), (round_ & 1) ^ 1)
                         _send(mailbox, 8 * c, (token, left, position, low, high, head, part, parts))
                         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                        load_tile(q_desc, [token + c * (TOKENS // 2), head * G, 0], q_full.index(c), q_smem.index(c))
+                        load_tile(
+                            q_desc,
+                            [token + c * (TOKENS // 2), head * G, 0],
+                            q_full.index(c),
+                            q_smem.index(c),
+                        )
                 mbarrier.wait(v_empty.index(slot), phase)
-                _copy_tile(v, table, start, end, head, v_full.index(slot), v_smem.index(slot), K, BLOCK_SIZE)
+                _copy_tile(
+                    v,
+                    table,
+                    start,
+                    end,
+                    head,
+                    v_full.index(slot),
+                    v_smem.index(slot),
+                    K,
+                    BLOCK_SIZE,
+                )
                 n += 1
         round_ += (high > low).to(gl.int32)
         work = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
@@ -260,7 +326,10 @@ def _producer(
 
 @gluon.jit
 def _mask(s, start, positions, window, HAS_WINDOW: gl.constexpr):
-    distance = positions[:, None] - (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    distance = (
+        positions[:, None]
+        - (start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)))[None, :]
+    )
     seen = distance >= 0
     if HAS_WINDOW:
         seen = seen & (distance < window)
@@ -310,7 +379,11 @@ def _consumer(
     mbarrier.wait(q_full.index(C), 0)
     high = _receive(mailbox, 8 * C + 4)
     while high > 0:
-        token, left, position = _receive(mailbox, 8 * C), _receive(mailbox, 8 * C + 1), _receive(mailbox, 8 * C + 2)
+        token, left, position = (
+            _receive(mailbox, 8 * C),
+            _receive(mailbox, 8 * C + 1),
+            _receive(mailbox, 8 * C + 2),
+        )
         low, head = _receive(mailbox, 8 * C + 3), _receive(mailbox, 8 * C + 5)
         part, parts = _receive(mailbox, 8 * C + 6), _receive(mailbox, 8 * C + 7)
         rows = gl.arange(0, M, ROWS)
@@ -324,7 +397,9 @@ def _consumer(
         m_i = gl.full([M], float("-inf"), gl.float32, ROWS)
         l_i = gl.full([M], 0.0, gl.float32, ROWS)
         if HAS_SINKS:
-            sinks = gl.load(sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0)
+            sinks = gl.load(
+                sinks_ptr + head * G + rows % BLOCK_G, mask=rows % BLOCK_G < G, other=0.0
+            )
             m_i, l_i = sinks.to(gl.float32) * LOG2E, l_i + 1.0
             if SPLIT:  # counted once
                 m_i, l_i = gl.where(part == 0, m_i, float("-inf")), gl.where(part == 0, l_i, 0.0)
@@ -352,7 +427,9 @@ def _consumer(
         for j in range(1, high - low):
             slot, previous = n % STAGES, (n - 1) % STAGES
             s = gl.zeros([M, BLOCK_N], gl.float32, S_LAYOUT)
-            s = warpgroup_mma(q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                q, k_smem.index(slot).permute((1, 0)), s, use_acc=False, is_async=True
+            )
             mbarrier.wait(v_full.index(previous), ((n - 1) // STAGES) & 1)
             v = v_smem.index(previous)
             acc = warpgroup_mma(weights, v.permute((1, 0)) if SCALED else v, acc, is_async=True)
@@ -392,14 +469,28 @@ def _consumer(
             if parts > 1:
                 tokens = C * (TOKENS // 2) + rows // BLOCK_G
                 live = (tokens < left) & (rows % BLOCK_G < G)
-                tokens += token - first_seq  # decodes have a token each, so this counts from the first prompt's
+                tokens += (
+                    token - first_seq
+                )  # decodes have a token each, so this counts from the first prompt's
                 at = (tokens * (K * G) + head * G + rows % BLOCK_G) * splits + part
-                lse = gl.where(l_i == 0.0, float("-inf"), m_i + gl.log2(gl.where(l_i == 0.0, 1.0, l_i)))
+                lse = gl.where(
+                    l_i == 0.0, float("-inf"), m_i + gl.log2(gl.where(l_i == 0.0, 1.0, l_i))
+                )
                 gl.store(lse_ptr + at, lse, mask=live)
-                gl.store(parts_ptr + (tokens * K + head), parts + 0 * tokens, mask=live & (rows % BLOCK_G == 0))
-                at = gl.convert_layout(at * D, gl.SliceLayout(1, O_LAYOUT))[:, None]  # `num_parts` keeps it far below 2³¹
+                gl.store(
+                    parts_ptr + (tokens * K + head),
+                    parts + 0 * tokens,
+                    mask=live & (rows % BLOCK_G == 0),
+                )
+                at = gl.convert_layout(at * D, gl.SliceLayout(1, O_LAYOUT))[
+                    :, None
+                ]  # `num_parts` keeps it far below 2³¹
                 at += gl.arange(0, D, gl.SliceLayout(0, O_LAYOUT))[None, :]
-                gl.store(partial_ptr + at, acc, mask=gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))[:, None])
+                gl.store(
+                    partial_ptr + at,
+                    acc,
+                    mask=gl.convert_layout(live, gl.SliceLayout(1, O_LAYOUT))[:, None],
+                )
         if is_whole:
             out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
             r = gl.arange(0, M, gl.SliceLayout(1, OUT))
@@ -407,7 +498,9 @@ def _consumer(
             offset = ((token + t).to(gl.int64) * (K * G) + head * G + r % BLOCK_G) * D
             live = (t < left) & (r % BLOCK_G < G)
             offset = out_ptr + (offset[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUT))[None, :])
-            gl.store(gl.multiple_of(gl.max_contiguous(offset, [1, 8]), [1, 16]), out, mask=live[:, None])
+            gl.store(
+                gl.multiple_of(gl.max_contiguous(offset, [1, 8]), [1, 16]), out, mask=live[:, None]
+            )
         round_ += 1
         mbarrier.wait(q_full.index(C), round_ & 1)
         high = _receive(mailbox, 8 * C + 4)
@@ -428,7 +521,9 @@ def _prefill_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2, TOKENS // 2, BLOCK_G, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, D, BLOCK_N] if SCALED else [STAGES, BLOCK_N, D], TILE)
+    v_smem = gl.allocate_shared_memory(
+        dtype, [STAGES, D, BLOCK_N] if SCALED else [STAGES, BLOCK_N, D], TILE
+    )
     q_full, q_empty = _barriers(2, 1), _barriers(2, 1)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
     k_empty, v_empty = _barriers(STAGES, 2), _barriers(STAGES, 2)  # both consumers release a tile
@@ -477,7 +572,15 @@ def covers(q: Tensor, kv: LayerKV) -> bool:
     )
 
 
-def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams, out: Tensor, *, first_seq: int) -> None:
+def prefill(
+    q: Tensor,
+    kv: LayerKV,
+    meta: AttentionMetadata,
+    s: AttentionParams,
+    out: Tensor,
+    *,
+    first_seq: int,
+) -> None:
     """Causal attention of sequences `first_seq` … into their rows of `out` [T, H, D]. No ALiBi, no bias by distance."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, block_size = kv.k.shape[1:3]
@@ -492,13 +595,17 @@ def prefill(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams,
     if not scaled:
         shape, copy_shape = [kv.k.numel() // dim, dim], [min(block_size, block_n), dim]
         k, v = (TensorDescriptor(t, shape, [dim, 1], copy_shape, KEYS) for t in (k, v))
-    k_scale, v_scale = (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
+    k_scale, v_scale = (
+        (q, q) if kv.k_scale is None or kv.v_scale is None else (kv.k_scale, kv.v_scale)
+    )
     num_prompt, processors = num_tokens - first_seq, platform_of(q.device).multiprocessors
     max_tiles = num_prompt // (2 * rows) + meta.seq_lens.shape[0] - first_seq  # upper bound
     splits = num_parts(triton.cdiv(num_prompt, 2 * rows) * num_kv_heads, processors)
     partial, lse = scratch(num_prompt, q, dim, splits) if splits > 1 else (out, out)
     # A counter for each launch, since launches may overlap, and behind it the number of parts of each token and kv head.
-    counts = torch.zeros(1 + (num_prompt * num_kv_heads if splits > 1 else 0), dtype=torch.int32, device=q.device)
+    counts = torch.zeros(
+        1 + (num_prompt * num_kv_heads if splits > 1 else 0), dtype=torch.int32, device=q.device
+    )
     parts = counts[1:]
     _prefill_kernel[(min(max_tiles * num_kv_heads * splits, processors),)](
         q_desc, k, v, out, partial, lse, parts if splits > 1 else counts, counts, meta.block_table, meta.query_start_loc,

@@ -52,14 +52,20 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 def _producer(w_desc, x_desc, w_smem, x_smem, full, empty, row, first, steps, PDL: gl.constexpr):
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    BYTES: gl.constexpr = (w_smem.shape[1] + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (
+        (w_smem.shape[1] + x_smem.shape[1]) * BLOCK_K * w_desc.dtype.primitive_bitwidth // 8
+    )
     for i in gl.static_range(STAGES):
         mbarrier.expect(full.index(i), BYTES, pred=i < steps)
-        load_tile(w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i), pred=i < steps)
+        load_tile(
+            w_desc, [row, (first + i) * BLOCK_K], full.index(i), w_smem.index(i), pred=i < steps
+        )
     if PDL:
         pdl_wait_first()
     for i in gl.static_range(STAGES):
-        load_tile(x_desc, [0, (first + i) * BLOCK_K], full.index(i), x_smem.index(i), pred=i < steps)
+        load_tile(
+            x_desc, [0, (first + i) * BLOCK_K], full.index(i), x_smem.index(i), pred=i < steps
+        )
     for i in range(STAGES, steps):
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
@@ -77,7 +83,9 @@ def _consumer(
     """Outputs `row` + 64 · C …; `size`: numbers of one split's partial sums. ADDS: what `y` holds is added."""
     STAGES: gl.constexpr = w_smem.shape[0]
     BLOCK_M: gl.constexpr = x_smem.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, BLOCK_M, 256 // w_smem.dtype.primitive_bitwidth]
+    )
     acc = gl.zeros([ROWS, BLOCK_M], gl.float32, LAYOUT)
     for i in range(steps):
         slot = i % STAGES
@@ -125,7 +133,9 @@ def _skinny_gemm_kernel(
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout)
+    x_smem = gl.allocate_shared_memory(
+        x_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout
+    )
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, BLOCK_N // ROWS)
     fence_async_shared()
     row, part = gl.program_id(0) * BLOCK_N, gl.program_id(1)
@@ -170,7 +180,11 @@ def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
 
 def covers(values: Tensor, w: Linear) -> bool:
     """Whether `skinny_gemm` has these dtypes and strides, and is the fastest. `values`: the inputs, [T, K]."""
-    scaled, weight, row_bytes = isinstance(w, ScaledLinear), w.weight, values.shape[1] * values.element_size()
+    scaled, weight, row_bytes = (
+        isinstance(w, ScaledLinear),
+        w.weight,
+        values.shape[1] * values.element_size(),
+    )
     kinds = (torch.float8_e4m3fn,) if scaled else (torch.bfloat16, torch.float16)
     return (
         is_faster(len(values), weight.shape[0], scaled=scaled)
@@ -193,13 +207,19 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | Non
     splits = min(splits, num_steps)
     stages = min(MOST_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
-    x_desc = TensorDescriptor(values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size])
+    x_desc = TensorDescriptor(
+        values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]
+    )
     y = added
     if y is None:
         dtype = w.out_dtype if isinstance(w, ScaledLinear) else values.dtype
         y = torch.empty(num_tokens, outer, dtype=dtype, device=values.device)
     numbers = tiles * block_n * block_m
-    partial = torch.empty(splits * numbers, dtype=torch.float32, device=values.device) if splits > 1 else y
+    partial = (
+        torch.empty(splits * numbers, dtype=torch.float32, device=values.device)
+        if splits > 1
+        else y
+    )
     _skinny_gemm_kernel[(tiles, splits)](
         w_desc, x_desc, y, scales, w.scales if isinstance(w, ScaledLinear) else scales, y if w.bias is None else w.bias,
         partial, scratch.counters, num_tokens, outer, num_steps, numbers,

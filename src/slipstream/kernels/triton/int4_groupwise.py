@@ -48,12 +48,16 @@ def _int4_linear_kernel(
         dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         for i in tl.static_range(4):
-            if i * QUARTER % GROUP_SIZE == 0:  # a group begins: at the chunk's start, and within it if groups are small
+            if (
+                i * QUARTER % GROUP_SIZE == 0
+            ):  # a group begins: at the chunk's start, and within it if groups are small
                 acc += (dot - bias_code[:, None] * total[None, :]) * scale[:, None]
                 group = chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE
                 scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
                 if HAS_ZEROS:
-                    bias_code = excess + tl.load(zero_ptr + group * N + n, mask=n < N, other=0.0).to(tl.float32)
+                    bias_code = excess + tl.load(
+                        zero_ptr + group * N + n, mask=n < N, other=0.0
+                    ).to(tl.float32)
                 dot = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 total = tl.zeros((BLOCK_M,), tl.float32)
             x = tl.load(x_at + chunk * CHUNK + i * QUARTER, mask=live_m, other=0.0).to(kind)
@@ -65,15 +69,30 @@ def _int4_linear_kernel(
     if SPLITS > 1:
         at = n[:, None] * BLOCK_M + m[None, :]
         acc, is_last = reduce_splits(
-            acc, partial_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+            acc,
+            partial_ptr,
+            counter_ptr,
+            at,
+            pid_n,
+            pid_k,
+            tl.num_programs(0) * BLOCK_N * BLOCK_M,
+            SPLITS,
+            BLOCK_N,
+            BLOCK_M,
         )
     if is_last:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + m[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=live_m & live_n)
+        tl.store(
+            y_ptr + m[None, :] * N + n[:, None],
+            acc.to(y_ptr.dtype.element_ty),
+            mask=live_m & live_n,
+        )
 
 
-def int4_linear(x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None) -> Tensor:
+def int4_linear(
+    x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None
+) -> Tensor:
     """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
@@ -100,10 +119,18 @@ def _dot_codes(words, base, x0, x1, x2, x3, off0, off1, off2, off3, scale0, scal
     """Words [R, 8] of one row times the four inputs of each word: [R]. A code at bit 16 of `base` is the float32 128 +
     code; `off` is what 128 and the zero add to the sum."""
     bits = words.to(tl.uint16, bitcast=True).to(tl.uint32)
-    y = (tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0) * scale0
-    y += (tl.sum(((bits << 12) & 0xF0000 | base).to(tl.float32, bitcast=True) * x1, 1) - off1) * scale1
-    y += (tl.sum(((bits << 8) & 0xF0000 | base).to(tl.float32, bitcast=True) * x2, 1) - off2) * scale2
-    y += (tl.sum(((bits << 4) & 0xF0000 | base).to(tl.float32, bitcast=True) * x3, 1) - off3) * scale3
+    y = (
+        tl.sum(((bits << 16) & 0xF0000 | base).to(tl.float32, bitcast=True) * x0, 1) - off0
+    ) * scale0
+    y += (
+        tl.sum(((bits << 12) & 0xF0000 | base).to(tl.float32, bitcast=True) * x1, 1) - off1
+    ) * scale1
+    y += (
+        tl.sum(((bits << 8) & 0xF0000 | base).to(tl.float32, bitcast=True) * x2, 1) - off2
+    ) * scale2
+    y += (
+        tl.sum(((bits << 4) & 0xF0000 | base).to(tl.float32, bitcast=True) * x3, 1) - off3
+    ) * scale3
     return y
 
 
@@ -131,27 +158,58 @@ def _int4_gemv_kernel(
         chunk, place = word // QUARTER, word % QUARTER
         x_at = x_ptr + (chunk * CHUNK + place)[:, None] + eight
         x0, x1 = tl.load(x_at).to(tl.float32), tl.load(x_at + QUARTER).to(tl.float32)
-        x2, x3 = tl.load(x_at + 2 * QUARTER).to(tl.float32), tl.load(x_at + 3 * QUARTER).to(tl.float32)
+        x2, x3 = (
+            tl.load(x_at + 2 * QUARTER).to(tl.float32),
+            tl.load(x_at + 3 * QUARTER).to(tl.float32),
+        )
         sum0, sum1, sum2, sum3 = tl.sum(x0, 1), tl.sum(x1, 1), tl.sum(x2, 1), tl.sum(x3, 1)
         group = chunk * (CHUNK // GROUP_SIZE)
         g0, g1 = (group + place // GROUP_SIZE) * N, (group + (QUARTER + place) // GROUP_SIZE) * N
-        g2, g3 = (group + (2 * QUARTER + place) // GROUP_SIZE) * N, (group + (3 * QUARTER + place) // GROUP_SIZE) * N
+        g2, g3 = (
+            (group + (2 * QUARTER + place) // GROUP_SIZE) * N,
+            (group + (3 * QUARTER + place) // GROUP_SIZE) * N,
+        )
         new = ()
         for r in tl.static_range(ROWS):
             n = row + r
             words = tl.load(w_ptr + n.to(tl.int64) * W + start + at, eviction_policy="evict_first")
-            s0, s1 = tl.load(scale_ptr + g0 + n).to(tl.float32), tl.load(scale_ptr + g1 + n).to(tl.float32)
-            s2, s3 = tl.load(scale_ptr + g2 + n).to(tl.float32), tl.load(scale_ptr + g3 + n).to(tl.float32)
+            s0, s1 = (
+                tl.load(scale_ptr + g0 + n).to(tl.float32),
+                tl.load(scale_ptr + g1 + n).to(tl.float32),
+            )
+            s2, s3 = (
+                tl.load(scale_ptr + g2 + n).to(tl.float32),
+                tl.load(scale_ptr + g3 + n).to(tl.float32),
+            )
             if HAS_ZEROS:
-                z0, z1 = tl.load(zero_ptr + g0 + n).to(tl.float32), tl.load(zero_ptr + g1 + n).to(tl.float32)
-                z2, z3 = tl.load(zero_ptr + g2 + n).to(tl.float32), tl.load(zero_ptr + g3 + n).to(tl.float32)
+                z0, z1 = (
+                    tl.load(zero_ptr + g0 + n).to(tl.float32),
+                    tl.load(zero_ptr + g1 + n).to(tl.float32),
+                )
+                z2, z3 = (
+                    tl.load(zero_ptr + g2 + n).to(tl.float32),
+                    tl.load(zero_ptr + g3 + n).to(tl.float32),
+                )
                 y = _dot_codes(
                     words, base, x0, x1, x2, x3,
                     sum0 * (128.0 + z0), sum1 * (128.0 + z1), sum2 * (128.0 + z2), sum3 * (128.0 + z3), s0, s1, s2, s3,
                 )  # fmt: skip
             else:
                 y = _dot_codes(
-                    words, base, x0, x1, x2, x3, sum0 * 136.0, sum1 * 136.0, sum2 * 136.0, sum3 * 136.0, s0, s1, s2, s3
+                    words,
+                    base,
+                    x0,
+                    x1,
+                    x2,
+                    x3,
+                    sum0 * 136.0,
+                    sum1 * 136.0,
+                    sum2 * 136.0,
+                    sum3 * 136.0,
+                    s0,
+                    s1,
+                    s2,
+                    s3,
                 )
             new = new + (accs[r] + y,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no other)
         accs = new
@@ -172,7 +230,9 @@ def gemv_block(w: GroupedLinear) -> int:
     return next((n for n in (1024, 512, 256) if words % n == 0), 0) if rows % GEMV_ROWS == 0 else 0
 
 
-def int4_gemv(x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4) -> Tensor:
+def int4_gemv(
+    x: Tensor, w: GroupedLinear, block_w: int, *, rows: int = GEMV_ROWS, num_warps: int = 4
+) -> Tensor:
     """x [1, K]. `block_w`: words per step, a divisor of K / 4. The weight's rows are a multiple of `rows`."""
     outer = w.weight.shape[0]
     y = torch.empty(1, outer, dtype=x.dtype, device=x.device)
@@ -196,7 +256,11 @@ def _dequantize_kernel(
     chunk = tl.program_id(1)
     js = tl.arange(0, QUARTER)
     live = (n < N)[:, None]
-    words = tl.load(w_ptr + n[:, None].to(tl.int64) * (K // 4) + chunk * QUARTER + js[None, :], mask=live, other=0)
+    words = tl.load(
+        w_ptr + n[:, None].to(tl.int64) * (K // 4) + chunk * QUARTER + js[None, :],
+        mask=live,
+        other=0,
+    )
     out = out_ptr + n[:, None].to(tl.int64) * K + chunk * CHUNK + js[None, :]
     for i in tl.static_range(4):
         group = chunk * (CHUNK // GROUP_SIZE) + i * QUARTER // GROUP_SIZE

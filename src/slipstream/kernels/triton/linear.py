@@ -28,11 +28,23 @@ from slipstream.kernels.triton.fp8_block import (
     has_scaled_mm,
 )
 from slipstream.kernels.triton.gluon_support import runs_on_hopper
-from slipstream.kernels.triton.int4_groupwise import dequantize_int4, gemv_block, int4_gemv, int4_linear
+from slipstream.kernels.triton.int4_groupwise import (
+    dequantize_int4,
+    gemv_block,
+    int4_gemv,
+    int4_linear,
+)
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
 from slipstream.kernels.triton.split_k import Scratch, reduce_splits
-from slipstream.kernels.weights import Activations, GroupedLinear, Linear, Quantized, ScaledLinear, TileScaledLinear
+from slipstream.kernels.weights import (
+    Activations,
+    GroupedLinear,
+    Linear,
+    Quantized,
+    ScaledLinear,
+    TileScaledLinear,
+)
 from slipstream.platform import platform_of
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 
@@ -49,7 +61,11 @@ INT4_DENSE_TOKENS = 16
 
 
 def linear(
-    x: Activations, w: Linear, scratch: Scratch | None, tiles: TileTable = NO_TILES, deterministic: bool = False
+    x: Activations,
+    w: Linear,
+    scratch: Scratch | None,
+    tiles: TileTable = NO_TILES,
+    deterministic: bool = False,
 ) -> Tensor:
     """`OpSet.linear`. `scratch` is of the weight's device; without it a dense weight has no kernel of Hopper's own.
     `deterministic`: a row's result depends on that row only."""
@@ -60,8 +76,14 @@ def linear(
         if has_scaled_mm(q, w):
             return fp8_tile_scaled_mm(q, w)
         num_tokens, inner = q.values.shape
-        found = tiles.find("fp8_block", w.inputs, w.out_features, inner, num_tokens) if num_tokens <= SKINNY_TOKENS else None
-        return fp8_tile_linear(q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found))
+        found = (
+            tiles.find("fp8_block", w.inputs, w.out_features, inner, num_tokens)
+            if num_tokens <= SKINNY_TOKENS
+            else None
+        )
+        return fp8_tile_linear(
+            q, w, scratch, tile=found and (max(16, triton.next_power_of_2(num_tokens)), *found)
+        )
     if deterministic:
         return _linear_invariant(x, w)
     if isinstance(w, ScaledLinear):
@@ -71,7 +93,12 @@ def linear(
             assert scratch is not None
             if (y := _on_hopper(q, w, scratch)) is not None:
                 return y
-            return skinny_gemm(q, w, scratch, tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens))
+            return skinny_gemm(
+                q,
+                w,
+                scratch,
+                tile=tiles.find("skinny_gemm", w.inputs, w.out_features, inner, num_tokens),
+            )
         if w.inputs == "fp8":
             return _fp8_scaled_mm(q, w)
         return gemm(q, w, tile=tiles.find("gemm", w.inputs, w.out_features, inner, num_tokens))
@@ -82,7 +109,12 @@ def linear(
         if x.shape[0] <= (SKINNY_TOKENS if w.dense is None else INT4_DENSE_TOKENS):
             assert scratch is not None
             kind = "int4" if w.group_size == 128 else "int4-g32"
-            return int4_linear(x, w, scratch, tile=tiles.find("int4_groupwise", kind, w.out_features, x.shape[1], x.shape[0]))
+            return int4_linear(
+                x,
+                w,
+                scratch,
+                tile=tiles.find("int4_groupwise", kind, w.out_features, x.shape[1], x.shape[0]),
+            )
         return F.linear(x, _dense(w, x.dtype), w.bias)
     if x.shape[0] == 1 and w.weight.is_contiguous():
         tile = tiles.find("gemv", str(x.dtype).removeprefix("torch."), *w.weight.shape)
@@ -91,21 +123,27 @@ def linear(
     return F.linear(x, w.weight, w.bias) if y is None else y
 
 
-def linear_added(x: Activations, w: Linear, added: Tensor, scratch: Scratch | None) -> Tensor | None:
+def linear_added(
+    x: Activations, w: Linear, added: Tensor, scratch: Scratch | None
+) -> Tensor | None:
     """`OpSet.linear_added` of rows in the weight's format, in one kernel and in the place of `added`; None where `linear` takes
     another kernel than Hopper's."""
     is_gemv = isinstance(x, Tensor) and len(x) == 1
     return None if is_gemv else _on_hopper(x, w, scratch, added)
 
 
-def _on_hopper(x: Activations, w: Linear, scratch: Scratch | None, added: Tensor | None = None) -> Tensor | None:
+def _on_hopper(
+    x: Activations, w: Linear, scratch: Scratch | None, added: Tensor | None = None
+) -> Tensor | None:
     """The product by Hopper's kernel for few tokens, where it runs and covers it."""
     if scratch is None or not runs_on_hopper(w.weight.device):
         return None
     from slipstream.kernels.triton import hopper_linear
 
     values = x.values if isinstance(x, Quantized) else x
-    return hopper_linear.skinny_gemm(x, w, scratch, added) if hopper_linear.covers(values, w) else None
+    return (
+        hopper_linear.skinny_gemm(x, w, scratch, added) if hopper_linear.covers(values, w) else None
+    )
 
 
 def starts_next_behind_inputs(x: Activations, w: Linear) -> bool:
@@ -182,17 +220,24 @@ def _gemv_kernel(
         acc += w.to(tl.float32) * tl.load(x_ptr + K - BLOCK_K + ks).to(tl.float32)[None, :]
     else:
         inside = full + ks < K
-        tail = tl.load(w_rows + full, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        tail = tl.load(
+            w_rows + full, mask=inside[None, :], other=0.0, eviction_policy="evict_first"
+        )
         if full > 0:
             acc += w.to(tl.float32) * tl.load(x_ptr + full - BLOCK_K + ks).to(tl.float32)[None, :]
-        acc += tail.to(tl.float32) * tl.load(x_ptr + full + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += (
+            tail.to(tl.float32)
+            * tl.load(x_ptr + full + ks, mask=inside, other=0.0).to(tl.float32)[None, :]
+        )
     y = tl.sum(acc, 1)
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < N)
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None) -> Tensor:
+def gemv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, tile: tuple[int, int, int] | None = None
+) -> Tensor:
     """x [1, K] · weight [N, K]ᵀ + bias → [1, N]; contiguous, accumulated in float32. `tile`: (BLOCK_N, BLOCK_K,
     warps)."""
     outer, inner = weight.shape
@@ -243,17 +288,36 @@ def _skinny_gemm_kernel(
     if SPLITS > 1:
         at = n[:, None] * BLOCK_M + m[None, :]
         total, is_last = reduce_splits(
-            total, partial_ptr, counter_ptr, at, pid_n, pid_k, tl.num_programs(0) * BLOCK_N * BLOCK_M, SPLITS, BLOCK_N, BLOCK_M
+            total,
+            partial_ptr,
+            counter_ptr,
+            at,
+            pid_n,
+            pid_k,
+            tl.num_programs(0) * BLOCK_N * BLOCK_M,
+            SPLITS,
+            BLOCK_N,
+            BLOCK_M,
         )
     if is_last:
         y = total * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[:, None]
         y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
         if HAS_BIAS:
             y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + m[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+        tl.store(
+            y_ptr + m[None, :] * N + n[:, None],
+            y.to(y_ptr.dtype.element_ty),
+            mask=(m < M)[None, :] & (n < N)[:, None],
+        )
 
 
-def skinny_gemm(x: Quantized, w: ScaledLinear, scratch: Scratch, *, tile: tuple[int, int, int, int] | None = None) -> Tensor:
+def skinny_gemm(
+    x: Quantized,
+    w: ScaledLinear,
+    scratch: Scratch,
+    *,
+    tile: tuple[int, int, int, int] | None = None,
+) -> Tensor:
     """Up to NARROW_TOKENS tokens. `tile`: (BLOCK_N, BLOCK_K, SPLITS, stages)."""
     (num_tokens, inner), outer = x.values.shape, w.weight.shape[0]
     block_m = max(16, triton.next_power_of_2(num_tokens))
@@ -324,7 +388,9 @@ def _gemm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def gemm(x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None) -> Tensor:
+def gemm(
+    x: Activations, w: Linear, *, tile: tuple[int, int, int, int, int] | None = None
+) -> Tensor:
     """Any number of tokens; dense or 8-bit weights. `tile`: (BLOCK_M, BLOCK_N, BLOCK_K, warps, stages)."""
     values, x_scales = (x.values, x.scales) if isinstance(x, Quantized) else (x.contiguous(), x)
     scaled = isinstance(w, ScaledLinear)

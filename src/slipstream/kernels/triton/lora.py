@@ -37,7 +37,9 @@ class FewTiles:
     shrink_warps: int = 4
     expand_numbers: int = 8192
     expand_warps: int = 4
-    expand_registers: int = 96  # of a thread, at most: then all thread blocks of 64 adapters fit on the chip at once
+    expand_registers: int = (
+        96  # of a thread, at most: then all thread blocks of 64 adapters fit on the chip at once
+    )
 
 
 FEW_TILES = FewTiles()
@@ -48,12 +50,19 @@ def _products(
     a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     """a [ranks, inputs] · x of the token. Past L1: it may hold what stood there before, as long as nothing was waited for."""
-    x = tl.load(x_ptr + token * x_stride + ks, mask=ks < K, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + ks, mask=ks < K, other=0.0, cache_modifier=".cg").to(
+        tl.float32
+    )
     scale = 1.0
     if SCALES == 1:
         scale = tl.load(scales_ptr + token * scales_stride, cache_modifier=".cg")
     elif SCALES == 2:
-        x *= tl.load(scales_ptr + token * scales_stride + ks // GROUP, mask=ks < K, other=0.0, cache_modifier=".cg")
+        x *= tl.load(
+            scales_ptr + token * scales_stride + ks // GROUP,
+            mask=ks < K,
+            other=0.0,
+            cache_modifier=".cg",
+        )
     return tl.sum(a.to(tl.float32) * x[None, :], 1) * scale
 
 
@@ -80,17 +89,34 @@ def _shrink_few_kernel(
     rank = block % BLOCKS * BLOCK_R + tl.arange(0, BLOCK_R)
     ks = split * BLOCK_K + tl.arange(0, BLOCK_K)
     down_rows = down_ptr + slot * slot_stride + (part * R + rank)[:, None] * K + ks[None, :]
-    a = tl.load(down_rows, mask=(rank < tl.where(begin < end, R, 0))[:, None] & (ks < K)[None, :], other=0.0)
+    a = tl.load(
+        down_rows, mask=(rank < tl.where(begin < end, R, 0))[:, None] & (ks < K)[None, :], other=0.0
+    )
     token = tl.load(order_ptr + begin, mask=begin < end, other=0).to(tl.int64)
     if PDL and not BESIDE:
         pdl_wait()
     to = inner_ptr + split * T * (PARTS * R) + part * R + rank
-    inner = _products(a, x_ptr, scales_ptr, token, ks, K * tl.where(begin < end, 1, 0), x_stride, scales_stride, SCALES, GROUP)
+    inner = _products(
+        a,
+        x_ptr,
+        scales_ptr,
+        token,
+        ks,
+        K * tl.where(begin < end, 1, 0),
+        x_stride,
+        scales_stride,
+        SCALES,
+        GROUP,
+    )
     tl.store(to + begin * (PARTS * R), inner, mask=rank < tl.where(begin < end, R, 0))
-    for at in range(begin + 1, end):  # not the same numbers again: kept over a loop, each would take a register of its own
+    for at in range(
+        begin + 1, end
+    ):  # not the same numbers again: kept over a loop, each would take a register of its own
         a = tl.load(down_rows, mask=(rank < R)[:, None] & (ks < K)[None, :], other=0.0)
         token = tl.load(order_ptr + at).to(tl.int64)
-        inner = _products(a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES, GROUP)
+        inner = _products(
+            a, x_ptr, scales_ptr, token, ks, K, x_stride, scales_stride, SCALES, GROUP
+        )
         tl.store(to + at * (PARTS * R), inner, mask=rank < R)
     if PDL and BESIDE and split + block + tile == 0:  # this grid ends behind the kernel in front
         gdc_wait()
@@ -119,27 +145,67 @@ def _expand_few_kernel(
     rank = tl.arange(0, BLOCK_R)
     there = rows < last
     up_rows = up_ptr + slot * slot_stride + rows[:, None] * R + rank[None, :]
-    b = tl.load(up_rows, mask=there[:, None] & (rank < tl.where(begin < end, R, 0))[None, :], other=0.0)
+    b = tl.load(
+        up_rows, mask=there[:, None] & (rank < tl.where(begin < end, R, 0))[None, :], other=0.0
+    )
     token = tl.load(order_ptr + begin, mask=begin < end, other=0).to(tl.int64)
     if PDL:
         pdl_wait()
     inner_of = inner_ptr + part * R + rank
     live = rows < tl.where(begin < end, last, 0)
-    _add(b, inner_of, y_ptr + token * y_stride + rows, begin, rank < R, live, R, T, PARTS, SPLITS, BLOCK_R)
+    _add(
+        b,
+        inner_of,
+        y_ptr + token * y_stride + rows,
+        begin,
+        rank < R,
+        live,
+        R,
+        T,
+        PARTS,
+        SPLITS,
+        BLOCK_R,
+    )
     for at in range(begin + 1, end):
         b = tl.load(up_rows, mask=there[:, None] & (rank < R)[None, :], other=0.0)
         token = tl.load(order_ptr + at).to(tl.int64)
-        _add(b, inner_of, y_ptr + token * y_stride + rows, at, rank < R, there, R, T, PARTS, SPLITS, BLOCK_R)
+        _add(
+            b,
+            inner_of,
+            y_ptr + token * y_stride + rows,
+            at,
+            rank < R,
+            there,
+            R,
+            T,
+            PARTS,
+            SPLITS,
+            BLOCK_R,
+        )
 
 
 @triton.jit
-def _add(b, inner_of, to, at, is_rank, mask, R, T, PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr):
+def _add(
+    b,
+    inner_of,
+    to,
+    at,
+    is_rank,
+    mask,
+    R,
+    T,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """Numbers at `to` += b [rows, ranks] · the sum of position `at`'s splits."""
     y = tl.load(to, mask=mask, other=0.0)
     inner = tl.zeros((BLOCK_R,), tl.float32)
     for split in tl.static_range(SPLITS):
         inner += tl.load(inner_of + (split * T + at) * (PARTS * R), mask=is_rank, other=0.0)
-    tl.store(to, (y.to(tl.float32) + tl.sum(b.to(tl.float32) * inner[None, :], 1)).to(y.dtype), mask=mask)
+    tl.store(
+        to, (y.to(tl.float32) + tl.sum(b.to(tl.float32) * inner[None, :], 1)).to(y.dtype), mask=mask
+    )
 
 
 MOST_SPLITS = 8
@@ -172,10 +238,18 @@ def _shrink_kernel(
         acc = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
         for first in range(split * BLOCK_K, K, SPLITS * BLOCK_K):
             ks = first + tl.arange(0, BLOCK_K)
-            x = tl.load(x_ptr + token[:, None] * x_stride + ks[None, :], mask=live[:, None] & (ks < K)[None, :], other=0.0)
-            a = tl.load(down_rows + ks[None, :], mask=(rank < R)[:, None] & (ks < K)[None, :], other=0.0)
+            x = tl.load(
+                x_ptr + token[:, None] * x_stride + ks[None, :],
+                mask=live[:, None] & (ks < K)[None, :],
+                other=0.0,
+            )
+            a = tl.load(
+                down_rows + ks[None, :], mask=(rank < R)[:, None] & (ks < K)[None, :], other=0.0
+            )
             if SCALES == 2:
-                scale = tl.load(scales_ptr + token * scales_stride + first // BLOCK_K, mask=live, other=0.0)
+                scale = tl.load(
+                    scales_ptr + token * scales_stride + first // BLOCK_K, mask=live, other=0.0
+                )
                 acc += tl.dot(x.to(a.dtype), tl.trans(a), input_precision="ieee") * scale[:, None]
             else:
                 acc = tl.dot(x.to(a.dtype), tl.trans(a), acc, input_precision="ieee")
@@ -220,7 +294,9 @@ def _expand_kernel(
         inner = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
         for split in tl.static_range(SPLITS):
             columns = (split * T + at)[:, None] * (PARTS * R) + part * R + rank[None, :]
-            inner += tl.load(inner_ptr + columns, mask=live[:, None] & (rank < R)[None, :], other=0.0)
+            inner += tl.load(
+                inner_ptr + columns, mask=live[:, None] & (rank < R)[None, :], other=0.0
+            )
         acc = tl.dot(inner.to(b.dtype), tl.trans(b), input_precision="ieee")
         to = y_ptr + token[:, None] * y_stride + rows[None, :]
         mask = live[:, None] & there[None, :]
@@ -247,10 +323,14 @@ def room(x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
         splits = triton.cdiv(inner_size, _few_block_k(inner_size))
     else:
         splits = num_splits(len(tokens.tiles), len(w.live), inner_size, _block_k(x, w))
-    return torch.empty(splits, num_tokens, len(w.starts) * w.rank, dtype=torch.float32, device=values.device)
+    return torch.empty(
+        splits, num_tokens, len(w.starts) * w.rank, dtype=torch.float32, device=values.device
+    )
 
 
-def shrink(inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *, beside: bool = False) -> Tensor:
+def shrink(
+    inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *, beside: bool = False
+) -> Tensor:
     """down · x of the tokens in `tokens.order`, in splits that are to be added, into `inner` (`room`). A product has three
     parts at most; those that are not live are not written. `beside`: the kernel in front is a product of x that says
     `starts_next_behind_inputs`, and `inner` is older than that product's memory."""
@@ -265,7 +345,10 @@ def shrink(inner: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens, *,
     parts |= dict(SCALES=kind, PARTS=num_parts, SPLITS=splits)
     options = pdl_options(values)
     if tokens.tile_tokens == TILES[0]:
-        block_k, block_r = _few_block_k(inner_size), min(triton.next_power_of_2(rank), FEW_TILES.ranks)
+        block_k, block_r = (
+            _few_block_k(inner_size),
+            min(triton.next_power_of_2(rank), FEW_TILES.ranks),
+        )
         blocks = triton.cdiv(rank, block_r)
         _shrink_few_kernel[(splits * blocks * len(live), num_tiles)](
             values, scales, w.down, inner, tokens.order, tokens.tiles, inner_size, rank, num_tokens,

@@ -39,7 +39,10 @@ TOKENS_PER_PROGRAM = 4
 def _load_cos_sin(table_ptr, positions, live, R: tl.constexpr, HALF: tl.constexpr):
     """Cosines and sines [N, HALF] of `positions` [N]; R // 2 of them exist."""
     i = tl.arange(0, HALF)
-    at, mask = table_ptr + (positions * R)[:, None] + i[None, :], live[:, None] & (i < R // 2)[None, :]
+    at, mask = (
+        table_ptr + (positions * R)[:, None] + i[None, :],
+        live[:, None] & (i < R // 2)[None, :],
+    )
     return tl.load(at, mask=mask, other=0.0), tl.load(at + R // 2, mask=mask, other=0.0)
 
 
@@ -84,7 +87,9 @@ def _rotate_queries(
     H: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rotate the rotary numbers of `rows` [N] (a token and head each) and store them in front of the latent part."""
-    cos, sin = _load_cos_sin(table_ptr, tl.load(positions_ptr + rows // H, mask=live, other=0), live, R, HALF)
+    cos, sin = _load_cos_sin(
+        table_ptr, tl.load(positions_ptr + rows // H, mask=live, other=0), live, R, HALF
+    )
     offsets = rows.to(tl.int64)
     kind: tl.constexpr = out_ptr.dtype.element_ty
     a, b = _rotate(q_ptr + offsets * (NOPE + R) + NOPE, live, cos, sin, R, HALF, INTERLEAVED)
@@ -102,7 +107,9 @@ def _cache_latents(
     row = row_ptr + tokens * (C + R)
     # with one kv head, slots are contiguous through all blocks
     cached = k_ptr + tl.load(slots_ptr + tokens, mask=live, other=0) * (R + C)
-    cos, sin = _load_cos_sin(table_ptr, tl.load(positions_ptr + tokens, mask=live, other=0), live, R, HALF)
+    cos, sin = _load_cos_sin(
+        table_ptr, tl.load(positions_ptr + tokens, mask=live, other=0), live, R, HALF
+    )
     a, b = _rotate(row + C, live, cos, sin, R, HALF, INTERLEAVED)
     a, b = _to_cache(a, 1.0, k_ptr, False), _to_cache(b, 1.0, k_ptr, False)
     _store_pairs(cached, live, a, b, R, HALF, INTERLEAVED)
@@ -110,7 +117,9 @@ def _cache_latents(
     mask = live[:, None] & (cs < C)[None, :]
     x = tl.load(row[:, None] + cs[None, :], mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + cs, mask=cs < C, other=0.0).to(tl.float32)
-    x = _to_cache(x * tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None] * weight[None, :], 1.0, k_ptr, False)
+    x = _to_cache(
+        x * tl.rsqrt(tl.sum(x * x, 1) / C + eps)[:, None] * weight[None, :], 1.0, k_ptr, False
+    )
     tl.store(cached[:, None] + R + cs[None, :], x, mask=mask)
     if RETURN_ROWS:
         _store_pairs(rotary_ptr + (tokens - first) * R, live, a, b, R, HALF, True)
@@ -129,14 +138,25 @@ def _small_batch_kernel(
     if pid > 0:
         slices: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS
         head = (pid - 1) // slices
-        cs, ps = (pid - 1) % slices * BLOCK_COLS + tl.arange(0, BLOCK_COLS), tl.arange(0, BLOCK_NOPE)
+        cs, ps = (
+            (pid - 1) % slices * BLOCK_COLS + tl.arange(0, BLOCK_COLS),
+            tl.arange(0, BLOCK_NOPE),
+        )
         live = (ps < NOPE)[:, None] & (cs < C)[None, :]
-        w = tl.load(keys_ptr + (head * NOPE + ps)[:, None] * C + cs[None, :], mask=live, other=0.0).to(tl.float32)
+        w = tl.load(
+            keys_ptr + (head * NOPE + ps)[:, None] * C + cs[None, :], mask=live, other=0.0
+        ).to(tl.float32)
         if PDL:
             pdl_wait()
-        x = tl.load(q_ptr + (token * H + head) * (NOPE + R) + ps, mask=ps < NOPE, other=0.0).to(tl.float32)
+        x = tl.load(q_ptr + (token * H + head) * (NOPE + R) + ps, mask=ps < NOPE, other=0.0).to(
+            tl.float32
+        )
         y = tl.sum(w * x[:, None], 0)
-        tl.store(out_ptr + (token * H + head) * (R + C) + R + cs, y.to(out_ptr.dtype.element_ty), mask=cs < C)
+        tl.store(
+            out_ptr + (token * H + head) * (R + C) + R + cs,
+            y.to(out_ptr.dtype.element_ty),
+            mask=cs < C,
+        )
         return
     if PDL:
         pdl_wait()
@@ -173,10 +193,25 @@ def _rows_kernel(
         )  # fmt: skip
     else:
         rows = (pid - row_programs) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        _rotate_queries(q_ptr, out_ptr, positions_ptr, table_ptr, rows, rows < T * H, H, NOPE, R, C, HALF, INTERLEAVED)
+        _rotate_queries(
+            q_ptr,
+            out_ptr,
+            positions_ptr,
+            table_ptr,
+            rows,
+            rows < T * H,
+            H,
+            NOPE,
+            R,
+            C,
+            HALF,
+            INTERLEAVED,
+        )
 
 
-def mla_queries(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+def mla_queries(
+    q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+) -> Tensor:
     """`OpSet.mla_queries`."""
     keys, cos_sin, norm, eps = params.keys, params.cos_sin, params.norm.weight, params.norm.eps
     (num_tokens, (num_heads, nope_dim, rank)), rope_dim = (len(q), keys.shape), cos_sin.shape[1]
@@ -234,7 +269,11 @@ def _combine_values_kernel(
 ):  # fmt: skip
     """BLOCK_V values of a (sequence, head): its splits merged as in `split_keys`, times `values`."""
     row = tl.program_id(0)
-    cs, vs, at = tl.arange(0, BLOCK_C), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_S)
+    cs, vs, at = (
+        tl.arange(0, BLOCK_C),
+        tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V),
+        tl.arange(0, BLOCK_S),
+    )
     live = (cs < C)[:, None] & (vs < V)[None, :]
     w = tl.load(values_ptr + (row % H * C + cs)[:, None] * V + vs[None, :], mask=live, other=0.0)
     if PDL:
@@ -247,7 +286,9 @@ def _combine_values_kernel(
     for split in range(splits):
         size = tl.load(lse_ptr + row * splits + split)
         partial = partial_ptr + (row * splits + split).to(tl.int64) * C + cs
-        latent += tl.exp2(size - m_i) * tl.load(partial, mask=cs < tl.where(size == float("-inf"), 0, C), other=0.0)
+        latent += tl.exp2(size - m_i) * tl.load(
+            partial, mask=cs < tl.where(size == float("-inf"), 0, C), other=0.0
+        )
     latent = (latent / tl.where(l_i == 0.0, 1.0, l_i)).to(w.dtype).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * latent[:, None], 0)
     tl.store(out_ptr + row * V + vs, y.to(out_ptr.dtype.element_ty), mask=vs < V)
@@ -274,12 +315,22 @@ def _mla_kernel(
         return
     length = tl.load(lens_ptr + seq)
     context = length - num_queries
-    rows, rs, cs = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    rows, rs, cs = (
+        tile * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_R),
+        tl.arange(0, BLOCK_C),
+    )
     live = rows < num_queries * H
     positions = context + rows // H
     offset = start.to(tl.int64) * H + rows
-    q_rotary = tl.load(q_ptr + offset[:, None] * D + rs[None, :], mask=live[:, None] & (rs < R)[None, :], other=0.0)
-    q_latent = tl.load(q_ptr + offset[:, None] * D + R + cs[None, :], mask=live[:, None] & (cs < C)[None, :], other=0.0)
+    q_rotary = tl.load(
+        q_ptr + offset[:, None] * D + rs[None, :], mask=live[:, None] & (rs < R)[None, :], other=0.0
+    )
+    q_latent = tl.load(
+        q_ptr + offset[:, None] * D + R + cs[None, :],
+        mask=live[:, None] & (cs < C)[None, :],
+        other=0.0,
+    )
     end = tl.minimum(length, context + (tile * BLOCK_M + BLOCK_M - 1) // H + 1)
     span = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
     begin = split * span
@@ -295,8 +346,12 @@ def _mla_kernel(
         block, slot = _locate_keys(table, first, end, BLOCK_N, BLOCK_SIZE, True)
         base = (block * BLOCK_SIZE + slot) * D
         # Not masked by `end`: the cache holds finite numbers only, and keys beyond the end get weight 0.
-        rotary_keys = _load_tile(k_ptr + base[:, None] + rs[None, :], (rs < R)[None, :], BLOCK_R == R)
-        latent = _load_tile(k_ptr + base[:, None] + R + cs[None, :], (cs < C)[None, :], BLOCK_C == C)
+        rotary_keys = _load_tile(
+            k_ptr + base[:, None] + rs[None, :], (rs < R)[None, :], BLOCK_R == R
+        )
+        latent = _load_tile(
+            k_ptr + base[:, None] + R + cs[None, :], (cs < C)[None, :], BLOCK_C == C
+        )
         s = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         s = tl.dot(q_rotary, tl.trans(rotary_keys), s, input_precision="ieee")
         s = tl.where((positions[:, None] >= at[None, :]) & (at < end)[None, :], s, float("-inf"))
@@ -306,8 +361,16 @@ def _mla_kernel(
     acc = acc / tl.where(empty, 1.0, l_i)[:, None]
     if SPLIT:
         partial = offset * splits + split
-        tl.store(lse_ptr + partial, tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))), mask=live)
-        tl.store(partial_ptr + partial[:, None] * C + cs[None, :], acc, mask=(live & (empty == 0))[:, None] & (cs < C)[None, :])
+        tl.store(
+            lse_ptr + partial,
+            tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i))),
+            mask=live,
+        )
+        tl.store(
+            partial_ptr + partial[:, None] * C + cs[None, :],
+            acc,
+            mask=(live & (empty == 0))[:, None] & (cs < C)[None, :],
+        )
     else:
         out = out_ptr + offset[:, None] * C + cs[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cs < C)[None, :])
@@ -315,7 +378,9 @@ def _mla_kernel(
 
 def reject_8bit_cache(kv: LayerKV) -> None:
     if kv.k_scale is not None:
-        raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
+        raise ConfigError(
+            "latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype"
+        )
 
 
 def mla_paged_attention(
@@ -350,7 +415,9 @@ def mla_paged_attention(
             return 16, 16, 4, 2
         return (16, 16, 2, 3) if count <= 16 else (32, 32, 4, 2)
 
-    def launch(first: int, count: int, max_query_len: int, splits: int, partial: Tensor, lse: Tensor) -> None:
+    def launch(
+        first: int, count: int, max_query_len: int, splits: int, partial: Tensor, lse: Tensor
+    ) -> None:
         num_rows = max_query_len * num_heads
         block_m, block_n, warps, stages = tile or default_tile(num_rows)
         _mla_kernel[(count * triton.cdiv(num_rows, block_m), splits)](
@@ -361,13 +428,17 @@ def mla_paged_attention(
 
     if num_decodes:
         programs = num_decodes * triton.cdiv(num_heads, default_tile(num_heads)[0])
-        splits = num_splits(programs, meta.max_seq_len, SPLIT_KEYS, platform_of(q.device).multiprocessors)
+        splits = num_splits(
+            programs, meta.max_seq_len, SPLIT_KEYS, platform_of(q.device).multiprocessors
+        )
         partial = lse = out
         if splits > 1:
             partial, lse = scratch(num_decodes, q, width, splits)
         launch(0, num_decodes, 1, splits, partial, lse)
         if splits > 1 and values is not None and num_decodes == num_tokens <= SMALL_BATCH:
-            projected = torch.empty(num_tokens, num_heads * values.shape[2], dtype=q.dtype, device=q.device)
+            projected = torch.empty(
+                num_tokens, num_heads * values.shape[2], dtype=q.dtype, device=q.device
+            )
             _combine_values_kernel[(num_decodes * num_heads, triton.cdiv(values.shape[2], 32))](
                 partial, lse, values, projected, splits, H=num_heads, C=width, V=values.shape[2], BLOCK_C=shape["BLOCK_C"],
                 BLOCK_V=32, BLOCK_S=MAX_SPLITS, num_warps=4, **pdl_options(q),

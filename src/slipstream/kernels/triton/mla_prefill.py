@@ -54,7 +54,9 @@ def _find_tile(index, starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M: t
         for begin in range(first_seq, last_seq, 256):
             i = begin + tl.arange(0, 256)
             mask = i < last_seq
-            tokens = tl.load(starts_ptr + i + 1, mask=mask, other=0) - tl.load(starts_ptr + i, mask=mask, other=0)
+            tokens = tl.load(starts_ptr + i + 1, mask=mask, other=0) - tl.load(
+                starts_ptr + i, mask=mask, other=0
+            )
             num_tiles = (tokens + BLOCK_M - 1) // BLOCK_M
             passed = mask & (so_far + tl.cumsum(num_tiles, 0) <= index)
             seq += tl.sum(passed.to(tl.int32), 0)
@@ -67,7 +69,9 @@ def _find_tile(index, starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M: t
 
 
 @triton.jit
-def _load_rows(ptr, keys, n, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def _load_rows(
+    ptr, keys, n, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
     """The D numbers of each of `keys`. MASKED: zeros from key n on, which belong to another prompt."""
     ds = tl.arange(0, BLOCK_D)
     at = ptr + keys.to(tl.int64)[:, None] * STRIDE + ds[None, :]
@@ -107,19 +111,27 @@ def _mla_prefill_kernel(
     if PDL:
         pdl_wait()
     head = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    seq, tile = _find_tile(tl.program_id(1), starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M)
+    seq, tile = _find_tile(
+        tl.program_id(1), starts_ptr, first_seq, last_seq, tiles_per_seq, BLOCK_M
+    )
     if seq >= last_seq:
         return
     start = tl.load(starts_ptr + seq)
     n = tl.load(starts_ptr + seq + 1) - start
     if tile * BLOCK_M >= n:
         return
-    rows, ps, vs = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_NOPE), tl.arange(0, BLOCK_V)
+    rows, ps, vs = (
+        tile * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_NOPE),
+        tl.arange(0, BLOCK_V),
+    )
     live = rows < n
     offset = (start + rows).to(tl.int64) * H + head
     at = q_ptr + offset * (NOPE + R)
     q = tl.load(at[:, None] + ps[None, :], mask=live[:, None] & (ps < NOPE)[None, :], other=0.0)
-    cos, sin = _load_cos_sin(table_ptr, rows, live, R, HALF)  # a token's position is its to_log2 in the prompt
+    cos, sin = _load_cos_sin(
+        table_ptr, rows, live, R, HALF
+    )  # a token's position is its to_log2 in the prompt
     a, b = _rotate(at + NOPE, live, cos, sin, R, HALF, INTERLEAVED)
     q_rotary = _interleave(a, b).to(q.dtype)
     row = (start - first_token).to(tl.int64)
@@ -147,14 +159,20 @@ def _mla_prefill_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (vs < V)[None, :])
 
 
-def default_tile(dtype: torch.dtype, width: int, longest: int, shared: int) -> tuple[int, int, int, int]:
+def default_tile(
+    dtype: torch.dtype, width: int, longest: int, shared: int
+) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/kernels.py --op mla`). `width`: numbers of a
     key and a value together; `shared`: bytes of shared memory per thread block."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
     if width > 320:
         return 64, 32, 4, 2
-    return (64, 64, 4, 2) if longest <= SHORT_PROMPT else (128, 64, 8, 3 if shared >= THREE_STAGES_BYTES else 2)
+    return (
+        (64, 64, 4, 2)
+        if longest <= SHORT_PROMPT
+        else (128, 64, 8, 3 if shared >= THREE_STAGES_BYTES else 2)
+    )
 
 
 def prefill_attention(
@@ -177,7 +195,10 @@ def prefill_attention(
     block_p, block_v = (max(16, triton.next_power_of_2(n)) for n in (nope, width))
     half = max(8, triton.next_power_of_2(rotary // 2))
     block_m, block_n, warps, stages = tile or default_tile(
-        q.dtype, block_p + 2 * half + block_v, meta.max_query_len, platform_of(q.device).shared_bytes
+        q.dtype,
+        block_p + 2 * half + block_v,
+        meta.max_query_len,
+        platform_of(q.device).shared_bytes,
     )
     # Tiles per sequence: what the longest needs; if that leaves more empty, each as many as it needs.
     tiles_per_seq, num_seqs = triton.cdiv(meta.max_query_len, block_m), last_seq - first_seq
@@ -200,7 +221,9 @@ def covers(meta: AttentionMetadata) -> bool:
     return meta.from_start and len(meta.positions) - meta.num_decodes >= MIN_TOKENS
 
 
-def mla_attention(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams) -> Tensor:
+def mla_attention(
+    q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+) -> Tensor:
     """`OpSet.mla_attention` for `meta.from_start`: decodes over latents, prompts with expanded keys and values. All rows
     are cached before anything attends: a one-token sequence may share blocks that a prompt of this step fills."""
     reject_8bit_cache(kv)
@@ -213,7 +236,9 @@ def mla_attention(q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, 
     if num_decodes:
         decodes = _only_decodes(meta)
         queries = mla_queries(q[:num_decodes], row[:num_decodes], kv, decodes, params)
-        out[:num_decodes] = mla_paged_attention(queries, kv, decodes, scale=params.scale, values=values)
+        out[:num_decodes] = mla_paged_attention(
+            queries, kv, decodes, scale=params.scale, values=values
+        )
     k = F.linear(latents, keys.view(-1, rank)).view(num_keys, num_heads, nope)
     v = torch.bmm(latents.expand(num_heads, -1, -1), values)
     prefill_attention(q, k, rotary_keys, v, meta, params, out)

@@ -44,7 +44,9 @@ def moe(
     `OpSet.moe_and_shared`."""
     if not x.shape[0]:
         return torch.empty_like(x)
-    return moe_of_choice(x, *route(router_logits, experts.spec, experts.correction, load), experts, shared, added)
+    return moe_of_choice(
+        x, *route(router_logits, experts.spec, experts.correction, load), experts, shared, added
+    )
 
 
 def moe_of_choice(
@@ -64,7 +66,9 @@ def moe_of_choice(
     # Pairs of experts that are not here come behind all others, and are no one's.
     num_bins = spec.num_local_experts + (spec.held is not None)
     if isinstance(up, Mxfp4Linear) and isinstance(down, Mxfp4Linear):
-        y, inverse = mxfp4_mlp(x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch)
+        y, inverse = mxfp4_mlp(
+            x.contiguous(), up, down, chosen, spec, num_bins, small_batch=small_batch
+        )
         return combine(y, weights, inverse, added, x.dtype)
     tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins)
     inputs: Activations = x.contiguous() if up.inputs is None else quantize(x, up.inputs)
@@ -84,7 +88,10 @@ def is_small_batch(num_tokens: int, spec: MoESpec) -> bool:
 
 def fuses_shared(num_tokens: int, experts: Experts, shared: tuple[Linear, Linear]) -> bool:
     """Whether `moe` computes a shared expert too: few tokens, dense weights, biases as the others have."""
-    alike = all((a.bias is None) == (b.bias is None) for a, b in zip((experts.up, experts.down), shared, strict=True))
+    alike = all(
+        (a.bias is None) == (b.bias is None)
+        for a, b in zip((experts.up, experts.down), shared, strict=True)
+    )
     dense = _are_dense(experts.up, experts.down, *shared)
     few = num_tokens > 0 and is_small_batch(num_tokens, experts.spec) and experts.spec.held is None
     return few and dense and alike
@@ -128,7 +135,9 @@ def _route_kernel(
     if NUM_GROUPS > 1:
         best = tl.max(merits, 1)
         if BY_TWO:
-            best += tl.max(tl.where(es[None, :] == tl.argmax(merits, 1)[:, None], float("-inf"), merits), 1)
+            best += tl.max(
+                tl.where(es[None, :] == tl.argmax(merits, 1)[:, None], float("-inf"), merits), 1
+            )
         best = tl.where(gs < NUM_GROUPS, best, float("-inf"))
         kept = gs < 0
         for _ in range(GROUPS_CHOSEN):
@@ -137,7 +146,11 @@ def _route_kernel(
             best = tl.where(gs == group, float("-inf"), best)
         merits = tl.where(kept[:, None], merits, float("-inf"))
     flat: tl.constexpr = BLOCK_G * BLOCK_X
-    merits, scores, ids = tl.reshape(merits, (flat,)), tl.reshape(scores, (flat,)), tl.reshape(ids, (flat,))
+    merits, scores, ids = (
+        tl.reshape(merits, (flat,)),
+        tl.reshape(scores, (flat,)),
+        tl.reshape(ids, (flat,)),
+    )
     # Keys: the merits' bits in integer order, minus the index. No two are equal, whatever the merits.
     bits = merits.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -161,7 +174,12 @@ def _route_kernel(
     weights *= weight_scale
     if COUNTED:
         one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
-        tl.atomic_add(counts_ptr + chosen, one + tl.zeros((BLOCK_TOP,), tl.int64), mask=js < TOP_K, sem="relaxed")
+        tl.atomic_add(
+            counts_ptr + chosen,
+            one + tl.zeros((BLOCK_TOP,), tl.int64),
+            mask=js < TOP_K,
+            sem="relaxed",
+        )
     if HELD < X:
         here = (chosen >= FIRST) & (chosen < FIRST + HELD)
         weights = tl.where(here, weights, 0.0)
@@ -171,7 +189,10 @@ def _route_kernel(
 
 
 def route(
-    router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None, load: ExpertLoad | None = None
+    router_logits: Tensor,
+    spec: MoESpec,
+    correction: Tensor | None = None,
+    load: ExpertLoad | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each. Of `spec.held` experts they are counted from the first of these; others
     are the number after the last, with the weight 0."""
@@ -226,7 +247,11 @@ def _combine_kernel(
 
 
 def combine(
-    y: Tensor, weights: Tensor, inverse: Tensor | None, added: Tensor | None = None, dtype: torch.dtype | None = None
+    y: Tensor,
+    weights: Tensor,
+    inverse: Tensor | None,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """y [T · k, E] with pair i in row inverse[i] (None: i), weights [T, k], added [T, E] → [T, E]. Or y is [T · k · parts, E]
     in float32, a row for each part of a sum, and the result of `dtype`."""

@@ -36,7 +36,9 @@ class ExpertTiles:
 
 
 @triton.jit(do_not_specialize=["N"])
-def _count_kernel(chosen_ptr, counts_ptr, N, X, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(
+    chosen_ptr, counts_ptr, N, X, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr
+):
     """A chunk's number of pairs per expert."""
     if PDL:
         pdl_wait()
@@ -74,12 +76,21 @@ def _sort_kernel(
         totals, before = tl.sum(sums, 0), tl.sum(sums_before, 0)
     ends = tl.cumsum(totals, 0)
     ahead = tl.zeros((CHUNK,), tl.int32)
-    UNROLLED: tl.constexpr = 8 if CHUNK <= 256 else 1  # a larger chunk's loads would not fit the registers
+    UNROLLED: tl.constexpr = (
+        8 if CHUNK <= 256 else 1
+    )  # a larger chunk's loads would not fit the registers
     for first in tl.range(0, CHUNK, 32, loop_unroll_factor=UNROLLED):
         others = first + tl.arange(0, 32)
-        other_experts = tl.load(chosen_ptr + chunk * CHUNK + others, mask=chunk * CHUNK + others < N, other=-1)
+        other_experts = tl.load(
+            chosen_ptr + chunk * CHUNK + others, mask=chunk * CHUNK + others < N, other=-1
+        )
         # others along rows, own pairs along columns: no two threads share a sum
-        ahead += tl.sum(((other_experts[:, None] == expert[None, :]) & (others[:, None] < at[None, :])).to(tl.int32), 0)
+        ahead += tl.sum(
+            ((other_experts[:, None] == expert[None, :]) & (others[:, None] < at[None, :])).to(
+                tl.int32
+            ),
+            0,
+        )
     position = tl.gather(ends - totals + before, expert, 0) + ahead
     tl.store(order_ptr + position, pair, mask=mask)
     tl.store(inverse_ptr + pair, position, mask=mask)
@@ -97,19 +108,29 @@ def tile_of(tile, starts_ptr, ends_ptr, X, BLOCK_M: tl.constexpr, BLOCK_X: tl.co
     expert = tl.sum((ends <= tile).to(tl.int32), 0)
     before = tl.sum(tl.where(xs == expert - 1, ends, 0), 0)
     start = tl.load(starts_ptr + expert, mask=expert < X, other=0)
-    return expert, start + (tile - before) * BLOCK_M, tl.load(starts_ptr + expert + 1, mask=expert < X, other=0)
+    return (
+        expert,
+        start + (tile - before) * BLOCK_M,
+        tl.load(starts_ptr + expert + 1, mask=expert < X, other=0),
+    )
 
 
 def pairs_per_tile(count: int, num_experts: int) -> int:
     """Tiles grow with the average number of pairs per expert: an expert in one tile reads its weight once."""
-    return next((size for size, most in ((16, 8), (32, 32), (64, 48)) if count <= most * num_experts), 128)
+    return next(
+        (size for size, most in ((16, 8), (32, 32), (64, 48)) if count <= most * num_experts), 128
+    )
 
 
 def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -> ExpertTiles:
     """chosen int32 [T, k] → its pairs by expert, in tiles of `tile_m`."""
     count, device = chosen.numel(), chosen.device
     tile_m = tile_m or pairs_per_tile(count, num_experts)
-    chunk = 2 * CHUNK if count > MANY_CHUNKS * CHUNK else min(CHUNK, max(32, triton.next_power_of_2(count)))
+    chunk = (
+        2 * CHUNK
+        if count > MANY_CHUNKS * CHUNK
+        else min(CHUNK, max(32, triton.next_power_of_2(count)))
+    )
     num_chunks = triton.cdiv(count, chunk)
     order, inverse = (torch.empty(count, dtype=torch.int32, device=device) for _ in range(2))
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -118,12 +139,21 @@ def sort_pairs(chosen: Tensor, num_experts: int, *, tile_m: int | None = None) -
     counts = starts
     if num_chunks > 1:
         counts = torch.empty(num_chunks, num_experts, dtype=torch.int32, device=device)
-        _count_kernel[(num_chunks,)](chosen, counts, count, num_experts, **sizes, num_warps=4, **pdl_options(chosen))
+        _count_kernel[(num_chunks,)](
+            chosen, counts, count, num_experts, **sizes, num_warps=4, **pdl_options(chosen)
+        )
     _sort_kernel[(num_chunks,)](
         chosen, counts, order, inverse, starts, tile_ends, count, num_experts, num_chunks,
         ONE_CHUNK=num_chunks == 1, BLOCK_M=tile_m, CHUNKS_AT_ONCE=32, **sizes, num_warps=8, **pdl_options(chosen),
     )  # fmt: skip
-    return ExpertTiles(order, inverse, starts, tile_ends, tile_m, min(count, triton.cdiv(count, tile_m) + num_experts))
+    return ExpertTiles(
+        order,
+        inverse,
+        starts,
+        tile_ends,
+        tile_m,
+        min(count, triton.cdiv(count, tile_m) + num_experts),
+    )
 
 
 def unsorted_pairs(chosen: Tensor) -> ExpertTiles:

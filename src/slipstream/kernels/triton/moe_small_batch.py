@@ -28,7 +28,9 @@ def _load_weight(at, k, ks, K, live, EVEN: tl.constexpr):
     """[rows, BLOCK_K] of a weight, columns k + ks."""
     if EVEN:
         return tl.load(at + k, mask=live, other=0.0, eviction_policy="evict_first")
-    return tl.load(at + k, mask=live & (k + ks < K)[None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(
+        at + k, mask=live & (k + ks < K)[None, :], other=0.0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
@@ -124,8 +126,15 @@ def _down_kernel(
         for k in range(0, stretch, BLOCK_K):
             column = start[:, None] + (k + ks)[None, :]
             inside = (k + ks < stretch)[None, :] & (column < F_SHARED) & live
-            w = tl.load(shared_ptr + row[:, None] * F_SHARED + column, mask=inside, other=0.0, eviction_policy="evict_first")
-            h = tl.load(shared_h_ptr + token.to(tl.int64) * F_SHARED + column, mask=inside, other=0.0)
+            w = tl.load(
+                shared_ptr + row[:, None] * F_SHARED + column,
+                mask=inside,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            h = tl.load(
+                shared_h_ptr + token.to(tl.int64) * F_SHARED + column, mask=inside, other=0.0
+            )
             acc += w.to(tl.float32) * h.to(tl.float32)
         y += tl.sum(acc, 1)
         if HAS_BIAS:
@@ -136,14 +145,27 @@ def _down_kernel(
 
 
 def moe_small_batch(
-    x: Tensor, weights: Tensor, chosen: Tensor, up: Linear, down: Linear, spec: MoESpec, shared: tuple[Linear, Linear] | None
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    up: Linear,
+    down: Linear,
+    spec: MoESpec,
+    shared: tuple[Linear, Linear] | None,
 ) -> Tensor:
     """x [T, E], contiguous; weights float32 and experts int32 [T, k] → [T, E]. `shared`: up and down of an expert of all
     tokens, with the others' activation, and with biases if they have such."""
-    (num_tokens, width), top_k, size = x.shape, spec.num_experts_per_token, spec.expert.intermediate_size
+    (num_tokens, width), top_k, size = (
+        x.shape,
+        spec.num_experts_per_token,
+        spec.expert.intermediate_size,
+    )
     all_up, all_down = (up, down) if shared is None else shared
     shared_size = 0 if shared is None else all_down.weight.shape[1]
-    h, shared_h = (torch.empty(n, dtype=x.dtype, device=x.device) for n in (chosen.numel() * size, num_tokens * shared_size))
+    h, shared_h = (
+        torch.empty(n, dtype=x.dtype, device=x.device)
+        for n in (chosen.numel() * size, num_tokens * shared_size)
+    )
     block_k = min(1024 if width % 1024 == 0 else 512, triton.next_power_of_2(width))
     block_n = TILE_SIZE // 1024 if width % 1024 == 0 else TILE_SIZE // 512
     num_routed = top_k * triton.cdiv(size, block_n)

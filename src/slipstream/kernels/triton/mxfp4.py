@@ -36,15 +36,24 @@ def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
     """Reorder codes and scales, some rows at a time."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
     inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
-    factor = max(1.0, float(w.scales.max()))  # so ranks with different experts have the same one, and can exchange them
-    words = torch.empty(rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device)
+    factor = max(
+        1.0, float(w.scales.max())
+    )  # so ranks with different experts have the same one, and can exchange them
+    words = torch.empty(
+        rows // SLAB, chunks, SLAB, CHUNK // 4, dtype=torch.int16, device=w.weight.device
+    )
     exponents = torch.empty(rows // SLAB, chunks, SLAB, dtype=torch.int32, device=w.weight.device)
     step = 4096
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         slabs = slice(part.start // SLAB, part.stop // SLAB)
-        codes = torch.nn.functional.pad(unpack4(w.weight[part], w.chunk), (0, chunks * CHUNK - inner))
-        bits = [_placed(c, at) for c, at in zip(codes.unflatten(1, (chunks, 4, -1)).unbind(2), _PLACES, strict=True)]
+        codes = torch.nn.functional.pad(
+            unpack4(w.weight[part], w.chunk), (0, chunks * CHUNK - inner)
+        )
+        bits = [
+            _placed(c, at)
+            for c, at in zip(codes.unflatten(1, (chunks, 4, -1)).unbind(2), _PLACES, strict=True)
+        ]
         word = bits[0] | bits[1] | bits[2] | bits[3]
         words[slabs] = word.to(torch.int16).unflatten(0, (-1, SLAB)).transpose(1, 2)
         e = ((w.scales[:, part].float() / factor).log2().round().int().T + 253).clamp(min=0)
@@ -99,7 +108,9 @@ def _scale_bits(exponents, i: tl.constexpr):
 @triton.jit
 def _number(bits, scale_bits):
     """A code whose bits lie as a bfloat16's, times its scale."""
-    return (bits << 16).to(tl.float32, bitcast=True) * (scale_bits << 16).to(tl.float32, bitcast=True)
+    return (bits << 16).to(tl.float32, bitcast=True) * (scale_bits << 16).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -151,7 +162,9 @@ def _tile(
     e_at = exponents_ptr + at
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if MORE:
-        position2, live2, x2_at = _pairs(x_ptr, order_ptr, first + BLOCK_M, end, K, TOP_K, GATHER, UNSORTED, MORE)
+        position2, live2, x2_at = _pairs(
+            x_ptr, order_ptr, first + BLOCK_M, end, K, TOP_K, GATHER, UNSORTED, MORE
+        )
         acc2 = tl.zeros((BLOCK_N, MORE), tl.float32)
     begin = split * chunks
     for chunk in range(begin, tl.minimum(begin + chunks, tl.cdiv(K, 128))):
@@ -187,7 +200,15 @@ def _tile(
 
 @triton.jit
 def _pairs(
-    x_ptr, order_ptr, first, end, K, TOP_K: tl.constexpr, GATHER: tl.constexpr, UNSORTED: tl.constexpr, BLOCK_M: tl.constexpr
+    x_ptr,
+    order_ptr,
+    first,
+    end,
+    K,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    UNSORTED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Pairs `first` … `end`, at most BLOCK_M: their positions, which there are, and where their first 32 inputs are
     [32, BLOCK_M]."""
@@ -313,7 +334,9 @@ def mxfp4_gemm(
     gated = expert is not None and expert.gated
     outer = w.out_features // num_experts // (2 if gated else 1)
     splits, count = tile.splits, tiles.order.numel()
-    y = torch.empty(count * splits, outer, dtype=torch.float32 if splits > 1 else dtype, device=x.device)
+    y = torch.empty(
+        count * splits, outer, dtype=torch.float32 if splits > 1 else dtype, device=x.device
+    )
     in_place = x.dtype == torch.bfloat16 and platform_of(x.device).arch.wgmma
     columns = tile.rows // 2 if gated else tile.rows
     _mxfp4_gemm_kernel[(triton.cdiv(outer, columns) * splits, tiles.max_tiles)](
@@ -329,13 +352,26 @@ def mxfp4_gemm(
 
 
 def mxfp4_mlp(
-    x: Tensor, up: Mxfp4Linear, down: Mxfp4Linear, chosen: Tensor, spec: MoESpec, num_bins: int, *, small_batch: bool
+    x: Tensor,
+    up: Mxfp4Linear,
+    down: Mxfp4Linear,
+    chosen: Tensor,
+    spec: MoESpec,
+    num_bins: int,
+    *,
+    small_batch: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Both products: x [T, E] → what `moe.combine` takes, [T · k · parts, E], and the pairs' positions. `small_batch`: nothing
     is sorted."""
     first, second = step_tiles(chosen.numel(), spec.num_experts, small_batch=small_batch)
-    tiles = unsorted_pairs(chosen) if small_batch else sort_pairs(chosen, num_bins, tile_m=first.most_pairs)
-    how: dict[str, Any] = dict(num_experts=spec.num_local_experts, top_k=spec.num_experts_per_token, dtype=x.dtype)
+    tiles = (
+        unsorted_pairs(chosen)
+        if small_batch
+        else sort_pairs(chosen, num_bins, tile_m=first.most_pairs)
+    )
+    how: dict[str, Any] = dict(
+        num_experts=spec.num_local_experts, top_k=spec.num_experts_per_token, dtype=x.dtype
+    )
     h = mxfp4_gemm(x, up, tiles, **how, tile=first, expert=spec.expert, gather=True)
     return mxfp4_gemm(h, down, tiles, **how, tile=second), tiles.inverse
 

@@ -32,7 +32,11 @@ from slipstream.spec.reason import Reason
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.cu")
-    for name in ("instructions", *(f"one_token_{part}" for part in ("products", "attention", "mla", "experts")), "one_token")
+    for name in (
+        "instructions",
+        *(f"one_token_{part}" for part in ("products", "attention", "mla", "experts")),
+        "one_token",
+    )
 )
 """Compiled as one text, in this order."""
 NORMS = {"rms": 1, "layer": 2}
@@ -56,9 +60,32 @@ LATENT_DEPTH = 6
 """Stages in flight during latent attention. They may be more, since most of its rows come from L2."""
 
 POINTERS = (
-    *("norm", "norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm", "k", "v", "k_scale", "v_scale"),
-    *(f"{name}{part}" for name in ("qkv", "out", "up", "down") for part in ("", "_scales", "_bias")),
-    *("router", "router_bias", "correction", "shared_up", "shared_up_scales", "shared_down", "shared_down_scales"),
+    *(
+        "norm",
+        "norm_bias",
+        "mlp_norm",
+        "mlp_norm_bias",
+        "q_norm",
+        "k_norm",
+        "k",
+        "v",
+        "k_scale",
+        "v_scale",
+    ),
+    *(
+        f"{name}{part}"
+        for name in ("qkv", "out", "up", "down")
+        for part in ("", "_scales", "_bias")
+    ),
+    *(
+        "router",
+        "router_bias",
+        "correction",
+        "shared_up",
+        "shared_up_scales",
+        "shared_down",
+        "shared_down_scales",
+    ),
     *("shared_weight", "expert_counts", "logits"),
     *("latent", "latent_scales", "keys", "values"),
     *("sinks", "window", "table", "up_factor", "down_factor"),
@@ -68,7 +95,9 @@ attention `qkv` makes queries alone, `k_norm` norms the latent, and `v` is a vie
 layer's window, which block table it has, and the factors of MXFP4 experts."""
 
 
-def refusal(shape: TokenShape, product: Linear, rotary: int | None, experts: Linear | None = None) -> Reason | None:
+def refusal(
+    shape: TokenShape, product: Linear, rotary: int | None, experts: Linear | None = None
+) -> Reason | None:
     """Why the kernel can't run such layers, whatever the device; None if it can. `experts`: see `OpSet.one_token`."""
     s, grouped = shape, isinstance(product, GroupedLinear)
     if isinstance(product, GroupedLinear):
@@ -77,14 +106,24 @@ def refusal(shape: TokenShape, product: Linear, rotary: int | None, experts: Lin
     elif type(product) not in (Linear, ScaledLinear) or product.weight.dtype not in FORMS:
         kind = f"{type(product).__name__} of {product.weight.dtype}".replace("torch.", "")
         return Reason(f"the one-token kernel has no product with a {kind}")
-    if s.latent is not None and not covers_latents(s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]):
+    if s.latent is not None and not covers_latents(
+        s, s.latent, GROUPED if grouped else FORMS[product.weight.dtype]
+    ):
         return Reason("the one-token kernel has no latent attention of these sizes")
     if grouped and s.experts is not None:
         return Reason("the one-token kernel has no 4-bit experts")
-    if experts is not None and not (isinstance(experts, Mxfp4Linear) and product.weight.dtype == torch.bfloat16):
-        return Reason("the one-token kernel has experts that are held as other products are, or MXFP4 beside bfloat16")
-    if isinstance(product, GroupedLinear) and not all(chunk_of(n, product.group_size) >= 128 for n in inner_sizes(s)):
-        return Reason("the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter")
+    if experts is not None and not (
+        isinstance(experts, Mxfp4Linear) and product.weight.dtype == torch.bfloat16
+    ):
+        return Reason(
+            "the one-token kernel has experts that are held as other products are, or MXFP4 beside bfloat16"
+        )
+    if isinstance(product, GroupedLinear) and not all(
+        chunk_of(n, product.group_size) >= 128 for n in inner_sizes(s)
+    ):
+        return Reason(
+            "the one-token kernel reads 4-bit weights in chunks of 128, and the model's are shorter"
+        )
     return size_refusal(s, 4 if grouped else product.weight.dtype.itemsize * 8, rotary)
 
 
@@ -96,7 +135,10 @@ def down_inputs(s: TokenShape) -> int:
 
 def covers_latents(shape: TokenShape, latent: MLAShape, form: int) -> bool:
     """Whether the kernel has latent attention of these sizes."""
-    queries, row = shape.num_heads * (latent.nope_dim + latent.rotary_dim), latent.rank + latent.rotary_dim
+    queries, row = (
+        shape.num_heads * (latent.nope_dim + latent.rotary_dim),
+        latent.rank + latent.rotary_dim,
+    )
     return (
         latent.rotary_dim % 8 == 0
         and 0 < latent.rotary_dim <= 64
@@ -125,11 +167,17 @@ def stages(shape: TokenShape, product: Linear, shared_bytes: int) -> int:
     for size in (1, 2):  # bytes of a cached number
         keys = 4 * WARPS * 32 // (s.head_dim * size // 16)
         partials = WARPS * 32 // s.head_dim if size == 1 else WARPS
-        attention = max(attention, 4 * ((2 * heads + 4 + partials * heads) * s.head_dim + heads * (keys + 1)))
+        attention = max(
+            attention, 4 * ((2 * heads + 4 + partials * heads) * s.head_dim + heads * (keys + 1))
+        )
     if (own := s.latent) is not None:
         row_of_cache = own.rank + own.rotary_dim
-        attention = 4 * ((heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2))
-    other = 512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128  # barriers, pointers, tiles' sums, scratch; alignment
+        attention = 4 * (
+            (heads_per_block(s) + 1) * row_of_cache + own.nope_dim + WARPS * (own.rank + 2)
+        )
+    other = (
+        512 + 2 * 8 * 64 + 2 * WARPS * 16 * 4 + 256 + 2 * 128
+    )  # barriers, pointers, tiles' sums, scratch; alignment
     other += 0 if s.experts is None else s.experts.num_experts_per_token * 128
     return (shared_bytes - other - sums - max(row, attention)) // stage
 
@@ -176,16 +224,24 @@ def _refusal_here(
         return Reason("the one-token kernel needs a Hopper GPU", notable=False)
     if len(layers) < 2:
         return Reason("the one-token kernel needs two layers or more")
-    if (reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts)) is not None:
+    if (
+        reason := refusal(shape, product, None if cos_sin is None else cos_sin.shape[1], experts)
+    ) is not None:
         return reason
     platform = platform_of(device)
     programs, shared_bytes = platform.multiprocessors, platform.shared_bytes
     if shape.num_kv_heads > programs:  # a program attends for one kv head at least
-        return Reason(f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads")
+        return Reason(
+            f"the one-token kernel has {programs} programs here, and the model {shape.num_kv_heads} kv heads"
+        )
     if stages(shape, product, shared_bytes) < 3:
-        return Reason("the one-token kernel's ring of weights does not fit into shared memory beside rows of this width")
+        return Reason(
+            "the one-token kernel's ring of weights does not fit into shared memory beside rows of this width"
+        )
     if group is not None and group.sums is None:
-        return Reason("the one-token kernel of several ranks writes to peers' memory, which can't be mapped here")
+        return Reason(
+            "the one-token kernel of several ranks writes to peers' memory, which can't be mapped here"
+        )
     return None
 
 
@@ -240,7 +296,9 @@ class OneTokenStep:
         self.programs, self.shared_bytes = programs, shared_bytes
         self.splits = max(1, min(MAX_SPLITS, self.programs // s.num_kv_heads))
         if s.latent is not None:
-            self.splits = max(1, min(MAX_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s))))
+            self.splits = max(
+                1, min(MAX_LATENT_SPLITS, self.programs // (s.num_heads // heads_per_block(s)))
+            )
             self.layers = [by_rows(layer) for layer in layers]
         if isinstance(product, GroupedLinear):
             self.layers = [by_tiles(layer, gated=s.gated) for layer in self.layers]
@@ -250,18 +308,26 @@ class OneTokenStep:
         q, made = s.num_heads * s.head_dim, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         if (own := s.latent) is not None:
             made = s.num_heads * (own.nope_dim + own.rotary_dim) + own.rank + own.rotary_dim
-        self._qkv = torch.zeros(made + q, dtype=self.dtype, device=device)  # and what attention writes
+        self._qkv = torch.zeros(
+            made + q, dtype=self.dtype, device=device
+        )  # and what attention writes
         self._mid = torch.zeros(down_inputs(s), dtype=self.dtype, device=device)
         self._partials = torch.zeros(self.splits * q, dtype=torch.float32, device=device)
-        self._softmax = torch.zeros(self.splits * s.num_heads * 2, dtype=torch.float32, device=device)
+        self._softmax = torch.zeros(
+            self.splits * s.num_heads * 2, dtype=torch.float32, device=device
+        )
         num_logits = 0 if s.experts is None else s.experts.num_experts + 1
         self._logits = torch.zeros(num_logits, dtype=torch.float32, device=device)
         self._counters = torch.zeros(4 + s.num_kv_heads, dtype=torch.int32, device=device)
         self.rank, self.num_ranks = (0, 1) if group is None else (group.rank, group.size)
         self._peers = shared  # mapped as long as they are held
-        self._shared = torch.tensor([x.data_ptr() for x in shared] or [0], dtype=torch.int64).to(device)
+        self._shared = torch.tensor([x.data_ptr() for x in shared] or [0], dtype=torch.int64).to(
+            device
+        )
         self._kv: Sequence[LayerKV] | None = None
-        self._kernels: dict[tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
+        self._kernels: dict[
+            tuple[torch.dtype, int], Callable[[int, int, Sequence[Tensor | int]], None]
+        ] = {}
         self._tables: list[Tensor] = []  # a captured graph reads the one that it was captured with
         self._held: list[Tensor] = []
 
@@ -274,16 +340,31 @@ class OneTokenStep:
         if key not in self._kernels:
             self._kernels[key] = self.compiled(self.definitions(*key))
         cos_sin = self._partials if self.cos_sin is None else self.cos_sin
-        tensors = (x, self._tables[-1], self._qkv, self._mid, self._partials, self._softmax, self._counters, cos_sin)
+        tensors = (
+            x,
+            self._tables[-1],
+            self._qkv,
+            self._mid,
+            self._partials,
+            self._softmax,
+            self._counters,
+            cos_sin,
+        )
         first, second = (meta.of_group(i % self.num_tables).block_table for i in range(2))
         steps = (meta.positions, first, meta.seq_lens, self._shared, second)
-        self._kernels[key](self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers)))
+        self._kernels[key](
+            self.programs, (WARPS + PRODUCER_WARPS) * 32, (*tensors, *steps, len(self.layers))
+        )
         return x
 
-    def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
+    def compiled(
+        self, definitions: Mapping[str, int | float]
+    ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
         platform = platform_of(self.product.weight.device)
         assert isinstance(platform, CudaPlatform)
-        return CudaKernel(platform, SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes)
+        return CudaKernel(
+            platform, SOURCES, "one_token", definitions, shared_bytes=self.shared_bytes
+        )
 
     def definitions(self, cache: torch.dtype, block_size: int) -> dict[str, int | float]:
         """The names in capitals in the kernel's source."""
@@ -292,9 +373,14 @@ class OneTokenStep:
         sizes = {"E": s.hidden_size, "Q": s.num_heads * s.head_dim, "F": dense or expert}
         own = s.latent or MLAShape(nope_dim=0, rotary_dim=0, rank=0, eps=0.0)
         if s.latent is not None and CACHES[cache] != 16:
-            raise ConfigError("latent attention has no 8-bit cache; use kv_cache_dtype='auto'", field="kv_cache_dtype")
+            raise ConfigError(
+                "latent attention has no 8-bit cache; use kv_cache_dtype='auto'",
+                field="kv_cache_dtype",
+            )
         grouped = isinstance(w, GroupedLinear)
-        size = w.group_size if isinstance(w, GroupedLinear) else 128  # the other formats do not read it
+        size = (
+            w.group_size if isinstance(w, GroupedLinear) else 128
+        )  # the other formats do not read it
         form = GROUPED if grouped else FORMS[w.weight.dtype]
         activate: Any = activation_arguments(s.activation)
         return {
@@ -311,7 +397,9 @@ class OneTokenStep:
             "STEP_BYTES": RING[form][0],
             "DEPTH": RING[form][1],
             "GROUP": size,
-            **{f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()},
+            **{
+                f"CODES_{name}": chunk_of(n, size) if grouped else size for name, n in sizes.items()
+            },
             "HALF": self.dtype == torch.float16,
             "KIND": activate["KIND"],
             "ALPHA": activate["alpha"],
@@ -325,7 +413,10 @@ class OneTokenStep:
             "SINKED": layer.get("sinks") is not None,
             "WINDOWS": any(x.get("window") for x in self.layers),
             "TABLES": self.num_tables,
-            **{f"{name.upper()}_BIAS": layer.get(f"{name}_bias") is not None for name in ("qkv", "out", "up", "down")},
+            **{
+                f"{name.upper()}_BIAS": layer.get(f"{name}_bias") is not None
+                for name in ("qkv", "out", "up", "down")
+            },
             **self._mixture(),
             "INTERLEAVED": s.interleaved,
             "EPS": float(s.norm_eps),
@@ -371,7 +462,13 @@ class OneTokenStep:
     def _table(self, kv: Sequence[LayerKV]) -> Tensor:
         table = []
         for layer, cache in zip(self.layers, kv, strict=True):
-            tensors = {**layer, "k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+            tensors = {
+                **layer,
+                "k": cache.k,
+                "v": cache.v,
+                "k_scale": cache.k_scale,
+                "v_scale": cache.v_scale,
+            }
             tensors["logits"] = self._logits
             table.append([self._address(tensors.get(name)) for name in POINTERS])
         return torch.tensor(table, dtype=torch.int64).to(self.device)
@@ -381,7 +478,9 @@ class OneTokenStep:
             return tensor or 0
         if isinstance(tensor, float):
             return int.from_bytes(struct.pack("<f", tensor), "little")
-        if tensor.data_ptr() % 16:  # a view into a larger tensor; products are aligned, so a copy is small
+        if (
+            tensor.data_ptr() % 16
+        ):  # a view into a larger tensor; products are aligned, so a copy is small
             tensor = tensor.clone()
             self._held.append(tensor)
         return tensor.data_ptr()

@@ -54,12 +54,16 @@ def _round(x, like_ptr, top):
     return x.to(like_ptr.dtype.element_ty)
 
 
-def empty_rows(num_rows: int, size: int, like: Tensor, inputs: InputFormat | None) -> tuple[Tensor, Tensor]:
+def empty_rows(
+    num_rows: int, size: int, like: Tensor, inputs: InputFormat | None
+) -> tuple[Tensor, Tensor]:
     """Empty rows in the format `inputs`, and their scales (any tensor if there are none)."""
     dtype = like.dtype if inputs is None else DTYPES[inputs]
     out = torch.empty(num_rows, size, dtype=dtype, device=like.device)
     num_scales = size // FP8_TILE if inputs == "fp8-block" else 1
-    return out, like if inputs is None else torch.empty(num_rows, num_scales, dtype=torch.float32, device=like.device)
+    return out, like if inputs is None else torch.empty(
+        num_rows, num_scales, dtype=torch.float32, device=like.device
+    )
 
 
 MANY_ROWS, SHORT_ROW = 4096, 2048
@@ -111,7 +115,11 @@ def _norm_kernel(
 
 
 def norm(
-    x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None = None, more: Tensor | None = None
+    x: Tensor,
+    norm: NormParams,
+    residual: Tensor | None,
+    inputs: InputFormat | None = None,
+    more: Tensor | None = None,
 ) -> tuple[Activations, Tensor]:
     """`OpSet.norm`, and with `more` (and a residual) `norm_pair`, but for functions from outside."""
     out, scales = empty_rows(len(x), x.shape[1], x, inputs)
@@ -141,7 +149,9 @@ def norm_into(
 
 
 @triton.jit
-def _quantize_kernel(x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, out_ptr, scales_ptr, size, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         pdl_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -217,7 +227,10 @@ def _turn_heads(
     target, pace = out_ptr + (token * N + head) * D, D
     if CACHED:
         slot = tl.load(slots_ptr + token, mask=inside, other=0)
-        target, pace = out_ptr + ((slot // BLOCK_SIZE * N + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D, BLOCK_SIZE * D
+        target, pace = (
+            out_ptr + ((slot // BLOCK_SIZE * N + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D,
+            BLOCK_SIZE * D,
+        )
     ds = tl.arange(0, BLOCK_D)[None, :]
     kept = (ds < D) if INTERLEAVED else (ds >= R) & (ds < D)  # what is read whole
     if R > 0:
@@ -229,7 +242,9 @@ def _turn_heads(
         weight = tl.load(norm_ptr + ds, mask=kept, other=0.0).to(tl.float32) + offset
         if R > 0 and not INTERLEAVED:
             first_weight = tl.load(norm_ptr + i, mask=i < R // 2, other=0.0).to(tl.float32) + offset
-            second_weight = tl.load(norm_ptr + R // 2 + i, mask=i < R // 2, other=0.0).to(tl.float32) + offset
+            second_weight = (
+                tl.load(norm_ptr + R // 2 + i, mask=i < R // 2, other=0.0).to(tl.float32) + offset
+            )
     for step in tl.static_range(STEPS):
         live = inside & (head + step * HEADS < N)
         x_ptr, y_ptr = source + step * HEADS * D, target + step * HEADS * pace
@@ -256,15 +271,35 @@ def _turn_heads(
             turned = tl.join(first * cos - second * sin, second * cos + first * sin)
             x = tl.reshape(turned, (TOKENS * HEADS, BLOCK_D))
         elif R > 0:
-            _store_head(first * cos - second * sin, y_ptr + i, live & (i < R // 2), scale, out_ptr, SCALED, CACHED)
-            _store_head(second * cos + first * sin, y_ptr + R // 2 + i, live & (i < R // 2), scale, out_ptr, SCALED, CACHED)
+            _store_head(
+                first * cos - second * sin,
+                y_ptr + i,
+                live & (i < R // 2),
+                scale,
+                out_ptr,
+                SCALED,
+                CACHED,
+            )
+            _store_head(
+                second * cos + first * sin,
+                y_ptr + R // 2 + i,
+                live & (i < R // 2),
+                scale,
+                out_ptr,
+                SCALED,
+                CACHED,
+            )
         if INTERLEAVED or R < D:
             _store_head(x, y_ptr + ds, live & kept, scale, out_ptr, SCALED, CACHED)
 
 
 @triton.jit
 def _store_head(x, at, mask, scale, out_ptr, SCALED: tl.constexpr, CACHED: tl.constexpr):
-    tl.store(at, _to_cache(x, scale, out_ptr, SCALED) if CACHED else x.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        at,
+        _to_cache(x, scale, out_ptr, SCALED) if CACHED else x.to(out_ptr.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit
@@ -306,12 +341,18 @@ def _store_values(
         if (last - first - BLOCK_T + 1) % BLOCK_SIZE == 0:
             i = tl.arange(0, BLOCK_D * BLOCK_T)
             slot = tl.load(slots_ptr + start + i % BLOCK_T)
-            place = ((slot // BLOCK_SIZE * K + head) * D + i // BLOCK_T) * BLOCK_SIZE + slot % BLOCK_SIZE
-            tl.store(v_ptr + place, tl.reshape(tl.trans(x), (BLOCK_D * BLOCK_T,)), mask=i // BLOCK_T < D)
+            place = (
+                (slot // BLOCK_SIZE * K + head) * D + i // BLOCK_T
+            ) * BLOCK_SIZE + slot % BLOCK_SIZE
+            tl.store(
+                v_ptr + place, tl.reshape(tl.trans(x), (BLOCK_D * BLOCK_T,)), mask=i // BLOCK_T < D
+            )
         else:
             slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
             at = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE * D + slots % BLOCK_SIZE
-            tl.store(v_ptr + at[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live))
+            tl.store(
+                v_ptr + at[None, :] + (ds * BLOCK_SIZE)[:, None], tl.trans(x), mask=tl.trans(live)
+            )
     else:
         slots = tl.load(slots_ptr + tokens, mask=tokens < T, other=0)
         rows = (slots // BLOCK_SIZE * K + head) * BLOCK_SIZE + slots % BLOCK_SIZE
@@ -336,9 +377,17 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
         most = triton.next_power_of_2(max(num_heads, num_kv_heads))
         tokens, at_once, steps, warps = 1, min(16, 8192 // width, most), 1, 4
         if num_tokens >= MANY_TOKENS and (h.interleaved or h.rotary_dim in (0, head_dim)):
-            tokens, at_once, steps, warps = 16, 1, min(8 if num_tokens >= EIGHT_HEADS else 4, most), 8
+            tokens, at_once, steps, warps = (
+                16,
+                1,
+                min(8 if num_tokens >= EIGHT_HEADS else 4, most),
+                8,
+            )
         tiles = triton.cdiv(num_heads, at_once * steps) + triton.cdiv(num_kv_heads, at_once * steps)
-        grid = triton.cdiv(num_tokens, tokens) * tiles + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
+        grid = (
+            triton.cdiv(num_tokens, tokens) * tiles
+            + triton.cdiv(num_tokens, TOKENS_PER_PROGRAM) * num_values
+        )
         _rope_kernel[(grid,)](
             qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
             qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
@@ -353,7 +402,13 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
     return q
 
 
-ACTIVATIONS: dict[NamedActivation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS: dict[NamedActivation, int] = {
+    "silu": 0,
+    "gelu": 1,
+    "gelu_tanh": 2,
+    "relu": 3,
+    "relu2": 4,
+}
 CLAMPED_SWIGLU, CUSTOM = 5, 6
 
 
@@ -463,7 +518,9 @@ def _row_at(places_ptr, indices_ptr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _copy_kernel(source_ptr, target_ptr, sources_ptr, targets_ptr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def _copy_kernel(
+    source_ptr, target_ptr, sources_ptr, targets_ptr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
     KIND: tl.constexpr = tl.int32 if ALIGNED else tl.uint8
     source = _row_at(source_ptr, sources_ptr, KIND, ALIGNED)
     target = _row_at(target_ptr, targets_ptr, KIND, ALIGNED)
@@ -480,5 +537,10 @@ def copy_blocks(source: BlockRows, target: BlockRows, sources: Tensor, targets: 
     aligned = source.is_aligned and target.is_aligned
     pieces = min(8, triton.cdiv(max(source.row_bytes), 4096))
     _copy_kernel[(len(sources), len(source.rows), pieces)](
-        source.places, target.places, sources.contiguous(), targets.contiguous(), BLOCK=1024, ALIGNED=aligned
+        source.places,
+        target.places,
+        sources.contiguous(),
+        targets.contiguous(),
+        BLOCK=1024,
+        ALIGNED=aligned,
     )

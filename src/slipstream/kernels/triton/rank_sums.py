@@ -60,7 +60,9 @@ class RankSums:
         self.programs_of_sm = max(1, THREADS_OF_SM // (self.warps * 32))
         self.most_programs = self._multiprocessors() * self.programs_of_sm
         self.patience = 0
-        self._kernels: dict[tuple[object, ...], Callable[[int, int, Sequence[Tensor | int]], None]] = {}
+        self._kernels: dict[
+            tuple[object, ...], Callable[[int, int, Sequence[Tensor | int]], None]
+        ] = {}
         self._peers: tuple[Tensor, ...] = ()
 
     def map_memory(self) -> None:
@@ -68,7 +70,9 @@ class RankSums:
         num_bytes = 2 * (self.group.size - 1) * self.rows * self.vectors * VECTOR
         self._peers = self.group.share(num_bytes)  # mapped as long as they are held
         self._peers[self.group.rank].view(torch.int32).fill_(EMPTY)
-        self._memory = torch.tensor([x.data_ptr() for x in self._peers], dtype=torch.int64).to(self.device)
+        self._memory = torch.tensor([x.data_ptr() for x in self._peers], dtype=torch.int64).to(
+            self.device
+        )
         self._counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
         self.group.least(0)  # all places are empty
 
@@ -80,8 +84,14 @@ class RankSums:
     def covers_norm(self, x: Tensor, norm: NormParams, inputs: InputFormat | None) -> bool:
         """Whether `normed` takes them."""
         size = x.shape[1]
-        alike = all(w.dtype == x.dtype and w.data_ptr() % VECTOR == 0 for w in (norm.weight, norm.bias) if w is not None)
-        whole = size * x.element_size() == self.vectors * VECTOR and (inputs != "fp8-block" or size % FP8_TILE == 0)
+        alike = all(
+            w.dtype == x.dtype and w.data_ptr() % VECTOR == 0
+            for w in (norm.weight, norm.bias)
+            if w is not None
+        )
+        whole = size * x.element_size() == self.vectors * VECTOR and (
+            inputs != "fp8-block" or size % FP8_TILE == 0
+        )
         return alike and whole and not isinstance(norm.kind, OwnNorm) and self.covers(x)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -116,7 +126,9 @@ class RankSums:
         programs = min(num_rows, self.most_programs)
         given = (total if t is None else t for t in (weight, bias, out, scales))
         tensors = (x, total, self._memory, self._counts, *given)
-        kernel(programs, self.warps * 32, (*tensors, num_vectors, num_rows, programs, self.patience))
+        kernel(
+            programs, self.warps * 32, (*tensors, num_vectors, num_rows, programs, self.patience)
+        )
 
     def _kernel(
         self,
@@ -125,7 +137,11 @@ class RankSums:
         adds: bool = False,
         inputs: InputFormat | None = None,
     ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
-        key = (dtype,) if norm is None else (dtype, norm.kind, norm.eps, norm.offset, norm.bias is None, adds, inputs)
+        key = (
+            (dtype,)
+            if norm is None
+            else (dtype, norm.kind, norm.eps, norm.offset, norm.bias is None, adds, inputs)
+        )
         if key not in self._kernels:
             self._kernels[key] = self.compiled(self.definitions(dtype, norm, adds, inputs))
         return self._kernels[key]
@@ -158,11 +174,15 @@ class RankSums:
         """Compile the kernel of sums without a norm."""
         self._kernel(torch.bfloat16)
 
-    def compiled(self, definitions: Mapping[str, int | float]) -> Callable[[int, int, Sequence[Tensor | int]], None]:
+    def compiled(
+        self, definitions: Mapping[str, int | float]
+    ) -> Callable[[int, int, Sequence[Tensor | int]], None]:
         platform = platform_of(self.device)
         assert isinstance(platform, CudaPlatform)
         how = "beside" if self._overlaps() else "behind"
-        return CudaKernel(platform, SOURCES, "rank_sums", definitions, shared_bytes=SCRATCH_BYTES, launch=how)
+        return CudaKernel(
+            platform, SOURCES, "rank_sums", definitions, shared_bytes=SCRATCH_BYTES, launch=how
+        )
 
     def _overlaps(self) -> bool:
         return platform_of(self.device).arch.pdl
@@ -177,7 +197,9 @@ def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
     try:
         sums = RankSums(group, row_bytes)
         sums.compile_first()
-    except Exception as error:  # of the driver, of torch or of a compiler: which, and why, is for the log
+    except (
+        Exception
+    ) as error:  # of the driver, of torch or of a compiler: which, and why, is for the log
         why = first_line(error)
     if group.least(sums is not None and not why)[0]:
         try:
@@ -188,7 +210,9 @@ def try_rank_sums(group: RankGroup, row_bytes: int) -> None:
     else:
         why = why or "on another rank"
     if not group.least(not why)[0]:
-        _logger.warning("sums go through NCCL: peers' memory can't be written (%s)", why or "on another rank")
+        _logger.warning(
+            "sums go through NCCL: peers' memory can't be written (%s)", why or "on another rank"
+        )
         return
     assert sums is not None
     if group.least(agrees(sums))[0]:

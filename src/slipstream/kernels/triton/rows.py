@@ -23,8 +23,12 @@ def _gather_inputs_kernel(
     live = at < T
     row = tl.load(rows_ptr + at, mask=live, other=0).to(tl.int64)
     position = tl.load(positions_ptr + at, mask=live, other=0).to(tl.int64)
-    tl.store(ids_ptr + at, tl.load(tokens_ptr + row * row_size + position, mask=live, other=0), mask=live)
-    block = tl.load(blocks_ptr + row * num_blocks + position // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    tl.store(
+        ids_ptr + at, tl.load(tokens_ptr + row * row_size + position, mask=live, other=0), mask=live
+    )
+    block = tl.load(blocks_ptr + row * num_blocks + position // BLOCK_SIZE, mask=live, other=0).to(
+        tl.int64
+    )
     tl.store(wide_ptr + at, position, mask=live)
     tl.store(slots_ptr + at, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
 
@@ -64,7 +68,16 @@ def write_tokens(tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -
 
 
 @triton.jit
-def _embed_kernel(ids_ptr, table_ptr, out_ptr, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _embed_kernel(
+    ids_ptr,
+    table_ptr,
+    out_ptr,
+    size,
+    scale,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         pdl_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -133,7 +146,14 @@ def _chain_places_kernel(
 
 
 def chain_places(
-    tokens: Tensor, kept: Tensor, inputs: Tensor, *, num_drafts: int, size: int, num_again: int, first: int
+    tokens: Tensor,
+    kept: Tensor,
+    inputs: Tensor,
+    *,
+    num_drafts: int,
+    size: int,
+    num_again: int,
+    first: int,
 ) -> ChainPlaces:
     """`OpSet.chain_places`"""
     room = inputs.shape[1]

@@ -37,7 +37,9 @@ def _argmax_kernel(
         pdl_wait()
     row, split = tl.program_id(0), tl.program_id(1)
     end = tl.minimum(vocab, (split + 1) * span)
-    maxima, ids = _block_argmax(logits_ptr + row.to(tl.int64) * row_stride, split * span, end, BLOCK)
+    maxima, ids = _block_argmax(
+        logits_ptr + row.to(tl.int64) * row_stride, split * span, end, BLOCK
+    )
     maximum = tl.max(maxima, 0)
     # min: a valid token even if the row is NaN
     best = tl.minimum(tl.min(tl.where(maxima == maximum, ids, 2147483647), 0), vocab - 1)
@@ -50,7 +52,14 @@ def _argmax_kernel(
 
 @triton.jit
 def _argmax_splits_kernel(
-    max_ptr, id_ptr, token_ids_ptr, out_ptr, SPLITS: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    max_ptr,
+    id_ptr,
+    token_ids_ptr,
+    out_ptr,
+    SPLITS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         pdl_wait()
@@ -94,7 +103,13 @@ def argmax(logits: Tensor, token_ids: Tensor | None = None, *, block: int = 4096
     )  # fmt: skip
     if num_splits > 1:
         _argmax_splits_kernel[(num_rows,)](
-            maxima, best, mapped, out, BLOCK=triton.next_power_of_2(num_splits), num_warps=1, **options
+            maxima,
+            best,
+            mapped,
+            out,
+            BLOCK=triton.next_power_of_2(num_splits),
+            num_warps=1,
+            **options,
         )
     return out
 
@@ -108,7 +123,10 @@ def _splits(num_rows: int, vocab: int, block: int) -> tuple[int, int, int]:
 
 def _of_splits(logits: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
     """Memory for the largest logit of each part of a row, and its column."""
-    made = (torch.empty(len(logits), num_splits, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
+    made = (
+        torch.empty(len(logits), num_splits, dtype=dtype, device=logits.device)
+        for dtype in (torch.float32, torch.int32)
+    )
     return next(made), next(made)
 
 
@@ -147,7 +165,14 @@ def best_of_all(pairs: Tensor, size: int) -> Tensor:
     if len(pairs):
         grid = (triton.cdiv(len(pairs), 128),)
         _best_pair_kernel[grid](
-            pairs, out, len(pairs), P=pairs.shape[1], RANKS=size, BLOCK=128, num_warps=4, **pdl_options(pairs)
+            pairs,
+            out,
+            len(pairs),
+            P=pairs.shape[1],
+            RANKS=size,
+            BLOCK=128,
+            num_warps=4,
+            **pdl_options(pairs),
         )
     return out
 
@@ -165,13 +190,21 @@ def _pair_kernel(
     ids = tl.load(id_ptr + row * SPLITS + at, mask=at < SPLITS, other=2147483647)
     maximum = tl.max(maxima, 0)
     best = first + tl.min(tl.where(maxima == maximum, ids, 2147483647), 0)
-    pair = tl.where(column == place, maximum, tl.where(column == place + 1, best.to(tl.float32), 0.0))
+    pair = tl.where(
+        column == place, maximum, tl.where(column == place + 1, best.to(tl.float32), 0.0)
+    )
     tl.store(pairs_ptr + row * P + column, pair, mask=column < P)
 
 
 @triton.jit
 def _best_pair_kernel(
-    pairs_ptr, out_ptr, num_rows, P: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    pairs_ptr,
+    out_ptr,
+    num_rows,
+    P: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         pdl_wait()
@@ -231,7 +264,9 @@ def _sample_kernel(
                     mass = tl.zeros((BLOCK,), tl.float64)
                     for start in range(0, vocab, BLOCK):
                         w = _weights(row_ptr, start, vocab, best, temperature, BLOCK)
-                        mass += tl.where(w.to(tl.int32, bitcast=True) >= middle, w, 0.0).to(tl.float64)
+                        mass += tl.where(w.to(tl.int32, bitcast=True) >= middle, w, 0.0).to(
+                            tl.float64
+                        )
                     if tl.sum(mass, 0) >= wanted:
                         low = middle
                     else:
@@ -260,7 +295,9 @@ def _sample_kernel(
                     running += tl.sum(tl.where(kept, w, 0.0).to(tl.float64), 0)
         if found >= 0:
             chosen = found
-    tl.store(out_ptr + row, tl.minimum(chosen, vocab - 1).to(tl.int64))  # min: a valid token even if the row is NaN
+    tl.store(
+        out_ptr + row, tl.minimum(chosen, vocab - 1).to(tl.int64)
+    )  # min: a valid token even if the row is NaN
 
 
 def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4096) -> Tensor:
@@ -286,12 +323,23 @@ LEAST_KEY = tl.constexpr(-(2**63))
 def _ordered(x, at):
     """int64 keys that are ordered as the float32 x, and where those are equal, the lower `at` first. No two are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # −0 + 0 is 0
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0x7FFFFFFF - at).to(
+        tl.int64
+    )
 
 
 @triton.jit
 def _best_kernel(
-    logits_ptr, tokens_ptr, max_ptr, sum_ptr, count_ptr, key_ptr, vocab, row_stride, num_top, BLOCK: tl.constexpr
+    logits_ptr,
+    tokens_ptr,
+    max_ptr,
+    sum_ptr,
+    count_ptr,
+    key_ptr,
+    vocab,
+    row_stride,
+    num_top,
+    BLOCK: tl.constexpr,
 ):
     """Of BLOCK tokens of a row: the largest logit, the sum of exponents relative to it, how many logits are above the chosen
     token's, and the keys of the `num_top` best."""
@@ -326,9 +374,15 @@ def _merge_best_kernel(
     sums = tl.load(sum_ptr + row * num_splits + parts, mask=there, other=0.0)
     best = tl.max(maxima, 0)
     log_z = best + tl.log(tl.sum(sums * tl.exp(maxima - best), 0))
-    chosen = tl.load(logits_ptr + row.to(tl.int64) * row_stride + tl.load(tokens_ptr + row)).to(tl.float32)
+    chosen = tl.load(logits_ptr + row.to(tl.int64) * row_stride + tl.load(tokens_ptr + row)).to(
+        tl.float32
+    )
     tl.store(chosen_ptr + row, chosen - log_z)
-    tl.store(rank_ptr + row, tl.sum(tl.load(count_ptr + row * num_splits + parts, mask=there, other=0), 0).to(tl.int64) + 1)
+    tl.store(
+        rank_ptr + row,
+        tl.sum(tl.load(count_ptr + row * num_splits + parts, mask=there, other=0), 0).to(tl.int64)
+        + 1,
+    )
     num_keys = num_splits * num_top
     keys = tl.load(key_ptr + row * num_keys + at, mask=at < num_keys, other=LEAST_KEY)
     for i in range(num_top):
@@ -355,10 +409,24 @@ def best_logprobs(
     ids, values = empty(num_top, dtype=torch.int64), empty(num_top)
     if not num_rows:
         return chosen, rank, ids, values
-    maxima, sums, counts = empty(num_splits), empty(num_splits), empty(num_splits, dtype=torch.int32)
+    maxima, sums, counts = (
+        empty(num_splits),
+        empty(num_splits),
+        empty(num_splits, dtype=torch.int32),
+    )
     keys = empty(num_splits * num_top, dtype=torch.int64)
     _best_kernel[(num_rows, num_splits)](
-        logits, tokens, maxima, sums, counts, keys, vocab, logits.stride(0), num_top, BLOCK=block, num_warps=8
+        logits,
+        tokens,
+        maxima,
+        sums,
+        counts,
+        keys,
+        vocab,
+        logits.stride(0),
+        num_top,
+        BLOCK=block,
+        num_warps=8,
     )
     _merge_best_kernel[(num_rows,)](
         logits, tokens, maxima, sums, counts, keys, chosen, rank, ids, values, logits.stride(0), num_splits, num_top,
@@ -380,4 +448,13 @@ def _mask_kernel(logits_ptr, rows_ptr, bits_ptr, vocab, row_stride, words, BLOCK
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor, *, block: int = 4096) -> None:
     """`OpSet.mask_logits`"""
     grid = (len(rows), triton.cdiv(logits.shape[1], block))
-    _mask_kernel[grid](logits, rows, bits, logits.shape[1], logits.stride(0), bits.shape[1], BLOCK=block, num_warps=8)
+    _mask_kernel[grid](
+        logits,
+        rows,
+        bits,
+        logits.shape[1],
+        logits.stride(0),
+        bits.shape[1],
+        BLOCK=block,
+        num_warps=8,
+    )

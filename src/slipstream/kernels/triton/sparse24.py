@@ -34,7 +34,9 @@ def is_sparse24(weight: Tensor) -> bool:
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return False
     parts = (weight[:MULTIPLE], weight[MULTIPLE:])
-    return all(bool((_zeros(rows).unflatten(1, (-1, 4)).sum(-1) >= 2).all()) for rows in parts if len(rows))
+    return all(
+        bool((_zeros(rows).unflatten(1, (-1, 4)).sum(-1) >= 2).all()) for rows in parts if len(rows)
+    )
 
 
 def _zeros(rows: Tensor) -> Tensor:
@@ -57,7 +59,11 @@ def with_sparse_copy(w: Linear, tiles: TileTable) -> Linear:
 def available(weight: Tensor) -> bool:
     """Whether the library is there and has the weight's dtype."""
     platform = platform_of(weight.device)
-    return isinstance(platform, CudaPlatform) and platform.has_sparse_products and weight.dtype.itemsize <= 2
+    return (
+        isinstance(platform, CudaPlatform)
+        and platform.has_sparse_products
+        and weight.dtype.itemsize <= 2
+    )
 
 
 def sparse24_linear(x: Activations, w: Linear) -> Tensor:
@@ -69,14 +75,18 @@ def sparse24_linear(x: Activations, w: Linear) -> Tensor:
             y = _multiply(q.values, w.sparse.packed, w.out_dtype, w.scales).mul_(q.scales)
         else:  # the library scales rows of integers only; float16 can't hold a sum of codes
             kept = torch.float32 if w.out_dtype == torch.float16 else w.out_dtype
-            y = (_multiply(q.values, w.sparse.packed, kept, None) * q.scales * w.scales).to(w.out_dtype)
+            y = (_multiply(q.values, w.sparse.packed, kept, None) * q.scales * w.scales).to(
+                w.out_dtype
+            )
     else:
         assert isinstance(x, Tensor)
         y = _multiply(x, w.sparse.packed, None, None)
     return y if w.bias is None else y + w.bias
 
 
-def _multiply(x: Tensor, packed: Tensor, out_dtype: torch.dtype | None, scales: Tensor | None) -> Tensor:
+def _multiply(
+    x: Tensor, packed: Tensor, out_dtype: torch.dtype | None, scales: Tensor | None
+) -> Tensor:
     num_tokens = len(x)
     if num_tokens % 16:
         x = F.pad(x.view(torch.int8), (0, 0, 0, -num_tokens % 16)).view(x.dtype)

@@ -21,7 +21,16 @@ class Scratch:
 
 @triton.jit
 def reduce_splits(
-    acc, partial_ptr, counter_ptr, at, pid_n, pid_k, size, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
+    acc,
+    partial_ptr,
+    counter_ptr,
+    at,
+    pid_n,
+    pid_k,
+    size,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """(sum of all splits, whether this thread block holds it). `at`: this thread block's elements of a split's partial
     sums; `size`: elements of one split; `pid_n`: its counter."""

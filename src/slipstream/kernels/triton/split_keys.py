@@ -31,7 +31,11 @@ FEW_SEQUENCES = 4
 
 
 def num_splits(
-    num_programs: int, max_seq_len: int, block_n: int, num_processors: int, ctas_per_sm: int = CTAS_PER_SM
+    num_programs: int,
+    max_seq_len: int,
+    block_n: int,
+    num_processors: int,
+    ctas_per_sm: int = CTAS_PER_SM,
 ) -> int:
     """Of decodes: a power of two that fills the chip, with at least two tiles of the longest sequence in each split."""
     wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
@@ -55,18 +59,33 @@ class DecodeParts:
 
     @classmethod
     def of(
-        cls, meta: AttentionMetadata, window: int | None, programs_each: int, block_n: int, num_processors: int
+        cls,
+        meta: AttentionMetadata,
+        window: int | None,
+        programs_each: int,
+        block_n: int,
+        num_processors: int,
     ) -> DecodeParts:
         """Of `meta`'s decodes, in tiles of `block_n` keys, each part being computed by `programs_each` thread blocks. Made once
         for all layers of a step."""
         num_extra = max(1, PARTS_PER_SM * num_processors // programs_each)
         splits = 0
         if meta.num_decodes <= FEW_SEQUENCES:
-            splits = num_splits(meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors)
-        sizes = dict(programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits)
+            splits = num_splits(
+                meta.num_decodes * programs_each, meta.max_seq_len, block_n, num_processors
+            )
+        sizes = dict(
+            programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits
+        )
         steps = meta.of_steps or Steps(meta, 0, 1)
-        lens, sizes["num_seqs"], sizes["num_steps"] = steps.all.seq_lens, meta.num_decodes, steps.count
-        return steps.all.once((cls, window, *sizes.values()), lambda: cls.find(lens, window=window, **sizes))[steps.index]
+        lens, sizes["num_seqs"], sizes["num_steps"] = (
+            steps.all.seq_lens,
+            meta.num_decodes,
+            steps.count,
+        )
+        return steps.all.once(
+            (cls, window, *sizes.values()), lambda: cls.find(lens, window=window, **sizes)
+        )[steps.index]
 
     @classmethod
     def find(
@@ -100,7 +119,9 @@ class DecodeParts:
         return [cls(p, a, splits) for p, a in zip(parts, counters, strict=True)]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits", "distance"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "window", "num_extra", "num_arrived", "splits", "distance"]
+)
 def _find_parts_kernel(
     lens_ptr, parts_ptr, arrived_ptr, num_seqs, window, num_extra, num_arrived, splits, distance,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -136,7 +157,9 @@ def _find_parts_kernel(
         tl.store(at, seqs, mask=exists)
         tl.store(at + 1, begin, mask=exists)
         tl.store(at + 2, tl.minimum(begin + each * BLOCK_N, lens), mask=exists)
-        tl.store(at + 3, tl.where(num == 1, -1, tl.where(splits > 0, part, slot + part)), mask=exists)
+        tl.store(
+            at + 3, tl.where(num == 1, -1, tl.where(splits > 0, part, slot + part)), mask=exists
+        )
         tl.store(at + 4, slot, mask=exists)
         tl.store(at + 5, num, mask=exists)
     total = tl.sum(num, 0)
@@ -144,7 +167,11 @@ def _find_parts_kernel(
         at = parts_ptr + (begin + seqs) * 8
         tl.store(at, tl.full((BLOCK,), -1, tl.int32), mask=begin + seqs < num_seqs + num_extra)
     for begin in range(0, num_arrived, BLOCK):
-        tl.store(arrived_ptr + begin + seqs, tl.zeros((BLOCK,), tl.int32), mask=begin + seqs < num_arrived)
+        tl.store(
+            arrived_ptr + begin + seqs,
+            tl.zeros((BLOCK,), tl.int32),
+            mask=begin + seqs < num_arrived,
+        )
 
 
 @triton.jit
@@ -161,15 +188,22 @@ def merge_parts(
     m_i = tl.where(live, tl.max(lse, 0), 0.0)  # finite: no part is empty
     l_i = tl.where(live, tl.sum(tl.exp2(lse - m_i[None, :]), 0), 1.0)
     acc = tl.zeros((heads.shape[0], BLOCK_D), tl.float32)
-    EACH: tl.constexpr = max(1, 16 // heads.shape[0])  # parts that are loaded at once: more registers would cost thread blocks
+    EACH: tl.constexpr = max(
+        1, 16 // heads.shape[0]
+    )  # parts that are loaded at once: more registers would cost thread blocks
     for begin in range(0, num, EACH):
         these = begin + tl.arange(0, EACH)
         exists = (these < num)[:, None] & live[None, :]
         rows = (first + these)[:, None] * H + heads[None, :]
-        weights = tl.exp2(tl.load(lse_ptr + rows, mask=exists, other=float("-inf"), cache_modifier=".cg") - m_i[None, :])
+        weights = tl.exp2(
+            tl.load(lse_ptr + rows, mask=exists, other=float("-inf"), cache_modifier=".cg")
+            - m_i[None, :]
+        )
         numbers = partial_ptr + rows[:, :, None] * D + ds[None, None, :]
         inside = exists[:, :, None] & (ds < D)[None, None, :]
-        acc += tl.sum(tl.load(numbers, mask=inside, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0)
+        acc += tl.sum(
+            tl.load(numbers, mask=inside, other=0.0, cache_modifier=".cg") * weights[:, :, None], 0
+        )
     offset = (row * H + heads)[:, None] * D + ds[None, :]
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out, mask=live[:, None] & (ds < D)[None, :])
@@ -187,7 +221,11 @@ def _combine_kernel(
         pdl_wait()
     TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
     token, head = tl.program_id(0), tl.program_id(1) // TILES
-    gs, ds, ss = tl.program_id(1) % TILES * BLOCK_G + tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    gs, ds, ss = (
+        tl.program_id(1) % TILES * BLOCK_G + tl.arange(0, BLOCK_G),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_S),
+    )
     heads = head * G + gs
     num = splits
     if COUNTED:
@@ -197,13 +235,21 @@ def _combine_kernel(
     at = (token * (K * G) + heads)[:, None] * splits + ss[None, :]
     lse = tl.load(lse_ptr + at, mask=(ss < num)[None, :] & (gs < G)[:, None], other=float("-inf"))
     m_i = tl.max(lse, 1)[:, None]
-    weights = tl.where(lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i)))
+    weights = tl.where(
+        lse == float("-inf"), 0.0, tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i))
+    )
     l_i = tl.sum(weights, 1)[:, None]
     mask = (lse != float("-inf"))[:, :, None] & (ds < D)[None, None, :]
-    partials = tl.load(partial_ptr + at[:, :, None].to(tl.int64) * D + ds[None, None, :], mask=mask, other=0.0)
+    partials = tl.load(
+        partial_ptr + at[:, :, None].to(tl.int64) * D + ds[None, None, :], mask=mask, other=0.0
+    )
     out = tl.sum(partials * weights[:, :, None], 1) / tl.where(l_i == 0.0, 1.0, l_i)
     offset = (token * (K * G) + heads)[:, None] * D + ds[None, :]
-    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=(gs < G)[:, None] & (ds < D)[None, :])
+    tl.store(
+        out_ptr + offset,
+        out.to(out_ptr.dtype.element_ty),
+        mask=(gs < G)[:, None] & (ds < D)[None, :],
+    )
 
 
 def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor, Tensor]:
@@ -213,16 +259,30 @@ def scratch(num_tokens: int, q: Tensor, width: int, splits: int) -> tuple[Tensor
     return q.new_empty(*shape, width, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
 
 
-def combine(partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tensor | None = None) -> None:
+def combine(
+    partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tensor | None = None
+) -> None:
     """`scratch`'s of T tokens → `out` [T, H, D], contiguous.
 
     `counts` int32 [T, K]: how many parts each token's heads of a kv head have, 0 for what is in `out` already. None: all have
     `splits`."""
     num_tokens, num_heads, dim = out.shape
-    options = dict(D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4, **pdl_options(out))
+    options = dict(
+        D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), num_warps=4, **pdl_options(out)
+    )
     if counts is None:
         _combine_kernel[(num_tokens, num_heads)](
-            partial, lse, lse, out, splits, K=num_heads, G=1, BLOCK_G=1, BLOCK_S=MAX_SPLITS, COUNTED=False, **options
+            partial,
+            lse,
+            lse,
+            out,
+            splits,
+            K=num_heads,
+            G=1,
+            BLOCK_G=1,
+            BLOCK_S=MAX_SPLITS,
+            COUNTED=False,
+            **options,
         )
         return
     num_kv_heads = counts.shape[1]
@@ -230,5 +290,15 @@ def combine(partial: Tensor, lse: Tensor, out: Tensor, splits: int, counts: Tens
     block_s = triton.next_power_of_2(splits)
     block_g = min(triton.next_power_of_2(group), max(1, MAX_SPLITS // block_s))
     _combine_kernel[(num_tokens, num_kv_heads * triton.cdiv(group, block_g))](
-        partial, lse, counts, out, splits, K=num_kv_heads, G=group, BLOCK_G=block_g, BLOCK_S=block_s, COUNTED=True, **options
+        partial,
+        lse,
+        counts,
+        out,
+        splits,
+        K=num_kv_heads,
+        G=group,
+        BLOCK_G=block_g,
+        BLOCK_S=block_s,
+        COUNTED=True,
+        **options,
     )

@@ -29,7 +29,16 @@ from slipstream.kernels.triton.gluon_support import runs_on_hopper
 from slipstream.kernels.weights import Linear, SparseCopy
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaPlatform
-from slipstream.spec.autotune_table import NEVER, NO_TILES, OPS, Key, Measured, Tile, TileTable, check_tile
+from slipstream.spec.autotune_table import (
+    NEVER,
+    NO_TILES,
+    OPS,
+    Key,
+    Measured,
+    Tile,
+    TileTable,
+    check_tile,
+)
 from slipstream.spec.model import AttentionSpec, ModelSpec
 from slipstream.spec.scheme import RowFormat, Scheme
 
@@ -100,10 +109,16 @@ def search(trial: Trial, time_of: Callable[[Tile | None], float]) -> Measured | 
     while best != last:
         last = best
         for axis, values in enumerate(axes):
-            best = min(((*best[:axis], v, *best[axis + 1 :]) for v in values), key=lambda t: (timed(t), t != best))
+            best = min(
+                ((*best[:axis], v, *best[axis + 1 :]) for v in values),
+                key=lambda t: (timed(t), t != best),
+            )
     if not timed(best) < MIN_GAIN * before:
         return None
-    again, before_again = time_of(best), time_of(None)  # measured again, so that one lucky measurement decides nothing
+    again, before_again = (
+        time_of(best),
+        time_of(None),
+    )  # measured again, so that one lucky measurement decides nothing
     if not again < MIN_GAIN * before_again:
         return None
     return Measured(best, round(max(times[best], again), 3), round(min(before, before_again), 3))
@@ -195,7 +210,9 @@ def tune_model(
     platform_of(bench.device).activate(num_threads=1)
     with torch.inference_mode():
         trials = bench.trials(spec, scheme, cache, block_size, max_model_len, max_num_seqs)
-        tuning = tune(trials, microseconds, seconds=seconds, agrees=results_agree, progress=progress)
+        tuning = tune(
+            trials, microseconds, seconds=seconds, agrees=results_agree, progress=progress
+        )
     return tuning, f"slipstream tune, torch {torch.__version__}, triton {triton.__version__}"
 
 
@@ -221,32 +238,48 @@ class _Bench:
         head = (spec.vocab_size, spec.hidden_size)
         found = [t for shape in sorted(product_shapes(spec)) for t in self._products(shape, scheme)]
         found += self._products(head, scheme if scheme is not None and scheme.head else None)
-        plain = (a for a in (layer.attention for layer in spec.layers) if isinstance(a, AttentionSpec) and a.causal)
+        plain = (
+            a
+            for a in (layer.attention for layer in spec.layers)
+            if isinstance(a, AttentionSpec) and a.causal
+        )
         attentions = {(a.num_heads, a.num_kv_heads, a.head_dim): a for a in plain}
         for op, most in (("decode", max_num_seqs), ("prefill", max_model_len)):
             classes = OPS[op].classes
-            sizes = [n for n, smaller in zip(classes, (0, *classes), strict=False) if smaller < most]
+            sizes = [
+                n for n, smaller in zip(classes, (0, *classes), strict=False) if smaller < most
+            ]
             for shape, a in attentions.items():
                 for size in sizes:
                     prepare = partial(self._attention, a, cache, most, max_model_len)
-                    found.append(Trial((op, cache or self.kind, (*shape, block_size, size)), prepare))
+                    found.append(
+                        Trial((op, cache or self.kind, (*shape, block_size, size)), prepare)
+                    )
         return sorted(found, key=lambda t: PRIORITY.get(t.key[0], 0))
 
     def _products(self, shape: tuple[int, int], scheme: Scheme | None) -> list[Trial]:
         if scheme is None:
-            return [Trial(("gemv", self.kind, shape), partial(self._product, None)), *self._sparse24(self.kind, shape, None)]
+            return [
+                Trial(("gemv", self.kind, shape), partial(self._product, None)),
+                *self._sparse24(self.kind, shape, None),
+            ]
         if scheme.inputs == "fp8-block":
             wanted = [("fp8_block", "fp8-block")]
         elif scheme.inputs is None:
             wanted = [("int4_groupwise", "int4" if scheme.group_size == 128 else "int4-g32")]
         else:
-            wanted = [(op, str(scheme.inputs)) for op in ("skinny_gemm", "gemm")[: 2 if scheme.inputs == "int8" else 1]]
+            wanted = [
+                (op, str(scheme.inputs))
+                for op in ("skinny_gemm", "gemm")[: 2 if scheme.inputs == "int8" else 1]
+            ]
         return [
             Trial((op, kind, (*shape, num_tokens)), partial(self._product, scheme))
             for op, kind in wanted
             for num_tokens in OPS[op].classes
             if (op, kind) != ("skinny_gemm", "fp8") or not self._on_hopper(num_tokens, shape[0])
-        ] + (self._sparse24(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else [])
+        ] + (
+            self._sparse24(scheme.inputs, shape, scheme) if scheme.inputs in ("fp8", "int8") else []
+        )
 
     def _on_hopper(self, num_tokens: int, outer: int) -> bool:
         """Whether an fp8 product has Hopper's own kernel, which takes no tile from the table."""
@@ -269,15 +302,21 @@ class _Bench:
         numbers[:, :, ::2] = 0
         w = self.ops.with_tiles(NO_TILES).quantize_weight(numbers.flatten(1), None, scheme)
         packed = torch._cslt_compress(w.weight)
-        rows = [torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in SPARSE24_STEPS]
+        rows = [
+            torch.randn(n, inner, device=self.device, dtype=self.dtype) for n, _ in SPARSE24_STEPS
+        ]
         given = [x if w.inputs is None else self.ops.quantize(x, w.inputs) for x in rows]
 
         def calls(tile: Tile | None) -> list[Call]:
-            before = self.ops.tiles.find(*key[:2], *key[2]) or (sparse24.FROM_TOKENS.get(w.weight.dtype, NEVER),)
+            before = self.ops.tiles.find(*key[:2], *key[2]) or (
+                sparse24.FROM_TOKENS.get(w.weight.dtype, NEVER),
+            )
             (from_tokens,) = before if tile is None else tile
             sparse = dataclasses.replace(w, sparse=SparseCopy(packed, from_tokens))
             steps = zip(given, SPARSE24_STEPS, strict=True)
-            return [partial(self.ops.linear, x, sparse) for x, (_, times) in steps for _ in range(times)]
+            return [
+                partial(self.ops.linear, x, sparse) for x, (_, times) in steps for _ in range(times)
+            ]
 
         return calls
 
@@ -287,7 +326,9 @@ class _Bench:
         first = self.ops.quantize_weight(numbers, None, scheme)
         num_copies = max(2, int(L2_BYTES / first.weight.nbytes)) if op != "gemm" else 2
         weights: list[Linear] = [first]
-        weights += [dataclasses.replace(first, weight=first.weight.clone()) for _ in range(num_copies - 1)]
+        weights += [
+            dataclasses.replace(first, weight=first.weight.clone()) for _ in range(num_copies - 1)
+        ]
         x = torch.randn(*(num_tokens or [1]), inner, device=self.device, dtype=self.dtype)
         given = x if first.inputs is None else self.ops.quantize(x, first.inputs)
 
@@ -318,10 +359,14 @@ class _Bench:
             kv = dataclasses.replace(kv, k_scale=scale, v_scale=scale)
         num_tokens = num_seqs * num_queries
         meta = AttentionMetadata(
-            query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * num_queries,
+            query_start_loc=torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device)
+            * num_queries,
             seq_lens=torch.full((num_seqs,), length, dtype=torch.int32, device=self.device),
-            block_table=1 + torch.randperm(num_seqs * per_seq, device=self.device).int().view(num_seqs, per_seq),
-            positions=torch.arange(num_tokens, device=self.device) % num_queries + length - num_queries,
+            block_table=1
+            + torch.randperm(num_seqs * per_seq, device=self.device).int().view(num_seqs, per_seq),
+            positions=torch.arange(num_tokens, device=self.device) % num_queries
+            + length
+            - num_queries,
             slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=self.device),
             num_decodes=num_seqs if op == "decode" else 0,
             max_query_len=num_queries,
@@ -330,7 +375,9 @@ class _Bench:
         q = torch.randn(num_tokens, a.num_heads, a.head_dim, device=self.device, dtype=self.dtype)
 
         def calls(tile: Tile | None) -> list[Call]:
-            return [partial(self._ops(key, tile).attention, q, kv, meta, AttentionParams(scale=a.scale))] * 8
+            return [
+                partial(self._ops(key, tile).attention, q, kv, meta, AttentionParams(scale=a.scale))
+            ] * 8
 
         return calls
 
@@ -347,4 +394,9 @@ class _Bench:
 
 def product_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
     """(outer, inner) of every product of the layers, without experts."""
-    return {(p.rows, p.inner) for layer in spec.layers for p in layer.weight_shapes(spec.hidden_size) if p.copies == 1}
+    return {
+        (p.rows, p.inner)
+        for layer in spec.layers
+        for p in layer.weight_shapes(spec.hidden_size)
+        if p.copies == 1
+    }

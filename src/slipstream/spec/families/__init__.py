@@ -42,7 +42,9 @@ MODULES = (
     *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
     *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_vl, starcoder, t5),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for module in MODULES for family in module.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for module in MODULES for family in module.FAMILIES
+}
 ENTRY_POINTS = "slipstream.families"
 
 
@@ -53,8 +55,14 @@ def families() -> dict[str, Family]:
     for entry in _entries():
         for family in _several(entry.load()):
             if not isinstance(family, Family) or family.model_type in found:
-                why = "names no Family" if not isinstance(family, Family) else f"has {family.model_type!r} a second time"
-                raise UnsupportedModelError(f"the entry point {entry.name} = {entry.value} {why}", field=ENTRY_POINTS)
+                why = (
+                    "names no Family"
+                    if not isinstance(family, Family)
+                    else f"has {family.model_type!r} a second time"
+                )
+                raise UnsupportedModelError(
+                    f"the entry point {entry.name} = {entry.value} {why}", field=ENTRY_POINTS
+                )
             found[family.model_type] = family
     return found
 
@@ -72,8 +80,14 @@ def _names_families(folder: Path) -> bool:
     """Whether a package that is installed there has entry points of the group. A zip file may have."""
     if folder.is_file():
         return True
-    found = (file for pattern in ("*.dist-info", "*.egg-info") for file in folder.glob(f"{pattern}/entry_points.txt"))
-    return any(f"[{ENTRY_POINTS}]" in file.read_text(encoding="utf-8", errors="replace") for file in found)
+    found = (
+        file
+        for pattern in ("*.dist-info", "*.egg-info")
+        for file in folder.glob(f"{pattern}/entry_points.txt")
+    )
+    return any(
+        f"[{ENTRY_POINTS}]" in file.read_text(encoding="utf-8", errors="replace") for file in found
+    )
 
 
 def _several(given: Any) -> tuple[Any, ...]:
@@ -89,7 +103,11 @@ def find_family(model_type: object, architectures: object) -> Family:
             "(docs/adding-a-model.md says how to add one)",
             field="model_type",
         )
-    named = architectures if isinstance(architectures, list) and architectures else list(family.architectures)
+    named = (
+        architectures
+        if isinstance(architectures, list) and architectures
+        else list(family.architectures)
+    )
     if not set(named) & set(family.architectures):
         raise UnsupportedModelError(
             f"architectures {named!r} is not supported for {model_type}; {', '.join(family.architectures)} is",
@@ -100,7 +118,11 @@ def find_family(model_type: object, architectures: object) -> Family:
 
 def find_gguf_family(architecture: object) -> Family:
     """The family of a GGUF file's `general.architecture`."""
-    known = {family.gguf.architecture: family for family in families().values() if family.gguf is not None}
+    known = {
+        family.gguf.architecture: family
+        for family in families().values()
+        if family.gguf is not None
+    }
     if architecture not in known:
         raise UnsupportedModelError(
             f"general.architecture {architecture!r} is not supported in GGUF files; {', '.join(sorted(known))} are",

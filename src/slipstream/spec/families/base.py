@@ -59,7 +59,12 @@ GGUF_NO_EFFECT = frozenset((
 ))  # fmt: skip
 """The same for keys of a GGUF file, without the architecture before each."""
 
-GGUF_SHAPES = ("token_types.weight", "enc.blk.0.ffn_gate.weight", "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight")
+GGUF_SHAPES = (
+    "token_types.weight",
+    "enc.blk.0.ffn_gate.weight",
+    "blk.0.attn_q.bias",
+    "blk.0.attn_q_norm.weight",
+)
 """Tensors of a GGUF file whose shapes are passed to `config` with the metadata, which lacks this information."""
 
 GGUF_FREQUENCIES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -108,7 +113,10 @@ class ConfigReader:
 
     def assume(self, **values: Any) -> None:
         """Defaults of transformers' config class, for configs that list only what differs from them."""
-        self._config = {**self._config, **{key: value for key, value in values.items() if key not in self}}
+        self._config = {
+            **self._config,
+            **{key: value for key, value in values.items() if key not in self},
+        }
 
     def take(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`, which must be of type `kind`. A missing key gives `default`, or an error if that is None."""
@@ -119,7 +127,12 @@ class ConfigReader:
                 key = self._prefix + key
                 raise UnsupportedModelError(f"{self._where} lacks {key!r}", field=key)
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        if (
+            kind is float
+            and isinstance(value, int)
+            and not isinstance(value, bool)
+            and abs(value) < 2**63
+        ):
             return float(value)  # type: ignore[return-value]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self.unsupported(key, f"must be of type {kind.__name__}")
@@ -149,7 +162,9 @@ class ConfigReader:
         """Raises an error unless `key` is missing or one of `allowed`, the values that are implemented."""
         self._read.add(key)
         if self._config.get(key) not in (None, *allowed):
-            raise self.unsupported(key, "only " + " or ".join(repr(a) for a in allowed) + " is supported")
+            raise self.unsupported(
+                key, "only " + " or ".join(repr(a) for a in allowed) + " is supported"
+            )
 
     def ignore(self, *keys: str) -> None:
         """Keys that have no effect in this family."""
@@ -158,11 +173,15 @@ class ConfigReader:
     def part(self, key: str) -> ConfigReader:
         """A reader of the object under `key`. Call its `finish` as well."""
         inner = self.take(key, dict)
-        return ConfigReader(inner, self._where, prefix=f"{self._prefix}{key}.", no_effect=self._no_effect)
+        return ConfigReader(
+            inner, self._where, prefix=f"{self._prefix}{key}.", no_effect=self._no_effect
+        )
 
     def unsupported(self, key: str, why: str) -> UnsupportedModelError:
         name = self._prefix + key
-        return UnsupportedModelError(f"{self._where}: {name} = {self._config.get(key)!r}: {why}", field=name)
+        return UnsupportedModelError(
+            f"{self._where}: {name} = {self._config.get(key)!r}: {why}", field=name
+        )
 
     def finish(self) -> None:
         unknown = set(self._config) - self._read - self._no_effect
@@ -204,8 +223,14 @@ class Family:
     prefixes: tuple[str, ...] = ("",)  # that some writers put before every name
     ignored: tuple[str, ...] = ()
     gguf: GGUFFamily | None = None
-    mtp: bool = False  # a layer of safetensors checkpoints, behind the last one, drafts a second token
+    mtp: bool = (
+        False  # a layer of safetensors checkpoints, behind the last one, drafts a second token
+    )
     nested_config: str | None = None  # the key that holds the language model's own config
     flat_config: bool = False  # whose keys may also stand beside those that `vision` reads
-    vision: Callable[[ConfigReader, ModelSpec], VisionSpec] | None = None  # from what stands beside the nested config
-    processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = None  # from the image processor's config
+    vision: Callable[[ConfigReader, ModelSpec], VisionSpec] | None = (
+        None  # from what stands beside the nested config
+    )
+    processing: Callable[[ConfigReader, VisionSpec], ImageProcessing] | None = (
+        None  # from the image processor's config
+    )

@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import activation, attention, heads, layer_norm, model, num_labels, plain
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    heads,
+    layer_norm,
+    model,
+    num_labels,
+    plain,
+)
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
@@ -57,7 +65,9 @@ def _read(
 ) -> ModelSpec:
     """`offset`: the row of the first position in the table of positions."""
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-12))
-    layer = _layer(c, norm, c.size("intermediate_size"), activation(c, "hidden_act", "gelu"), position=position)
+    layer = _layer(
+        c, norm, c.size("intermediate_size"), activation(c, "hidden_act", "gelu"), position=position
+    )
     rows = c.size("max_position_embeddings", 512)
     c.require("position_embedding_type", "absolute")
     c.require("is_decoder", False)
@@ -76,13 +86,17 @@ def _read(
 
 
 def read_bert(c: ConfigReader) -> ModelSpec:
-    c.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers")  # of Google's release
+    c.ignore(
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"
+    )  # of Google's release
     c.ignore("pooler_size_per_head", "pooler_type")
     return _read(c, "bert", 0)
 
 
 def read_roberta(c: ConfigReader) -> ModelSpec:
-    return _read(c, "roberta", c.take("pad_token_id", int, 1) + 1)  # the first position comes after the padding's row
+    return _read(
+        c, "roberta", c.take("pad_token_id", int, 1) + 1
+    )  # the first position comes after the padding's row
 
 
 def read_electra(c: ConfigReader) -> ModelSpec:
@@ -132,7 +146,11 @@ BERT: dict[str, Theirs] = {
     "classifier.dense": "pooler.dense",
     "classifier.out": "classifier",
 }
-ROBERTA: dict[str, Theirs] = {**BERT, "classifier.dense": "classifier.dense", "classifier.out": "classifier.out_proj"}
+ROBERTA: dict[str, Theirs] = {
+    **BERT,
+    "classifier.dense": "classifier.dense",
+    "classifier.out": "classifier.out_proj",
+}
 MPNET: dict[str, Theirs] = {
     **{name: theirs for name, theirs in ROBERTA.items() if name != "token_types"},
     "distances": "encoder.relative_attention_bias",
@@ -162,11 +180,20 @@ DISTILBERT: dict[str, Theirs] = {
 }
 
 # Heads for masked words and next sentences, the unused projection of the first token, and buffers.
-UNREAD = (r"cls\..*", r"lm_head\..*", r"vocab_\w+\..*", r"pooler\..*", r"embeddings\.(position_ids|token_type_ids)")
+UNREAD = (
+    r"cls\..*",
+    r"lm_head\..*",
+    r"vocab_\w+\..*",
+    r"pooler\..*",
+    r"embeddings\.(position_ids|token_type_ids)",
+)
 
 
 def _architectures(name: str) -> tuple[str, ...]:
-    return tuple(name + end for end in ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification"))
+    return tuple(
+        name + end
+        for end in ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
+    )
 
 
 FAMILIES = (
@@ -177,7 +204,11 @@ FAMILIES = (
         names=table(BERT, layer="encoder.layer.{i}."),
         prefixes=("", "bert."),
         ignored=UNREAD,
-        gguf=GGUFFamily(architecture="bert", config=encoder_gguf_config, names=gguf_table(GGUF_BERT, gated=False)),
+        gguf=GGUFFamily(
+            architecture="bert",
+            config=encoder_gguf_config,
+            names=gguf_table(GGUF_BERT, gated=False),
+        ),
     ),
     *(
         Family(
@@ -186,7 +217,9 @@ FAMILIES = (
             read=read,
             names=table(theirs, layer=layer),
             prefixes=("", prefix),
-            ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*") if kind == "electra" else UNREAD,
+            ignored=(*UNREAD, r"(generator|discriminator)_\w+\..*")
+            if kind == "electra"
+            else UNREAD,
         )
         for kind, name, read, theirs, layer, prefix in (
             ("roberta", "Roberta", read_roberta, ROBERTA, "encoder.layer.{i}.", "roberta."),
@@ -194,7 +227,14 @@ FAMILIES = (
             ("camembert", "Camembert", read_roberta, ROBERTA, "encoder.layer.{i}.", "roberta."),
             ("electra", "Electra", read_electra, ROBERTA, "encoder.layer.{i}.", "electra."),
             ("mpnet", "MPNet", read_mpnet, MPNET, "encoder.layer.{i}.", "mpnet."),
-            ("distilbert", "DistilBert", read_distilbert, DISTILBERT, "transformer.layer.{i}.", "distilbert."),
+            (
+                "distilbert",
+                "DistilBert",
+                read_distilbert,
+                DISTILBERT,
+                "transformer.layer.{i}.",
+                "distilbert.",
+            ),
         )
     ),
 )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, before, called, heads, layer_norm, model, plain
+from slipstream.spec.families.builders import (
+    attention,
+    before,
+    called,
+    heads,
+    layer_norm,
+    model,
+    plain,
+)
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
@@ -13,8 +21,14 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 def read(c: ConfigReader) -> ModelSpec:
     # Configs have one of several keys for the same number.
-    hidden_key, heads_key = called(c, "hidden_size", "n_embed"), called(c, "n_head", "num_attention_heads")
-    h, hidden = heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None), c.size(hidden_key)
+    hidden_key, heads_key = (
+        called(c, "hidden_size", "n_embed"),
+        called(c, "n_head", "num_attention_heads"),
+    )
+    h, hidden = (
+        heads(c, hidden=hidden_key, num_heads=heads_key, num_kv_heads=None),
+        c.size(hidden_key),
+    )
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5))
     layer = LayerSpec(
         attention=attention(h, AlibiSpec(), qkv_bias=True, out_bias=True),
@@ -22,7 +36,13 @@ def read(c: ConfigReader) -> ModelSpec:
         block=before(norm),
     )
     c.require("apply_residual_connection_post_layernorm", False)
-    c.ignore("slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion", "skip_bias_add")
+    c.ignore(
+        "slow_but_exact",
+        "masked_softmax_fusion",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "skip_bias_add",
+    )
     c.ignore("skip_bias_add_qkv", "offset_alibi", "unk_token_id")
     c.require("n_inner", 4 * hidden)
     return model(

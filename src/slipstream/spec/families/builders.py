@@ -42,7 +42,9 @@ def heads(
     """The numbers of heads, under the given keys. `num_kv_heads` None: there are as many as query heads."""
     queries, size = c.size(num_heads), c.size(hidden)
     if "head_dim" not in c and size % queries:
-        raise c.unsupported(hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing")
+        raise c.unsupported(
+            hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing"
+        )
     return QKVLayout(
         queries,
         queries if num_kv_heads is None else c.size(num_kv_heads, queries),
@@ -55,14 +57,22 @@ def called(c: ConfigReader, *keys: str) -> str:
     return next((key for key in keys if key in c), keys[0])
 
 
-def attention(h: QKVLayout, position: Any, *, scale: float | None = None, **more: Any) -> AttentionSpec:
+def attention(
+    h: QKVLayout, position: Any, *, scale: float | None = None, **more: Any
+) -> AttentionSpec:
     """Attention with the default scale 1/√head_dim. `more`: fields of `AttentionSpec`."""
     scale = h.head_dim**-0.5 if scale is None else scale
     return AttentionSpec(**h._asdict(), position=position, scale=scale, **more)
 
 
-def gated(c: ConfigReader, key: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> DenseSpec:
-    return DenseSpec(intermediate_size=c.size("intermediate_size"), activation=activation(c, key, default), bias=bias)
+def gated(
+    c: ConfigReader, key: str = "hidden_act", default: str = "silu", *, bias: bool = False
+) -> DenseSpec:
+    return DenseSpec(
+        intermediate_size=c.size("intermediate_size"),
+        activation=activation(c, key, default),
+        bias=bias,
+    )
 
 
 def plain(size: int, act: Activation, *, bias: bool = True) -> DenseSpec:
@@ -103,7 +113,9 @@ def model(
     is_tied = c.take("tie_word_embeddings", bool, tied)
     count = c.size(num_layers)
     layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
-    is_encoder = not getattr(layers[0].attention, "causal", True)  # its config speaks of a head that is not read
+    is_encoder = not getattr(
+        layers[0].attention, "causal", True
+    )  # its config speaks of a head that is not read
     spec = ModelSpec(
         family=family,
         vocab_size=c.size(vocab),
@@ -129,9 +141,15 @@ def num_labels(c: ConfigReader) -> int | None:
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
     """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
     count = c.size("num_hidden_layers")
-    kinds = c.take("layer_types", list, [default if isinstance(default, str) else default(i) for i in range(count)])
+    kinds = c.take(
+        "layer_types",
+        list,
+        [default if isinstance(default, str) else default(i) for i in range(count)],
+    )
     if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise c.unsupported("layer_types", f"must be {count} of full_attention or sliding_attention")
+        raise c.unsupported(
+            "layer_types", f"must be {count} of full_attention or sliding_attention"
+        )
     return kinds
 
 
@@ -180,10 +198,15 @@ def rope(
         c.maybe("rope_theta", float)
         c.maybe("rope_scaling", dict)
     else:
-        raw = {"rope_theta": c.take("rope_theta", float, theta), **(c.maybe("rope_scaling", dict) or {})}
+        raw = {
+            "rope_theta": c.take("rope_theta", float, theta),
+            **(c.maybe("rope_scaling", dict) or {}),
+        }
         key = "rope_scaling"
     raw = {"rope_theta": theta, "partial_rotary_factor": partial, **raw}
-    return _rope_from(c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned)
+    return _rope_from(
+        c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned
+    )
 
 
 def _rope_from(
@@ -200,7 +223,11 @@ def _rope_from(
     kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
     raw.pop("type", None)
     sections = raw.pop("mrope_section", None) if sectioned else None
-    if sectioned and (not isinstance(sections, list) or not all(type(n) is int for n in sections) or len(sections) != 3):
+    if sectioned and (
+        not isinstance(sections, list)
+        or not all(type(n) is int for n in sections)
+        or len(sections) != 3
+    ):
         raise c.unsupported(key, "mrope_section must be three whole numbers")
     kind = "default" if sectioned and kind == "mrope" else kind
     rotary_dim = int(head_dim * raw.pop("partial_rotary_factor"))
@@ -235,9 +262,15 @@ def _rope_from(
         for name in ("finetuned", "attn_factor"):  # which transformers passes over, too
             raw.pop(name, None)
         attention_factor, truncate = raw.pop("attention_factor", None), raw.pop("truncate", True)
-        factor, mscale, all_dim = number("factor"), number("mscale", 0.0), number("mscale_all_dim", 0.0)
+        factor, mscale, all_dim = (
+            number("factor"),
+            number("mscale", 0.0),
+            number("mscale_all_dim", 0.0),
+        )
         if attention_factor is None and mscale and all_dim and factor > 1.0:
-            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
+            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (
+                0.1 * all_dim * math.log(factor) + 1.0
+            )
         if not isinstance(truncate, bool):
             raise c.unsupported(key, "truncate must be true or false")
         scaling = YarnScaling(
@@ -263,8 +296,13 @@ def _rope_from(
             attention_factor=by_length if attention_factor is None else float(attention_factor),
         )
     else:
-        raise c.unsupported(key, f"rope_type {kind!r} is not supported; default, linear, llama3, yarn and longrope are")
+        raise c.unsupported(
+            key,
+            f"rope_type {kind!r} is not supported; default, linear, llama3, yarn and longrope are",
+        )
     if raw:
         raise c.unsupported(key, f"{', '.join(sorted(raw))} is not known")
     of_axes = None if sections is None else tuple(sections)
-    return RopeSpec(theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes)
+    return RopeSpec(
+        theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes
+    )

@@ -7,7 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, gated, heads, kinds_of_layers, layer_norm, model, rope
+from slipstream.spec.families.builders import (
+    attention,
+    gated,
+    heads,
+    kinds_of_layers,
+    layer_norm,
+    model,
+    rope,
+)
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock, QKNormSpec
@@ -16,7 +24,9 @@ PATTERN = 4
 
 
 def read_cohere(c: ConfigReader) -> ModelSpec:
-    return _read(c, "cohere", theta=500000.0, windows=False, qk_norm=c.take("use_qk_norm", bool, False))
+    return _read(
+        c, "cohere", theta=500000.0, windows=False, qk_norm=c.take("use_qk_norm", bool, False)
+    )
 
 
 def read_cohere2(c: ConfigReader) -> ModelSpec:
@@ -31,7 +41,9 @@ def read_cohere2(c: ConfigReader) -> ModelSpec:
     return _read(c, "cohere2", theta=10000.0, windows=True)
 
 
-def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm: bool = False) -> ModelSpec:
+def _read(
+    c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm: bool = False
+) -> ModelSpec:
     h = heads(c)
     max_position = c.size("model_max_length", c.size("max_position_embeddings", 8192))
     eps = c.take("layer_norm_eps", float, 1e-5)
@@ -42,7 +54,9 @@ def _read(c: ConfigReader, family: str, *, theta: float, windows: bool, qk_norm:
     if windows:
         window, pattern = c.size("sliding_window", 4096), c.size("sliding_window_pattern", PATTERN)
         c.require("layer_switch", pattern)  # another key for the same number
-        kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
+        kinds = kinds_of_layers(
+            c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention"
+        )
 
     def layer(i: int) -> LayerSpec:
         of = attention(

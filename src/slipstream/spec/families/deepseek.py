@@ -34,13 +34,19 @@ def read_v2(c: ConfigReader) -> ModelSpec:
         raise c.unsupported("topk_method", "only 'greedy' or 'group_limited_greedy' is supported")
     groups = expert_groups(c, "best") if method == "group_limited_greedy" else None
     c.ignore("n_group", "topk_group")
-    moe = mixture(c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0))
-    return _read(c, "deepseek_v2", moe, interleaved=True, dense=c.take("first_k_dense_replace", int, 0))
+    moe = mixture(
+        c, normalize=False, groups=groups, weight_scale=c.take("routed_scaling_factor", float, 1.0)
+    )
+    return _read(
+        c, "deepseek_v2", moe, interleaved=True, dense=c.take("first_k_dense_replace", int, 0)
+    )
 
 
 def corrected_mixture(c: ConfigReader, *, weight_scale: float) -> MoESpec:
     """V3's experts: sigmoid scores, with a correction for the choice."""
-    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # multi-token prediction, which is not run
+    c.ignore(
+        "num_nextn_predict_layers", "num_mtp_layers"
+    )  # multi-token prediction, which is not run
     return mixture(
         c,
         normalize=c.take("norm_topk_prob", bool, True),
@@ -56,7 +62,13 @@ def read_v3(c: ConfigReader) -> ModelSpec:
     c.require("topk_method", "noaux_tc")
     moe = corrected_mixture(c, weight_scale=2.5)
     interleaved = c.take("rope_interleave", bool, True)
-    return _read(c, "deepseek_v3", moe, interleaved=interleaved, dense=c.take("first_k_dense_replace", int, 3))
+    return _read(
+        c,
+        "deepseek_v3",
+        moe,
+        interleaved=interleaved,
+        dense=c.take("first_k_dense_replace", int, 3),
+    )
 
 
 def expert_groups(c: ConfigReader, by: Literal["best", "best_two"]) -> GroupLimit | None:
@@ -77,7 +89,9 @@ def mixture(
     c.ignore("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef")
     expert = dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size"))
     num_shared = c.maybe("n_shared_experts", int)
-    together = dataclasses.replace(expert, intermediate_size=expert.intermediate_size * (num_shared or 0))
+    together = dataclasses.replace(
+        expert, intermediate_size=expert.intermediate_size * (num_shared or 0)
+    )
     return MoESpec(
         num_experts=c.size("n_routed_experts"),
         num_experts_per_token=c.size("num_experts_per_tok"),
@@ -91,9 +105,15 @@ def mixture(
     )
 
 
-def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dense: int) -> ModelSpec:
+def _read(
+    c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dense: int
+) -> ModelSpec:
     """The first `dense` layers have no experts."""
-    num_heads, plain, rotary = c.size("num_attention_heads"), c.size("qk_nope_head_dim"), c.size("qk_rope_head_dim")
+    num_heads, plain, rotary = (
+        c.size("num_attention_heads"),
+        c.size("qk_nope_head_dim"),
+        c.size("qk_rope_head_dim"),
+    )
     c.require("num_key_value_heads", num_heads)
     c.require("head_dim", rotary)
     c.require("qk_head_dim", plain + rotary)
@@ -101,7 +121,9 @@ def _read(c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dens
     max_position = c.size("max_position_embeddings", 4096)
     eps = c.take("rms_norm_eps", float, 1e-6)
     norm = rms(c.size("hidden_size"), eps)
-    position = rope(c, rotary, max_position=max_position, style="interleaved" if interleaved else "half")
+    position = rope(
+        c, rotary, max_position=max_position, style="interleaved" if interleaved else "half"
+    )
     scale, scaling = (plain + rotary) ** -0.5, position.scaling
     if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
@@ -206,11 +228,17 @@ def gguf_names(spec: ModelSpec) -> Names:
     """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
-    found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(spec)
+    found = gguf_table({**GGUF_NAMES, "attention.q": "attn_q" if a.q_rank is None else "attn_q_b"})(
+        spec
+    )
     for i in range(spec.num_layers):
         expand = found.pop(f"blk.{i}.attn_kv_b.weight").target
-        found[f"blk.{i}.attn_k_b.weight"] = Placement(expand, 0, a.nope_dim, Transpose(), a.num_heads)
-        found[f"blk.{i}.attn_v_b.weight"] = Placement(expand, a.nope_dim, a.value_dim, None, a.num_heads)
+        found[f"blk.{i}.attn_k_b.weight"] = Placement(
+            expand, 0, a.nope_dim, Transpose(), a.num_heads
+        )
+        found[f"blk.{i}.attn_v_b.weight"] = Placement(
+            expand, a.nope_dim, a.value_dim, None, a.num_heads
+        )
     return found
 
 

@@ -19,13 +19,23 @@ from slipstream.spec.families.builders import (
 )
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import MEGATRON, Change, Theirs, gguf_table, table
-from slipstream.spec.model import AlibiSpec, BlockSpec, LayerSpec, ModelSpec, NormSpec, ParallelBlock
+from slipstream.spec.model import (
+    AlibiSpec,
+    BlockSpec,
+    LayerSpec,
+    ModelSpec,
+    NormSpec,
+    ParallelBlock,
+)
 
 
 def read(c: ConfigReader) -> ModelSpec:
     hidden, heads_key = c.size("hidden_size"), called(c, "num_attention_heads", "n_head")
     h = heads(c, num_heads=heads_key, num_kv_heads=called(c, "num_kv_heads", "n_head_kv"))
-    grouped, one = c.take("new_decoder_architecture", bool, False), c.take("multi_query", bool, True)
+    grouped, one = (
+        c.take("new_decoder_architecture", bool, False),
+        c.take("multi_query", bool, True),
+    )
     if not grouped:  # `num_kv_heads` has no effect then
         h = h._replace(num_kv_heads=1 if one else h.num_heads)
     max_position = c.size("max_position_embeddings", 2048)
@@ -50,9 +60,13 @@ def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
     c.require("apply_residual_connection_post_layernorm", False)
     beside, norms = c.take("parallel_attn", bool, True), c.maybe("num_ln_in_parallel_attn", int)
     if grouped and not beside:
-        raise c.unsupported("parallel_attn", "new_decoder_architecture only with attention and MLP side by side")
+        raise c.unsupported(
+            "parallel_attn", "new_decoder_architecture only with attention and MLP side by side"
+        )
     if norms not in (None, 1, 2) or (norms == 2 and not grouped):
-        raise c.unsupported("num_ln_in_parallel_attn", "only 1, or 2 with new_decoder_architecture, is supported")
+        raise c.unsupported(
+            "num_ln_in_parallel_attn", "only 1, or 2 with new_decoder_architecture, is supported"
+        )
     if not beside:
         return before(norm)
     return ParallelBlock(norm=norm, mlp_norm=norm if grouped and norms != 1 else None)
@@ -61,7 +75,9 @@ def _block(c: ConfigReader, grouped: bool, norm: NormSpec) -> BlockSpec:
 def names(spec: ModelSpec) -> Names:
     """The norm has another name in layers with one norm than in layers with two."""
     two = "mlp_norm" in spec.layers[0].norms
-    return table({**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP)(spec)
+    return table(
+        {**NAMES, "norm": "ln_attn" if two else "input_layernorm"}, layer="h.{i}.", changes=BY_GROUP
+    )(spec)
 
 
 NAMES: dict[str, Theirs] = {
@@ -83,7 +99,11 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_names(spec: ModelSpec) -> Names:
-    two = {"norm": "attn_norm_2", "mlp_norm": "attn_norm"} if "mlp_norm" in spec.layers[0].norms else {}
+    two = (
+        {"norm": "attn_norm_2", "mlp_norm": "attn_norm"}
+        if "mlp_norm" in spec.layers[0].norms
+        else {}
+    )
     return gguf_table(two, fused=True)(spec)
 
 
@@ -94,7 +114,9 @@ FAMILIES = tuple(
         read=read,
         names=names,
         prefixes=("", "transformer."),
-        gguf=GGUFFamily(architecture="falcon", config=gguf_config, names=gguf_names) if model_type == "falcon" else None,
+        gguf=GGUFFamily(architecture="falcon", config=gguf_config, names=gguf_names)
+        if model_type == "falcon"
+        else None,
     )
     for model_type in ("falcon", "RefinedWeb", "RefinedWebModel")
 )

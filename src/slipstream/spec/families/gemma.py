@@ -27,7 +27,14 @@ from slipstream.spec.families.images import processing, siglip_layers, siglip_na
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.functions import NormSpec
-from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.model import (
+    AttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    QKNormSpec,
+    RopeSpec,
+    SequentialBlock,
+)
 from slipstream.spec.vision import (
     FixedSize,
     GridPositionSpec,
@@ -59,7 +66,9 @@ def read_gemma1(c: ConfigReader) -> ModelSpec:
     c.require("hidden_act", "gelu", TANH)
     mlp = gated(c, "hidden_activation", TANH)
     layer = LayerSpec(
-        attention=attention(h, rope(c, h.head_dim, max_position=max_position), qkv_bias=bias, out_bias=bias),
+        attention=attention(
+            h, rope(c, h.head_dim, max_position=max_position), qkv_bias=bias, out_bias=bias
+        ),
         mlp=mlp,
         block=before(norm),
     )
@@ -74,19 +83,32 @@ def read_gemma2(c: ConfigReader) -> ModelSpec:
     position = rope(c, h.head_dim, max_position=max_position)
     kinds = kinds_of_layers(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
     positions = {"full_attention": position, "sliding_attention": position}
-    return _sandwich(c, "gemma2", h, kinds, positions, max_position, qk_norm=False, caps=(50.0, 30.0))
+    return _sandwich(
+        c, "gemma2", h, kinds, positions, max_position, qk_norm=False, caps=(50.0, 30.0)
+    )
 
 
 def read_gemma3(c: ConfigReader) -> ModelSpec:
     c.assume(**GEMMA3)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
-    pattern = c.size("sliding_window_pattern" if "sliding_window_pattern" in c else "_sliding_window_pattern", 6)
+    pattern = c.size(
+        "sliding_window_pattern" if "sliding_window_pattern" in c else "_sliding_window_pattern", 6
+    )
     c.ignore("_sliding_window_pattern")
-    kinds = kinds_of_layers(c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention")
-    c.require("attn_logit_softcapping")  # no published model has it, and transformers reads it without using it
-    positions = {kind: _rope(c, kind, h.head_dim, max_position) for kind in ("full_attention", "sliding_attention")}
-    return _sandwich(c, "gemma3", h, kinds, positions, max_position, qk_norm=True, caps=(None, None))
+    kinds = kinds_of_layers(
+        c, lambda i: "sliding_attention" if (i + 1) % pattern else "full_attention"
+    )
+    c.require(
+        "attn_logit_softcapping"
+    )  # no published model has it, and transformers reads it without using it
+    positions = {
+        kind: _rope(c, kind, h.head_dim, max_position)
+        for kind in ("full_attention", "sliding_attention")
+    }
+    return _sandwich(
+        c, "gemma3", h, kinds, positions, max_position, qk_norm=True, caps=(None, None)
+    )
 
 
 def _sandwich(
@@ -106,7 +128,9 @@ def _sandwich(
     scale = c.take("query_pre_attn_scalar", float, 256.0) ** -0.5
     softcap, logit_softcap = (
         c.maybe(key, float) if c.says(key) else cap
-        for key, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
+        for key, cap in zip(
+            ("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True
+        )
     )
     norm, mlp = rms(hidden, eps, weight_offset=1.0), gated(c, "hidden_activation", TANH)
     block = SequentialBlock(pre_attention=norm, post_attention=norm, pre_mlp=norm, post_mlp=norm)
@@ -149,11 +173,23 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     num_tokens, side = c.size("mm_tokens_per_image", 256), image_size // patch_size
     tokens_side = math.isqrt(num_tokens)
     if tokens_side**2 != num_tokens or side % tokens_side:
-        raise c.unsupported("mm_tokens_per_image", f"must be the square of a divisor of {side}, the patches on a side")
-    windows = [a.window for a in (x.attention for x in text.layers) if isinstance(a, AttentionSpec) and a.window]
+        raise c.unsupported(
+            "mm_tokens_per_image",
+            f"must be the square of a divisor of {side}, the patches on a side",
+        )
+    windows = [
+        a.window
+        for a in (x.attention for x in text.layers)
+        if isinstance(a, AttentionSpec) and a.window
+    ]
     if min(windows, default=num_tokens) < num_tokens:
-        raise c.unsupported("mm_tokens_per_image", f"a picture must fit in the decoder's window of {min(windows)} tokens")
-    v.require("vision_use_head", False, True)  # a head for whole pictures, whose weights are passed over
+        raise c.unsupported(
+            "mm_tokens_per_image",
+            f"a picture must fit in the decoder's window of {min(windows)} tokens",
+        )
+    v.require(
+        "vision_use_head", False, True
+    )  # a head for whole pictures, whose weights are passed over
     v.ignore("initializer_factor", "projection_dim")
     made = VisionSpec(
         hidden_size=v.size("hidden_size"),
@@ -164,7 +200,9 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         final_norm=NormSpec(kind="layer", size=v.size("hidden_size"), eps=eps, bias=True),
         position=GridPositionSpec(side=side, by_fraction=False),
         merge=side // tokens_side,
-        connector=PoolConnector(norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)),
+        connector=PoolConnector(
+            norm=NormSpec(kind="rms", size=v.size("hidden_size"), eps=eps, weight_offset=1.0)
+        ),
         token_id=c.take("image_token_index", int, 262_144),
         prompt=PromptFormat(
             placeholder="<start_of_image>",
@@ -176,7 +214,9 @@ def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         bidirectional=True,
     )
     v.finish()
-    c.ignore("text_config", "tie_word_embeddings", "boi_token_index", "eoi_token_index", "use_cache")
+    c.ignore(
+        "text_config", "tie_word_embeddings", "boi_token_index", "eoi_token_index", "use_cache"
+    )
     c.finish()
     return made
 
@@ -188,7 +228,11 @@ def read_gemma3_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessi
     if size != {"height": side, "width": side}:
         raise c.unsupported("size", f"the encoder is made for {side} by {side} pixels")
     c.require("do_pan_and_scan", False)
-    c.ignore("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
+    c.ignore(
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_ratio_to_activate",
+    )
     return processing(c, FixedSize(height=side, width=side), resample=2)
 
 
@@ -238,7 +282,15 @@ def _query_scalar(m: ConfigReader, config: dict[str, Any], *, layers_of_27b: int
     return float(m.size("attention.key_length"))
 
 
-NORMS = ("pre_attention", "post_attention", "pre_mlp", "post_mlp", "final_norm", "attention.q_norm", "attention.k_norm")
+NORMS = (
+    "pre_attention",
+    "post_attention",
+    "pre_mlp",
+    "post_mlp",
+    "final_norm",
+    "attention.q_norm",
+    "attention.k_norm",
+)
 GGUF_NAMES = gguf_table(changes=dict.fromkeys(NORMS, "minus_one"))
 
 FAMILIES = (
@@ -248,11 +300,25 @@ FAMILIES = (
             architectures=architectures,
             read=read,
             names=table(theirs),
-            gguf=GGUFFamily(architecture=model_type.removesuffix("_text"), config=config, names=GGUF_NAMES),
+            gguf=GGUFFamily(
+                architecture=model_type.removesuffix("_text"), config=config, names=GGUF_NAMES
+            ),
         )
         for model_type, architectures, read, theirs, config in (
-            ("gemma", ("GemmaForCausalLM", "GemmaForSequenceClassification"), read_gemma1, LLAMA, gguf_config),
-            ("gemma2", ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"), read_gemma2, SANDWICH, gemma2_gguf_config),
+            (
+                "gemma",
+                ("GemmaForCausalLM", "GemmaForSequenceClassification"),
+                read_gemma1,
+                LLAMA,
+                gguf_config,
+            ),
+            (
+                "gemma2",
+                ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification"),
+                read_gemma2,
+                SANDWICH,
+                gemma2_gguf_config,
+            ),
             ("gemma3_text", ("Gemma3ForCausalLM",), read_gemma3, SANDWICH, gemma3_gguf_config),
         )
     ),

@@ -10,11 +10,27 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import QKVLayout, attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.builders import (
+    QKVLayout,
+    attention,
+    before,
+    gated,
+    heads,
+    model,
+    rms,
+    rope,
+)
 from slipstream.spec.families.deepseek import SHARED, corrected_mixture, gguf_experts
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, MEGATRON, Theirs, gguf_table, table
-from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
+from slipstream.spec.model import (
+    DenseSpec,
+    LayerSpec,
+    ModelSpec,
+    QKNormSpec,
+    RopeSpec,
+    SequentialBlock,
+)
 
 
 def read_glm(c: ConfigReader) -> ModelSpec:
@@ -44,12 +60,19 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("multi_query_attention", True)  # otherwise q, k and v are ordered by head
     count = c.size("num_attention_heads")
     h = QKVLayout(count, c.size("multi_query_group_num"), c.size("kv_channels"))
-    norm, bias = rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)), c.take("add_bias_linear", bool, False)
+    norm, bias = (
+        rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)),
+        c.take("add_bias_linear", bool, False),
+    )
     position = RopeSpec(
-        theta=10000.0 * c.take("rope_ratio", float, 1.0), rotary_dim=h.head_dim // 2, style="interleaved"
+        theta=10000.0 * c.take("rope_ratio", float, 1.0),
+        rotary_dim=h.head_dim // 2,
+        style="interleaved",
     )
     layer = LayerSpec(
-        attention=attention(h, position, qkv_bias=c.take("add_qkv_bias", bool, False) or bias, out_bias=bias),
+        attention=attention(
+            h, position, qkv_bias=c.take("add_qkv_bias", bool, False) or bias, out_bias=bias
+        ),
         mlp=DenseSpec(intermediate_size=c.size("ffn_hidden_size"), activation="silu", bias=bias),
         block=before(norm),
     )
@@ -62,16 +85,26 @@ def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("vocab_size", c.size("padded_vocab_size"))
     c.require("num_hidden_layers", c.size("num_layers"))
     # Scores are always computed in float32 here.
-    c.ignore("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "fp32_residual_connection", "bias_dropout_fusion")
+    c.ignore(
+        "apply_query_key_layer_scaling",
+        "attention_softmax_in_fp32",
+        "fp32_residual_connection",
+        "bias_dropout_fusion",
+    )
     c.ignore("prefix_projection")
     max_position = c.size("seq_length", 2048)
-    return model(c, "chatglm", layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers")
+    return model(
+        c, "chatglm", layer, norm, max_position, vocab="padded_vocab_size", num_layers="num_layers"
+    )
 
 
 def read_glm4_moe(c: ConfigReader) -> ModelSpec:
     """GLM-4.5 and 4.6: grouped heads, and DeepSeek V3's experts."""
     h, hidden = heads(c), c.size("hidden_size")
-    max_position, eps = c.size("max_position_embeddings", 131072), c.take("rms_norm_eps", float, 1e-5)
+    max_position, eps = (
+        c.size("max_position_embeddings", 131072),
+        c.take("rms_norm_eps", float, 1e-5),
+    )
     norm, dense, moe = rms(hidden, eps), gated(c), corrected_mixture(c, weight_scale=1.0)
     num_dense = c.take("first_k_dense_replace", int, 1)
     of = attention(
@@ -116,7 +149,10 @@ def glm4_moe_gguf_config(m: ConfigReader) -> dict[str, Any]:
     }
 
 
-GLM4_MOE_GGUF: dict[str, Theirs] = {"pre_mlp": "post_attention_norm", "correction": {"weight": "exp_probs_b.bias"}}
+GLM4_MOE_GGUF: dict[str, Theirs] = {
+    "pre_mlp": "post_attention_norm",
+    "correction": {"weight": "exp_probs_b.bias"},
+}
 DRAFTING = r"(46|92)\..*"
 """The layer of a GGUF file that drafts a second token: GLM-4.5-Air's, GLM-4.5's and 4.6's."""
 
@@ -126,14 +162,18 @@ FAMILIES = (
         architectures=("GlmForCausalLM",),
         read=read_glm,
         names=table(FUSED),
-        gguf=GGUFFamily(architecture="chatglm", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})),
+        gguf=GGUFFamily(
+            architecture="chatglm", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})
+        ),
     ),
     Family(
         model_type="glm4",
         architectures=("Glm4ForCausalLM",),
         read=read_glm4,
         names=table(SANDWICH),
-        gguf=GGUFFamily(architecture="glm4", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})),
+        gguf=GGUFFamily(
+            architecture="glm4", config=gguf_config, names=gguf_table({"mlp.up": "ffn_up"})
+        ),
     ),
     Family(
         model_type="glm4_moe",

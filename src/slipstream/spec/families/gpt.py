@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import QKVLayout, activation, attention, before, heads, layer_norm, model, plain
+from slipstream.spec.families.builders import (
+    QKVLayout,
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    model,
+    plain,
+)
 from slipstream.spec.families.metadata import gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
@@ -25,16 +34,22 @@ def _norm(c: ConfigReader) -> NormSpec:
 
 
 def _mlp(c: ConfigReader) -> DenseSpec:
-    return plain(c.size("n_inner", 4 * c.size("n_embd")), activation(c, "activation_function", "gelu_new"))
+    return plain(
+        c.size("n_inner", 4 * c.size("n_embd")), activation(c, "activation_function", "gelu_new")
+    )
 
 
 def _heads(c: ConfigReader) -> QKVLayout:
     return heads(c, hidden="n_embd", num_heads="n_head", num_kv_heads=None)
 
 
-def _model(c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any) -> ModelSpec:
+def _model(
+    c: ConfigReader, family: str, layer: LayerSpec, max_position: int, **more: Any
+) -> ModelSpec:
     c.require("n_ctx", max_position)
-    return model(c, family, layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more)
+    return model(
+        c, family, layer, _norm(c), max_position, hidden="n_embd", num_layers="n_layer", **more
+    )
 
 
 def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
@@ -42,7 +57,9 @@ def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
     c.require("add_cross_attention", False)
     scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0
     layer = LayerSpec(
-        attention=attention(h, None, scale=scale, qkv_bias=True, out_bias=True), mlp=_mlp(c), block=before(_norm(c))
+        attention=attention(h, None, scale=scale, qkv_bias=True, out_bias=True),
+        mlp=_mlp(c),
+        block=before(_norm(c)),
     )
     max_position = c.size("n_positions", 1024)
     return _model(
@@ -69,7 +86,13 @@ def read_bigcode(c: ConfigReader) -> ModelSpec:
     c.require("num_key_value_heads", h.num_kv_heads)
     # These two ask for a softmax in float32, as it always is here.
     c.ignore("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
-    c.ignore("inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache")
+    c.ignore(
+        "inference_runner",
+        "max_batch_size",
+        "max_sequence_length",
+        "pad_key_length",
+        "pre_allocate_kv_cache",
+    )
     c.ignore("validate_runner_input")
     return _learned(c, "gpt_bigcode", h)
 
@@ -78,9 +101,13 @@ def read_gptj(c: ConfigReader) -> ModelSpec:
     h = _heads(c)
     rotary_dim = c.size("rotary_dim", h.head_dim)
     if rotary_dim > h.head_dim or rotary_dim % 2:
-        raise c.unsupported("rotary_dim", f"must be even and at most the head's {h.head_dim} dimensions")
+        raise c.unsupported(
+            "rotary_dim", f"must be even and at most the head's {h.head_dim} dimensions"
+        )
     position = RopeSpec(theta=10000.0, rotary_dim=rotary_dim, style="interleaved")
-    layer = LayerSpec(attention=attention(h, position), mlp=_mlp(c), block=ParallelBlock(norm=_norm(c)))
+    layer = LayerSpec(
+        attention=attention(h, position), mlp=_mlp(c), block=ParallelBlock(norm=_norm(c))
+    )
     # Old checkpoints have these two keys of the training code.
     c.require("rotary", True)
     c.require("scale_attn_weights", True)
@@ -121,7 +148,9 @@ def gguf_learned_config(m: ConfigReader) -> dict[str, Any]:
         "n_inner": read["intermediate_size"],
         "n_positions": read["max_position_embeddings"],
         "layer_norm_epsilon": m.take("attention.layer_norm_epsilon", float),
-        "multi_query": None if read["num_key_value_heads"] is None else read["num_key_value_heads"] == 1,
+        "multi_query": None
+        if read["num_key_value_heads"] is None
+        else read["num_key_value_heads"] == 1,
     }
 
 
@@ -132,7 +161,10 @@ def gguf_gpt2_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def gguf_starcoder_config(m: ConfigReader) -> dict[str, Any]:
-    return {**gguf_learned_config(m), "activation_function": "gelu"}  # StarCoder's; the file does not say
+    return {
+        **gguf_learned_config(m),
+        "activation_function": "gelu",
+    }  # StarCoder's; the file does not say
 
 
 MASKS = (r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",)
@@ -154,7 +186,9 @@ FAMILIES = (
         names=table(GPT2, layer="h.{i}.", changes={"attention.qkv": "ungroup"}),
         prefixes=("", "transformer."),
         ignored=MASKS,
-        gguf=GGUFFamily(architecture="starcoder", config=gguf_starcoder_config, names=gguf_table(fused=True)),
+        gguf=GGUFFamily(
+            architecture="starcoder", config=gguf_starcoder_config, names=gguf_table(fused=True)
+        ),
     ),
     Family(
         model_type="gptj",

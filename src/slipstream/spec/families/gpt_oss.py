@@ -6,7 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, before, heads, kinds_of_layers, model, rms, rope
+from slipstream.spec.families.builders import (
+    attention,
+    before,
+    heads,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
 from slipstream.spec.families.metadata import llama_gguf_config, yarn_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, LayerSpec, ModelSpec, MoESpec
@@ -21,12 +29,16 @@ def read(c: ConfigReader) -> ModelSpec:
     bias, window = c.take("attention_bias", bool, True), c.size("sliding_window", 128)
     kinds = kinds_of_layers(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
     c.require("hidden_act", "silu")
-    swiglu = ClampedSwiglu(alpha=c.take("swiglu_alpha", float, 1.702), limit=c.take("swiglu_limit", float, 7.0))
+    swiglu = ClampedSwiglu(
+        alpha=c.take("swiglu_alpha", float, 1.702), limit=c.take("swiglu_limit", float, 7.0)
+    )
     per_token = c.size("num_experts_per_tok", 4)
     moe = MoESpec(
         num_experts=c.size("num_local_experts", 128),
         num_experts_per_token=per_token,
-        expert=DenseSpec(intermediate_size=c.size("intermediate_size"), activation=swiglu, bias=True),
+        expert=DenseSpec(
+            intermediate_size=c.size("intermediate_size"), activation=swiglu, bias=True
+        ),
         normalize=True,  # the softmax is over the chosen experts
         router_bias=True,
     )
@@ -67,9 +79,13 @@ FAMILIES = (
         model_type="gpt_oss",
         architectures=("GptOssForCausalLM",),
         read=read,
-        names=table(NAMES, changes={"experts.up": "untwine_transpose", "experts.down": "transpose"}),
+        names=table(
+            NAMES, changes={"experts.up": "untwine_transpose", "experts.down": "transpose"}
+        ),
         gguf=GGUFFamily(
-            architecture="gpt-oss", config=gguf_config, names=gguf_table({"pre_mlp": "post_attention_norm"})
+            architecture="gpt-oss",
+            config=gguf_config,
+            names=gguf_table({"pre_mlp": "post_attention_norm"}),
         ),
     ),
 )

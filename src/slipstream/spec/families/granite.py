@@ -41,7 +41,10 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "embedding_multiplier": "embedding_scale",
         "logits_scaling": "logit_scale",
     }
-    return {**llama_gguf_config(m), **{ours: m.take(theirs, float) for ours, theirs in scales.items()}}
+    return {
+        **llama_gguf_config(m),
+        **{ours: m.take(theirs, float) for ours, theirs in scales.items()},
+    }
 
 
 FAMILIES = (

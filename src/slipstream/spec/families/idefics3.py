@@ -28,14 +28,18 @@ ENCODER = {
 }
 """Defaults of `vision_config`."""
 
-FORMAT = PromptFormat(placeholder="<image>", token="<image>", style="tiles", begin="<fake_token_around_image>")
+FORMAT = PromptFormat(
+    placeholder="<image>", token="<image>", style="tiles", begin="<fake_token_around_image>"
+)
 
 
 def read_text(c: ConfigReader) -> ModelSpec:
     c.require("model_type", "llama", "vllama3")
     c.require("qk_layer_norms", False)
     c.require("use_resampler", False)
-    c.ignore("perceiver_config", "pixel_shuffle_factor")  # of training code; the connector's factor is `scale_factor`
+    c.ignore(
+        "perceiver_config", "pixel_shuffle_factor"
+    )  # of training code; the connector's factor is `scale_factor`
     return read_llama(c)
 
 
@@ -51,7 +55,12 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         patch_size=patch_size,
         patch_bias=True,
         layers=layers,
-        final_norm=NormSpec(kind="layer", size=v.size("hidden_size"), eps=v.take("layer_norm_eps", float, 1e-6), bias=True),
+        final_norm=NormSpec(
+            kind="layer",
+            size=v.size("hidden_size"),
+            eps=v.take("layer_norm_eps", float, 1e-6),
+            bias=True,
+        ),
         position=GridPositionSpec(side=image_size // patch_size, by_fraction=True),
         merge=c.size("scale_factor", 2),
         connector=ConcatConnector(),
@@ -60,7 +69,14 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     )
     v.require("tie_word_embeddings", False)
     v.finish()
-    c.ignore("text_config", "tie_word_embeddings", "use_cache", "use_reentrant_checkpointing", "vocab_size", "_pad_token_id")
+    c.ignore(
+        "text_config",
+        "tie_word_embeddings",
+        "use_cache",
+        "use_reentrant_checkpointing",
+        "vocab_size",
+        "_pad_token_id",
+    )
     c.finish()
     return made
 
@@ -74,24 +90,35 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     assert isinstance(tile, int)
     assert isinstance(longest, int)
     if tile % (vision.patch_size * vision.merge):
-        raise c.unsupported("max_image_size", f"must be a multiple of {vision.patch_size * vision.merge} pixels")
+        raise c.unsupported(
+            "max_image_size", f"must be a multiple of {vision.patch_size * vision.merge} pixels"
+        )
     c.require("return_row_col_info", False, True)
     splits = c.take("do_image_splitting", bool, True)
     return processing(c, TileSizes(longest=longest, tile=tile, splits=splits), resample=1)
 
 
 TEXT = {
-    name: f"model.text_model.{theirs.removeprefix('model.')}" if isinstance(theirs, str) and "model." in theirs else theirs
+    name: f"model.text_model.{theirs.removeprefix('model.')}"
+    if isinstance(theirs, str) and "model." in theirs
+    else theirs
     for name, theirs in LLAMA.items()
 }
-NAMES = {**TEXT, **siglip_names("model.vision_model.", out="model.connector.modality_projection.proj")}
+NAMES = {
+    **TEXT,
+    **siglip_names("model.vision_model.", out="model.connector.modality_projection.proj"),
+}
 
 FAMILIES = tuple(
     Family(
         model_type=kind,
         architectures=(architecture,),
         read=read_text,
-        names=table(NAMES, layer="model.text_model.layers.{i}.", vision_layer="model.vision_model.encoder.layers.{i}."),
+        names=table(
+            NAMES,
+            layer="model.text_model.layers.{i}.",
+            vision_layer="model.vision_model.encoder.layers.{i}.",
+        ),
         nested_config="text_config",
         ignored=(r"model\.vision_model\..*", r"model\.connector\..*"),  # with max_images=0
         vision=read_vision,

@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Literal
 
 from slipstream.spec.families.base import ConfigReader
-from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, plain
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    plain,
+)
 from slipstream.spec.families.names import Theirs
 from slipstream.spec.model import LayerSpec
 from slipstream.spec.vision import FixedSize, ImageProcessing, PixelRange, TileSizes
 
-RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
+RESAMPLE: dict[int, Literal["bilinear", "bicubic", "lanczos"]] = {
+    1: "lanczos",
+    2: "bilinear",
+    3: "bicubic",
+}
 """Pillow's numbers."""
 
 HALF = (0.5, 0.5, 0.5)
@@ -47,7 +58,9 @@ def processing(
 
     def three(key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
         found = c.take(key, list, list(default))
-        if len(found) != 3 or not all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in found):
+        if len(found) != 3 or not all(
+            isinstance(x, (int, float)) and not isinstance(x, bool) for x in found
+        ):
             raise c.unsupported(key, "must be three numbers")
         return (float(found[0]), float(found[1]), float(found[2]))
 
@@ -56,11 +69,34 @@ def processing(
     c.require("do_center_crop", False)
     number = c.take("resample", int, resample)
     if number not in RESAMPLE:
-        raise c.unsupported("resample", f"must be one of {', '.join(f'{k} ({v})' for k, v in RESAMPLE.items())}")
+        raise c.unsupported(
+            "resample", f"must be one of {', '.join(f'{k} ({v})' for k, v in RESAMPLE.items())}"
+        )
     c.ignore(
-        *("processor_class", "image_processor_type", "feature_extractor_type", "crop_size", "data_format", "device"),
-        *("input_data_format", "return_tensors", "disable_grouping", "default_to_square", "pad_size", "image_seq_len"),
-        *("image_seq_length", "_valid_processor_keys", "video_sampling", "is_fast", "backend", "do_pad"),
+        *(
+            "processor_class",
+            "image_processor_type",
+            "feature_extractor_type",
+            "crop_size",
+            "data_format",
+            "device",
+        ),
+        *(
+            "input_data_format",
+            "return_tensors",
+            "disable_grouping",
+            "default_to_square",
+            "pad_size",
+            "image_seq_len",
+        ),
+        *(
+            "image_seq_length",
+            "_valid_processor_keys",
+            "video_sampling",
+            "is_fast",
+            "backend",
+            "do_pad",
+        ),
     )
     made = ImageProcessing(
         sizes=sizes,

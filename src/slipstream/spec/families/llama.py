@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, before, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.spec.families.builders import (
+    attention,
+    before,
+    gated,
+    heads,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
 from slipstream.spec.families.metadata import factors_gguf_config, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, MoESpec
@@ -77,7 +86,11 @@ def _read(
     def layer(i: int) -> LayerSpec:
         seen = window if kinds[i] == "sliding_attention" else None
         at = position if rotated is None or rotated[i] else None
-        return LayerSpec(attention=attention(h, at, qkv_bias=bias, out_bias=bias, window=seen), mlp=mlp, block=before(norm))
+        return LayerSpec(
+            attention=attention(h, at, qkv_bias=bias, out_bias=bias, window=seen),
+            mlp=mlp,
+            block=before(norm),
+        )
 
     return model(c, family, layer, norm, max_position, tied=tied)
 
@@ -85,7 +98,11 @@ def _read(
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = {**llama_gguf_config(m, experts=True), **factors_gguf_config(m)}
     if m.take("expert_count", int, 0):
-        return {**config, "num_local_experts": m.size("expert_count"), "num_experts_per_tok": m.size("expert_used_count")}
+        return {
+            **config,
+            "num_local_experts": m.size("expert_count"),
+            "num_experts_per_tok": m.size("expert_used_count"),
+        }
     m.require("expert_used_count", 0)
     return config
 

@@ -8,7 +8,12 @@ from slipstream.spec.families.base import ConfigReader
 
 
 def gguf_config(
-    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False, causal: bool = True
+    m: ConfigReader,
+    *,
+    partial: bool = False,
+    experts: bool = False,
+    scaled: bool = False,
+    causal: bool = True,
 ) -> dict[str, Any]:
     """The keys that all architectures share. A value is None if the file lacks it. Features of llama.cpp that these models
     don't have raise an error.
@@ -24,7 +29,9 @@ def gguf_config(
         "num_key_value_heads": m.maybe("attention.head_count_kv", int),
         "head_dim": m.maybe("attention.key_length", int),
         "max_position_embeddings": m.size("context_length"),
-        "rope_theta": m.take("rope.freq_base", float, 10000.0),  # llama.cpp's default, whatever the family's
+        "rope_theta": m.take(
+            "rope.freq_base", float, 10000.0
+        ),  # llama.cpp's default, whatever the family's
     }
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     m.require("attention.value_length", head_dim)
@@ -60,10 +67,17 @@ def encoder_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def llama_gguf_config(
-    m: ConfigReader, *, partial: bool = False, experts: bool = False, scaled: bool = False, causal: bool = True
+    m: ConfigReader,
+    *,
+    partial: bool = False,
+    experts: bool = False,
+    scaled: bool = False,
+    causal: bool = True,
 ) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
-    m.require("tensor_data_layout", "Meta AI original pth")  # the order of rows that `unpermute` undoes
+    m.require(
+        "tensor_data_layout", "Meta AI original pth"
+    )  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
     config = gguf_config(m, partial=partial, experts=experts, scaled=scaled, causal=causal)
     num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's
@@ -91,19 +105,30 @@ def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
     """Divisors of each rotary frequency, if the file has such tensors: Llama 3.1's for all lengths, or LongRoPE's two sets."""
     long = m.maybe("rope_factors_long.weight", list)
     if long is not None:
-        short, factor = m.take("rope_factors_short.weight", list), m.take("rope.scaling.attn_factor", float)
+        short, factor = (
+            m.take("rope_factors_short.weight", list),
+            m.take("rope.scaling.attn_factor", float),
+        )
         original = m.size("rope.scaling.original_context_length")
     elif (long := m.maybe("rope_freqs.weight", list)) is not None:
         short, factor, original = long, 1.0, m.size("context_length")
     else:
         return {}
     factors = {"short_factor": short, "long_factor": long, "attention_factor": factor}
-    return {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}}
+    return {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": original,
+            **factors,
+        }
+    }
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:
     """Models with layer norms. `eps` is the config's key of their epsilon."""
-    return _present({**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)})
+    return _present(
+        {**gguf_config(m, partial=partial), eps: m.take("attention.layer_norm_epsilon", float)}
+    )
 
 
 def _present(config: dict[str, Any]) -> dict[str, Any]:

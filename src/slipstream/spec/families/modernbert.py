@@ -27,15 +27,28 @@ from slipstream.spec.model import ClassifierSpec, LayerSpec, ModelSpec, NormSpec
 
 def read_modernbert(c: ConfigReader) -> ModelSpec:
     hidden, bias = c.size("hidden_size"), c.take("attention_bias", bool, False)
-    norm = layer_norm(hidden, c.take("norm_eps", float, 1e-5), bias=c.take("norm_bias", bool, False))
+    norm = layer_norm(
+        hidden, c.take("norm_eps", float, 1e-5), bias=c.take("norm_bias", bool, False)
+    )
     h = heads(c, num_kv_heads=None)
     max_position = c.size("max_position_embeddings", 8192)
     every, local = c.size("global_attn_every_n_layers", 3), c.size("local_attention", 128)
     kinds = kinds_of_layers(c, lambda i: "sliding_attention" if i % every else "full_attention")
     c.require("layer_norm_eps", norm.eps)  # the same number again
     c.require("position_embedding_type", "absolute", "rope")  # transformers ignores it
-    c.ignore("decoder_bias", "sparse_prediction", "sparse_pred_ignore_index", "mlp_dropout", "initializer_cutoff_factor")
-    c.ignore("deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", "initializer_factor")
+    c.ignore(
+        "decoder_bias",
+        "sparse_prediction",
+        "sparse_pred_ignore_index",
+        "mlp_dropout",
+        "initializer_cutoff_factor",
+    )
+    c.ignore(
+        "deterministic_flash_attn",
+        "reference_compile",
+        "repad_logits_with_grad",
+        "initializer_factor",
+    )
     thetas = {
         "full_attention": c.take("global_rope_theta", float, 160000.0),
         "sliding_attention": c.take("local_rope_theta", float, 10000.0),
@@ -54,30 +67,42 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
                 out_bias=bias,
             ),
             mlp=mlp,
-            block=before(norm) if i else SequentialBlock(pre_mlp=norm),  # embed_norm is the first layer's pre-norm
+            block=before(norm)
+            if i
+            else SequentialBlock(pre_mlp=norm),  # embed_norm is the first layer's pre-norm
         )
 
-    return model(c, "modernbert", layer, norm, max_position, embed_norm=norm, classifier=_classifier(c, norm))
+    return model(
+        c, "modernbert", layer, norm, max_position, embed_norm=norm, classifier=_classifier(c, norm)
+    )
 
 
 def gguf_modernbert_config(m: ConfigReader) -> dict[str, Any]:
     """llama.cpp's window counts both sides. The first of every few layers has no window."""
     config = encoder_gguf_config(m)
-    types, eps, window = config.pop("type_vocab_size"), config.pop("layer_norm_eps"), m.maybe("attention.sliding_window", int)
+    types, eps, window = (
+        config.pop("type_vocab_size"),
+        config.pop("layer_norm_eps"),
+        m.maybe("attention.sliding_window", int),
+    )
     if types:
         raise m.unsupported("token_types.weight", "ModernBERT's texts have no types")
     count, pattern = config["num_hidden_layers"], "attention.sliding_window_pattern"
     seen = [i % 3 != 0 for i in range(count)]
     if pattern in m:
         given = m.take(pattern, object)
-        seen = given if isinstance(given, list) else [i % m.size(pattern) != 0 for i in range(count)]
+        seen = (
+            given if isinstance(given, list) else [i % m.size(pattern) != 0 for i in range(count)]
+        )
     m.require("rope.scaling.type", "none")
     m.require("rope.dimension_count", config["hidden_size"] // config["num_attention_heads"])
     return {
         **config,
         "norm_eps": eps,
         "local_attention": window or 0,
-        "layer_types": ["sliding_attention" if window and narrow else "full_attention" for narrow in seen],
+        "layer_types": [
+            "sliding_attention" if window and narrow else "full_attention" for narrow in seen
+        ],
         "global_rope_theta": m.take("rope.freq_base", float, 10000.0),
         "local_rope_theta": m.take("rope.freq_base_swa", float, 10000.0),
         "hidden_activation": m.take("hidden_activation", str, "gelu"),
@@ -89,14 +114,23 @@ def gguf_eurobert_config(m: ConfigReader) -> dict[str, Any]:
 
 
 def _classifier(c: ConfigReader, norm: NormSpec) -> ClassifierSpec | None:
-    act, bias = activation(c, "classifier_activation", "gelu"), c.take("classifier_bias", bool, False)
+    act, bias = (
+        activation(c, "classifier_activation", "gelu"),
+        c.take("classifier_bias", bool, False),
+    )
     pooling = c.take("classifier_pooling", str, "cls")
     if (labels := num_labels(c)) is None:
         return None
     if act != "gelu" or pooling not in ("cls", "mean"):
         field = "classifier_pooling" if act == "gelu" else "classifier_activation"
         raise c.unsupported(field, "only 'gelu', and 'cls' or 'mean', are supported")
-    return ClassifierSpec(num_labels=labels, activation="gelu", norm=norm, bias=bias, pooling=pooling)  # type: ignore[arg-type]
+    return ClassifierSpec(
+        num_labels=labels,
+        activation="gelu",
+        norm=norm,
+        bias=bias,
+        pooling=pooling,  # type: ignore[arg-type]
+    )
 
 
 def read_eurobert(c: ConfigReader) -> ModelSpec:
@@ -128,17 +162,28 @@ MODERNBERT: dict[str, Theirs] = {
     "classifier.out": "classifier",
 }
 GGUF_MODERNBERT: dict[str, Theirs] = {"attention.qkv": "attn_qkv", "mlp.up": "ffn_up"}
-EUROBERT = {name: theirs.removeprefix("model.") if isinstance(theirs, str) else theirs for name, theirs in LLAMA.items()}
+EUROBERT = {
+    name: theirs.removeprefix("model.") if isinstance(theirs, str) else theirs
+    for name, theirs in LLAMA.items()
+}
 
 FAMILIES = (
     Family(
         model_type="modernbert",
-        architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+        architectures=(
+            "ModernBertModel",
+            "ModernBertForMaskedLM",
+            "ModernBertForSequenceClassification",
+        ),
         read=read_modernbert,
         names=table(MODERNBERT, layer="layers.{i}."),
         prefixes=("", "model."),
         ignored=(*UNREAD, r"head\..*", r"decoder\..*"),
-        gguf=GGUFFamily(architecture="modern-bert", config=gguf_modernbert_config, names=gguf_table(GGUF_MODERNBERT)),
+        gguf=GGUFFamily(
+            architecture="modern-bert",
+            config=gguf_modernbert_config,
+            names=gguf_table(GGUF_MODERNBERT),
+        ),
     ),
     Family(
         model_type="eurobert",

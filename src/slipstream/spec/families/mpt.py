@@ -12,7 +12,10 @@ from slipstream.spec.model import AlibiSpec, LayerSpec, ModelSpec
 
 
 def read(c: ConfigReader) -> ModelSpec:
-    h, hidden = heads(c, hidden="d_model", num_heads="n_heads", num_kv_heads=None), c.size("d_model")
+    h, hidden = (
+        heads(c, hidden="d_model", num_heads="n_heads", num_kv_heads=None),
+        c.size("d_model"),
+    )
     norm = layer_norm(hidden, c.take("layer_norm_epsilon", float, 1e-5), bias=False)
     own = c.part("attn_config")
     own.require("alibi", True)
@@ -21,9 +24,19 @@ def read(c: ConfigReader) -> ModelSpec:
         own.require(key, False)
     own.require("sliding_window_size", -1)
     clip = own.maybe("clip_qkv", float)
-    scale, alibi = own.maybe("softmax_scale", float), AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0))
+    scale, alibi = (
+        own.maybe("softmax_scale", float),
+        AlibiSpec(max_bias=own.take("alibi_bias_max", float, 8.0)),
+    )
     # The kernel, and keys that every config of transformers has.
-    own.ignore("attn_impl", "is_encoder_decoder", "chunk_size_feed_forward", "kv_n_heads", "rope_impl", "rope_theta")
+    own.ignore(
+        "attn_impl",
+        "is_encoder_decoder",
+        "chunk_size_feed_forward",
+        "kv_n_heads",
+        "rope_impl",
+        "rope_theta",
+    )
     own.finish()
     layer = LayerSpec(
         attention=attention(h, alibi, scale=scale, clip_qkv=clip),
@@ -34,9 +47,13 @@ def read(c: ConfigReader) -> ModelSpec:
     c.require("norm_type", "low_precision_layernorm", "layernorm")
     c.require("embedding_fraction", 1.0)
     c.require("logit_scale")
-    c.ignore("learned_pos_emb", "init_config", "tokenizer_name", "verbose")  # the first has no effect with ALiBi
+    c.ignore(
+        "learned_pos_emb", "init_config", "tokenizer_name", "verbose"
+    )  # the first has no effect with ALiBi
     max_position = c.size("max_seq_len", 2048)
-    return model(c, "mpt", layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True)
+    return model(
+        c, "mpt", layer, norm, max_position, hidden="d_model", num_layers="n_layers", tied=True
+    )
 
 
 NAMES = {

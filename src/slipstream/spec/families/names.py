@@ -21,7 +21,9 @@ from slipstream.spec.parameters import (
 )
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-Change: TypeAlias = Literal["transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"]
+Change: TypeAlias = Literal[
+    "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
+]
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
@@ -113,26 +115,44 @@ def table(
             side, _, rest = stem.rpartition("layers.")
             if rest != stem:
                 index, stem = rest.split(".", 1)
-                layers, above = (spec.layers, layer) if not side else (spec.all_layers, encoder_layer)
+                layers, above = (
+                    (spec.layers, layer) if not side else (spec.all_layers, encoder_layer)
+                )
                 if side == "vision." and spec.vision is not None:
                     layers, above = spec.vision.layers, vision_layer
                 below, of, stem = above.replace("{i}", index), layers[int(index)], side + stem
             change = (changes or {}).get(stem)
             patch = spec.vision if target == "vision.patch.weight" else None
             parts, start = theirs[stem], 0
-            copies = of.mlp.num_experts if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.") else None
+            copies = (
+                of.mlp.num_experts
+                if of and isinstance(of.mlp, MoESpec) and stem.startswith("experts.")
+                else None
+            )
             if isinstance(parts, Mapping) or (isinstance(parts, str) and "{e}" not in parts):
                 how = _transform(change, kind, of) if patch is None else Flatten(patch.kernel)
                 place = Placement(target, transform=how, copies=copies)
-                found[below + (f"{parts}.{kind}" if isinstance(parts, str) else parts[kind])] = place
+                found[below + (f"{parts}.{kind}" if isinstance(parts, str) else parts[kind])] = (
+                    place
+                )
                 continue
             assert of is not None
             each = shape[0] // (copies or 1)
-            tensors = ((parts, each),) if isinstance(parts, str) else tuple(zip(parts, _rows(of, stem, each), strict=True))
+            tensors = (
+                ((parts, each),)
+                if isinstance(parts, str)
+                else tuple(zip(parts, _rows(of, stem, each), strict=True))
+            )
             separate = "{e}" in tensors[0][0]  # each expert is a tensor
             for e in range(copies or 1 if separate else 1):
                 for i, (part, rows) in enumerate(tensors):
-                    place = Placement(target, start, rows, _transform(change, kind, of, i), None if separate else copies)
+                    place = Placement(
+                        target,
+                        start,
+                        rows,
+                        _transform(change, kind, of, i),
+                        None if separate else copies,
+                    )
                     found[f"{below}{part.replace('{e}', str(e))}.{kind}"] = place
                     start += rows
         return found
@@ -162,7 +182,9 @@ def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
     return a.q_size, a.kv_size, a.kv_size
 
 
-def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0) -> Transform | None:
+def _transform(
+    change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0
+) -> Transform | None:
     if change is None or (change == "transpose" and kind == "bias"):
         return None
     if change == "transpose":
@@ -175,4 +197,6 @@ def _transform(change: Change | None, kind: str, layer: LayerSpec | None, part: 
     a = layer.attention
     if change == "ungroup":
         return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
-    return None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])  # values are not rotated
+    return (
+        None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])
+    )  # values are not rotated

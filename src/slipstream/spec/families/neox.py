@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    model,
+    plain,
+    rope,
+)
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import MEGATRON, Theirs, gguf_table, table
 from slipstream.spec.model import BlockSpec, LayerSpec, ModelSpec, ParallelBlock
@@ -25,7 +34,10 @@ def read(c: ConfigReader) -> ModelSpec:
     block: BlockSpec = ParallelBlock(norm=norm, mlp_norm=norm) if beside else before(norm)
     layer = LayerSpec(
         attention=attention(h, position, qkv_bias=bias, out_bias=bias),
-        mlp=plain(c.size("intermediate_size", 4 * c.size("hidden_size")), activation(c, "hidden_act", "gelu")),
+        mlp=plain(
+            c.size("intermediate_size", 4 * c.size("hidden_size")),
+            activation(c, "hidden_act", "gelu"),
+        ),
         block=block,
     )
     c.require("is_decoder", False, True)
@@ -46,7 +58,11 @@ NAMES: dict[str, Theirs] = {
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = layer_norm_gguf_config(m, "layer_norm_eps", partial=True)
-    return {**config, "use_parallel_residual": m.take("use_parallel_residual", bool, True), "hidden_act": "gelu"}
+    return {
+        **config,
+        "use_parallel_residual": m.take("use_parallel_residual", bool, True),
+        "hidden_act": "gelu",
+    }
 
 
 FAMILIES = (

@@ -8,7 +8,15 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.bert import GGUF_BERT, UNREAD, bert_classifier
-from slipstream.spec.families.builders import attention, called, gated, heads, layer_norm, model, rope
+from slipstream.spec.families.builders import (
+    attention,
+    called,
+    gated,
+    heads,
+    layer_norm,
+    model,
+    rope,
+)
 from slipstream.spec.families.metadata import encoder_gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, PostNormBlock
@@ -20,8 +28,21 @@ def read_nomic(c: ConfigReader) -> ModelSpec:
         c.size("head_dim", c.size("hidden_size") // c.size("num_attention_heads"))
         return _read(c, "nomic_bert", gated(c), theta=1000.0)
     for name in (
-        *("causal", "parallel_block", "parallel_block_tied_norm", "prenorm", "use_rms_norm", "reorder_and_upcast_attn"),
-        *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx"),
+        *(
+            "causal",
+            "parallel_block",
+            "parallel_block_tied_norm",
+            "prenorm",
+            "use_rms_norm",
+            "reorder_and_upcast_attn",
+        ),
+        *(
+            "qkv_proj_bias",
+            "mlp_fc1_bias",
+            "mlp_fc2_bias",
+            "rotary_emb_interleaved",
+            "scale_attn_by_inverse_layer_idx",
+        ),
     ):
         c.require(name, False)
     c.require("scale_attn_weights", True)
@@ -29,16 +50,29 @@ def read_nomic(c: ConfigReader) -> ModelSpec:
     c.require("rotary_emb_scale_base")
     c.require("rotary_scaling_factor")
     c.require("activation_function", "swiglu")
-    c.ignore("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_flash_attn", "use_xentropy", "use_rms_norm")
+    c.ignore(
+        "dense_seq_output",
+        "fused_bias_fc",
+        "fused_dropout_add_ln",
+        "use_flash_attn",
+        "use_xentropy",
+        "use_rms_norm",
+    )
     c.ignore("last_layer_subset", "max_trained_positions", "pad_vocab_size_multiple")
     mlp = DenseSpec(intermediate_size=c.size("n_inner"), activation="silu")
     theta = c.take("rotary_emb_base", float, 10000.0)
-    return _read(c, "nomic_bert", mlp, theta=theta, keys=("n_embd", "n_layer", "n_head", "n_positions"))
+    return _read(
+        c, "nomic_bert", mlp, theta=theta, keys=("n_embd", "n_layer", "n_head", "n_positions")
+    )
 
 
 def gguf_nomic_config(m: ConfigReader) -> dict[str, Any]:
     m.require("rope.scaling.type", "none")
-    return {**encoder_gguf_config(m), "hidden_act": "silu", "rope_theta": m.take("rope.freq_base", float)}
+    return {
+        **encoder_gguf_config(m),
+        "hidden_act": "silu",
+        "rope_theta": m.take("rope.freq_base", float),
+    }
 
 
 def read_gte(c: ConfigReader) -> ModelSpec:
@@ -46,7 +80,9 @@ def read_gte(c: ConfigReader) -> ModelSpec:
     c.require("position_embedding_type", "rope")
     c.require("pack_qkv", True)
     c.require("logn_attention_scale", False)
-    c.ignore("logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention", "rotary_emb_dim")
+    c.ignore(
+        "logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention", "rotary_emb_dim"
+    )
     mlp = dataclasses.replace(gated(c, default="gelu"), bias="down")
     return _read(c, "gte", mlp, theta=160000.0, biased=True)
 
@@ -58,20 +94,41 @@ def _read(
     *,
     theta: float,
     biased: bool = False,
-    keys: tuple[str, ...] = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    keys: tuple[str, ...] = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ),
 ) -> ModelSpec:
     hidden, num_layers, num_heads, positions = keys
-    norm = layer_norm(c.size(hidden), c.take(called(c, "layer_norm_eps", "layer_norm_epsilon"), float, 1e-12))
-    h, max_position = heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None), c.size(positions)
+    norm = layer_norm(
+        c.size(hidden), c.take(called(c, "layer_norm_eps", "layer_norm_epsilon"), float, 1e-12)
+    )
+    h, max_position = (
+        heads(c, hidden=hidden, num_heads=num_heads, num_kv_heads=None),
+        c.size(positions),
+    )
     position = rope(c, h.head_dim, max_position=max_position, theta=theta)
     layer = LayerSpec(
         attention=attention(h, position, causal=False, qkv_bias=biased, out_bias=biased),
         mlp=mlp,
         block=PostNormBlock(attention_norm=norm, mlp_norm=norm),
     )
-    more: dict[str, Any] = {"num_token_types": c.take("type_vocab_size", int, 1), "classifier": bert_classifier(c, "tanh")}
+    more: dict[str, Any] = {
+        "num_token_types": c.take("type_vocab_size", int, 1),
+        "classifier": bert_classifier(c, "tanh"),
+    }
     return model(
-        c, family, layer, None, max_position, hidden=hidden, num_layers=num_layers, embed_norm=norm, **more
+        c,
+        family,
+        layer,
+        None,
+        max_position,
+        hidden=hidden,
+        num_layers=num_layers,
+        embed_norm=norm,
+        **more,
     )
 
 
@@ -112,7 +169,9 @@ FAMILIES = (
         names=table(NOMIC, layer="encoder.layers.{i}."),
         prefixes=("", "bert.", "nomic_bert."),
         ignored=UNREAD,
-        gguf=GGUFFamily(architecture="nomic-bert", config=gguf_nomic_config, names=gguf_table(GGUF_NOMIC)),
+        gguf=GGUFFamily(
+            architecture="nomic-bert", config=gguf_nomic_config, names=gguf_table(GGUF_NOMIC)
+        ),
     ),
     *(
         Family(
@@ -121,7 +180,10 @@ FAMILIES = (
             read=read_gte,
             names=table(GTE, layer="encoder.layer.{i}.", changes={"mlp.up": "swap"}),
             prefixes=("", f"{kind}.", "new."),
-            ignored=(*UNREAD, r"classifier\..*"),  # the multilingual one has weights of tokens besides
+            ignored=(
+                *UNREAD,
+                r"classifier\..*",
+            ),  # the multilingual one has weights of tokens besides
         )
         for kind, name in (("gte", "Gte"), ("new", "New"))
     ),

@@ -6,7 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import attention, gated, heads, kinds_of_layers, model, rms, rope
+from slipstream.spec.families.builders import (
+    attention,
+    gated,
+    heads,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
 from slipstream.spec.families.metadata import llama_gguf_config, yarn_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
@@ -28,7 +36,11 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
     norm = rms(c.size("hidden_size"), eps)
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
     window = c.size("sliding_window", 4096) if windows else None
-    by_rule = (lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention") if windows else "full_attention"
+    by_rule = (
+        (lambda i: "sliding_attention" if (i + 1) % 4 else "full_attention")
+        if windows
+        else "full_attention"
+    )
     kinds = kinds_of_layers(c, by_rule) if windows else []
 
     def layer(i: int) -> LayerSpec:
@@ -36,13 +48,21 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
         # In OLMo 3 rope scaling is for layers without a window.
         of = attention(
             h,
-            rope(c, h.head_dim, theta=500000.0 if windows else 10000.0, max_position=max_position, kind=kind),
+            rope(
+                c,
+                h.head_dim,
+                theta=500000.0 if windows else 10000.0,
+                max_position=max_position,
+                kind=kind,
+            ),
             qkv_bias=bias,
             out_bias=bias,
             window=window if kind == "sliding_attention" else None,
             qk_norm=QKNormSpec(over="row", eps=eps),
         )
-        return LayerSpec(attention=of, mlp=mlp, block=SequentialBlock(post_attention=norm, post_mlp=norm))
+        return LayerSpec(
+            attention=of, mlp=mlp, block=SequentialBlock(post_attention=norm, post_mlp=norm)
+        )
 
     return model(c, family, layer, norm, max_position)
 
@@ -53,18 +73,29 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         return llama_gguf_config(m)
     config = llama_gguf_config(m, scaled=True)
     theta, count = config.pop("rope_theta"), config["num_hidden_layers"]
-    seen = m.take("attention.sliding_window_pattern", list, [(i + 1) % 4 != 0 for i in range(count)])
+    seen = m.take(
+        "attention.sliding_window_pattern", list, [(i + 1) % 4 != 0 for i in range(count)]
+    )
     scaling = yarn_gguf_config(m).get("rope_scaling", {"rope_type": "default"})
     plain = {"rope_type": "default", "rope_theta": m.take("rope.freq_base_swa", float, theta)}
     return {
         **config,
         "sliding_window": window,
         "layer_types": ["sliding_attention" if is_seen else "full_attention" for is_seen in seen],
-        "rope_parameters": {"full_attention": {**scaling, "rope_theta": theta}, "sliding_attention": plain},
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": theta},
+            "sliding_attention": plain,
+        },
     }
 
 
-names = table({**LLAMA, "post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"})
+names = table(
+    {
+        **LLAMA,
+        "post_attention": "post_attention_layernorm",
+        "post_mlp": "post_feedforward_layernorm",
+    }
+)
 
 FAMILIES = (
     Family(

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from slipstream.spec.families.base import ConfigReader, Family
-from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    model,
+    plain,
+)
 from slipstream.spec.families.names import Theirs, table
-from slipstream.spec.model import BlockSpec, LayerSpec, LearnedPositionSpec, ModelSpec, PostNormBlock
+from slipstream.spec.model import (
+    BlockSpec,
+    LayerSpec,
+    LearnedPositionSpec,
+    ModelSpec,
+    PostNormBlock,
+)
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -19,7 +33,10 @@ def read(c: ConfigReader) -> ModelSpec:
         mlp=plain(c.size("ffn_dim"), activation(c, "activation_function", "relu"), bias=bias),
         block=block,
     )
-    max_position, width = c.size("max_position_embeddings", 2048), c.size("word_embed_proj_dim", hidden)
+    max_position, width = (
+        c.size("max_position_embeddings", 2048),
+        c.size("word_embed_proj_dim", hidden),
+    )
     c.require("layer_norm_elementwise_affine", True)
     c.require("_remove_final_layer_norm", False)
     c.require("prefix", "</s>")  # the tokenizer adds it

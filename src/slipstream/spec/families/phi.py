@@ -18,7 +18,11 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.metadata import factors_gguf_config, layer_norm_gguf_config, llama_gguf_config
+from slipstream.spec.families.metadata import (
+    factors_gguf_config,
+    layer_norm_gguf_config,
+    llama_gguf_config,
+)
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, ParallelBlock
 
@@ -44,7 +48,9 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
     bias, window = c.take("attention_bias", bool, False), c.maybe("sliding_window", int)
     position = rope(c, h.head_dim, max_position=max_position)
     layer = LayerSpec(
-        attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window), mlp=gated(c), block=before(norm)
+        attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window),
+        mlp=gated(c),
+        block=before(norm),
     )
     c.ignore("original_max_position_embeddings")  # without a scaling
     c.require("full_attn_mod", 1)  # this key and the next: Phi-4-mini

@@ -36,7 +36,9 @@ def read_qwen3(c: ConfigReader) -> ModelSpec:
 
 def read_qwen2_moe(c: ConfigReader) -> ModelSpec:
     moe = _moe(c, 60, 4, 1408)
-    shared = dataclasses.replace(moe.expert, intermediate_size=c.size("shared_expert_intermediate_size", 5632))
+    shared = dataclasses.replace(
+        moe.expert, intermediate_size=c.size("shared_expert_intermediate_size", 5632)
+    )
     moe = dataclasses.replace(moe, shared=SharedExpertSpec(mlp=shared, weighed=True))
     bias = c.take("qkv_bias", bool, True)
     return _read(c, "qwen2_moe", qkv_bias=bias, out_bias=False, qk_norm=False, moe=moe)
@@ -47,7 +49,9 @@ def read_qwen3_moe(c: ConfigReader) -> ModelSpec:
     c.require("qkv_bias", bias)  # which Qwen3-Coder also writes
     c.require("use_qk_norm", True)
     c.require("shared_expert_intermediate_size", 0)
-    return _read(c, "qwen3_moe", qkv_bias=bias, out_bias=bias, qk_norm=True, moe=_moe(c, 128, 8, 768))
+    return _read(
+        c, "qwen3_moe", qkv_bias=bias, out_bias=bias, qk_norm=True, moe=_moe(c, 128, 8, 768)
+    )
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
@@ -56,13 +60,21 @@ def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpe
     return MoESpec(
         num_experts=c.size(called(c, "num_experts", "num_local_experts"), num_experts),
         num_experts_per_token=c.size("num_experts_per_tok", per_token),
-        expert=dataclasses.replace(gated(c), intermediate_size=c.size("moe_intermediate_size", size)),
+        expert=dataclasses.replace(
+            gated(c), intermediate_size=c.size("moe_intermediate_size", size)
+        ),
         normalize=c.take("norm_topk_prob", bool, False),
     )
 
 
 def _read(
-    c: ConfigReader, family: str, *, qkv_bias: bool, out_bias: bool, qk_norm: bool, moe: MoESpec | None = None
+    c: ConfigReader,
+    family: str,
+    *,
+    qkv_bias: bool,
+    out_bias: bool,
+    qk_norm: bool,
+    moe: MoESpec | None = None,
 ) -> ModelSpec:
     """Every `decoder_sparse_step`th layer has the `moe`, but for `mlp_only_layers`."""
     h = heads(c)
@@ -73,7 +85,9 @@ def _read(
     first_window = c.take("max_window_layers", int, c.size("num_hidden_layers"))
     if not c.take("use_sliding_window", bool, False):
         window = None
-    kinds = kinds_of_layers(c, lambda i: "sliding_attention" if window and i >= first_window else "full_attention")
+    kinds = kinds_of_layers(
+        c, lambda i: "sliding_attention" if window and i >= first_window else "full_attention"
+    )
     if "sliding_attention" in kinds and window is None:
         raise c.unsupported("layer_types", "has sliding_attention, but use_sliding_window is off")
     position, dense = rope(c, h.head_dim, max_position=max_position), gated(c)

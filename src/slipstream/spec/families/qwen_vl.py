@@ -6,7 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family
-from slipstream.spec.families.builders import activation, attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    gated,
+    heads,
+    model,
+    rms,
+    rope,
+)
 from slipstream.spec.families.images import processing, square
 from slipstream.spec.families.names import LLAMA, Theirs, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec
@@ -52,7 +61,9 @@ def read_text(c: ConfigReader) -> ModelSpec:
     c.ignore("sliding_window", "max_window_layers")  # of windows that are off
     if set(c.take("layer_types", list, ["full_attention"])) != {"full_attention"}:
         raise c.unsupported("layer_types", "only full_attention is supported")
-    of = attention(h, rope(c, h.head_dim, theta=1e6, max_position=max_position, sectioned=True), qkv_bias=True)
+    of = attention(
+        h, rope(c, h.head_dim, theta=1e6, max_position=max_position, sectioned=True), qkv_bias=True
+    )
     layer = LayerSpec(attention=of, mlp=gated(c), block=before(norm))
     return model(c, "qwen2_5_vl", layer, norm, max_position)
 
@@ -63,18 +74,34 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
     v.require("model_type", "qwen2_5_vl", "qwen2_5_vl_vision")
     hidden, depth = v.size("hidden_size"), v.size("depth")
     h = heads(v, num_heads="num_heads", num_kv_heads=None)
-    norm, merge, patch_size = rms(hidden, 1e-6), v.size("spatial_merge_size", 2), square(v, "patch_size", 14)
-    mlp = DenseSpec(intermediate_size=v.size("intermediate_size"), activation=activation(v, "hidden_act", "silu"), bias=True)
+    norm, merge, patch_size = (
+        rms(hidden, 1e-6),
+        v.size("spatial_merge_size", 2),
+        square(v, "patch_size", 14),
+    )
+    mlp = DenseSpec(
+        intermediate_size=v.size("intermediate_size"),
+        activation=activation(v, "hidden_act", "silu"),
+        bias=True,
+    )
     layer = LayerSpec(
-        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True), mlp=mlp, block=before(norm)
+        attention=attention(h, None, causal=False, qkv_bias=True, out_bias=True),
+        mlp=mlp,
+        block=before(norm),
     )
     theta = 10000.0
     if (axial := v.value("rope_parameters")) is not None:
-        if not isinstance(axial, dict) or axial.keys() - {"rope_theta", "rope_type"} or axial.get("rope_type") != "axial":
+        if (
+            not isinstance(axial, dict)
+            or axial.keys() - {"rope_theta", "rope_type"}
+            or axial.get("rope_type") != "axial"
+        ):
             raise v.unsupported("rope_parameters", "must have rope_type 'axial', and rope_theta")
         theta = float(axial.get("rope_theta", theta))
     if h.head_dim % 4:
-        raise v.unsupported("num_heads", f"heads of {h.head_dim} can't be rotated by rows and columns")
+        raise v.unsupported(
+            "num_heads", f"heads of {h.head_dim} can't be rotated by rows and columns"
+        )
     window, side = v.size("window_size", 112), patch_size * merge
     if window % side:
         raise v.unsupported("window_size", f"must be a multiple of {side} pixels")
@@ -83,7 +110,9 @@ def read_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:
         raise v.unsupported("fullatt_block_indexes", "must be whole numbers")
     v.require("out_hidden_size", text.hidden_size)
     if v.value("out_hidden_size") is None and text.hidden_size != 3584:
-        raise v.unsupported("out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}")
+        raise v.unsupported(
+            "out_hidden_size", f"must be the decoder's hidden_size, {text.hidden_size}"
+        )
     v.require("spatial_patch_size", patch_size)
     v.ignore("tokens_per_second")  # of films
     num_channels = v.size("in_channels" if "in_channels" in v else "in_chans", 3)
@@ -121,20 +150,33 @@ def read_processing(c: ConfigReader, vision: VisionSpec) -> ImageProcessing:
     # Early files have min_pixels and max_pixels, later ones a size, some both; the former go before.
     size = c.take("size", dict, {})
     bounds: list[int] = []
-    for key, name, default in (("min_pixels", "shortest_edge", 56 * 56), ("max_pixels", "longest_edge", 28 * 28 * 1280)):
+    for key, name, default in (
+        ("min_pixels", "shortest_edge", 56 * 56),
+        ("max_pixels", "longest_edge", 28 * 28 * 1280),
+    ):
         value = c.value(key) or size.get(name) or size.get(key) or default
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**26:
             raise c.unsupported("size" if name in size else key, "must be 1 to 67108864 pixels")
         bounds.append(value)
     if bounds[0] > bounds[1]:
-        raise c.unsupported("size", f"the fewest pixels ({bounds[0]}) are more than the most ({bounds[1]})")
+        raise c.unsupported(
+            "size", f"the fewest pixels ({bounds[0]}) are more than the most ({bounds[1]})"
+        )
     c.ignore("max_frames", "min_frames", "fps")
-    sizes = PixelRange(factor=vision.patch_size * vision.merge, min_pixels=bounds[0], max_pixels=bounds[1])
+    sizes = PixelRange(
+        factor=vision.patch_size * vision.merge, min_pixels=bounds[0], max_pixels=bounds[1]
+    )
     return processing(c, sizes, resample=3, mean=CLIP_MEAN, std=CLIP_STD)
 
 
 OUTER = (
-    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *(
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    ),
     *("vision_token_id", "model_type"),
 )
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
-from slipstream.spec.families.builders import activation, attention, before, heads, layer_norm, model, plain, rope
+from slipstream.spec.families.builders import (
+    activation,
+    attention,
+    before,
+    heads,
+    layer_norm,
+    model,
+    plain,
+    rope,
+)
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec
@@ -19,7 +28,13 @@ def read(c: ConfigReader) -> ModelSpec:
     norm = layer_norm(c.size("hidden_size"), c.take("norm_epsilon", float, 1e-5))
     window = c.maybe("sliding_window", int)
     layer = LayerSpec(
-        attention=attention(h, rope(c, h.head_dim, max_position=max_position), qkv_bias=bias, out_bias=bias, window=window),
+        attention=attention(
+            h,
+            rope(c, h.head_dim, max_position=max_position),
+            qkv_bias=bias,
+            out_bias=bias,
+            window=window,
+        ),
         mlp=plain(c.size("intermediate_size"), activation(c, "hidden_act", TANH), bias=bias),
         block=before(norm),
     )
@@ -41,6 +56,8 @@ FAMILIES = (
         architectures=("Starcoder2ForCausalLM",),
         read=read,
         names=table({**LLAMA, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
-        gguf=GGUFFamily(architecture="starcoder2", config=gguf_config, names=gguf_table(gated=False)),
+        gguf=GGUFFamily(
+            architecture="starcoder2", config=gguf_config, names=gguf_table(gated=False)
+        ),
     ),
 )

@@ -30,7 +30,10 @@ def _activation(c: ConfigReader) -> tuple[Activation, bool]:
     name, is_gated = said.removeprefix("gated-"), said.startswith("gated-")
     name = "gelu_new" if said == "gated-gelu" else name  # the tanh approximation is meant
     if name not in ACTIVATIONS:
-        raise c.unsupported("feed_forward_proj", f"the activations are {', '.join(ACTIVATIONS)}, each also as gated-…")
+        raise c.unsupported(
+            "feed_forward_proj",
+            f"the activations are {', '.join(ACTIVATIONS)}, each also as gated-…",
+        )
     c.require("dense_act_fn", name)
     c.require("is_gated_act", is_gated)
     return ACTIVATIONS[name], is_gated
@@ -42,11 +45,16 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor")
     hidden = c.size("d_model")
-    h = QKVLayout(n := c.size("num_heads"), n, c.size("d_kv", 64))  # n · d_kv may differ from d_model
+    h = QKVLayout(
+        n := c.size("num_heads"), n, c.size("d_kv", 64)
+    )  # n · d_kv may differ from d_model
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
     act, is_gated = _activation(c)
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)
-    num_buckets, far = c.size("relative_attention_num_buckets", 32), c.size("relative_attention_max_distance", 128)
+    num_buckets, far = (
+        c.size("relative_attention_num_buckets", 32),
+        c.size("relative_attention_max_distance", 128),
+    )
 
     def attended(position: BucketSpec | None, **more: Any) -> AttentionSpec:
         return attention(h, position, scale=1.0, **more)
@@ -56,7 +64,9 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     block = SequentialBlock(pre_attention=norm, pre_mlp=norm)
     reader = LayerSpec(attention=attended(both, causal=False), mlp=mlp, block=block)
     block = SequentialBlock(pre_attention=norm, pre_cross=norm, pre_mlp=norm)
-    writer = LayerSpec(attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False))
+    writer = LayerSpec(
+        attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False)
+    )
     num_layers = c.size("num_layers")
     # v1.0 ties the embeddings and scales the states, v1.1 does neither. Some writers set `tie_word_embeddings` for all models
     # and add `scale_decoder_outputs`; then `description` looks for a head in the checkpoint.
@@ -72,7 +82,9 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
         tied_embeddings=tied,
         logit_scale=hidden**-0.5 if scaled else 1.0,
         encoder=EncoderSpec(
-            layers=(reader,) * num_layers, final_norm=norm, start_token_id=c.take("decoder_start_token_id", int, 0)
+            layers=(reader,) * num_layers,
+            final_norm=norm,
+            start_token_id=c.take("decoder_start_token_id", int, 0),
         ),
     )
     c.finish()
@@ -82,7 +94,9 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
 def names(spec: ModelSpec) -> Names:
     mlp = spec.layers[0].mlp
     assert isinstance(mlp, DenseSpec)
-    up: Theirs = ("DenseReluDense.wi_0", "DenseReluDense.wi_1") if mlp.gated else "DenseReluDense.wi"
+    up: Theirs = (
+        ("DenseReluDense.wi_0", "DenseReluDense.wi_1") if mlp.gated else "DenseReluDense.wi"
+    )
 
     def feed(index: int) -> dict[str, Theirs]:
         at = f"layer.{index}."
@@ -111,7 +125,9 @@ def gguf_t5_config(m: ConfigReader) -> dict[str, Any]:
         "relative_attention_num_buckets": m.size("attention.relative_buckets_count"),
         "decoder_start_token_id": m.take("decoder_start_token_id", int, 0),
         # The file lacks the activation. Like llama.cpp, tell it by the gate.
-        "feed_forward_proj": "relu" if m.maybe("enc.blk.0.ffn_gate.weight", list) is None else "gated-gelu",
+        "feed_forward_proj": "relu"
+        if m.maybe("enc.blk.0.ffn_gate.weight", list) is None
+        else "gated-gelu",
     }
 
 
@@ -120,13 +136,28 @@ def gguf_names(spec: ModelSpec) -> Names:
     assert isinstance(mlp, DenseSpec)
     own = {**GGUF_T5, "mlp.up": ("ffn_gate", "ffn_up") if mlp.gated else "ffn_up"}
     stacks = {f"encoder.{name}": part for name, part in own.items()}
-    ends = {"final_norm": "dec.output_norm", "encoder.final_norm": "enc.output_norm", "embed": "token_embd", "head": "output"}
-    tables = {f"{side}distances": f"{at}.blk.0.attn_rel_b" for side, at in (("", "dec"), ("encoder.", "enc"))}
-    return table({**own, **stacks, **ends, **tables}, layer="dec.blk.{i}.", encoder_layer="enc.blk.{i}.")(spec)
+    ends = {
+        "final_norm": "dec.output_norm",
+        "encoder.final_norm": "enc.output_norm",
+        "embed": "token_embd",
+        "head": "output",
+    }
+    tables = {
+        f"{side}distances": f"{at}.blk.0.attn_rel_b"
+        for side, at in (("", "dec"), ("encoder.", "enc"))
+    }
+    return table(
+        {**own, **stacks, **ends, **tables}, layer="dec.blk.{i}.", encoder_layer="enc.blk.{i}."
+    )(spec)
 
 
 def _attention(at: str) -> dict[str, Theirs]:
-    return {"qkv": (f"{at}.q", f"{at}.k", f"{at}.v"), "q": f"{at}.q", "kv": (f"{at}.k", f"{at}.v"), "out": f"{at}.o"}
+    return {
+        "qkv": (f"{at}.q", f"{at}.k", f"{at}.v"),
+        "q": f"{at}.q",
+        "kv": (f"{at}.k", f"{at}.v"),
+        "out": f"{at}.o",
+    }
 
 
 _SELF, _CROSS = _attention("layer.0.SelfAttention"), _attention("layer.1.EncDecAttention")
@@ -160,7 +191,10 @@ GGUF_T5: dict[str, Theirs] = {
     "mlp.down": "ffn_down",
 }
 # A copy of the embeddings in each stack, and an unused bias of cross attention that old writers stored.
-COPIES = (r"(en|de)coder\.embed_tokens\.weight", r"decoder\..*\.EncDecAttention\.relative_attention_bias\.weight")
+COPIES = (
+    r"(en|de)coder\.embed_tokens\.weight",
+    r"decoder\..*\.EncDecAttention\.relative_attention_bias\.weight",
+)
 
 FAMILIES = tuple(
     Family(
@@ -169,7 +203,9 @@ FAMILIES = tuple(
         read=partial(read, family=kind, own=True) if kind == "umt5" else read,
         names=names,
         ignored=COPIES,
-        gguf=GGUFFamily(architecture="t5", config=gguf_t5_config, names=gguf_names) if kind == "t5" else None,
+        gguf=GGUFFamily(architecture="t5", config=gguf_t5_config, names=gguf_names)
+        if kind == "t5"
+        else None,
     )
     for kind, architecture in (
         ("t5", "T5ForConditionalGeneration"),
