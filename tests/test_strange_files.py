@@ -17,11 +17,14 @@ from tests.model.test_gguf_models import LEAST, write
 
 
 def refused(path, capsys, *words):
-    """`info` ends soon, with the exit code of a model's error, and says what is wrong."""
+    """Asserts that `info` ends soon with the exit code of a model's error, and says each of `words`.
+
+    The path is taken out of the message first: pytest's folders have the test's name, and with it most words.
+    """
     begin = time.process_time()  # which a busy machine does not stretch
     assert main(["info", str(path)]) == 3
     assert time.process_time() - begin < 10
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.replace(str(path), "PATH")
     assert "internal error" not in said
     assert len(said) < 5000
     for word in words:
