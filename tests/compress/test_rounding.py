@@ -175,3 +175,23 @@ def test_eight_bits(fmt):
     assert isinstance(made.grid, QuantGrid)
     if fmt.kind == "int":
         assert int(made.codes.min()) >= -127
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_asymmetric_range_includes_zero(sign):
+    """Weights of one sign: a range without 0 would give a zero point outside the codes, and a wrong 0."""
+    fmt = WeightFormat(bits=4, group_size=8, symmetric=False)
+    weight = sign * (1.0 + torch.arange(8.0) / 8).view(1, 8)
+    rounded = nearest(weight, fmt, torch.float32, clip=False)
+    step = float(weight.abs().max()) / 15
+    assert torch.allclose(rounded.grid.scales, torch.full_like(rounded.grid.scales, step))
+    assert (rounded.dequantized() - weight).abs().max() <= step / 2 * 1.001
+
+
+def test_weights_for_8_bit_inputs_never_have_the_code_minus_128():
+    """The kernels' products of 8 bits by 8 bits sum pairs in 16 bits, which two codes of −128 would overflow."""
+    fmt = WeightFormat(inputs="int8")
+    weight = torch.tensor([[-128.4, 127.0, 1.0, 0.0]])
+    grid = QuantGrid(fmt, torch.ones(1, 1), None)
+    assert grid.codes(weight).min() == -127
+    assert QuantGrid(WeightFormat(), torch.ones(1, 1), None).codes(weight).min() == -128

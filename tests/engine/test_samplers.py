@@ -224,3 +224,16 @@ def test_breakers_are_tokens_that_hold_the_text(folder):
             .sampling
         )
         assert not plain.dry_breaker_token_ids  # DRY is off
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3])
+def test_answer_ends_right_after_min_tokens_when_the_end_is_likeliest(folder, min_tokens):
+    with LLM(folder, **SETTINGS) as llm:
+        end = llm.get_tokenizer().eos_token_ids[0]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=8, min_tokens=min_tokens, logit_bias={end: 100.0}
+        )
+        (answer,) = llm.generate("hello", sampling, progress=False)
+    tokens = [token for token in answer.outputs[0].token_ids if token != end]
+    assert len(tokens) == min_tokens
+    assert answer.outputs[0].finish_reason == "stop"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slipstream.bench.load import Poisson
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, ScalingLimits
+from slipstream.fleet.autoscaler import LEARNING, Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.forecast import Forecast
@@ -267,3 +267,31 @@ def test_capacity_grows_with_the_fleet(engine):
         fleet_capacity(
             engine, workload, LatencyObjectives(limits={"ttft_s": 1e-4}, attainment=0.99)
         )
+
+
+def grown(policy, seconds, **more):
+    return [policy.decide(seen(10.0 * i, 10, num_ready=1, **more)) for i in range(seconds)]
+
+
+def test_queue_at_the_gateway_wants_more_replicas_than_none():
+    made = [
+        Autoscaler(lambda rate: math.ceil(rate), limits=ScalingLimits(max_replicas=50))
+        for _ in range(3)
+    ]
+    calm, gateway, replicas = (
+        grown(policy, 30, **more)[-1]
+        for policy, more in zip(
+            made, ({}, {"num_at_gateway": 600}, {"num_waiting": 600}), strict=True
+        )
+    )
+    assert gateway >= calm + 8  # 600 requests within a cold start of 60 s are 10 a second more
+    assert gateway == replicas
+
+
+def test_no_replica_goes_before_enough_was_learned():
+    policy = Autoscaler(
+        lambda rate: max(1, math.ceil(rate)), limits=ScalingLimits(), hold_s=10.0, cold_start_s=10.0
+    )
+    wanted = [policy.decide(seen(10.0 * i, 1, num_ready=5)) for i in range(LEARNING + 10)]
+    assert wanted[:LEARNING] == [5] * LEARNING
+    assert wanted[-1] < 5

@@ -214,3 +214,13 @@ def test_work_is_spread_by_weight():
             under_way.remove((end, one))
     assert max(served["r0"], served["r1"]) < 1.15 * min(served["r0"], served["r1"])
     assert 1.6 < served["r2"] / served["r0"] < 3.0
+
+
+@pytest.mark.parametrize(("thrift", "chosen"), [(0.0, "r0"), (3.0, "r1")])
+def test_thrift_prefers_the_replica_that_computes_less(thrift, chosen):
+    """r1 has the prefix and a queue as long as computing it: only what the computing costs decides."""
+    fleet, keys = router(2, policy="prefix", balance=0.0, thrift=thrift), chain(blocks=50)
+    fleet.reset("r0", 0, [])
+    fleet.reset("r1", 0, keys)
+    fleet.update("r1", queued_tokens=250, running=0, waiting=1)
+    assert fleet.choose([keys], 202, now=0.0).replica == chosen

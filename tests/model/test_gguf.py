@@ -256,3 +256,22 @@ def test_an_empty_file_is_named_so(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(CheckpointError, match="the file is empty"):
         GGUFFile(path)
+
+
+@pytest.mark.parametrize("padding", range(40))
+def test_data_starts_at_the_next_aligned_byte_whatever_the_header_is_long(
+    tmp_path: Path, padding: int
+) -> None:
+    """Also where the header ends on an aligned byte already."""
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_string("general.name", "n" * padding)
+    values = np.arange(8, dtype=np.float32)
+    writer.add_tensor("t", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = GGUFFile(path).tensors["t"]
+    found = path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+    np.testing.assert_array_equal(np.frombuffer(found, np.float32), values)

@@ -547,3 +547,16 @@ def test_what_computes_nothing_is_a_request_too(keyed, tmp_path, path, body):
         assert 429 not in statuses[:2]
         assert statuses[2] == 429
         assert http.get("/v1/models").status_code == 200  # to look is free
+
+
+def test_window_is_empty_again_after_a_minute_of_idling():
+    """Counts of seconds that left the window while nobody asked must not come back."""
+    now = [100.0]
+    limiter = SharedLimiter(clock=lambda: now[0])
+    key = Key(id="a", requests_per_minute=3)
+    for idle in (61.0, 60.0 + 61.0, 200.0, 61.0):
+        for _ in range(3):
+            limiter.admit(key).close(0)
+        with pytest.raises(ApiError):
+            limiter.admit(key)
+        now[0] += idle

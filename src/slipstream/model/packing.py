@@ -69,7 +69,7 @@ def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tenso
 
 def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes [rows, inner], scales and zeros [rows, groups] (or scales of one number) → float32 [rows, inner]."""
-    if scales.numel() == 1:
+    if zeros is None and scales.numel() == 1:
         return codes.float() * scales.float()
     groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
     if zeros is not None:
