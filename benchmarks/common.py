@@ -39,10 +39,34 @@ def save(path: Path, name: str, **parts: Any) -> None:
     """Write a record with versions, machine, commit and command. Of an absolute path only its last part is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = json.loads(json.dumps(document(name, **parts), default=plain))
-    path.write_text(
-        json.dumps(without_folders(made), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    path.write_text(lines(without_folders(made)) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
+
+
+def lines(value: Any, indent: str = "", room: int = 160) -> str:
+    """JSON with each list and object on one line where it fits, so that a record reads as a table."""
+    short = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or not value or len(indent) + len(short) <= room:
+        return short
+    deeper = indent + " "
+    if isinstance(value, dict):
+        parts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {lines(item, deeper, room)}"
+            for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
+    if all(isinstance(item, int | float) for item in value):  # numbers fill lines
+        filled, row = [], deeper
+        for item in value:
+            text = json.dumps(item) + ","
+            if len(row) + len(text) > room and row != deeper:
+                filled.append(row.rstrip())
+                row = deeper
+            row += text + " "
+        filled.append(row.rstrip().rstrip(","))
+        return "[\n" + "\n".join(filled) + f"\n{indent}]"
+    parts = [lines(item, deeper, room) for item in value]
+    return "[\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}]"
 
 
 def without_folders(value: Any) -> Any:
