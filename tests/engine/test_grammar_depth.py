@@ -109,6 +109,34 @@ def test_what_is_too_deep_is_refused_with_the_field_and_a_remedy(given):
     assert len(error.value.message) < 300
 
 
+def doubled(count, end, start="start: A{0}\n", form="A{}: A{} A{}"):
+    links = "\n".join(form.format(i, i - 1, i - 1) for i in range(1, count + 1))
+    return start.format(count) + end + "\n" + links
+
+
+OPTIONAL = [
+    {"regex": "a?" * 5000},
+    {"regex": "a*" * 5000},
+    {"regex": "(ab|)" * 5000},
+    {"regex": "(?:|ab)" * 5000},
+    {"regex": "a{0,1}" * 5000},
+    {"json": {"type": "string", "pattern": "[ab]?" * 5000}},
+    {"grammar": "start: T\nT: " + "A " * 5000 + '\nA: "a"?'},
+    {"grammar": "start: T\nT: " + "/a?/ " * 5000},
+    {"grammar": "start: T\nT: " + '["a"] ' * 5000},
+    {"grammar": "start: T\nT: " + '("a" | ) ' * 5000},
+    {"grammar": doubled(40, 'A0: "a"?')},
+    {"grammar": doubled(40, 'a0 ::= "a"?', "root ::= a{0}\n", "a{} ::= a{} a{}")},
+]
+
+
+@pytest.mark.parametrize("given", OPTIONAL, ids=lambda given: str(given)[:60])
+def test_a_terminal_of_many_optional_parts_is_refused(given):
+    """llguidance takes memory by the square of their number, gigabytes of 20,000."""
+    with pytest.raises(RequestError, match="more than 4000 parts of one terminal are optional"):
+        check(StructuredOutputsParams(**given))
+
+
 TREE = {
     "$defs": {"t": {"type": "object", "properties": {"c": {"$ref": "#/$defs/t"}}}},
     "$ref": "#/$defs/t",
@@ -133,6 +161,11 @@ TREE = {
         {"grammar": 'root ::= "(" root ")" | [^"(] # ('},
         {"grammar": 'start: %lark {\nstart: x\nx: "a"\n} x\nx: "b"'},
         {"regex": "(" * 200 + "a" + ")" * 200},
+        {"regex": r"[?]\?(?:a)(?i)b" * 5000},
+        {"regex": "|".join(f"a{i}b" for i in range(5000))},
+        {"regex": "(a?b?){0,20000}"},
+        {"grammar": "start: T\nT: " + " | ".join(f'"v{i}"' for i in range(5000))},
+        {"grammar": doubled(12, 'A0: "a"')},
         {"regex": r"[(]{300}\({300}" + "(a)" * 1000},
     ],
     ids=lambda given: str(given)[:60],

@@ -1,4 +1,4 @@
-"""How deep a grammar is, found without recursion.
+"""How deep a grammar is, and how much of one terminal is optional, found without recursion.
 
 llguidance follows references recursively in C, and a stack that overflows there ends the process. So what is deeper than
 `MAX_DEPTH` is refused before llguidance sees it. A depth counts
@@ -6,6 +6,9 @@ llguidance follows references recursively in C, and a stack that overflows there
 1. the schemas inside each other, and behind each `$ref`;
 2. the rules and terminals of a Lark or GBNF grammar behind each other, with the groups that a reference stands in, and the
    schemas behind `%json`.
+
+Of a terminal with n optional parts behind each other llguidance builds n² expressions at once, which no limit of it bounds:
+40,000 take 6 GB. So there is a bound of those, too.
 
 A reference back to where it comes from counts nothing: grammars may be recursive. What llguidance bounds itself (groups in each
 other, JSON text and regular expressions in each other) is refused here with the remedy.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -34,6 +38,9 @@ MAX_NESTED_GROUPS = 28
 MAX_NESTED_REGEX = 250
 """Groups in each other in a regular expression: llguidance's own bound."""
 
+MAX_OPTIONAL = 4000
+"""Optional parts of a regular expression, or of a terminal with those that it names. So many take half a second and 80 MB."""
+
 MAX_RESOURCES = 64
 """Schemas with an `$id` that are tried for a reference which may be relative to any."""
 
@@ -41,24 +48,29 @@ Edges = Iterable[tuple[Hashable, int]]
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
-_ESCAPED = re.compile(r"\\.|[()]|\[\^?\]?(?:\\.|[^\]\\])*\]?", re.DOTALL)
+_REGEX_PART = re.compile(
+    r"""\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\?[a-zA-Z-]+\)|(?P<open>\((?:\?(?:P?<\w*>|[a-zA-Z-]*:))?)|(?P<close>\))
+    |(?P<optional>[?*]|\{0)|(?P<bar>\|)""",
+    re.DOTALL | re.VERBOSE,
+)
+_OPTIONAL_GROUP = re.compile(r"\[|\{\s*0|\(\s*\|")
 _SPACE = re.compile(r"\s*")
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")  # how llguidance tells it from GBNF
 _LARK_TOKEN = re.compile(
     r"""(?P<skip>(?:\#|//)[^\n]*|"(?:[^"\\]|\\.)*"|<[^<>\s]+>|@[\w-]+|::)|/(?P<regex>(?:\\.|[^/\\])+)/
     |(?P<json>%(?:json|regex|llguidance))\b|(?P<inner>%lark\s*\{)|%\w+|(?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
-    |(?P<is>:)|(?P<line>\n)|(?P<open>[(\[{])|(?P<close>[)\]}])""",
+    |(?P<optional>[?*~]|\|(?=\s*(?:[|)\n]|\Z)))|(?P<is>:)|(?P<line>\n)|(?P<open>[(\[{])|(?P<close>[)\]}])""",
     re.DOTALL | re.VERBOSE,
 )
 _GBNF_TOKEN = re.compile(
     r"""(?P<skip>\#[^\r\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<name>[\w-]+)
-    |(?P<is>::=)|(?P<line>[\r\n])|(?P<open>[({])|(?P<close>[)}])""",
+    |(?P<optional>[?*])|(?P<is>::=)|(?P<line>[\r\n])|(?P<open>[({])|(?P<close>[)}])""",
     re.DOTALL | re.VERBOSE,
 )
 
 
 class TooDeepError(ValueError):
-    """A grammar is deeper than llguidance can take."""
+    """A grammar is deeper than llguidance can take, or a terminal has too many optional parts."""
 
 
 def check_json_text(text: str) -> None:
@@ -80,24 +92,41 @@ def check_schema(schema: Any) -> None:
         )
 
 
-def check_regex(pattern: str) -> None:
-    """TooDeepError if groups are in each other too deeply."""
-    depth = 0
-    for found in _ESCAPED.finditer(pattern):
-        depth += (found[0] == "(") - (found[0] == ")")
+def check_regex(pattern: str) -> int:
+    """TooDeepError if groups are in each other too deeply, or too much is optional. Returns the number of optional parts."""
+    depth = optional = 0
+    before, end = "open", 0
+    for found in _REGEX_PART.finditer(pattern):
+        kind = found.lastgroup
+        depth += (kind == "open") - (kind == "close")
         if depth > MAX_NESTED_REGEX:
             raise TooDeepError(
                 f"groups of a regular expression are nested deeper than {MAX_NESTED_REGEX}; take out groups"
             )
+        is_empty = end == found.start() and (
+            (kind == "bar" and before in ("open", "bar")) or (kind == "close" and before == "bar")
+        )
+        optional += kind == "optional" or is_empty
+        before, end = kind or "", found.end()
+    _check_optional(optional)
+    return optional
+
+
+def _check_optional(optional: int) -> None:
+    if optional > MAX_OPTIONAL:
+        raise TooDeepError(
+            f"more than {MAX_OPTIONAL} parts of one terminal are optional; make one repetition of them, or several terminals"
+        )
 
 
 def check_grammar(text: str) -> None:
     """TooDeepError if a grammar in Lark's form, or llama.cpp's, is too deep."""
-    edges = _rule_edges(text)
+    edges, optional = _rule_edges(text)
     if _longest(edges, lambda rule: edges[rule]) > MAX_DEPTH:
         raise TooDeepError(
             f"rules behind each other are deeper than {MAX_DEPTH}; shorten the chain of references"
         )
+    _check_terminals(edges, optional, _LARK.search(text) is not None)
 
 
 def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
@@ -223,10 +252,13 @@ def _schema_depth(schema: Any) -> int:
 # --- Grammars -------------------------------------------------------------------------------------------------------
 
 
-def _rule_edges(text: str) -> Mapping[Hashable, list[tuple[Hashable, int]]]:
-    """By rule and terminal: those that it names, with how deep they stand."""
+def _rule_edges(
+    text: str,
+) -> tuple[Mapping[Hashable, list[tuple[Hashable, int]]], Mapping[Hashable, int]]:
+    """By rule and terminal: those that it names, with how deep they stand; and how many optional parts it has itself."""
     form = _GBNF_TOKEN if _LARK.search(text) is None else _LARK_TOKEN
     edges: dict[Hashable, list[tuple[Hashable, int]]] = {}
+    optional = Counter[Hashable]()
     numbers = itertools.count()  # of inner grammars, whose rules are theirs alone, and of schemas
     outer: list[tuple[int, str, int]] = []
     grammar, rule, depth, at = next(numbers), "", 0, 0
@@ -247,6 +279,7 @@ def _rule_edges(text: str) -> Mapping[Hashable, list[tuple[Hashable, int]]]:
             line = []
         elif kind == "open":
             depth += 1
+            optional[grammar, rule] += _OPTIONAL_GROUP.match(text, found.start()) is not None
             if depth > MAX_NESTED_GROUPS:
                 raise TooDeepError(
                     f"groups are nested deeper than {MAX_NESTED_GROUPS}; make inner ones rules of their own"
@@ -263,7 +296,9 @@ def _rule_edges(text: str) -> Mapping[Hashable, list[tuple[Hashable, int]]]:
         elif kind == "close":
             depth = max(0, depth - 1)
         elif kind == "regex":
-            check_regex(found["regex"])
+            optional[grammar, rule] += check_regex(found["regex"])
+        elif kind == "optional":
+            optional[grammar, rule] += 1
         elif kind == "json":
             value, at = _json_at(text, at, found["json"])
             own = _schema_depth(value) if found["json"] == "%json" else 0
@@ -271,7 +306,37 @@ def _rule_edges(text: str) -> Mapping[Hashable, list[tuple[Hashable, int]]]:
     put(line)
     for target, _ in [edge for targets in edges.values() for edge in targets]:
         edges.setdefault(target, [])
-    return edges
+    return edges, optional
+
+
+def _check_terminals(
+    edges: Mapping[Hashable, list[tuple[Hashable, int]]], own: Mapping[Hashable, int], lark: bool
+) -> None:
+    """TooDeepError if a terminal has too many optional parts, with those that it names, however often. llama.cpp's grammars do
+    not tell terminals from rules: all are terminals that are not recursive."""
+    found: dict[Hashable, int | None] = {}  # None: it is none
+    begun: set[Hashable] = set()
+
+    def is_terminal(node: Any) -> bool:
+        if not isinstance(node, tuple):  # a schema
+            return False
+        return node[1].lstrip("_")[:1].isupper() if lark else node[1] not in ("", "root")
+
+    for first in filter(is_terminal, edges):
+        path = [first]
+        while path:
+            node = path[-1]
+            named = [name for name, _ in edges[node] if is_terminal(name)]
+            waiting = dict.fromkeys(n for n in named if n not in found and n not in begun)
+            if node not in found and waiting:
+                begun.add(node)
+                path += waiting
+                continue
+            path.pop()
+            counts = [found.get(name) for name in named]
+            if node not in found:
+                found[node] = None if None in counts else own[node] + sum(c or 0 for c in counts)
+                _check_optional(found[node] or 0)
 
 
 def _json_at(text: str, at: int, keyword: str) -> tuple[Any, int]:
