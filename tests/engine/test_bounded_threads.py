@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from threading import Event
@@ -102,9 +103,11 @@ def test_a_call_whose_turn_does_not_come_is_refused_and_not_begun(held, monkeypa
     threads = BoundedThreads(lambda: seconds[0], most=1, most_stuck=4, name="calls")
     _, running = held(threads)
     assert running.wait(PATIENCE_S)
-    late = threads.submit(began.set)
+    late, nobodys = threads.submit(began.set, "one"), threads.submit(lambda: 1)
     seconds[0] = 0.0
     held.release.set()
+    with contextlib.suppress(TimeoutError):  # it is begun, however late
+        assert nobodys.result(PATIENCE_S) == 1
     with pytest.raises(EngineOverloadedError, match="others were served"):
         late.result(PATIENCE_S)
     assert not began.is_set()

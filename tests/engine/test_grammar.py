@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -428,6 +429,32 @@ async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
     monkeypatch.setattr(grammar, "_problem", stuck)
     with pytest.raises(RequestError, match="longer than"):
         await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
+
+
+async def test_requests_with_one_grammar_share_its_check(monkeypatch):
+    """However many there are. Who gives up does not end it for the others."""
+    began, release, checked = Event(), Event(), []
+
+    def slow(params):
+        checked.append(params)
+        began.set()
+        assert release.wait(PATIENCE_S)
+
+    monkeypatch.setattr(grammar, "_problem", slow)
+    params = StructuredOutputsParams(regex="shared+")
+    other = StructuredOutputsParams(regex="left+")
+    tasks = [asyncio.create_task(grammar.check_in_thread(params, "one")) for _ in range(200)]
+    await asyncio.to_thread(began.wait, PATIENCE_S)
+    left = asyncio.create_task(grammar.check_in_thread(other, "one"))
+    await asyncio.sleep(0)
+    for task in (tasks[0], left):
+        task.cancel()
+    await asyncio.gather(tasks[0], left, return_exceptions=True)
+    release.set()
+    await asyncio.gather(*tasks[1:])
+    await grammar.check_in_thread(params, "another")
+    assert checked == [params]  # nobody waits for the other any more
+    assert not grammar._pending_checks
 
 
 def nested(schema):

@@ -56,7 +56,7 @@ class BoundedThreads(Generic[T]):
     def submit(self, run: Callable[[], T], client: str | None = None) -> Future[T]:
         """What the call gives, or its exception; TimeoutError if it takes too long. EngineOverloadedError, here or later, if so
         many calls are stuck that no more are begun, or the client has too many, or if its turn does not come in time.
-        Calls of no client in particular do not wait for each other."""
+        Calls of no client in particular run beside each other, and wait as long as it takes."""
         future: Future[T] = Future()
         with self._lock:
             self._refuse(client)
@@ -106,7 +106,8 @@ class BoundedThreads(Generic[T]):
                     continue
                 try:
                     self._refuse(call.client)
-                    if time.monotonic() - call.submitted > max(self._seconds(), MIN_TURN_S):
+                    waited = time.monotonic() - call.submitted
+                    if call.client is not None and waited > max(self._seconds(), MIN_TURN_S):
                         raise EngineOverloadedError(
                             f"others were served all the time ({self._name}); try again later"
                         )

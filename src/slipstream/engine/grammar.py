@@ -197,7 +197,32 @@ _checks: Threads[None] = Threads("grammar checks", most_small=4)
 _found: OrderedDict[StructuredOutputsParams, tuple[str, str] | None] = OrderedDict()
 """What is wrong with the grammars that were checked last, and which field is."""
 
-_found_lock = threading.Lock()
+_pending_checks: dict[tuple[str, StructuredOutputsParams], _PendingCheck] = {}
+_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
+
+
+class _PendingCheck:
+    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
+    none."""
+
+    def __init__(self, params: StructuredOutputsParams, client: str) -> None:
+        self._key, self.num_waiting = (client, params), 0
+        self.future = _checks.submit(partial(_check, params), params, client)
+        self.future.add_done_callback(lambda _: self._end())
+
+    def __enter__(self) -> Future[None]:
+        return self.future
+
+    def __exit__(self, *_: object) -> None:
+        with _found_lock:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self.future.cancel()
+
+    def _end(self) -> None:
+        with _found_lock:
+            if _pending_checks.get(self._key) is self:
+                del _pending_checks[self._key]
 
 
 def check(params: StructuredOutputsParams) -> None:
@@ -205,7 +230,8 @@ def check(params: StructuredOutputsParams) -> None:
     compilations are stuck."""
     try:
         if (pending := _begin_check(params)) is not None:
-            pending.result()
+            with pending as future:
+                future.result()
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
@@ -216,16 +242,23 @@ async def check_in_thread(params: StructuredOutputsParams, client: str = "") -> 
 
     try:
         if (pending := _begin_check(params, client)) is not None:
-            await asyncio.wrap_future(pending)
+            with pending as future:
+                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
 
-def _begin_check(params: StructuredOutputsParams, client: str = "") -> Future[None] | None:
+def _begin_check(params: StructuredOutputsParams, client: str = "") -> _PendingCheck | None:
     """None if it was checked lately, and is right."""
     with _found_lock:
         if params not in _found:
-            return _checks.submit(partial(_check, params), params, client)
+            pending = _pending_checks.get((client, params))
+            if pending is None or pending.future.done():
+                pending = _PendingCheck(params, client)
+                if not pending.future.done():
+                    _pending_checks[client, params] = pending
+            pending.num_waiting += 1
+            return pending
         _found.move_to_end(params)
         message = _found[params]
     _raise(message)
