@@ -61,6 +61,7 @@ class FinishReason(StrEnum):
     DEADLINE = "deadline"  # its deadline passed before it was done
     ERROR = "error"  # the engine failed
     INVALID = "invalid"  # what it asks for turned out to be impossible
+    OVERLOADED = "overloaded"  # others were served; it may come again
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class EngineRequest:
     share: Share | None = (
         None  # whose it is; None: nobody's in particular, who is one more owner of weight 1
     )
+    client: str = ""  # who asks: the grammars of one client are compiled one after the other
     answer_token_ids: tuple[
         int, ...
     ] = ()  # of an answer that began elsewhere: it goes on behind them

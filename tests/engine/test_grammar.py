@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
+from concurrent.futures import Future
 from threading import Event, get_ident
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 
 from slipstream.engine import grammar
 from slipstream.engine.grammar import GrammarError, Grammars, check, compose
+from slipstream.engine.output import raise_on_error
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.outputs import CompletionOutput, RequestOutput
 from slipstream.spec.description import read_spec
 from slipstream.types import (
     EngineRequest,
@@ -332,6 +336,31 @@ def test_compilations_that_are_stuck_hold_nobody_for_ever(tokenizer, monkeypatch
     grammars.clear()
 
 
+def test_a_compilation_whose_turn_does_not_come_is_an_overload(tokenizer, monkeypatch):
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    future = Future()
+    monkeypatch.setattr(grammars._threads, "submit", lambda *_: future)
+    assert not grammars.begin(request(StructuredOutputsParams(regex="x+"), "r"))
+    future.set_exception(EngineOverloadedError("others were served"))
+    assert compiled(grammars, 1) == [("r", "others were served")]
+    assert grammars.overloaded == {"r"}
+    choice = CompletionOutput(0, "", [], finish_reason="overloaded", stop_reason="others")
+    with pytest.raises(EngineOverloadedError, match="others"):
+        raise_on_error(RequestOutput("r", None, [5], [choice], True, None, 0))
+
+
+def test_a_request_that_is_forgotten_is_not_compiled(tokenizer, monkeypatch):
+    grammars = Grammars(lambda: tokenizer, 288, lambda tokenizer: tokenizer.eos_token_ids)
+    future = Future()
+    monkeypatch.setattr(grammars._threads, "submit", lambda *_: future)
+    for request_id in ("a", "b"):
+        grammars.begin(request(StructuredOutputsParams(regex="x+"), request_id))
+    grammars.forget(["a"])
+    assert not future.cancelled()
+    grammars.forget(["b"])
+    assert future.cancelled()
+
+
 def compiled(grammars, count):
     found = []
     until = time.monotonic() + PATIENCE_S
@@ -397,9 +426,36 @@ def test_what_compiles_too_long_is_refused(tokenizer, monkeypatch, stuck):
 
 
 async def test_a_check_that_takes_too_long_is_refused(monkeypatch, stuck):
-    monkeypatch.setattr(grammar, "check", stuck)
+    monkeypatch.setattr(grammar, "_problem", stuck)
     with pytest.raises(RequestError, match="longer than"):
         await grammar.check_in_thread(StructuredOutputsParams(regex="x+"))
+
+
+async def test_requests_with_one_grammar_share_its_check(monkeypatch):
+    """However many there are. Who gives up does not end it for the others."""
+    began, release, checked = Event(), Event(), []
+
+    def slow(params):
+        if params in (shared, other):  # the test before may have left one
+            checked.append(params)
+            began.set()
+            assert release.wait(PATIENCE_S)
+
+    monkeypatch.setattr(grammar, "_problem", slow)
+    shared = StructuredOutputsParams(regex="shared+")
+    other = StructuredOutputsParams(regex="left+")
+    tasks = [asyncio.create_task(grammar.check_in_thread(shared, "one")) for _ in range(200)]
+    await asyncio.to_thread(began.wait, PATIENCE_S)
+    left = asyncio.create_task(grammar.check_in_thread(other, "one"))
+    await asyncio.sleep(0)
+    for task in (tasks[0], left):
+        task.cancel()
+    await asyncio.gather(tasks[0], left, return_exceptions=True)
+    release.set()
+    await asyncio.gather(*tasks[1:])
+    await grammar.check_in_thread(shared, "another")
+    assert checked == [shared]  # nobody waits for the other any more
+    assert not {params for _, params in grammar._pending_checks} & {shared, other}
 
 
 def nested(schema):

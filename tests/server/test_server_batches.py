@@ -18,6 +18,7 @@ import pytest
 from starlette.datastructures import UploadFile
 
 from slipstream.cli.main import main
+from slipstream.config import EngineArgs
 from slipstream.server import batch_runner
 from slipstream.server import files as files_module
 from slipstream.server.batch_runner import check, repaired
@@ -599,3 +600,27 @@ def test_upload_of_a_stream(client):
     file = client.files.create(file=io.BytesIO(lines(1)), purpose="batch")
     assert file.filename
     assert file.bytes == len(lines(1))
+
+
+def test_a_line_whose_schema_is_too_deep_is_a_400_and_the_others_go_on(tiny_path, tmp_path):
+    """The real engine's check: llguidance would overflow its stack, and end the server at each start."""
+    from slipstream.engine.async_llm import AsyncLLM
+    from tests.server.conftest import serving
+
+    defs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    deep = {"$ref": "#/$defs/d0", "$defs": {**defs, "d3000": {"type": "string"}}}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 4}
+    data = lines(1, "/v1/completions", body, guided_json=deep)
+    data += lines(1, "/v1/completions", body).replace(b"line-0", b"line-1")
+    args = EngineArgs(model=str(tiny_path), dtype="float32", device="cpu", num_threads=1)
+    settings = {"files_dir": str(tmp_path / "files"), "served_model_names": ("tiny",)}
+    with (
+        serving(start=lambda: AsyncLLM.start(args), **settings) as server,
+        server.client() as client,
+    ):
+        batch = ended(client, begin(client, data, "/v1/completions"))
+        assert (batch.status, batch.request_counts.failed) == ("completed", 1)
+        [failed] = answers(client, batch.error_file_id)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("line-0", 400)
+        assert "deeper than 400" in failed["response"]["body"]["error"]["message"]
+        assert len(answers(client, batch.output_file_id)) == 1

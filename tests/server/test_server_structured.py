@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Literal
 
 import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
+
+from slipstream.engine import grammar
+from slipstream.errors import EngineOverloadedError
+from tests.server.conftest import TEMPLATE
+from tests.waiting import PATIENCE_S
+
+TOOLS = TEMPLATE + "{# <tool_call> #}"
 
 SCHEMA = {
     "type": "object",
@@ -157,3 +166,131 @@ def test_what_cannot_be_enforced_is_a_400(client, fields, param, says, stream):
     assert error.value.param == param
     assert re.search(says, error.value.message)
     assert client.completions.create(model="smollm2", prompt="a", max_tokens=1).choices
+
+
+def chain(count):
+    """A schema that refers to another, which refers to another, …"""
+    defs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{count}": {"type": "string"}}}
+
+
+DEEP = chain(3000)
+RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3000)) + '\nr3000: "a"'
+MESSAGES = {"model": "smollm2", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
+PROMPT = {"model": "smollm2", "max_tokens": 3, "prompt": "a"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": DEEP}}
+TOO_DEEP = [
+    ("/v1/completions", {**PROMPT, "response_format": FORMAT}),
+    ("/v1/completions", {**PROMPT, "guided_json": DEEP}),
+    ("/v1/completions", {**PROMPT, "guided_json": json.dumps(DEEP)}),
+    ("/v1/completions", {**PROMPT, "structured_outputs": {"grammar": RULES}}),
+    ("/v1/completions", {**PROMPT, "guided_regex": "(" * 3000 + ")" * 3000}),
+    ("/v1/chat/completions", {**MESSAGES, "response_format": FORMAT}),
+    ("/v1/chat/completions", {**MESSAGES, "tools": [TOOL], "tool_choice": "required"}),
+    (
+        "/v1/chat/completions",
+        {**MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}},
+    ),
+    (
+        "/v1/responses",
+        {
+            "model": "smollm2",
+            "input": "a",
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": DEEP}},
+        },
+    ),
+    (
+        "/v1/messages",
+        {**MESSAGES, "output_config": {"format": {"type": "json_schema", "schema": DEEP}}},
+    ),
+    (
+        "/v1/messages",
+        {
+            **MESSAGES,
+            "tool_choice": {"type": "any"},
+            "tools": [{"name": "f", "input_schema": DEEP}],
+        },
+    ),
+    ("/api/generate", {"model": "smollm2", "prompt": "a", "stream": False, "format": DEEP}),
+    (
+        "/v2/models/smollm2/generate",
+        {"text_input": "a", "parameters": {"max_tokens": 3, "guided_json": json.dumps(DEEP)}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_DEEP, ids=[path for path, _ in TOO_DEEP])
+def test_a_chain_of_references_is_a_400_on_every_route(tiny_server, model, path, body):
+    model(TOOLS)
+    with tiny_server.http(headers={"anthropic-version": "2023-06-01"}) as client:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert "deep" in answer.text
+        assert "context" not in answer.text
+        if path == "/v1/chat/completions" and "tools" in body:
+            assert answer.json()["error"]["param"] == "tools[0].function.parameters"
+        assert client.get("/live").status_code == 200
+        assert client.post("/v1/completions", json=PROMPT).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_DEEP, ids=[path for path, _ in TOO_DEEP])
+@pytest.mark.parametrize("depth", [500, 960, 1000, 100_000])
+def test_a_body_that_is_nested_too_deeply_is_a_400_on_every_route(tiny_server, path, body, depth):
+    deep = "[" * depth + "]" * depth
+    text = json.dumps({**body, "logit_bias": "@"}).replace('"@"', deep)
+    nested = text.replace(json.dumps(DEEP), '{"default":' + deep + "}")
+    with tiny_server.http(headers={"anthropic-version": "2023-06-01"}) as client:
+        for content in (text, nested):
+            assert client.post(path, content=content).status_code == 400
+        assert client.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields", [{"guided_json": {"$ref": "#"}}, {"guided_grammar": "start: start"}]
+)
+def test_a_grammar_without_an_end_is_a_400_that_says_so(client, fields):
+    with pytest.raises(openai.BadRequestError, match="the grammar has no end: it refers to itself"):
+        client.chat.completions.create(**CHAT, max_tokens=4, extra_body=fields)
+
+
+WIDE = [{"properties": {f"p{i}_{k}": {"type": "string"} for k in range(500)}} for i in range(3)]
+
+
+def test_a_client_whose_large_schemas_wait_holds_no_small_schema(tiny_server, monkeypatch):
+    """Large grammars are compiled one after the other, and small ones beside them."""
+    began, release = Event(), Event()
+    problem = grammar._problem
+
+    def slow(params):
+        if len(params.json or "") > grammar.SMALL_CHARACTERS:
+            began.set()
+            assert release.wait(PATIENCE_S)
+        return problem(params)
+
+    monkeypatch.setattr(grammar, "_problem", slow)
+
+    def ask(schema):
+        with tiny_server.http() as client:
+            return client.post("/v1/completions", json={**PROMPT, "guided_json": schema})
+
+    with ThreadPoolExecutor(3) as threads:
+        large = [threads.submit(ask, schema) for schema in WIDE]
+        assert began.wait(PATIENCE_S)
+        assert ask({"type": "integer", "title": "mine"}).status_code == 200
+        assert not any(one.done() for one in large)
+        release.set()
+        assert [one.result().status_code for one in large] == [200] * 3
+
+
+def test_a_grammar_that_waits_too_long_is_an_overload_and_no_fault_of_the_request(
+    tiny_server, monkeypatch
+):
+    def busy(*_):
+        raise EngineOverloadedError("others were served all the time (grammar checks)")
+
+    monkeypatch.setattr(grammar._checks, "submit", busy)
+    with tiny_server.http() as client:
+        answer = client.post("/v1/completions", json={**PROMPT, "guided_regex": "busy?"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+    assert int(answer.headers["retry-after"]) > 0

@@ -211,11 +211,13 @@ class AsyncLLM:
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
+        client: str = "",
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]:
         """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
         the request; it does nothing once the request has ended. Errors before the request is queued are raised here. So are
         those of `reserve`, which gets the number of prompt tokens to compute and the longest answer's number of tokens.
+        `client` is who asks: the grammars of one client are compiled one after the other.
 
         `answer_token_ids` continues an answer that another engine began. `sink` gets these tokens before this returns."""
 
@@ -230,11 +232,13 @@ class AsyncLLM:
                 cache_salt=cache_salt,
                 lora=lora,
                 share=share,
+                client=client,
                 answer_token_ids=answer_token_ids,
+                grammar_checked=True,
             )
 
-        if sampling.structured_outputs is not None:
-            await check_in_thread(sampling.structured_outputs)
+        if sampling.structured_outputs is not None and self.tokenizer is not None:
+            await check_in_thread(sampling.structured_outputs, client)
         looks_at_all = (
             INLINE_CHARS if sampling.takes("dry") else 0
         )  # tokens of the vocabulary, for its sequence breakers

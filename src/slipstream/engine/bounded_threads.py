@@ -2,19 +2,43 @@
 
 A thread can't be killed. When a call exceeds its limit, its caller gets an error, its place in the pool is free, and its later
 result is dropped. The thread still uses a core. So beyond `most_stuck` such threads, new calls are refused until one ends.
+
+Calls of one client wait for each other, and clients take turns, so one who sends many holds up nobody else. A client with half
+of the calls that may be stuck, or with too many that wait, is refused before all others.
+
+The threads have a large stack: what they call may be recursive in C, where too deep a recursion ends the process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from slipstream.errors import EngineOverloadedError
 
 T = TypeVar("T")
+
+STACK_BYTES = 256 * 2**20
+"""Of address space; memory is what is used of it."""
+
+MAX_WAITING = 64
+"""Calls of one client."""
+
+MIN_TURN_S = 5.0
+"""So long a call waits for its turn at least, however short calls may be."""
+
+_starting = threading.Lock()  # the size of stacks is one setting for the process
+
+
+class _Call(NamedTuple, Generic[T]):
+    future: Future[T]
+    run: Callable[[], T]
+    client: str | None
+    submitted: float  # time.monotonic()
 
 
 class BoundedThreads(Generic[T]):
@@ -25,69 +49,116 @@ class BoundedThreads(Generic[T]):
     ) -> None:
         self._seconds, self._most, self._most_stuck, self._name = seconds, most, most_stuck, name
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Future[T], Callable[[], T]]] = deque()
-        self._running: set[Future[T]] = set()
-        self._num_stuck = 0
+        self._waiting: dict[str | None, deque[_Call[T]]] = {}  # the client whose turn is next first
+        self._running: dict[Future[T], str | None] = {}
+        self._stuck: Counter[str | None] = Counter()
 
-    def submit(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, run: Callable[[], T], client: str | None = None) -> Future[T]:
         """What the call gives, or its exception; TimeoutError if it takes too long. EngineOverloadedError, here or later, if so
-        many calls are stuck that no more are begun."""
+        many calls are stuck that no more are begun, or the client has too many, or if its turn does not come in time.
+        Calls of no client in particular run beside each other, and wait as long as it takes."""
         future: Future[T] = Future()
         with self._lock:
-            if self._num_stuck >= self._most_stuck:
-                raise self._busy()
-            self._waiting.append((future, call))
+            self._refuse(client)
+            waiting = self._waiting.setdefault(client, deque())
+            if client is not None and len(waiting) >= MAX_WAITING:
+                left = [call for call in waiting if not call.future.cancelled()]
+                waiting = self._waiting[client] = deque(left)
+                if len(waiting) >= MAX_WAITING:
+                    raise EngineOverloadedError(
+                        f"{MAX_WAITING} calls of this client wait ({self._name}); try again later"
+                    )
+            waiting.append(_Call(future, run, client, time.monotonic()))
         self._begin()
         return future
+
+    def _refuse(self, client: str | None) -> None:
+        own = self._stuck[client]
+        if client is not None and own and own >= self._most_stuck // 2:
+            raise EngineOverloadedError(
+                f"{own} calls of this client are stuck ({self._name}); try again when they have ended"
+            )
+        if (stuck := self._stuck.total()) >= self._most_stuck:
+            raise EngineOverloadedError(
+                f"{stuck} calls are stuck ({self._name}), as many as may be; try again later"
+            )
+
+    def _next(self) -> _Call[T] | None:
+        """Of the client who has waited longest for a turn, of those who have no call running."""
+        running = set(self._running.values()) - {None}
+        is_full = len(self._running) >= self._most and self._stuck.total() < self._most_stuck
+        client = next((c for c in self._waiting if c not in running), ...)
+        if is_full or client is ...:
+            return None
+        waiting = self._waiting.pop(client)
+        call = waiting.popleft()
+        if waiting:
+            self._waiting[client] = waiting  # behind the others
+        return call
 
     def _begin(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting or (
-                    self._num_stuck < self._most_stuck and len(self._running) >= self._most
-                ):
+                call = self._next()
+                if call is None:
                     return
-                future, call = self._waiting.popleft()
-                if not future.set_running_or_notify_cancel():
+                if not call.future.set_running_or_notify_cancel():
                     continue
-                if self._num_stuck >= self._most_stuck:
-                    future.set_exception(self._busy())
+                try:
+                    self._refuse(call.client)
+                    waited = time.monotonic() - call.submitted
+                    if call.client is not None and waited > max(self._seconds(), MIN_TURN_S):
+                        raise EngineOverloadedError(
+                            f"others were served all the time ({self._name}); try again later"
+                        )
+                    self._running[call.future] = call.client
+                    # As a daemon: the process can end while it is stuck.
+                    start_thread(self._run, call, name=self._name)
+                except EngineOverloadedError as error:
+                    failure = error
+                    self._running.pop(call.future, None)
+                else:
                     continue
-                self._running.add(future)
-            # As daemons: the process can end while one is stuck.
-            threading.Thread(
-                target=self._run, args=(future, call), name=self._name, daemon=True
-            ).start()
+            call.future.set_exception(failure)
 
-    def _run(self, future: Future[T], call: Callable[[], T]) -> None:
-        timer = threading.Timer(self._seconds(), self._give_up, [future])
+    def _run(self, call: _Call[T]) -> None:
+        timer = threading.Timer(self._seconds(), self._give_up, [call])
         timer.daemon = True
         timer.start()
         try:
-            found, failure = call(), None
+            found, failure = call.run(), None
         except BaseException as error:
             failure = error
         timer.cancel()
         with self._lock:
-            in_time = future in self._running
-            self._running.discard(future)
-            self._num_stuck -= not in_time
+            in_time = call.future in self._running
+            self._running.pop(call.future, None)
+            self._stuck[call.client] -= not in_time
+            self._stuck += Counter()  # without those who have none
         if in_time and failure is None:
-            future.set_result(found)
+            call.future.set_result(found)
         elif in_time:
-            future.set_exception(failure)
+            call.future.set_exception(failure)
         self._begin()
 
-    def _give_up(self, future: Future[T]) -> None:
+    def _give_up(self, call: _Call[T]) -> None:
         with self._lock:
-            if future not in self._running:
+            if call.future not in self._running:
                 return
-            self._running.discard(future)
-            self._num_stuck += 1
-        future.set_exception(TimeoutError())
+            del self._running[call.future]
+            self._stuck[call.client] += 1
+        call.future.set_exception(TimeoutError())
         self._begin()
 
-    def _busy(self) -> EngineOverloadedError:
-        return EngineOverloadedError(
-            f"{self._num_stuck} calls are stuck ({self._name}), as many as may be; try again later"
-        )
+
+def start_thread(target: Callable[..., None], *args: object, name: str) -> None:
+    """Start a daemon with a large stack. EngineOverloadedError if there is no room for one."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise EngineOverloadedError(f"no thread can be started ({name}): {error}") from None
+        finally:
+            threading.stack_size(before)

@@ -434,7 +434,9 @@ class EngineCore:
             if error is None:
                 self.scheduler.requests.release(request_id)
             else:
-                outputs += self._end(request_id, error)
+                busy = request_id in self.grammars.overloaded
+                reason = FinishReason.OVERLOADED if busy else FinishReason.INVALID
+                outputs += self._end(request_id, error, reason)
         return outputs
 
     def _constrain(self, step: Launched) -> list[EngineOutput]:
@@ -483,12 +485,12 @@ class EngineCore:
                 found += self._end(output.request_id, str(error))
         return found
 
-    def _end(self, request_id: str, error: str | None) -> list[EngineOutput]:
+    def _end(
+        self, request_id: str, error: str | None, reason: FinishReason = FinishReason.INVALID
+    ) -> list[EngineOutput]:
         """End a request whose answer is complete, or can't be completed."""
         self.grammars.forget([request_id])
-        ended = self.scheduler.abort(
-            [request_id], FinishReason.STOP if error is None else FinishReason.INVALID
-        )
+        ended = self.scheduler.abort([request_id], FinishReason.STOP if error is None else reason)
         return [output._replace(error=error) for output in tokens_of(ended)]
 
     def tend(self, at_once: int | None = None) -> bool:

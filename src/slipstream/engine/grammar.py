@@ -6,7 +6,8 @@
 3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
 4. The tokens that the step gave advance the states.
 
-A grammar's compilation is bounded in characters, in symbols, in the work of its lexer, and in seconds. An end token is allowed
+A grammar's compilation is bounded in characters, in depth (`grammar_depth`), in symbols, in the work of its lexer, and in
+seconds. Clients compile in turns (`bounded_threads`). An end token is allowed
 exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
 """
 
@@ -22,12 +23,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.grammar_depth import (
+    check_grammar,
+    check_json_text,
+    check_regex,
+    check_schema,
+)
 from slipstream.engine.string_lengths import (
     CountedStrings,
     LengthVocabulary,
@@ -36,7 +43,8 @@ from slipstream.engine.string_lengths import (
 )
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
-from slipstream.errors import RequestError
+from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.plan.hardware import available_cores
 from slipstream.types import (
     EngineRequest,
     SamplingParams,
@@ -57,6 +65,9 @@ MAX_SECONDS = 10.0
 MAX_STUCK = 4
 """Compilations that take longer and go on. With more of them no other grammar is begun."""
 
+SMALL_CHARACTERS = 8 * 1024
+"""Of a grammar that waits for no larger one: nearly all compile in milliseconds, and large ones take seconds."""
+
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
 
@@ -73,6 +84,10 @@ def compose(params: StructuredOutputsParams) -> str:
     inner = _compose(params)
     if params.around is None:
         return inner
+    try:
+        check_grammar(params.around)
+    except ValueError as error:
+        raise _refused(str(error), "around") from None
     own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
     return json.dumps(
         {"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]}
@@ -85,11 +100,17 @@ def _compose(params: StructuredOutputsParams) -> str:
     if len(text) > MAX_CHARACTERS:
         raise _refused(f"it has {len(text)} characters, more than {MAX_CHARACTERS}", name)
     try:
+        check_regex(params.whitespace_pattern or "")
+    except ValueError as error:
+        raise _refused(str(error), "whitespace_pattern") from None
+    try:
         match name:
             case "json" | "json_object":
+                check_json_text(text)
                 schema = json.loads(text) if name == "json" else {"type": "object"}
                 if not isinstance(schema, dict) and schema is not True:
                     raise ValueError("a schema is an object, or true")
+                check_schema(schema)
                 if (path := _ambiguous(schema)) is not None:
                     raise ValueError(
                         f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
@@ -98,10 +119,12 @@ def _compose(params: StructuredOutputsParams) -> str:
                     json.dumps({} if schema is True else schema), **_options(params)
                 )
             case "regex":
+                check_regex(text)
                 return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
             case "choice":
                 return str(_library(_llguidance().grammar_from, "choice", text))
             case _:
+                check_grammar(text)
                 return str(_library(_llguidance().grammar_from, "grammar", text))
     except (ValueError, RecursionError) as error:
         raise _refused(str(error), name) from None
@@ -151,33 +174,118 @@ def _options(params: StructuredOutputsParams) -> dict[str, Any]:
     return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
 
 
+class Threads(Generic[T]):
+    """Threads in which grammars are compiled. Small ones have threads of their own."""
+
+    def __init__(self, name: str, *, most_small: int) -> None:
+        def threads(most: int) -> BoundedThreads[T]:
+            return BoundedThreads(lambda: MAX_SECONDS, most=most, most_stuck=MAX_STUCK, name=name)
+
+        self._small, self._large = threads(most_small), threads(max(1, available_cores() - 1))
+
+    def submit(
+        self, call: Callable[[], T], params: StructuredOutputsParams, client: str
+    ) -> Future[T]:
+        """As of `BoundedThreads`. `client` is empty for nobody in particular."""
+        given = (params.json, params.regex, params.grammar, params.around, *(params.choice or ()))
+        size = sum(len(text) for text in given if isinstance(text, str))
+        threads = self._small if size <= SMALL_CHARACTERS else self._large
+        return threads.submit(call, client or None)
+
+
+_checks: Threads[None] = Threads("grammar checks", most_small=4)
+_found: OrderedDict[StructuredOutputsParams, tuple[str, str] | None] = OrderedDict()
+"""What is wrong with the grammars that were checked last, and which field is."""
+
+_pending_checks: dict[tuple[str, StructuredOutputsParams], _PendingCheck] = {}
+_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
+
+
+class _PendingCheck:
+    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
+    none."""
+
+    def __init__(self, params: StructuredOutputsParams, client: str) -> None:
+        self._key, self.num_waiting = (client, params), 0
+        self.future = _checks.submit(partial(_check, params), params, client)
+        self.future.add_done_callback(lambda _: self._end())
+
+    def __enter__(self) -> Future[None]:
+        return self.future
+
+    def __exit__(self, *_: object) -> None:
+        with _found_lock:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self.future.cancel()
+
+    def _end(self) -> None:
+        with _found_lock:
+            if _pending_checks.get(self._key) is self:
+                del _pending_checks[self._key]
+
+
 def check(params: StructuredOutputsParams) -> None:
-    """RequestError if the grammar can't be enforced; of a schema it names the part."""
-    message = _problem(params)
-    if message is not None:
-        raise RequestError(message[0], field=message[1])
-
-
-async def check_in_thread(params: StructuredOutputsParams) -> None:
-    """`check`, while the event loop goes on. What it finds is kept, so that the next `check` takes no time."""
+    """RequestError if the grammar can't be enforced; of a schema it names the part. EngineOverloadedError if too many
+    compilations are stuck."""
     try:
-        import asyncio  # a front end has it already
-
-        await asyncio.wrap_future(_checks.submit(partial(check, params)))
+        if (pending := _begin_check(params)) is not None:
+            with pending as future:
+                future.result()
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
 
-_checks: BoundedThreads[None] = BoundedThreads(
-    lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="grammar checks"
-)
+async def check_in_thread(params: StructuredOutputsParams, client: str = "") -> None:
+    """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
+    import asyncio  # a front end has it already
+
+    try:
+        if (pending := _begin_check(params, client)) is not None:
+            with pending as future:
+                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
+    except TimeoutError:
+        raise _refused(_too_slow(), _given(params)[0]) from None
+
+
+def _begin_check(params: StructuredOutputsParams, client: str = "") -> _PendingCheck | None:
+    """None if it was checked lately, and is right."""
+    with _found_lock:
+        if params not in _found:
+            pending = _pending_checks.get((client, params))
+            if pending is None or pending.future.done():
+                pending = _PendingCheck(params, client)
+                if not pending.future.done():
+                    _pending_checks[client, params] = pending
+            pending.num_waiting += 1
+            return pending
+        _found.move_to_end(params)
+        message = _found[params]
+    _raise(message)
+    return None
+
+
+def _check(params: StructuredOutputsParams) -> None:
+    with _found_lock:  # another request may have had the same
+        is_known, message = params in _found, _found.get(params)
+    if not is_known:
+        message = _problem(params)
+        with _found_lock:
+            _found[params] = message
+            while len(_found) > CACHED_GRAMMARS:
+                _found.popitem(last=False)
+    _raise(message)
+
+
+def _raise(message: tuple[str, str] | None) -> None:
+    if message is not None:
+        raise RequestError(message[0], field=message[1])
 
 
 def _too_slow() -> str:
     return f"it takes longer than {MAX_SECONDS:g} s to compile"
 
 
-@lru_cache(maxsize=64)
 def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
     name, given = _given(params)
     try:
@@ -209,7 +317,18 @@ def _invalid(grammar: str) -> str | None:
         )
     except ValueError as error:
         return str(error)
-    return messages[0] if is_error else None
+    return _readable(messages[0]) if is_error else None
+
+
+def _readable(message: str) -> str:
+    """What llguidance says, where it does not say what is wrong."""
+    if "NoExtensionBias" in message:
+        return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
+    if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern
+        return "a regular expression is nested too deeply; take out groups and repetitions"
+    if "recursion limit exceeded" in message:
+        return "objects and lists are nested too deeply; move inner schemas to $defs, and refer to them"
+    return message
 
 
 def _culprit(schema: Any, message: str) -> str:
@@ -457,14 +576,13 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
-        seconds, self._lock = lambda: MAX_SECONDS, threading.Lock()
-        self._threads: BoundedThreads[Compiled] = BoundedThreads(
-            seconds, most=2, most_stuck=MAX_STUCK, name="grammars"
-        )
+        self._lock = threading.Lock()
+        self._threads: Threads[Compiled] = Threads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
+        self.overloaded: set[str] = set()
 
     def begin(self, request: EngineRequest) -> bool:
         """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
@@ -481,7 +599,9 @@ class Grammars:
             for other, future in self._pending.values()
             if other.sampling.structured_outputs == params
         )
-        future = next(same, None) or self._threads.submit(partial(self._compile, params))
+        future = next(same, None) or self._threads.submit(
+            partial(self._compile, params), params, request.client
+        )
         self._pending[request.request_id] = request, future
         return False
 
@@ -490,8 +610,10 @@ class Grammars:
         return bool(self._pending)
 
     def compiled(self) -> list[tuple[str, str | None]]:
-        """The requests whose grammar has become ready, or what is wrong with it."""
+        """The requests whose grammar has become ready, or why it has not. Those in `overloaded` may come again: only their
+        turn did not come."""
         found: list[tuple[str, str | None]] = []
+        self.overloaded.clear()
         for request_id, (request, future) in list(self._pending.items()):
             if not future.done():
                 continue
@@ -501,6 +623,8 @@ class Grammars:
                 error = f"the grammar can't be enforced: {_too_slow()}"
             elif failure is not None:  # whatever it is, it is this request's alone
                 error = str(failure) or type(failure).__name__
+                if isinstance(failure, EngineOverloadedError):
+                    self.overloaded.add(request_id)
             else:
                 compiled, params = future.result(), request.sampling.structured_outputs
                 assert params is not None
@@ -513,11 +637,14 @@ class Grammars:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._pending.pop(request_id, None)
             self._states.pop(request_id, None)
+            if (pending := self._pending.pop(request_id, None)) is not None and all(
+                future is not pending[1] for _, future in self._pending.values()
+            ):
+                pending[1].cancel()  # if it has not begun
 
     def clear(self) -> None:
-        self._pending.clear()
+        self.forget(list(self._pending))
         self._states.clear()
 
     def __contains__(self, request_id: str) -> bool:
@@ -670,7 +797,7 @@ class Grammars:
         except ValueError as error:  # a RequestError is one
             raise GrammarError(str(error)) from None
         if matcher.is_error():
-            raise GrammarError(matcher.get_error().splitlines()[0])
+            raise GrammarError(_readable(matcher.get_error().splitlines()[0]))
         return matcher, None if counts is None or second is None or second.is_error() else (
             second,
             counts,

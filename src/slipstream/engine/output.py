@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
 from slipstream.engine.tokenizer import Tokenizer
-from slipstream.errors import EngineError, RequestError
+from slipstream.errors import EngineError, EngineOverloadedError, RequestError
 from slipstream.outputs import (
     CompletionOutput,
     Logprob,
@@ -303,8 +303,8 @@ class OutputProcessor:
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:
-    """EngineError if the engine failed while it worked on a choice, RequestError if the request turned out to be impossible;
-    the message is the choice's stop_reason."""
+    """EngineError if the engine failed while it worked on a choice, RequestError if the request turned out to be impossible,
+    EngineOverloadedError if there was no room for it; the message is the choice's stop_reason."""
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
             error = str(choice.stop_reason)
@@ -314,6 +314,8 @@ def raise_on_error(output: RequestOutput) -> RequestOutput:
                 else "structured_outputs"
             )
             raise RequestError(error, field=field)
+        if choice.finish_reason == FinishReason.OVERLOADED:
+            raise EngineOverloadedError(str(choice.stop_reason))
         if choice.finish_reason == FinishReason.ERROR:
             raise EngineError(str(choice.stop_reason))
     return output

@@ -212,9 +212,12 @@ class InputProcessor:
         cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
+        client: str = "",
         answer_token_ids: Sequence[int] = (),
+        grammar_checked: bool = False,
     ) -> PreparedRequest:
-        """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit."""
+        """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit. With
+        `grammar_checked` the grammar was checked before, which can take seconds."""
         spec = None if self.description is None else self.description.spec
         if spec is not None and not spec.generates:
             use = (
@@ -275,7 +278,8 @@ class InputProcessor:
             if self.tokenizer is None:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
-            check(sampling.structured_outputs)
+            if not grammar_checked:
+                check(sampling.structured_outputs)
         sampling = with_functions(
             self._breakers.put(self._with_words(sampling)), in_process=self.in_process
         )
@@ -307,6 +311,7 @@ class InputProcessor:
             encoder_token_ids=encoded,
             lora=lora,
             share=share,
+            client=client,
             answer_token_ids=tuple(answer_token_ids),
             images=images,
         )

@@ -238,9 +238,11 @@ async def prepare(
     reading = reading_of(state, body, tokens, prompt.template)
     if reading is not None:
         assert tokenizer is not None
-        for field, schema in reading.enforced_schemas:
+        both = sampling.structured_outputs is not None  # then calls stand in its grammar
+        checked = dataclasses.replace(reading, enforced=True) if both else reading
+        for field, schema in checked.enforced_schemas:
             try:
-                await check_in_thread(schema)
+                await check_in_thread(schema, record.client)
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
         sampling = dataclasses.replace(

@@ -273,6 +273,8 @@ class Answer:
             more["share"] = Share(self.record.key.id, self.record.key.weight)
         if self.record.grant is not None:
             more["reserve"] = self.record.grant.reserve
+        if self.sampling.structured_outputs is not None:
+            more["client"] = self.record.client
         try:
             if self.beams is not None:
                 await self._search(self.beams, priority, more)

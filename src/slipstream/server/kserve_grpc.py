@@ -214,7 +214,7 @@ class Gateway:
         return answer
 
     async def _infer(self, asked: Any, context: Any) -> bytes:
-        record = RequestRecord(status=CLIENT_CLOSED_REQUEST)  # unless it comes to an end
+        record = _record(context)
         try:
             async with aclosing(
                 self._answers(asked, record, self._key(context), streamed=False)
@@ -236,7 +236,7 @@ class Gateway:
             await _refuse(context, refused)
             return
         async for asked in requests:
-            record = RequestRecord(status=CLIENT_CLOSED_REQUEST)  # unless it comes to an end
+            record = _record(context)
             try:
                 key = self._key(context)  # again: a stream may outlive it
                 async with aclosing(self._answers(asked, record, key, streamed=True)) as responses:
@@ -354,6 +354,12 @@ def _api_error(exc: Exception, record: RequestRecord) -> ApiError:
             "a gRPC request failed: %s", exc, exc_info=not isinstance(exc, SlipstreamError)
         )
     return error
+
+
+def _record(context: Any) -> RequestRecord:
+    """Of a request that ends with its client, unless it comes to an end."""
+    address = context.peer().rpartition(":")[0]
+    return RequestRecord(status=CLIENT_CLOSED_REQUEST, address=address)
 
 
 async def _refuse(context: Any, error: ApiError) -> None:

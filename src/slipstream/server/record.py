@@ -119,11 +119,18 @@ class RequestRecord:
     )  # the client's trace, if spans are sent
     created: int = field(default_factory=lambda: int(time.time()))  # what the answer says
     background: bool = False  # it is a batch's, and goes behind all others
+    address: str = ""  # of whom sent it
 
     @property
     def owner(self) -> str:
         """The key that asked, here or at a fleet's gateway; without keys empty."""
         return "" if self.key is None else self.key.id
+
+    @property
+    def client(self) -> str:
+        """Whose grammars are compiled one after the other: the key's, or without keys the address's. Empty: nobody's."""
+        who = f"key {self.owner}" if self.owner else self.address and f"address {self.address}"
+        return f"batch {who}" if self.background else who
 
     @property
     def token_counts(self) -> bytes:
@@ -160,7 +167,9 @@ class RequestLog:
             await self.app(scope, receive, send)
             return
         record = scope["record"] = RequestRecord(
-            key=scope.get("key"), background=scope.get("background", False)
+            key=scope.get("key"),
+            background=scope.get("background", False),
+            address=(scope.get("client") or ("",))[0],
         )
         started, unread = False, scope.get("unread_body")
 

@@ -102,6 +102,7 @@ class Engine(Protocol):
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
+        client: str = "",
         answer_token_ids: Sequence[int] = (),
     ) -> Callable[[], None]: ...
     def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]: ...

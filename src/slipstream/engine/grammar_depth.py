@@ -1,0 +1,355 @@
+"""How deep a grammar is, and how much of one terminal is optional, found without recursion.
+
+llguidance follows references recursively in C, and a stack that overflows there ends the process. So what is deeper than
+`MAX_DEPTH` is refused before llguidance sees it. A depth counts
+
+1. the schemas inside each other, and behind each `$ref`;
+2. the rules and terminals of a Lark or GBNF grammar behind each other, with the groups that a reference stands in, and the
+   schemas behind `%json`.
+
+Of a terminal with n optional parts behind each other llguidance builds n² expressions at once, which no limit of it bounds:
+40,000 take 6 GB. So there is a bound of those, too.
+
+A reference back to where it comes from counts nothing: grammars may be recursive. What llguidance bounds itself (groups in each
+other, JSON text and regular expressions in each other) is refused here with the remedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+MAX_DEPTH = 400
+"""Schemas, rules and groups in each other. llguidance's compilation takes up to 5 KB of stack for each: objects behind each
+other are compiled to a depth of 1,700 on 8 MiB, the default of a thread, and of 420 on 2 MiB. A compiled grammar is flat. At a
+depth of 6,000 its masks and copies, and freeing it, take less than 256 KiB, so any thread may do that."""
+
+MAX_NESTED_JSON = 120
+"""Objects and lists in each other in the text of a schema. llguidance reads 123."""
+
+MAX_NESTED_GROUPS = 28
+"""Groups in each other in a rule: llguidance's own bound."""
+
+MAX_NESTED_REGEX = 250
+"""Groups in each other in a regular expression: llguidance's own bound."""
+
+MAX_OPTIONAL = 4000
+"""Optional parts of a regular expression, or of a terminal with those that it names. So many take half a second and 80 MB."""
+
+MAX_RESOURCES = 64
+"""Schemas with an `$id` that are tried for a reference which may be relative to any."""
+
+Edges = Iterable[tuple[Hashable, int]]
+
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+_REGEX_PART = re.compile(
+    r"""\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\(\?[a-zA-Z-]+\)|(?P<open>\((?:\?(?:P?<\w*>|[a-zA-Z-]*:))?)|(?P<close>\))
+    |(?P<optional>[?*]|\{0)|(?P<bar>\|)""",
+    re.DOTALL | re.VERBOSE,
+)
+_OPTIONAL_GROUP = re.compile(r"\[|\{\s*0|\(\s*\|")
+_SPACE = re.compile(r"\s*")
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")  # how llguidance tells it from GBNF
+_LARK_TOKEN = re.compile(
+    r"""(?P<skip>(?:\#|//)[^\n]*|"(?:[^"\\]|\\.)*"|<[^<>\s]+>|@[\w-]+|::)|/(?P<regex>(?:\\.|[^/\\])+)/
+    |(?P<json>%(?:json|regex|llguidance))\b|(?P<inner>%lark\s*\{)|%\w+|(?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
+    |(?P<optional>[?*~]|\|(?=\s*(?:[|)\n]|\Z)))|(?P<is>:)|(?P<line>\n)|(?P<open>[(\[{])|(?P<close>[)\]}])""",
+    re.DOTALL | re.VERBOSE,
+)
+_GBNF_TOKEN = re.compile(
+    r"""(?P<skip>\#[^\r\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<name>[\w-]+)
+    |(?P<optional>[?*])|(?P<is>::=)|(?P<line>[\r\n])|(?P<open>[({])|(?P<close>[)}])""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+class TooDeepError(ValueError):
+    """A grammar is deeper than llguidance can take, or a terminal has too many optional parts."""
+
+
+def check_json_text(text: str) -> None:
+    """TooDeepError if objects and lists are in each other too deeply."""
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > MAX_NESTED_JSON:
+            raise TooDeepError(
+                f"objects and lists are nested deeper than {MAX_NESTED_JSON}; move inner schemas to $defs, and refer to them"
+            )
+
+
+def check_schema(schema: Any) -> None:
+    """TooDeepError if a schema is too deep, or a regular expression in it."""
+    if _schema_depth(schema) > MAX_DEPTH:
+        raise TooDeepError(
+            f"schemas in each other, and behind $ref, are deeper than {MAX_DEPTH}; shorten the chain of references"
+        )
+
+
+def check_regex(pattern: str) -> int:
+    """TooDeepError if groups are in each other too deeply, or too much is optional. Returns the number of optional parts."""
+    depth = optional = 0
+    before, end = "open", 0
+    for found in _REGEX_PART.finditer(pattern):
+        kind = found.lastgroup
+        depth += (kind == "open") - (kind == "close")
+        if depth > MAX_NESTED_REGEX:
+            raise TooDeepError(
+                f"groups of a regular expression are nested deeper than {MAX_NESTED_REGEX}; take out groups"
+            )
+        is_empty = end == found.start() and (
+            (kind == "bar" and before in ("open", "bar")) or (kind == "close" and before == "bar")
+        )
+        optional += kind == "optional" or is_empty
+        before, end = kind or "", found.end()
+    _check_optional(optional)
+    return optional
+
+
+def _check_optional(optional: int) -> None:
+    if optional > MAX_OPTIONAL:
+        raise TooDeepError(
+            f"more than {MAX_OPTIONAL} parts of one terminal are optional; make one repetition of them, or several terminals"
+        )
+
+
+def check_grammar(text: str) -> None:
+    """TooDeepError if a grammar in Lark's form, or llama.cpp's, is too deep."""
+    edges, optional = _rule_edges(text)
+    if _longest(edges, lambda rule: edges[rule]) > MAX_DEPTH:
+        raise TooDeepError(
+            f"rules behind each other are deeper than {MAX_DEPTH}; shorten the chain of references"
+        )
+    _check_terminals(edges, optional, _LARK.search(text) is not None)
+
+
+def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
+    """The longest path, or any above `MAX_DEPTH`. An edge has a length; one to a node on the way to it counts nothing."""
+    longest: dict[Hashable, int] = {}
+    on_path: set[Hashable] = set()
+    for first in nodes:
+        if first in longest:
+            continue
+        path, best = [(first, 0, iter(edges(first)))], [0]
+        on_path.add(first)
+        while path:
+            node, length, rest = path[-1]
+            for target, more in rest:
+                if target in longest:
+                    best[-1] = max(best[-1], more + longest[target])
+                elif target not in on_path:
+                    on_path.add(target)
+                    path.append((target, more, iter(edges(target))))
+                    best.append(0)
+                    break
+            else:
+                path.pop()
+                on_path.discard(node)
+                longest[node] = best.pop()
+                if best:
+                    best[-1] = max(best[-1], length + longest[node])
+                if longest[node] > MAX_DEPTH:
+                    return longest[node]
+    return max(longest.values(), default=0)
+
+
+# --- Schemas --------------------------------------------------------------------------------------------------------
+
+
+class _Document:
+    """The parts of a schema's text, each known by the identity of its object."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.weights: dict[int, int] = {id(root): 1}
+        """Of objects and lists: 1 if it is a schema, else 0."""
+        self.parts: dict[int, Any] = {id(root): root}
+        self._resources: dict[str, list[Any]] = {}  # by the end of their $id
+        self._anchors: dict[str, list[Any]] = {}
+        waiting, maps = [root], set[int]()
+        while waiting:
+            part = waiting.pop()
+            is_map = id(part) in maps
+            if isinstance(part, dict) and not is_map:
+                self._note(part)
+            for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+                if isinstance(value, (dict, list)):
+                    self.parts[id(value)] = value
+                    if isinstance(value, dict) and not is_map and key in _MAPS:
+                        maps.add(id(value))
+                    self.weights[id(value)] = int(isinstance(value, dict) and id(value) not in maps)
+                    waiting.append(value)
+
+    def _note(self, schema: dict[str, Any]) -> None:
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(name := schema.get(key), str):
+                self._anchors.setdefault(name, []).append(schema)
+        for key in ("$id", "id"):
+            if isinstance(name := schema.get(key), str):
+                for end in {_last(name), ""}:  # a reference without a base may be relative to any
+                    self._resources.setdefault(end, []).append(schema)
+                if name.startswith("#"):
+                    self._anchors.setdefault(name[1:], []).append(schema)
+        if isinstance(pattern := schema.get("pattern"), str):
+            check_regex(pattern)
+        if isinstance(named := schema.get("patternProperties"), dict):
+            for pattern in named:
+                check_regex(pattern)
+
+    def edges(self, key: int) -> Edges:
+        part = self.parts[key]
+        values = part.values() if isinstance(part, dict) else part
+        for value in values:
+            if isinstance(value, (dict, list)):
+                yield id(value), self.weights[id(value)]
+        if isinstance(part, dict):
+            for name in ("$ref", "$dynamicRef", "$recursiveRef"):
+                if isinstance(reference := part.get(name), str):
+                    for target in self._targets(reference):
+                        yield id(target), 1
+
+    def _targets(self, reference: str) -> Iterable[Any]:
+        """What a reference may mean. Where `$id` changes what it is relative to there may be several."""
+        base, _, fragment = reference.partition("#")
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(fragment, ())
+        own = self._resources.get(_last(base), ())[:MAX_RESOURCES]
+        found = [_pointed(schema, fragment) for schema in (self.root, *own)]
+        return [target for target in found if isinstance(target, (dict, list))]
+
+
+def _last(uri: str) -> str:
+    """What two spellings of one URI have in common."""
+    return uri.partition("#")[0].rstrip("/").rpartition("/")[2]
+
+
+def _pointed(schema: Any, pointer: str) -> Any:
+    for step in pointer.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, dict):
+            schema = schema.get(step)
+        elif isinstance(schema, list) and step.isdecimal() and int(step) < len(schema):
+            schema = schema[int(step)]
+        else:
+            return None
+    return schema
+
+
+def _schema_depth(schema: Any) -> int:
+    if not isinstance(schema, (dict, list)):
+        return 1
+    document = _Document(schema)
+    return 1 + _longest([id(schema)], document.edges)
+
+
+# --- Grammars -------------------------------------------------------------------------------------------------------
+
+
+def _rule_edges(
+    text: str,
+) -> tuple[Mapping[Hashable, list[tuple[Hashable, int]]], Mapping[Hashable, int]]:
+    """By rule and terminal: those that it names, with how deep they stand; and how many optional parts it has itself."""
+    form = _GBNF_TOKEN if _LARK.search(text) is None else _LARK_TOKEN
+    edges: dict[Hashable, list[tuple[Hashable, int]]] = {}
+    optional = Counter[Hashable]()
+    numbers = itertools.count()  # of inner grammars, whose rules are theirs alone, and of schemas
+    outer: list[tuple[int, str, int]] = []
+    grammar, rule, depth, at = next(numbers), "", 0, 0
+    line: list[tuple[Hashable, int]] = []
+
+    def put(targets: Iterable[tuple[Hashable, int]]) -> None:
+        edges.setdefault((grammar, rule), []).extend(targets)
+
+    while (found := form.search(text, at)) is not None:
+        at, kind = found.end(), found.lastgroup
+        if kind == "name":
+            line.append(((grammar, found[0]), 1 + depth))
+        elif kind == "is" and line:
+            ((_, rule), _), *line = line  # type: ignore[misc]  # others are attributes and parameters
+            depth = 0
+        elif kind == "line":
+            put(line)
+            line = []
+        elif kind == "open":
+            depth += 1
+            optional[grammar, rule] += _OPTIONAL_GROUP.match(text, found.start()) is not None
+            if depth > MAX_NESTED_GROUPS:
+                raise TooDeepError(
+                    f"groups are nested deeper than {MAX_NESTED_GROUPS}; make inner ones rules of their own"
+                )
+        elif kind == "inner":
+            inner = next(numbers)
+            put([*line, ((inner, "start"), 1 + depth)])
+            outer.append((grammar, rule, depth))
+            grammar, rule, depth, line = inner, "", 0, []
+        elif kind == "close" and not depth and outer:
+            put(line)
+            line = []
+            grammar, rule, depth = outer.pop()
+        elif kind == "close":
+            depth = max(0, depth - 1)
+        elif kind == "regex":
+            optional[grammar, rule] += check_regex(found["regex"])
+        elif kind == "optional":
+            optional[grammar, rule] += 1
+        elif kind == "json":
+            value, at = _json_at(text, at, found["json"])
+            own = _schema_depth(value) if found["json"] == "%json" else 0
+            put([(next(numbers), depth + own)])
+    put(line)
+    for target, _ in [edge for targets in edges.values() for edge in targets]:
+        edges.setdefault(target, [])
+    return edges, optional
+
+
+def _check_terminals(
+    edges: Mapping[Hashable, list[tuple[Hashable, int]]], own: Mapping[Hashable, int], lark: bool
+) -> None:
+    """TooDeepError if a terminal has too many optional parts, with those that it names, however often. llama.cpp's grammars do
+    not tell terminals from rules: all are terminals that are not recursive."""
+    found: dict[Hashable, int | None] = {}  # None: it is none
+    begun: set[Hashable] = set()
+
+    def is_terminal(node: Any) -> bool:
+        if not isinstance(node, tuple):  # a schema
+            return False
+        return node[1].lstrip("_")[:1].isupper() if lark else node[1] not in ("", "root")
+
+    for first in filter(is_terminal, edges):
+        path = [first]
+        while path:
+            node = path[-1]
+            named = [name for name, _ in edges[node] if is_terminal(name)]
+            waiting = dict.fromkeys(n for n in named if n not in found and n not in begun)
+            if node not in found and waiting:
+                begun.add(node)
+                path += waiting
+                continue
+            path.pop()
+            counts = [found.get(name) for name in named]
+            if node not in found:
+                found[node] = None if None in counts else own[node] + sum(c or 0 for c in counts)
+                _check_optional(found[node] or 0)
+
+
+def _json_at(text: str, at: int, keyword: str) -> tuple[Any, int]:
+    """The JSON behind a keyword, and where it ends. ValueError if it is none."""
+    space = _SPACE.match(text, at)
+    assert space is not None, "it matches nothing, too"
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, space.end())
+    except RecursionError:
+        raise TooDeepError(
+            f"the JSON behind {keyword} is nested deeper than {MAX_NESTED_JSON}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"what stands behind {keyword} is no JSON: {error}") from None
+    check_json_text(text[space.end() : end])
+    return value, end
