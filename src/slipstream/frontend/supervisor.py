@@ -239,19 +239,20 @@ class Supervisor:
         """Keep a front end in its slot. Errors of the first start are raised, and one that says that it dies too often."""
         deaths = Deaths()
         while not self._stopping.is_set():
-            _, error = await self._live(slot)
+            served, error = await self._live(slot)
             if self._stopping.is_set():
                 return
             if not self._all_serve.is_set():
                 raise error
-            self._ended.num_front_end_deaths += 1
+            self._ended.num_front_end_deaths += served
             deaths.add()
             if deaths.too_many and not any(f.is_serving for f in self._front_ends.values()):
                 raise EngineError(
                     f"front end {slot + 1} died too often within {WINDOW_S:g} s, and no other serves; the last time: {error}"
                 )
             pause_s = MAX_PAUSE_S if deaths.too_many else deaths.pause_s
-            _logger.error("%s; it is replaced in %g s", error, pause_s)
+            then = f"in {pause_s:g} s" if pause_s else "now"
+            _logger.error("front end %d ended and will be replaced: %s (%s)", slot + 1, error, then)
             if pause_s:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), pause_s)
