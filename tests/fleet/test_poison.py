@@ -157,6 +157,23 @@ def test_lines_that_kill_replicas_get_errors_and_the_others_answers(start, tmp_p
     assert len(kind.deaths) == 2 * MAX_DEATHS
 
 
+def test_replica_that_dies_as_it_is_first_heard_is_replaced(start):
+    fleet, stubs, _ = start(1)
+
+    async def heard(stub):
+        while not any(r.heard for r in fleet.head.members.all_replicas()):
+            await asyncio.sleep(0)
+        for replica in fleet.head.members.all_replicas():
+            replica._set_heard(False)  # before whoever looks from time to time has seen it
+        await stub.stop(0)
+
+    fleet.call(stubs[0].stop(0))
+    fleet.wait_for(lambda: len(stubs) == 2, "it does not start again")
+    fleet.call(heard(stubs[1]))
+    fleet.wait_for(lambda: len(stubs) == 3, "it does not start again")
+    fleet.wait_serving(1)
+
+
 def test_replica_that_dies_again_and_again_starts_later_each_time(start, monkeypatch):
     pauses = []
 

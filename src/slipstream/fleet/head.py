@@ -330,18 +330,20 @@ class Head:
         began = time.monotonic()
         assert self._backend is not None
         started = member.started = await self._backend.start(spec, member.place)
+        ending = asyncio.ensure_future(started.ended())
         try:
             version = self.members.version(spec.model, spec.version)
             if version is None:
                 return  # the file has changed meanwhile
             member.replica = Replica(member.id, spec, started.url, version, self._tls(), self._key)
             version.add(member.replica)
-            while not member.replica.heard:
+            while not (member.replica.heard or ending.done()):  # it may die of its first request
                 await asyncio.sleep(0.01)
-            logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
-            member.serves.set()
-            self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
-            how = await started.ended()
+            if not ending.done():
+                logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
+                member.serves.set()
+                self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
+            how = await ending
             member.replica.ended(killed=member.unwanted or how == _KILLED)
             if not member.unwanted:
                 logger.error("replica %s %s, and will be replaced", member.id, how)
@@ -349,6 +351,7 @@ class Head:
             if member.replica is not None:
                 member.replica.ended(killed=True)  # by us, if it had not ended before
                 await member.replica.version.remove(member.id)
+            ending.cancel()
             await started.stop(0.0)
 
     async def _retire(self, member: Member) -> None:
