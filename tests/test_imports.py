@@ -29,6 +29,7 @@ PUBLIC = {f"slipstream.{name}": module for name, module in slipstream._PUBLIC.it
 BASE = (
     *(
         "errors",
+        "deaths",
         "arguments",
         "locks",
         "files",

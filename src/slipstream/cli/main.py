@@ -184,7 +184,7 @@ def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command; its exit code. Without `argv` it is what the process is for, so a verb may fork it."""
     words = list(sys.argv[1:] if argv is None else argv)
     # --debug may stand anywhere before a lone "--", and must work where the command line itself is wrong.
     options = words[: words.index("--")] if "--" in words else words
@@ -193,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         args = build_parser(words[:1] if words and words[0] in VERBS else VERBS).parse_args(words)
+        args.owns_process = argv is None
         from slipstream.plan.hardware import bound_spinning
 
         bound_spinning()  # before torch loads

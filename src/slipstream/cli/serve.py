@@ -22,6 +22,7 @@ from slipstream.hub import DEFAULT_MODEL
 if TYPE_CHECKING:
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.fleet.detection.server import ServerWatch
+    from slipstream.frontend.guard import Guarded
     from slipstream.frontend.supervisor import Supervisor
     from slipstream.plan.memory import MemoryLedger
     from slipstream.server.state import ServerSettings
@@ -338,7 +339,20 @@ def check_watch(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the engine, then the server; 0 after an orderly stop. Errors of the start are raised."""
+    """Serve; 0 after an orderly stop. Errors of the start are raised. A server with one front end is the child of a guard."""
+    check_watch(args)
+    if args.detect:
+        args.api_servers = 1
+    number = args.api_servers or choose_api_servers(getattr(args, "device", "auto"))
+    if number > 1 or not getattr(args, "owns_process", False):
+        return serve(args, number)
+    from slipstream.frontend.guard import Guard
+
+    return Guard().run(lambda guarded: serve(args, number, guarded))
+
+
+def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
+    """Start the engine, then the server with this number of front ends."""
     import asyncio
     import logging
     import time
@@ -363,16 +377,20 @@ def run(args: argparse.Namespace) -> int:
         logger.warning(
             "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
         )
-    check_watch(args)
-    watch = None
-    if args.detect:
-        args.api_servers, watch = 1, make_watch(args)
+    if guarded is not None and guarded.num_deaths:
+        logger.error(
+            "the server's process %s: it starts again in %g s (death %d)",
+            guarded.last_death,
+            guarded.pause_s,
+            guarded.num_deaths,
+        )
+        time.sleep(guarded.pause_s)
+    watch = make_watch(args) if args.detect else None
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
         shared = given_options(args, ("device", "num_threads", "download_dir"))
         engines.append(EngineArgs(model=args.context_model, **shared))
-    number = args.api_servers or choose_api_servers(engines[0].device)
-    listener = bind(settings)
+    listener = bind(settings) if guarded is None or guarded.listener is None else guarded.listener
     start = time.monotonic()
 
     def announce(engine: AsyncLLM | Supervisor) -> None:
@@ -388,7 +406,14 @@ def run(args: argparse.Namespace) -> int:
 
         def on_ready() -> None:
             settle()
-            announce(engine)
+            if guarded is None:
+                announce(engine)
+                return
+            guarded.serves(listener)
+            if guarded.num_deaths:
+                logger.info("the server serves again (start %d)", guarded.num_deaths + 1)
+            else:
+                announce(engine)
 
         with phases("starting") as progress:
             engine = small = await AsyncLLM.start(engines[0], progress=progress)
@@ -401,7 +426,13 @@ def run(args: argparse.Namespace) -> int:
         shortener = None if args.context_model is None else Shortener(small)
         try:
             await serve(
-                engine, settings, listener, on_ready=on_ready, shortener=shortener, watch=watch
+                engine,
+                settings,
+                listener,
+                on_ready=on_ready,
+                shortener=shortener,
+                watch=watch,
+                **({} if guarded is None else guarded.for_server),
             )
         finally:
             if small is not engine:

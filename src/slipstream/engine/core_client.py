@@ -26,6 +26,7 @@ from typing import Protocol, cast
 import msgspec
 
 from slipstream.config import EngineArgs, EngineConfig, resolve
+from slipstream.deaths import describe_exit
 from slipstream.engine.core_process import Ready, Start, Stop, ToChild, ToParent
 from slipstream.engine.temporary import OwnedFolder
 from slipstream.errors import ConfigError, EngineDeadError, ModelError, SlipstreamError
@@ -338,8 +339,3 @@ def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, by its return code."""
-    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

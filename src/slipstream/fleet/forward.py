@@ -1,6 +1,7 @@
 """Forwards a request: sends it to a replica, watches it, and sends it to another one when that replica fails.
 
-1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget.
+1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget. If
+   replicas die while they have it, `MAX_DEATHS` is the most: docs/fleet.md has what counts.
 2. A stream that has begun continues on another replica behind the tokens sent so far, which are in the replica's marks
    (`server.fleet`). An answer that can't be continued (several choices, log-probabilities) ends with an error event.
 3. A whole answer is sent when it is complete, so until then it has not begun.
@@ -61,6 +62,20 @@ _PASSED = (
     b"retry-after",
     b"inference-header-content-length",
 )  # of answers
+MAX_DEATHS = 2
+"""Replicas that may die with the same request there."""
+
+MAX_KILLS = 8
+"""The same of replicas that were killed from outside (SIGKILL) after they had told more tokens. The kernel kills so, too, when
+a request takes all memory."""
+
+ALONE_S = 5.0
+"""So long a request whose replica died, and that has said nothing, waits for a replica without another such request: one of
+them may be at fault, and the others would be lost with it."""
+
+REPLICA_DIED = "replica_died"
+"""The code of a batch's line whose replica died."""
+
 _MAX_STORED = 100_000  # places of kept answers that are remembered
 
 
@@ -68,10 +83,18 @@ class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
     """This replica can't answer; another may. `error` is its answer, if there was one."""
 
     def __init__(
-        self, why: str, *, gone: bool = False, error: ApiError | None = None, blame: bool = True
+        self,
+        why: str,
+        *,
+        gone: bool = False,
+        died: bool = False,
+        error: ApiError | None = None,
+        blame: bool = True,
     ) -> None:
+        """`died`: the replica or its engine, while the request was there."""
         super().__init__(why)
-        self.gone, self.error, self.blame = gone, error, blame
+        self.gone, self.died, self.error, self.blame = gone, died, error, blame
+        self.replica: Replica | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +117,9 @@ class Call:
     tried: set[str] = field(default_factory=set)
     only: str | None = None  # the replica that it must go to
     is_shadow: bool = False
+    num_deaths: int = 0  # of replicas that had it, and may have died of it
+    num_kills: int = 0  # of those that were killed from outside after they had told more tokens
+    alone_until: float = 0.0  # time.monotonic(): until then it goes where no other suspect is
 
     @property
     def is_line(self) -> bool:
@@ -150,13 +176,38 @@ class Forwarder:
             except RetryElsewhere as failed:
                 last = failed
             self.num_failovers += 1
-            if (
-                len(call.marked.tokens) > told
-            ):  # it has come further, so this is no request that kills replicas
+            further = len(call.marked.tokens) > told
+            await self._count_death(call, last, further=further)
+            if further:  # so it is not the request that is at fault
                 number, told = 0, len(call.marked.tokens)
             number += 1
             if number > most or not (call.begun or last.gone or self.members.budget.take()):
                 raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
+
+    async def _count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
+        """Count a replica's death for a request that was there. ApiError: it is not sent to another one."""
+        replica = failed.replica
+        if not failed.died or replica is None:
+            return
+        killed = await replica.was_killed()
+        if killed and further:
+            call.num_kills += 1
+        else:
+            call.num_deaths += 1
+        if not killed:
+            call.alone_until = time.monotonic() + ALONE_S
+        if call.is_line:  # the batch's runner decides
+            raise unavailable(str(failed), REPLICA_DIED)
+        if call.num_deaths >= MAX_DEATHS or call.num_kills >= MAX_KILLS:
+            number = call.num_deaths + call.num_kills
+            message = f"{number} replicas died while they had this request, so it is not sent to another ({failed})"
+            raise ApiError(
+                503,
+                message,
+                kind="service_unavailable",
+                code="replica_failed",
+                headers={"x-should-retry": "false"},
+            )
 
     async def break_off(self, call: Call, error: ApiError) -> None:
         """End a stream that can't go on."""
@@ -220,6 +271,8 @@ class Forwarder:
                 for r in version.replicas.values()
                 if r.room_for_lines(self.members.fleet.batch_beside) <= 0
             }
+        if call.num_deaths and now < call.alone_until and not call.begun:
+            exclude |= {r.id for r in version.replicas.values() if r.num_suspects}
         if call.only is not None and call.only in version.replicas:
             exclude = version.replicas.keys() - {call.only}
         if call.adapter is not None:
@@ -266,8 +319,10 @@ class Forwarder:
                     try:
                         await task
                     except RetryElsewhere as error:
-                        failed = error
                         one.close()
+                        if tries:  # the last one's death is counted by the caller
+                            await self._count_death(call, error, further=False)
+                        failed = error
                         continue
                     except BaseException:
                         one.close()
@@ -341,7 +396,7 @@ class Forwarder:
                     f"replica {replica.id} gave no token in time", blame=not call.is_line
                 )
             elif isinstance(error, UpstreamError):
-                error = RetryElsewhere(f"replica {replica.id}: {error}", gone=True)
+                error = RetryElsewhere(f"replica {replica.id}: {error}", gone=True, died=error.sent)
             opened.failed(error)
             raise error from None
 
@@ -397,9 +452,8 @@ class Forwarder:
             why = (
                 str(error) if isinstance(error, UpstreamError) else "it gave no more tokens in time"
             )
-            failed = RetryElsewhere(
-                f"replica {opened.replica.id}: {why}", gone=isinstance(error, UpstreamError)
-            )
+            gone = isinstance(error, UpstreamError)
+            failed = RetryElsewhere(f"replica {opened.replica.id}: {why}", gone=gone, died=gone)
             raise self._unless_lost(opened, call, failed) from None
         if marked.ended is not None:
             call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
@@ -408,6 +462,7 @@ class Forwarder:
             if code in ELSEWHERE:
                 failed = RetryElsewhere(
                     f"replica {opened.replica.id}: {code}",
+                    died=code == "engine_dead",
                     error=unavailable("the replica failed", code),
                 )
                 raise self._unless_lost(opened, call, failed)
@@ -492,18 +547,15 @@ class Opened:
     """A request at a replica that has been counted, until `close`."""
 
     def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
-        self.version, self.replica, self.decision, self._is_line = (
-            version,
-            replica,
-            decision,
-            call.is_line,
-        )
+        self.version, self.replica, self.decision = version, replica, decision
+        self._is_line, self._is_suspect = call.is_line, call.num_deaths > 0
         self.answer: UpstreamConnection | None = None
         self.first: bytes | None = None  # of a stream
         self.whole: bytes | None = None
         self._sent = time.monotonic()
         self._closed = False
         replica.num_in_flight += 1
+        replica.num_suspects += self._is_suspect
         if self._is_line:
             replica.num_lines += 1
             call.scope["replica"] = replica
@@ -519,6 +571,8 @@ class Opened:
             self.version.guard.let_go(self.replica.id)
 
     def failed(self, error: BaseException) -> None:
+        if isinstance(error, RetryElsewhere):
+            error.replica = self.replica
         if isinstance(error, RetryElsewhere) and error.blame:
             self.version.guard.failed(
                 self.replica.id, str(error), time.monotonic(), gone=error.gone
@@ -530,6 +584,7 @@ class Opened:
         self._closed = True
         self.replica.num_in_flight -= 1
         self.replica.num_lines -= self._is_line
+        self.replica.num_suspects -= self._is_suspect
         self.version.router.ended(self.decision, time.monotonic())
         self.version.guard.let_go(self.replica.id)
         if self.answer is not None:
@@ -568,6 +623,7 @@ def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsew
     if status in (500, 502, 503):
         return RetryElsewhere(
             message,
+            died=code == "engine_dead",
             error=unavailable(message, code or "replica_failed"),
             blame=code != "shutting_down",
         )

@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import ssl
 import time
@@ -29,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.config import resolve
+from slipstream.deaths import Deaths, describe_exit
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.fleet import certificates
@@ -59,7 +61,8 @@ _OWN = ("control", "fleet.json", "fleet.json.new", "kept", "lock", "logs", "tls"
 _END_S = 30.0
 """From the last request's end to the head's: its replicas end first."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_KILLED = describe_exit(-signal.SIGKILL)
+_DEATHS_S = 300.0  # so long a replica's death makes the pause after its next one longer
 _PROBE = {
     "prompt": [1, 2, 3, 5, 8],
     "max_tokens": 8,
@@ -297,9 +300,8 @@ class Head:
 
     async def _keep(self, member: Member) -> None:
         """Keep a replica of this kind alive while it is wanted. Of the first start a wrong setting is raised to `run`."""
-        pause = _FIRST_PAUSE_S
+        deaths = Deaths(_DEATHS_S)
         while not member.unwanted:
-            began = time.monotonic()
             version = self.members.version(member.spec.model, member.spec.version)
             try:
                 if version is not None:
@@ -319,12 +321,8 @@ class Head:
                     version.starting.discard(member.id)
             if member.unwanted:
                 return
-            pause = (
-                _FIRST_PAUSE_S
-                if time.monotonic() - began > 60
-                else min(2 * pause, _LONGEST_PAUSE_S)
-            )
-            await asyncio.sleep(pause if time.monotonic() - began < 5 else 0)
+            deaths.add()
+            await asyncio.sleep(deaths.pause_s)
 
     async def _live(self, member: Member) -> None:
         """A replica's life."""
@@ -332,23 +330,28 @@ class Head:
         began = time.monotonic()
         assert self._backend is not None
         started = member.started = await self._backend.start(spec, member.place)
+        ending = asyncio.ensure_future(started.ended())
         try:
             version = self.members.version(spec.model, spec.version)
             if version is None:
                 return  # the file has changed meanwhile
             member.replica = Replica(member.id, spec, started.url, version, self._tls(), self._key)
             version.add(member.replica)
-            while not member.replica.heard:
+            while not (member.replica.heard or ending.done()):  # it may die of its first request
                 await asyncio.sleep(0.01)
-            logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
-            member.serves.set()
-            self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
-            how = await started.ended()
+            if not ending.done():
+                logger.info("replica %s serves after %.1f s", member.id, time.monotonic() - began)
+                member.serves.set()
+                self.scaling.cold_starts.add(spec.key, time.monotonic() - began)
+            how = await ending
+            member.replica.ended(killed=member.unwanted or how == _KILLED)
             if not member.unwanted:
                 logger.error("replica %s %s, and will be replaced", member.id, how)
         finally:
             if member.replica is not None:
+                member.replica.ended(killed=True)  # by us, if it had not ended before
                 await member.replica.version.remove(member.id)
+            ending.cancel()
             await started.stop(0.0)
 
     async def _retire(self, member: Member) -> None:

@@ -36,6 +36,7 @@ from slipstream.stats import EngineStats
 logger = logging.getLogger("slipstream.fleet")
 
 _AGAIN_S = 0.2  # between tries to connect to a replica's events
+_CAUSE_S = 0.5  # after a connection broke, for whoever started the replica to say how it ended
 _decode = msgspec.msgpack.Decoder(FromReplica).decode
 
 
@@ -56,6 +57,7 @@ class Replica:
         self.key_line = f"{HEADER}: {key}".encode()
         self.num_in_flight = 0
         self.num_lines = 0  # of them, those of batches
+        self.num_suspects = 0  # of them, those at whose place a replica died before
         self.draining = False
         self.heard = False  # its news come
         self.root_key: bytes | None = None
@@ -65,7 +67,18 @@ class Replica:
         self.is_up = True  # its engine answers
         self.counts: MetricCounts | None = None
         self._adapter_roots: dict[str, bytes] = {}  # of adapters that were used
+        self._killed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._hearing = asyncio.create_task(self._hear())
+
+    def ended(self, *, killed: bool) -> None:
+        """Its process has. `killed`: from outside, so it was no request's doing."""
+        if not self._killed.done():
+            self._killed.set_result(killed)
+
+    async def was_killed(self) -> bool:
+        """Of a replica whose connections broke. False if nobody says so."""
+        await asyncio.wait({self._killed}, timeout=_CAUSE_S)
+        return self._killed.done() and self._killed.result()
 
     def root_of(self, adapter: str | None) -> bytes | None:
         """What the keys of its blocks begin with; None if that is not known."""

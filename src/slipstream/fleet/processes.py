@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from slipstream.deaths import describe_exit
 from slipstream.errors import EngineError, as_error
 from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import PoolSpec
@@ -80,8 +81,7 @@ class ProcessReplica:
         self.process, self.url = process, ""
 
     async def ended(self) -> str:
-        code = await self.process.wait()
-        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return describe_exit(await self.process.wait())
 
     async def stop(self, drain_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):

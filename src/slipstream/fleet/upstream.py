@@ -26,7 +26,11 @@ Sink: TypeAlias = Callable[[bytes], bool]
 
 
 class UpstreamError(Exception):
-    """The replica could not be reached, or its answer broke off."""
+    """The replica could not be reached, or its answer broke off. `sent`: it may have had the request."""
+
+    def __init__(self, why: str, *, sent: bool = True) -> None:
+        super().__init__(why)
+        self.sent = sent
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -223,8 +227,15 @@ class ConnectionPool:
             b"\r\n",
             body,
         ]
+        was_lost = False
         while True:
-            answer = await self._connection(fresh=fresh)
+            try:
+                answer = await self._connection(fresh=fresh)
+            except UpstreamError as error:
+                error.sent = (
+                    was_lost  # a replica that was there a moment ago may have died of the request
+                )
+                raise
             try:
                 answer.begin(request, on_interim)
                 await answer.head()
@@ -233,7 +244,7 @@ class ConnectionPool:
                 answer.done()
                 if answer.is_fresh:
                     raise
-                fresh = True  # it was idle, and the replica closed it as we wrote: nothing was done
+                fresh = was_lost = True  # it was idle: as a rule the replica closed it as we wrote
             except BaseException:
                 answer.done()
                 raise
@@ -253,7 +264,8 @@ class ConnectionPool:
                     server_hostname="replica" if self._tls else None,
                 )
         except (OSError, TimeoutError) as error:
-            raise UpstreamError(f"no connection: {error or 'it took too long'}") from None
+            why = f"no connection: {error or 'it took too long'}"
+            raise UpstreamError(why, sent=False) from None
         self._open.add(answer)
         return answer
 

@@ -1,6 +1,7 @@
 """The process that was started: it binds the port, starts the engine and the front ends, and replaces what dies.
 
-1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free.
+1. A front end that dies is replaced. The engine cancels its requests, and its share of the limits is free. One that dies too
+   often (`deaths`) has the longest pause while another serves. If none does, the supervisor ends with an error.
 2. An engine that dies is started again by the rules of `core_client`. Front ends get a message, and wait for it.
 3. SIGTERM or SIGINT: the front ends drain (`server.run`). When they have ended, the engine does. A second signal does not wait.
 4. If the supervisor dies, all its processes end, since their standard inputs close.
@@ -23,12 +24,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from slipstream.config import EngineArgs, EngineConfig
+from slipstream.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit
 from slipstream.engine.core_client import (
-    MAX_RESTART_PAUSE_S,
     ChildLink,
     CoreClient,
     CoreSource,
-    describe_exit,
     resolved_config,
     socket_folder,
     wait_or_kill,
@@ -236,21 +236,26 @@ class Supervisor:
     # --- Front ends ---------------------------------------------------------------------------------------------------
 
     async def _keep(self, slot: int) -> None:
-        """Keep a front end in its slot. An error of the first start is raised; later ones are tried again after a pause."""
-        deaths = 0
+        """Keep a front end in its slot. Errors of the first start are raised, and one that says that it dies too often."""
+        deaths = Deaths()
         while not self._stopping.is_set():
             served, error = await self._live(slot)
             if self._stopping.is_set():
                 return
             if not self._all_serve.is_set():
                 raise error
-            _logger.error("front end %d ended and will be replaced: %s", slot + 1, error)
-            deaths = 0 if served else deaths + 1
-            if deaths:
+            self._ended.num_front_end_deaths += served
+            deaths.add()
+            if deaths.too_many and not any(f.is_serving for f in self._front_ends.values()):
+                raise EngineError(
+                    f"front end {slot + 1} died too often within {WINDOW_S:g} s, and no other serves; the last time: {error}"
+                )
+            pause_s = MAX_PAUSE_S if deaths.too_many else deaths.pause_s
+            then = f"in {pause_s:g} s" if pause_s else "now"
+            _logger.error("front end %d ended and will be replaced: %s (%s)", slot + 1, error, then)
+            if pause_s:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(
-                        self._stopping.wait(), min(2.0**deaths, MAX_RESTART_PAUSE_S)
-                    )
+                    await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def _live(self, slot: int) -> tuple[bool, SlipstreamError]:
         """A front end's life. Whether it served, and how it ended."""

@@ -11,6 +11,9 @@ runner, and so has a fleet's gateway.
    last line is cut off, and lines with an answer are not run again.
 4. An error of a line (400, 500) is its answer. One of the server (429, 503) is none: the line waits.
 5. A batch that expires or is cancelled keeps the answers it has. A full disk fails it, with its reason.
+6. That a line begins is written to a file before it does. If a process (this one, the engine, a replica) dies meanwhile, all
+   lines that were under way are suspects: they run before all others, one at a time and alone. A line that was under way at
+   `MAX_DEATHS` deaths gets an error as its answer. The file is written without fsync, since it has to outlive no power cut.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -47,8 +50,13 @@ POLL_S = 0.05
 LOOK_S = 0.5
 SWEEP_S = 600.0
 MAX_CANCELS = 3
+MAX_DEATHS = 2
+DEATHS = frozenset({"engine_dead", "replica_died"})
+"""Codes of requests whose engine or replica died while they were there."""
+
 MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
+MAX_JOURNAL_BYTES = 2**22
 
 
 class Line(Struct, forbid_unknown_fields=True):
@@ -67,6 +75,7 @@ class _Done(Struct):
 _line = msgspec.json.Decoder(Line)
 _body = msgspec.json.Decoder(dict[str, Raw])
 _done = msgspec.json.Decoder(_Done)
+_text = msgspec.json.Decoder(str)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -164,6 +173,82 @@ class EngineLineRunner:
         return most if online <= 0 else min(most, settings.batch_beside)
 
 
+class Journal:
+    """Which lines of a batch are under way, and at how many deaths each was, in a file that outlives this process.
+
+    A line of the file is a sign and a custom id: `+` it begins, `-` it was put back, `!` something died while it was under way.
+    Answers are in other files. OSError: there is no room.
+    """
+
+    def __init__(self, path: Path, finished: Set[str]) -> None:
+        self._path = path
+        self.deaths: Counter[str] = Counter()
+        self._under_way: set[str] = set()
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a torn last line
+                sign, id_ = line[:1], _text.decode(line[1:])
+                if id_ not in finished:
+                    (self._under_way.add if sign == b"+" else self._under_way.discard)(id_)
+                    self.deaths[id_] += sign == b"!"
+        self.deaths.update(self._under_way)
+        self._under_way.clear()
+        self.deaths = +self.deaths
+        self._num_bytes = 0
+        if path.exists():
+            self._rewrite()
+
+    def begin(self, id_: str) -> None:
+        """Before the line runs."""
+        self._under_way.add(id_)
+        self._write(b"+", id_)
+
+    def put_back(self, id_: str) -> None:
+        self._under_way.discard(id_)
+        self._write(b"-", id_)
+
+    def died(self, id_: str) -> None:
+        self._under_way.discard(id_)
+        self.deaths[id_] += 1
+        self._write(b"!", id_)
+
+    def answered(self, id_: str) -> None:
+        """Nothing is written: the answer is."""
+        self._under_way.discard(id_)
+        self.deaths.pop(id_, None)
+
+    def _write(self, sign: bytes, id_: str) -> None:
+        self._num_bytes += append(self._path, _entry(sign, id_))
+        if self._num_bytes > MAX_JOURNAL_BYTES:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """With what is known now alone. A crash leaves the old file or the new one."""
+        new = self._path.with_suffix(".begun.part")
+        new.write_bytes(
+            b"".join(
+                [_entry(b"!", id_) for id_ in self.deaths.elements()]
+                + [_entry(b"+", id_) for id_ in self._under_way]
+            )
+        )
+        new.replace(self._path)
+        self._num_bytes = 0
+
+
+def _entry(sign: bytes, id_: str) -> bytes:
+    return sign + msgspec.json.encode(id_) + b"\n"
+
+
+def append(path: Path, data: bytes) -> int:
+    """The number of bytes. OSError: there is no room."""
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, "the disk is full")
+    finally:
+        os.close(descriptor)
+    return len(data)
+
+
 class RunningLine:
     """A line that runs. `scope` is its request's, from which a Room finds the place of the request."""
 
@@ -185,7 +270,16 @@ class Work:
             len(self._finished["output"]),
             len(self._finished["error"]),
         )
+        self.journal = Journal(
+            self.files.path(f"{batch.id}.begun"), set().union(*self._finished.values())
+        )
         self._lines = lines_of(self.files.path(batch.input_file_id))
+        self.suspects: deque[Line] = deque()
+        if suspected := self.journal.deaths.keys():
+            found = (_line.decode(raw) for _, raw in self._lines)
+            self.suspects.extend(line for line in found if line.custom_id in suspected)
+            self._lines = lines_of(self.files.path(batch.input_file_id))
+            self._finished["suspect"] = {line.custom_id for line in self.suspects}
         self.again: deque[Line] = deque()
         self.cancels: Counter[str] = Counter()  # of lines, by custom_id
         self.running: dict[asyncio.Task[None], RunningLine] = {}
@@ -195,7 +289,9 @@ class Work:
         self._bytes = sum(path.stat().st_size for path in self.paths.values() if path.exists())
 
     def next(self) -> Line | None:
-        """The next line without an answer."""
+        """The next line without an answer. Suspects come first."""
+        if self.suspects:
+            return self.suspects.popleft()
         if self.again:
             return self.again.popleft()
         for _, raw in self._lines:
@@ -214,16 +310,25 @@ class Work:
                 "the answers are longer than half of what --max-files-bytes allows",
                 code="storage_full",
             )
-        descriptor = os.open(self.paths[kind], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        try:
-            if os.write(descriptor, data) != len(data):
-                raise OSError(errno.ENOSPC, "the disk is full")
-        finally:
-            os.close(descriptor)
+        append(self.paths[kind], data)
+        self.journal.answered(answer["custom_id"])
         if kind == "output":
             self.num_completed += 1
         else:
             self.num_failed += 1
+
+    def put_back(self, line: Line, *, died: bool = False) -> None:
+        """The line has no answer, and runs again. `died`: as the engine or a replica died. OSError: there is no room."""
+        suspect = died or line.custom_id in self.journal.deaths
+        (self.suspects if suspect else self.again).append(line)
+        self.journal.died(line.custom_id) if died else self.journal.put_back(line.custom_id)
+
+    def give_up(self, line: Line) -> None:
+        """Answer a line that must not run again. ApiError, OSError: there is no room."""
+        number = self.journal.deaths[line.custom_id]
+        message = f"The process that ran this request died {number} times while it ran. It is not run again."
+        _logger.error("a line of %s is given up: %d processes died while it ran", self.id, number)
+        self.append("error", _without_answer(line, "engine_error", message))
 
     def unanswered(self) -> Iterator[Line]:
         while (line := self.next()) is not None:
@@ -352,16 +457,10 @@ class BatchRunner:
         await self._finalize(found)
 
     def _write_expired(self, work: Work) -> None:
-        error = {
-            "code": "batch_expired",
-            "message": "This request could not be executed before the completion window expired.",
-        }
+        message = "This request could not be executed before the completion window expired."
         try:
             for line in work.unanswered():
-                work.append(
-                    "error",
-                    {"id": _id(), "custom_id": line.custom_id, "response": None, "error": error},
-                )
+                work.append("error", _without_answer(line, "batch_expired", message))
         except (OSError, ApiError) as failure:
             _logger.error("the errors of %s are not all written: %s", work.id, failure)
 
@@ -382,6 +481,7 @@ class BatchRunner:
             await self.store.files.register(
                 StoredFile(id_, batch.owner, "batch_output", size, now, now + LIFE_S, name)
             )
+        self.store.files.path(f"{batch.id}.begun").unlink(missing_ok=True)
         await self.store.change(batch.id, lambda found: found.become(found.then))
 
     # --- Lines ------------------------------------------------------------------------------------------------------------
@@ -406,11 +506,24 @@ class BatchRunner:
             for work in ready
             if work.batch.status == "in_progress" and time.time() < work.batch.expires
         ]
+        if any(one.line.custom_id in work.journal.deaths for _, work, one in tasks):
+            return
+        if suspicious := [work for work in ready if work.suspects]:
+            ready, room = suspicious, 0 if tasks else min(room, 1)
         while ready and room > 0:
             self._turn = (self._turn + 1) % len(ready)
             work = ready[self._turn]
             line = work.next()
             if line is None:
+                ready.remove(work)
+                continue
+            try:
+                if work.journal.deaths[line.custom_id] >= MAX_DEATHS:
+                    work.give_up(line)
+                    continue
+                work.journal.begin(line.custom_id)
+            except (OSError, ApiError) as error:
+                self._fail(work, error)
                 ready.remove(work)
                 continue
             one = RunningLine(line, work.batch.endpoint)
@@ -450,7 +563,7 @@ class BatchRunner:
             one.scope["key"] = key
             status, headers, body = await call(self.app, one.scope, bytes(line.body))
         except asyncio.CancelledError:
-            work.again.append(line)
+            self._put_back(work, line)
             raise
         except Exception:  # RequestLog has logged it
             status, headers, body = (
@@ -459,7 +572,8 @@ class BatchRunner:
                 b'{"error":{"message":"internal error","type":"server_error"}}',
             )
         if status in (429, 503):
-            work.again.append(line)
+            record = one.scope.get("record")
+            self._put_back(work, line, died=record is not None and record.error in DEATHS)
             wait = headers.get("retry-after", "1")
             work.paused_until = time.monotonic() + min(
                 MAX_PAUSE_S, float(wait) if wait.isdecimal() else 1.0
@@ -474,8 +588,18 @@ class BatchRunner:
         try:
             work.append("output" if status == 200 else "error", answer)
         except (OSError, ApiError) as error:
-            work.failure = BatchError("storage_failed", f"the answers cannot be kept: {error}")
-            _logger.error("batch %s fails: %s", work.id, error)
+            self._fail(work, error)
+
+    def _put_back(self, work: Work, line: Line, *, died: bool = False) -> None:
+        try:
+            work.put_back(line, died=died)
+        except OSError as error:
+            self._fail(work, error)
+
+    @staticmethod
+    def _fail(work: Work, error: Exception) -> None:
+        work.failure = BatchError("storage_failed", f"the answers cannot be kept: {error}")
+        _logger.error("batch %s fails: %s", work.id, error)
 
     def _key(self, work: Work) -> tuple[Key | None, bool]:
         """The key of a batch's owner, and whether the batch may go on."""
@@ -491,6 +615,11 @@ def _count(batch: Batch, work: Work) -> None:
 
 def _id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
+
+
+def _without_answer(line: Line, code: str, message: str) -> dict[str, Any]:
+    error = {"code": code, "message": message}
+    return {"id": _id(), "custom_id": line.custom_id, "response": None, "error": error}
 
 
 def own_scope(path: str, body: bytes) -> Scope:

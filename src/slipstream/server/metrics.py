@@ -285,6 +285,7 @@ class MetricCounts(msgspec.Struct):
     limited: dict[str, int] = {}
     feedback: dict[str, int] = {}
     write_stall_s: float = 0.0
+    num_front_end_deaths: int = 0
 
 
 class Metrics(Collector):
@@ -318,6 +319,7 @@ class Metrics(Collector):
         )
         self.stalls = Stalls()
         self.others_stall_s = 0.0  # of other front ends
+        self.num_front_end_deaths = 0  # each was replaced
         self.findings: Mapping[tuple[str, str], int] | None = (
             None  # that last, by model and cause; None: without a detector
         )
@@ -341,7 +343,13 @@ class Metrics(Collector):
             dict(self.feedback),
         )
         return MetricCounts(
-            histograms, dict(self.finished), responses, limited, feedback, self.write_stall_s
+            histograms,
+            dict(self.finished),
+            responses,
+            limited,
+            feedback,
+            self.write_stall_s,
+            self.num_front_end_deaths,
         )
 
     def add(self, counts: MetricCounts) -> None:
@@ -353,6 +361,7 @@ class Metrics(Collector):
         self.limited.update(counts.limited)
         self.feedback.update(counts.feedback)
         self.others_stall_s += counts.write_stall_s
+        self.num_front_end_deaths += counts.num_front_end_deaths
 
     def render(self, stats: EngineStats | None) -> bytes:
         """The text of a scrape, with the engine's numbers as they are now (None: it is down)."""
@@ -400,6 +409,11 @@ class Metrics(Collector):
         stalled = "Time for which finished text waited for clients that do not read"
         yield CounterMetricFamily(
             _PREFIX + "client_write_stall_seconds", stalled, self.write_stall_s
+        )
+        yield CounterMetricFamily(
+            _PREFIX + "front_end_deaths",
+            "Front ends that died; each was replaced",
+            self.num_front_end_deaths,
         )
         if self.findings is not None:
             text = "What the detector found and lasts, by its likely cause"

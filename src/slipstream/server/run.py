@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("slipstream.server")
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 KEEP_ALIVE_S = (
     75  # longer than load balancers usually keep idle connections, so that they close first
@@ -164,10 +165,11 @@ def settle() -> None:
 
 
 @contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop` while the code inside runs."""
+def stop_signals(
+    stop: Callable[[], None], signals: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """The signals call `stop` while the code inside runs."""
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, stop)
     try:
@@ -249,13 +251,16 @@ async def serve(
     on_ready: Callable[[], None] = lambda: None,
     shortener: Shortener | None = None,
     watch: Watch | None = None,
+    signals: Sequence[signal.Signals] = SIGNALS,
+    num_deaths: int = 0,
 ) -> None:
-    """Serve until a signal; the engine is shut down at the end."""
+    """Serve until one of the signals; the engine is shut down at the end. `num_deaths`: of servers before this one."""
     try:
         server = make_server(engine, settings, shortener, watch)
+        server.state.metrics.num_front_end_deaths = num_deaths
         listener.listen(BACKLOG)  # so that a client that sees us ready can connect at once
-        on_ready()
-        with stop_signals(server.stop):
+        with stop_signals(server.stop, signals):
+            on_ready()
             await server.serve(sockets=[listener])
     finally:
         await engine.shutdown()

@@ -1,0 +1,44 @@
+"""How a child process ended, and when one that dies again and again is started next."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+
+MAX_DEATHS, WINDOW_S = 5, 60.0
+"""With more deaths than this in the window, who can give up does."""
+
+MAX_PAUSE_S = 30.0
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its return code."""
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was killed by signal {-code}{names.get(-code, '')}"
+
+
+class Deaths:
+    """The recent deaths of one process. It is started again at once after the first, then after a pause that doubles."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def add(self, now: float | None = None) -> None:
+        now = time.monotonic() if now is None else now
+        self._times.append(now)
+        while self._times[0] < now - self._window_s:
+            self._times.popleft()
+
+    @property
+    def pause_s(self) -> float:
+        """Before the next start."""
+        number = len(self._times)
+        return min(2.0 ** (min(number, 10) - 3), MAX_PAUSE_S) if number > 1 else 0.0
+
+    @property
+    def too_many(self) -> bool:
+        return len(self._times) > MAX_DEATHS

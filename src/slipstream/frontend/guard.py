@@ -1,0 +1,134 @@
+"""The guard of a server that has one front end: the process that was started. The server is its child.
+
+1. A server that dies is started again as a whole, with its engine.
+2. The guard keeps the listening socket open, so connections wait meanwhile and are not refused.
+3. After too many deaths (`deaths`) it ends with an error. A first start that fails is not repeated.
+4. SIGTERM and SIGINT reach the server as STOP_SIGNAL. It ignores the two themselves, since terminals and service managers send
+   them to all processes: it would take the second one for an order not to wait.
+5. If the guard dies, the server ends at once.
+
+It is a fork of a process that has imported next to nothing: no request passes through it, and it costs a start 1 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from slipstream.deaths import WINDOW_S, Deaths, describe_exit
+from slipstream.errors import EngineError
+
+STOP_SIGNAL = signal.SIGUSR1
+
+_REFUSED = (2, 3)  # exit codes (`cli.main`): a setting or the model is at fault
+
+
+class Guarded:
+    """The child's end: what the server knows of its guard."""
+
+    def __init__(
+        self, control: socket.socket, listener: socket.socket | None, num_deaths: int, last: str
+    ) -> None:
+        self.listener, self.num_deaths, self.last_death = listener, num_deaths, last
+        self.pause_s = 0.0
+        self._control, self._taken = control, threading.Event()
+        threading.Thread(target=self._end_with_guard, daemon=True).start()
+
+    @property
+    def for_server(self) -> dict[str, Any]:
+        """Arguments of `server.run.serve`."""
+        return {"signals": (STOP_SIGNAL,), "num_deaths": self.num_deaths}
+
+    def serves(self, listener: socket.socket) -> None:
+        """Give the guard the socket. It passes signals on when this returns."""
+        socket.send_fds(self._control, [b"s"], [listener.fileno()])
+        self._taken.wait()
+
+    def _end_with_guard(self) -> None:
+        while self._control.recv(1):
+            self._taken.set()
+        os._exit(1)  # the engine ends with us
+
+
+class Guard:
+    def __init__(self) -> None:
+        self._pid, self._serves, self._stopping = 0, False, False
+        self._listener: socket.socket | None = None
+        self._deaths, self._num_deaths, self._last = Deaths(), 0, ""
+
+    def run(self, serve: Callable[[Guarded], int]) -> int:
+        """The exit code. It returns in the child, too, with that of `serve`. EngineError: the server stays down."""
+        while True:
+            ours, theirs = socket.socketpair()
+            self._serves = False
+            self._pid = os.fork()
+            if not self._pid:
+                ours.close()
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                guarded = Guarded(theirs, self._listener, self._num_deaths, self._last)
+                guarded.pause_s = self._deaths.pause_s
+                return serve(guarded)
+            theirs.close()
+            if self._stopping:
+                self._send(signal.SIGKILL)
+            with ours:
+                code = self._watch(ours)
+            if (ended := self._judge(code)) is not None:
+                return ended
+
+    def _watch(self, control: socket.socket) -> int:
+        """Until the child has ended; its return code."""
+        try:
+            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if fds and self._listener is None:
+                self._listener = socket.socket(fileno=fds[0])
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, self._stop)
+            elif fds:
+                os.close(fds[0])
+            if fds:
+                self._serves = True
+                control.sendall(b"t")
+            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        except BaseException:  # an interrupt of the start
+            self._send(signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            raise
+
+    def _judge(self, code: int) -> int | None:
+        """The guard's own exit code. None: the server starts again."""
+        how = describe_exit(code)
+        if self._stopping and (not self._serves or code == -STOP_SIGNAL):
+            return 0  # we have killed it, or it had ended its work and takes signals no more
+        if self._stopping or self._listener is None:
+            if code < 0:
+                when = "ended" if self._stopping else "started"
+                raise EngineError(f"the server's process {how} while it {when}")
+            return code
+        if code == 0 or (code in _REFUSED and not self._serves):
+            return code
+        self._deaths.add()
+        self._num_deaths += 1
+        self._last = how
+        if self._deaths.too_many:
+            raise EngineError(
+                f"the server's process died too often within {WINDOW_S:g} s, {self._num_deaths} times in all; "
+                f"the last one {how}: it stays down"
+            )
+        return None
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = True
+        self._send(STOP_SIGNAL if self._serves else signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._pid:  # 0 in a child that a signal reaches before it ignores them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
