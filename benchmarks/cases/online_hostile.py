@@ -6,7 +6,7 @@
 
 Attackers draw requests from four dimensions: recursion (chains of references in schemas and grammars), width (properties,
 alternatives, messages, tools), depth (nesting of JSON, schemas, groups and templates' values) and pictures (pixels, formats,
-bombs). Sizes are log-uniform. All protocols are asked. Meanwhile bystanders with another key ask for a short chat, a new small
+bombs). Most sizes are small. All protocols are asked. Meanwhile bystanders with another key ask for a short chat, a new small
 schema and the tokens of a long text, one after the other.
 
 The run passes if no process died, every request was answered, no answer was a server error, and no bystander waited over
@@ -56,8 +56,8 @@ Body = dict[str, Any]
 
 
 def size(rng: random.Random, most: int) -> int:
-    """Draws a size whose logarithm is uniform."""
-    return int(math.exp(rng.uniform(0, math.log(most))))
+    """Draws a size: most are small, and each order of magnitude occurs."""
+    return int(math.exp(rng.random() ** 2 * math.log(most)))
 
 
 # --- Schemas and grammars ----------------------------------------------------------------------------------------------
@@ -537,6 +537,7 @@ async def attack(
 
 def attackers(args: argparse.Namespace, url: str, secret: str, told: Any) -> None:
     """Runs in a process of its own, so that drawing requests holds up no bystander."""
+    sys.setrecursionlimit(20_000)  # json.dumps of bodies that are deep
 
     async def main() -> None:
         counts: Counter[str] = Counter()
@@ -599,6 +600,9 @@ async def measure(args: argparse.Namespace, url: str, secrets: list[str]) -> dic
                     flush=True,
                 )
         await watching
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"the attackers' process ended with {process.exitcode}")
     slowest = {kind: max(seen) for kind, seen in waits[0].items()}
     holds = [
         (kind, round(s, 2))
