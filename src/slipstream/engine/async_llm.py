@@ -234,7 +234,7 @@ class AsyncLLM:
             )
 
         if sampling.structured_outputs is not None:
-            await check_in_thread(sampling.structured_outputs)
+            await check_in_thread(sampling.structured_outputs, cache_salt)
         looks_at_all = (
             INLINE_CHARS if sampling.takes("dry") else 0
         )  # tokens of the vocabulary, for its sequence breakers
@@ -292,6 +292,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         truncate_to: int | None = None,
+        cache_salt: str = "",
         reserve: Reserve | None = None,
     ) -> Vectors:
         """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
@@ -299,7 +300,9 @@ class AsyncLLM:
         of one text is an error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
-            return self._input.texts.prepare(prompts, priority=priority, truncate_to=truncate_to)
+            return self._input.texts.prepare(
+                prompts, priority=priority, truncate_to=truncate_to, cache_salt=cache_salt
+            )
 
         prepared = await in_thread_if_long(prepare, sum(map(_num_characters, prompts)))
         waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
@@ -326,6 +329,7 @@ class AsyncLLM:
         priority: int = 0,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -340,6 +344,7 @@ class AsyncLLM:
                 priority=priority,
                 add_special_tokens=add_special_tokens,
                 truncate_prompt_tokens=truncate_prompt_tokens,
+                cache_salt=cache_salt,
                 lora=lora,
                 share=share,
             )

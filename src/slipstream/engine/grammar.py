@@ -151,19 +151,20 @@ def _options(params: StructuredOutputsParams) -> dict[str, Any]:
     return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
 
 
-def check(params: StructuredOutputsParams) -> None:
-    """RequestError if the grammar can't be enforced; of a schema it names the part."""
-    message = _problem(params)
+def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
+    """RequestError if the grammar can't be enforced; of a schema it names the part. What it finds is kept for requests of the
+    same salt: how long it takes does not tell others that the grammar was seen before."""
+    message = _problem(params, cache_salt)
     if message is not None:
         raise RequestError(message[0], field=message[1])
 
 
-async def check_in_thread(params: StructuredOutputsParams) -> None:
+async def check_in_thread(params: StructuredOutputsParams, cache_salt: str = "") -> None:
     """`check`, while the event loop goes on. What it finds is kept, so that the next `check` takes no time."""
     try:
         import asyncio  # a front end has it already
 
-        await asyncio.wrap_future(_checks.submit(partial(check, params)))
+        await asyncio.wrap_future(_checks.submit(partial(check, params, cache_salt)))
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
@@ -178,7 +179,7 @@ def _too_slow() -> str:
 
 
 @lru_cache(maxsize=64)
-def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
+def _problem(params: StructuredOutputsParams, cache_salt: str) -> tuple[str, str] | None:
     name, given = _given(params)
     try:
         message = _invalid(_compose(params))
@@ -462,7 +463,9 @@ class Grammars:
             seconds, most=2, most_stuck=MAX_STUCK, name="grammars"
         )
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
+            OrderedDict()
+        )  # by the request's salt, too, as in `check`
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
 
@@ -471,15 +474,16 @@ class Grammars:
         EngineOverloadedError if too many compilations are stuck."""
         params = request.sampling.structured_outputs
         assert params is not None
-        ready = self._compiled.get(params)
+        key = (request.cache_salt, params)
+        ready = self._compiled.get(key)
         if ready is not None:
-            self._compiled.move_to_end(params)
+            self._compiled.move_to_end(key)
             self._start(request, ready)
             return True
         same = (
             future
             for other, future in self._pending.values()
-            if other.sampling.structured_outputs == params
+            if (other.cache_salt, other.sampling.structured_outputs) == key
         )
         future = next(same, None) or self._threads.submit(partial(self._compile, params))
         self._pending[request.request_id] = request, future
@@ -504,7 +508,7 @@ class Grammars:
             else:
                 compiled, params = future.result(), request.sampling.structured_outputs
                 assert params is not None
-                self._compiled[params] = compiled
+                self._compiled[request.cache_salt, params] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
                 self._start(request, compiled)

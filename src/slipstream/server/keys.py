@@ -68,6 +68,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     weight: Annotated[float, Meta(gt=0, le=1000)] = (
         1.0  # its share of the served tokens, beside others of its priority
     )
+    # The group of keys that share cached prefixes. None: the key shares them with nobody.
+    share_prefixes: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -85,6 +87,28 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         if self.old_digest is not None and now < self.old_until:
             fits |= hmac.compare_digest(given, self.old_digest)
         return fits and self.state(now) == "active"
+
+
+EVERYBODY = ""
+"""As `share_prefixes`: the key is the only one of its server. The file can't hold it."""
+
+
+def prefix_salt(key: Key | None, given: str | None) -> str:
+    """The salt of a request's cached prefixes, of its key and the `cache_salt` in its body. Requests share what is cached only
+    within one salt, so that no key learns what another has sent from `cached_tokens` or the time to the first token. The parts
+    are hashed with their kinds and lengths: whatever a client gives, its salt is never that of another key."""
+    parts = list[str]()
+    if key is not None and key.share_prefixes != EVERYBODY:
+        group = key.share_prefixes
+        parts = ["key", key.id] if group is None else ["group", group]
+    if given is not None:
+        parts += ["given", given]
+    if not parts:
+        return ""
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    return hashlib.blake2b(
+        b"".join(len(part).to_bytes(8, "little") + part for part in encoded), digest_size=32
+    ).hexdigest()
 
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")

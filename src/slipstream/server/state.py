@@ -99,6 +99,7 @@ class Engine(Protocol):
         sink: Sink,
         *,
         priority: int = 0,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -112,6 +113,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -130,6 +132,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         truncate_to: int | None = None,
+        cache_salt: str = "",
         reserve: Reserve | None = None,
     ) -> Vectors: ...
     async def stats(self) -> EngineStats: ...
