@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,34 @@ def disk_refusal(error: Exception) -> str | None:
     return f"{named or 'a file could not be written'}: {os.strerror(number)}"
 
 
+def open_private(path: str | Path, *, append: bool = False) -> int:
+    """Open a file that is kept, such as a lock, for reading and writing. It is made for this user alone if it is not there;
+    what it holds stays. Others may be able to write in its folder, so a symbolic link is not followed: it would lead to any
+    file of this user. OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | (os.O_APPEND if append else 0), 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a symbolic link, which is not followed; remove it"
+        raise
+
+
+def open_new(path: str | Path, mode: int = 0o666) -> int:
+    """Open a new file for writing. One of this name, such as a dead process left, is removed; a link is, too, and never
+    followed, as in `open_private`. OSError."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file atomically: whoever reads it meanwhile has the old one or the new one. Text is UTF-8."""
     # Of this process alone: two that write the same file do not mix.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        with open(open_new(partial), "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

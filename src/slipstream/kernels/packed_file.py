@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import CheckpointError
+from slipstream.files import open_new
 from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.native import (
     S8,
@@ -60,7 +61,7 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
         f".{path.name}.{os.getpid()}-{threading.get_ident()}"
     )  # nobody else's
     try:
-        with unfinished.open("wb") as file:
+        with open(open_new(unfinished), "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
                 file.write(data.data)

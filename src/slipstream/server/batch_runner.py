@@ -32,6 +32,7 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
 from slipstream import locks
+from slipstream.files import open_private
 from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
 from slipstream.server.files import LIFE_S, StoredFile
@@ -214,7 +215,7 @@ class Work:
                 "the answers are longer than half of what --max-files-bytes allows",
                 code="storage_full",
             )
-        descriptor = os.open(self.paths[kind], os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        descriptor = open_private(self.paths[kind], append=True)
         try:
             if os.write(descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
@@ -274,9 +275,7 @@ class BatchRunner:
 
     def _leads(self) -> bool:
         if self._lock < 0:
-            self._lock = os.open(
-                self.store.files.folder / "runner.lock", os.O_CREAT | os.O_RDWR, 0o600
-            )
+            self._lock = open_private(self.store.files.folder / "runner.lock")
         return locks.take(self._lock)
 
     # --- A batch's way ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_new, open_private
 
 _logger = logging.getLogger("slipstream.server")
 
@@ -170,7 +171,7 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
     if not may_create and not path.exists():
         raise ConfigError(f"{path} is not there; `slipstream keys add` makes it", field="keys_file")
     try:
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        lock = open_private(path.with_name(path.name + ".lock"))
     except OSError as error:
         raise ConfigError(f"cannot write beside {path}: {error}", field="keys_file") from None
     try:
@@ -182,7 +183,7 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
             + b"\n"
         )
         part = path.with_name(path.name + ".new")
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+        with open(open_new(part, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
