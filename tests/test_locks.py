@@ -12,13 +12,12 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.files import open_new, open_private, write_whole
-from slipstream.locks import sole_writer, waited_for
+from slipstream.files import open_new, open_private, sole_writer, waited_for, write_whole
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from slipstream.locks import sole_writer
+from slipstream.files import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, DownloadError
-from slipstream.files import parse_json
-from slipstream.locks import waited_for
+from slipstream.files import parse_json, waited_for
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20

@@ -14,7 +14,7 @@ from slipstream.cli.console import phases, print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
-from slipstream.locks import sole_writer
+from slipstream.files import sole_writer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, 
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.compress.verdict import QualityLimits, headline, input_bytes, rounded_before
 from slipstream.errors import ConfigError
-from slipstream.locks import sole_writer
+from slipstream.files import sole_writer
 
 if TYPE_CHECKING:
     from slipstream.compress.planning import CompressionPlan

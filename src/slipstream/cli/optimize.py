@@ -23,8 +23,7 @@ from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.files import writing
-from slipstream.locks import sole_writer
+from slipstream.files import sole_writer, writing
 
 if TYPE_CHECKING:
     from slipstream.optimize.candidates import Candidate, TrialResult

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.files import writing
-from slipstream.locks import sole_writer
+from slipstream.files import sole_writer, writing
 from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:

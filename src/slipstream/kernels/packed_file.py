@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import CheckpointError
-from slipstream.files import open_new
 from slipstream.kernels.cpu_moe import NativeExperts
 from slipstream.kernels.native import (
     S8,
@@ -61,7 +60,8 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
         f".{path.name}.{os.getpid()}-{threading.get_ident()}"
     )  # nobody else's
     try:
-        with open(open_new(unfinished), "wb") as file:
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as file:  # a link that somebody made there is not followed
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
                 file.write(data.data)
