@@ -23,6 +23,11 @@ def test_adapters_and_tenants_are_told_apart():
     kv = KVCacheManager(config()["cache"], 6, "model", None, time.monotonic)
     asked = [(tenant, adapter) for tenant in ("", "a", "b") for adapter in ("", "a", "b")]
     assert len({kv.root_key(*each) for each in asked}) == len(asked)
+    for (
+        tenant,
+        adapter,
+    ) in asked:  # as a fleet's gateway makes it, which knows the root of each adapter
+        assert kv.root_key(tenant, adapter) == salted(kv.root_key("", adapter), tenant)
 
 
 def test_a_salted_root_is_no_key_of_a_block():
