@@ -291,3 +291,15 @@ def test_a_misspelt_name_is_answered_with_the_likely_one():
         resolve_model("smolm2")
     with pytest.raises(DownloadError, match=r"nor ORG/NAME on a hub$"):
         resolve_model("unheard-of")
+
+
+def test_a_pull_does_not_follow_the_link_of_its_lock(tmp_path, pulls):
+    """Others may be able to write in the folder of the models."""
+    victim, folder = tmp_path / "victim", tmp_path / "mine" / "models"
+    victim.write_text("precious")
+    folder.mkdir(parents=True)
+    (folder / ".tiny.gguf.lock").symlink_to(victim)
+    with pytest.raises(DownloadError, match=r"symbolic link.*tiny\.gguf\.lock"):
+        resolve_model("tiny", download_dir=str(tmp_path / "mine"))
+    assert victim.read_text() == "precious"
+    assert not pulls

@@ -1,20 +1,23 @@
-"""Files that appear whole or not at all, JSON and YAML from strangers, and digests of what results follow from."""
+"""Files that appear whole or not at all, folders that others may write, JSON and YAML from strangers, and digests."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from slipstream import locks
 from slipstream.errors import ConfigError
 
 MOST_YAML_VALUES = 100_000
+_PID_BYTES = 20
 
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -48,12 +51,85 @@ def disk_refusal(error: Exception) -> str | None:
     return f"{named or 'a file could not be written'}: {os.strerror(number)}"
 
 
+def open_private(path: str | Path, *, append: bool = False) -> int:
+    """Open a file that is kept, such as a lock, for reading and writing. It is made for this user alone if it is not there;
+    what it holds stays. Others may be able to write in its folder, so a symbolic link is not followed: it would lead to any
+    file of this user. OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | (os.O_APPEND if append else 0), 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a symbolic link, which is not followed; remove it"
+        raise
+
+
+def open_new(path: str | Path, mode: int = 0o666) -> int:
+    """Open a new file for writing. One of this name, such as a dead process left, is removed; a link is, too, and never
+    followed, as in `open_private`. OSError."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+@contextmanager
+def waited_for(path: Path) -> Iterator[None]:
+    """Lock the file `path`, which is made if it is not there, once nobody else holds it. OSError."""
+    lock = open_private(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def sole_writer(out: Path) -> Iterator[None]:
+    """Hold the lock of a folder that a command makes, so that two commands don't mix what they write. ConfigError names the
+    process that holds it. The lock is a file next to the folder, `.OUT.lock`, which is removed at the end. One that a dead
+    process left is taken over. On a file system without locks there is none."""
+    out = Path(os.path.abspath(out.expanduser()))
+    path = out.with_name(f".{out.name}.lock")
+    with writing(path, "out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock_of(path, out)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)  # before another can lock it
+            os.close(lock)
+
+
+def _lock_of(path: Path, out: Path) -> int | None:
+    while True:
+        lock = open_private(path)
+        try:
+            free = locks.take(lock)
+        except OSError:  # no locks here
+            os.close(lock)
+            return None
+        if not free:
+            holder = os.pread(lock, _PID_BYTES, 0).decode("ascii", "replace").strip()
+            os.close(lock)
+            who = f"process {holder}" if holder.isdecimal() else "another process"
+            raise ConfigError(
+                f"{who} writes {out}; wait until it has ended, or give another --out", field="out"
+            )
+        if locks.is_file_of(lock, path):
+            if os.fstat(lock).st_nlink == 1:  # else it is a file of ours that somebody linked here
+                os.pwrite(lock, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
+            return lock
+        os.close(lock)  # its holder has removed it since it was opened
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file atomically: whoever reads it meanwhile has the old one or the new one. Text is UTF-8."""
     # Of this process alone: two that write the same file do not mix.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        with open(open_new(partial), "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

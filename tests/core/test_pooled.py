@@ -206,10 +206,11 @@ def test_batches_wait_for_their_end(policy):
 
 def test_a_decoders_texts_are_sequences():
     texts = TextSequences()
-    sequences = texts.split(request("a", [2, 3, 1], 5, priority=1, arrival=2.0))
+    sequences = texts.split(request("a", [2, 3, 1], 5, priority=1, arrival=2.0, cache_salt="s"))
     assert [r.prompt_token_ids for r in sequences] == [(5, 6), (7, 8, 9), (10,)]
     assert all(
-        (r.pooled, r.max_tokens, r.priority, r.arrival) == (True, 0, 1, 2.0) for r in sequences
+        (r.pooled, r.max_tokens, r.priority, r.arrival, r.cache_salt) == (True, 0, 1, 2.0, "s")
+        for r in sequences
     )
     scheduler = Scheduler(**config())
     for sequence in sequences:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from slipstream.core.kv_cache_manager import KVCacheManager
-from slipstream.core.prefix_cache import extend_keys, root_key
+from slipstream.core.prefix_cache import extend_keys, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
 from slipstream.types import ImageSpan
@@ -23,6 +23,19 @@ def test_adapters_and_tenants_are_told_apart():
     kv = KVCacheManager(config()["cache"], 6, "model", None, time.monotonic)
     asked = [(tenant, adapter) for tenant in ("", "a", "b") for adapter in ("", "a", "b")]
     assert len({kv.root_key(*each) for each in asked}) == len(asked)
+    for (
+        tenant,
+        adapter,
+    ) in asked:  # as a fleet's gateway makes it, which knows the root of each adapter
+        assert kv.root_key(tenant, adapter) == salted(kv.root_key("", adapter), tenant)
+
+
+def test_a_salted_root_is_no_key_of_a_block():
+    """A salt may be any text, also one that is the bytes of a block's tokens."""
+    root, keys = root_key("model", ""), list[bytes]()
+    extend_keys(keys, root, [97] * 4, 4, 1)
+    assert salted(root, "a\0\0\0" * 4) not in (root, *keys)
+    assert salted(root, "") == root
 
 
 def test_a_chain_is_the_same_at_once_and_piece_by_piece():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from concurrent.futures import Future
@@ -577,3 +578,24 @@ def test_grammars_of_every_kind_compose():
         params = StructuredOutputsParams(**given)
         check(params)
         assert compose(params)
+
+
+def test_compiled_grammars_are_shared_within_a_salt(grammars):
+    """How long a first token takes must not tell whether another key has sent a grammar."""
+    params = StructuredOutputsParams(regex="salt[0-9]{3}")
+    asked = {salt: dataclasses.replace(request(params), cache_salt=salt) for salt in ("a", "b")}
+    assert not grammars.begin(asked["a"])
+    wait_for(lambda: grammars.compiled(), "it is not compiled")
+    assert not grammars.begin(asked["b"])
+    wait_for(lambda: grammars.compiled(), "it is not compiled")
+    assert grammars.begin(asked["a"])
+    grammars.clear()
+
+
+def test_findings_of_a_check_are_kept_within_a_salt():
+    params = StructuredOutputsParams(regex="check[0-9]{3}")
+    misses = []
+    for salt in ("a", "b", "a"):
+        check(params, salt)
+        misses.append(grammar._problem.cache_info().misses)
+    assert misses[0] < misses[1] == misses[2]

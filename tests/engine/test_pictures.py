@@ -234,3 +234,17 @@ def test_a_narrow_picture_is_refused_where_proportions_are_kept(processors):
 def test_keys_tell_pictures_apart(processors):
     one, same, other = (processors["gemma3"].prepare(picture(i)) for i in (1, 1, 2))
     assert one.pieces[0].key == same.pieces[0].key != other.pieces[0].key
+
+
+def test_pictures_are_shared_within_a_salt(processors):
+    """Their keys are those of the embeddings that the worker keeps, which nobody else may notice."""
+    processor = processors["gemma3"]
+    ready = processor.prepare(picture(1))
+    tokens = [processor.vision.token_id] * sum(piece.num_tokens for piece in ready.pieces)
+    salts = ("", "a", "b")
+    keys = {
+        tuple(span.key for span in pictures.placed(tokens, [ready], processor.vision, salt))
+        for salt in (*salts, *salts)
+    }
+    assert len(keys) == len(salts)
+    assert tuple(piece.key for piece in ready.pieces) in keys

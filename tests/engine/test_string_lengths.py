@@ -124,7 +124,7 @@ def test_masks_are_those_of_the_whole_vocabulary(tokenizer, schema, counts, monk
             while grammars.is_compiling:
                 assert all(error is None for _, error in grammars.compiled())
         state = grammars._states["r"]
-        whole = grammars._compiled[params][0].deep_copy()
+        whole = grammars._compiled["", params][0].deep_copy()
         for at in range(40):
             mask, ended = grammars.masks(
                 StepPlan(step_id=1, scheduled=(ScheduledRequest("r", 1, 1, 1),))

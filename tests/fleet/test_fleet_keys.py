@@ -12,6 +12,8 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import check
 from slipstream.server import keys
+from slipstream.server.fleet import _key as replica_key
+from slipstream.server.keys import prefix_salt
 from slipstream.server.rates import _SPENT, _TOKENS, DAY_S, WINDOW
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import PROMPT_TOKENS, numbers, stubbed, text_of
@@ -175,6 +177,33 @@ def test_what_a_key_is_worth_goes_along(start):
     assert about[3:] == [keys.split(key)[0], "5", "2.5"]
     with pytest.raises(openai.AuthenticationError):
         text_of(client_of(fleet, "sk-000000000000-" + "a" * 43))
+
+
+@pytest.mark.parametrize("group", ["a team", "ä=b"])
+def test_the_group_of_a_key_goes_along_whatever_its_name(start, group):
+    fleet, (stub,), (key,) = start(1, [{"share_prefixes": group}])
+    assert text_of(client_of(fleet, key)) == numbers()
+    _, _, *about = stub.asked[0].headers["x-slipstream-fleet"].split(" ")
+    found = replica_key(*about[1:])
+    assert prefix_salt(found, "x") == prefix_salt(keys.Key(id="other", share_prefixes=group), "x")
+
+
+def test_prefixes_of_a_key_are_found_by_the_router_and_not_told_to_another(tiny, tmp_path):
+    file = tmp_path / "keys"
+    ann, bob = (add_key(file, name) for name in ("ann", "bob"))
+    with running(fleet_of(version(tiny)), tmp_path / "state", keys_file=str(file)) as fleet:
+
+        def cached(key, prompt, **more):
+            answer = client_of(fleet, key).completions.create(
+                model="tiny", prompt=prompt, max_tokens=1, extra_body=more
+            )
+            return answer.usage.prompt_tokens_details.cached_tokens
+
+        prompts = [f"{number} letters of a secret kind: " * 12 for number in range(5)]
+        for salt in ({}, {"cache_salt": "x"}):
+            assert [cached(ann, prompt, **salt) for prompt in prompts] == [0] * 5
+            assert all(cached(ann, prompt, **salt) for prompt in prompts)
+            assert [cached(bob, prompt, **salt) for prompt in prompts] == [0] * 5
 
 
 def test_models_of_a_key(start):

@@ -97,7 +97,7 @@ class FakeEngine:
         self.delay_s, self.max_queue = delay_s, max_queue
         self.running = 0
         self.started = 0
-        self.seen, self.shares = [], []  # (prompt, sampling, priority)
+        self.seen, self.shares, self.salts = [], [], []  # (prompt, sampling, priority)
         self.prompt_steps = (
             0  # in which parts of the prompt are computed, before the one with the first token
         )
@@ -107,8 +107,11 @@ class FakeEngine:
         self.was_shut_down = False
         self.prompt_tokens = self.generation_tokens = 0
 
-    async def submit(self, prompt, sampling, sink, *, priority=0, share=None, reserve=None):
+    async def submit(
+        self, prompt, sampling, sink, *, priority=0, cache_salt="", share=None, reserve=None
+    ):
         """`AsyncLLM.submit`, without `on_token`."""
+        self.salts.append(cache_salt)
         if reserve is not None:
             ids = (
                 self.tokenizer.encode(prompt)
@@ -202,7 +205,8 @@ class FakeEngine:
         if count:
             raise RequestError("this model takes no pictures; leave them out", field="image")
 
-    async def embed(self, prompts, *, priority=0, truncate_to=None, reserve=None):
+    async def embed(self, prompts, *, priority=0, truncate_to=None, cache_salt="", reserve=None):
+        self.salts.append(cache_salt)
         if self.dead:
             raise EngineDeadError("the engine process is down")
         found, token_ids = [], []

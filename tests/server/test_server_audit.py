@@ -136,6 +136,93 @@ def test_what_is_cut_off_shows_against_a_noted_hash(tmp_path, capsys):
     assert verified(capsys, "verify", path, "--expect", head)[0] == 2
 
 
+def lines_off(path, count=3):
+    lines = path.read_bytes().splitlines(keepends=True)
+    os.truncate(path, len(b"".join(lines[:-count])))
+
+
+def replaced(path):
+    copy = path.with_name("copy")
+    copy.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))
+    copy.replace(path)
+
+
+CUTS = {
+    "lines cut off": lines_off,
+    "cut within a line": lambda path: os.truncate(path, path.stat().st_size - 200),
+    "the end of the last line cut off": lambda path: os.truncate(path, path.stat().st_size - 30),
+    "emptied": lambda path: os.truncate(path, 0),
+    "deleted": lambda path: path.unlink(),
+    "replaced by a shorter file": replaced,
+    "all rotated files deleted, too": lambda path: [p.unlink() for p in (*rotated(path), path)],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("max_bytes", [4096, 2**20])
+@pytest.mark.parametrize("writes_on", [True, False])
+def test_a_cut_under_a_running_server_is_written_down(
+    tmp_path, cut, max_bytes, writes_on, capsys, caplog
+):
+    path = tmp_path / "a"
+    log = AuditLog(path, max_bytes=max_bytes)
+    for i in range(40):
+        log.write("request", id=f"{i:032x}", status=200)
+    before = list(records(path))[-1]
+    CUTS[cut](path)
+    for _ in range(3 if writes_on else 0):
+        log.write("request", status=200)
+    log.close()
+    code = main(["audit", "verify", str(path)])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert f"number {before['seq']} with the hash {before['hash']}" in told
+    assert "cut" in told
+    assert [r for r in caplog.records if "was cut" in r.getMessage()]
+    found = [json.loads(line) for line in path.read_bytes().splitlines() if b'"kind":"cut"' in line]
+    assert [(r["seq"], r["previous"], r["expected"]) for r in found] == [
+        (before["seq"] + 1, before["hash"], before["hash"])
+    ]
+
+
+def test_a_copy_of_the_whole_file_is_no_cut(tmp_path):
+    path = tmp_path / "a"
+    log = AuditLog(path)
+    log.write("request", status=200)
+    (tmp_path / "copy").write_bytes(path.read_bytes())
+    (tmp_path / "copy").replace(path)
+    log.write("request", status=200)
+    log.close()
+    assert [r["kind"] for r in records(path)] == ["start", "request", "request"]
+
+
+def test_a_front_end_notices_the_cut_of_what_another_wrote(tmp_path, capsys):
+    path, shared = tmp_path / "a", tmp_path / "shared"
+    shared.mkdir()
+    one, other = (AuditLog(path, shared_dir=shared) for _ in range(2))
+    for _ in range(5):
+        other.write("request", status=200)
+    other.close()
+    lines_off(path)  # none of them is of `one`
+    AuditLog(path, shared_dir=shared).close()  # a front end that takes the place of one that died
+    one.write("request", status=200)
+    one.close()
+    assert main(["audit", "verify", str(path)]) == 2
+    assert "cut" in capsys.readouterr().err
+    assert path.read_bytes().count(b'"kind":"cut"') == 1
+
+
+def test_front_ends_that_share_what_they_wrote_write_one_chain(tmp_path):
+    path, shared = tmp_path / "a", tmp_path / "shared"
+    shared.mkdir()
+    logs = [AuditLog(path, max_bytes=4096, shared_dir=shared) for _ in range(3)]
+    for i in range(60):
+        logs[i % 3].write("request", id=f"{i:032x}")
+    for log in logs:
+        log.close()
+    assert [r["kind"] for r in records(path)] == ["start"] * 3 + ["request"] * 60
+
+
 def test_rotation_keeps_the_chain(tmp_path):
     path = tmp_path / "a"
     filled(path, 200, max_bytes=4096)

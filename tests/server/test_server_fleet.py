@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.core.prefix_cache import extend_keys
+from slipstream.core.prefix_cache import extend_keys, salted
 from slipstream.engine.core_process import CacheEvents
 from slipstream.server.fleet import HEADER, FromReplica
+from slipstream.server.keys import Key, prefix_salt
 from tests.server.conftest import serving
 
 KEY = "k"
@@ -230,7 +231,8 @@ def test_news_are_what_the_cache_holds(replica):
         prompt = list(range(20, 120))
         ask(replica, "/v1/completions", {"prompt": prompt, "max_tokens": 2})
         keys: list[bytes] = []
-        extend_keys(keys, events.root, prompt, events.size, len(prompt) // events.size)
+        root = salted(events.root, prefix_salt(Key(id="owner"), None))
+        extend_keys(keys, root, prompt, events.size, len(prompt) // events.size)
         events.follow(held, lambda: held.issuperset(keys))
         number = replica.call(replica.engine.stats()).num_blocks
         for start in range(20, 20 + -(-number // (200 // events.size)) + 1):

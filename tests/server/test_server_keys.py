@@ -93,9 +93,22 @@ def test_add_list_rotate_revoke(keys_file, capsys, monkeypatch):
     assert "revoked" in capsys.readouterr().err
 
 
+def test_the_group_that_shares_prefixes_is_kept_and_shown(keys_file, capsys):
+    made = add(capsys, keys_file, "--share-prefixes=team a")
+    alone = add(capsys, keys_file)
+    rows = {row["id"]: row for row in cli(capsys, "keys", "list", keys_file)["keys"]}
+    assert rows[made["id"]]["share_prefixes"] == "team a"
+    assert rows[alone["id"]]["share_prefixes"] is None
+    cli(capsys, "keys", "rotate", keys_file, made["id"])
+    assert keys_module.read(keys_file)[made["id"]].share_prefixes == "team a"
+    assert main(["keys", "list", str(keys_file)]) == 0
+    assert "share_prefixes=team a" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["add", "F", "--share-prefixes="], "--share-prefixes"),
         (["add", "F", "--weight=0"], "--weight"),
         (["add", "F", "--requests-per-minute=0"], "requests-per-minute"),
         (["add", "F", "--expires=soon"], "30s"),

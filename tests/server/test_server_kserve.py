@@ -309,6 +309,25 @@ def test_keys(serve):
         assert http.get("/v2/models/fake").json()["error"].startswith("missing or wrong API key")
 
 
+def test_grpc_has_the_salt_of_its_key_and_parameters(serve, tmp_path, capsys):
+    file = tmp_path / "keys.json"
+    assert main(["keys", "add", str(file), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    server = serve(grpc_port=0, keys_file=str(file))
+    with connect(server) as client:
+        for given in ({}, {"cache_salt": "mine"}):
+            client.infer(
+                "fake",
+                inputs_of(over_grpc),
+                parameters={"max_tokens": 2, **given},
+                headers={"authorization": f"Bearer {made['key']}"},
+            )
+    owner = keys_module.Key(id=made["id"])
+    assert server.engine.salts == [
+        keys_module.prefix_salt(owner, given) for given in (None, "mine")
+    ]
+
+
 def test_a_stream_ends_with_its_key(serve, tmp_path, capsys):
     file = tmp_path / "keys.json"
     assert main(["keys", "add", str(file), "--json"]) == 0

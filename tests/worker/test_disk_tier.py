@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 
 import numpy as np
 import pytest
@@ -325,3 +326,8 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         assert torch.equal(cache[5], old[4])
         assert not cache[1].any()
     store.close()
+
+
+def test_the_folder_that_is_made_is_private(tmp_path):
+    tier(tmp_path / "parent" / "made").close()
+    assert stat.S_IMODE((tmp_path / "parent" / "made").stat().st_mode) == 0o700

@@ -14,6 +14,7 @@ from slipstream.cli.console import phases, print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs, num_ranks
 from slipstream.errors import ConfigError
+from slipstream.files import sole_writer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_args(args)
     info = detect(settings.device, machine_folder())
     out = Path(args.out).expanduser()
-    with phases(f"build {args.model}") as on_phase:
+    with sole_writer(out), phases(f"build {args.model}") as on_phase:
 
         def tune(placed: EngineArgs, folder: Path) -> None:
             from slipstream.cli.tune import tune_tiles

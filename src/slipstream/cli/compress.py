@@ -22,6 +22,7 @@ from slipstream.cli.evaluate import add_task_options, check_max_kl, task_names, 
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.compress.verdict import QualityLimits, headline, input_bytes, rounded_before
 from slipstream.errors import ConfigError
+from slipstream.files import sole_writer
 
 if TYPE_CHECKING:
     from slipstream.compress.planning import CompressionPlan
@@ -175,9 +176,10 @@ def _compress(args: argparse.Namespace) -> int:
 
     if not args.no_report:
         _check_report(args, original)
-    with shown(Progress(f"compress {args.model}")) as progress:
+    out = Path(args.out).expanduser()
+    with sole_writer(out), shown(Progress(f"compress {args.model}")) as progress:
         attempt, planned, report = _carry_out(
-            args, recipe, original, source, planned, Path(args.out).expanduser(), progress
+            args, recipe, original, source, planned, out, progress
         )
     return _show(args, attempt, planned, shown_input, report)
 
@@ -308,9 +310,10 @@ def _trained(
         else:
             print_info(f"would write {args.out or 'a folder'}: {what} for {args.model}", rows)
         return None
-    with shown(Progress(f"compress {args.model}")) as progress:
+    out = Path(args.out).expanduser()
+    with sole_writer(out), shown(Progress(f"compress {args.model}")) as progress:
         receipt = train(
-            Path(args.out).expanduser(),
+            out,
             restart=args.restart,
             download_dir=args.download_dir,
             progress=progress.update,

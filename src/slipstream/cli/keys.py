@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--priority", type=int, default=0, metavar="N", help=text)
     text = "share of the served tokens, beside other keys of the same priority (default: 1)"
     add.add_argument("--weight", type=float, default=1.0, metavar="X", help=text)
+    text = "share cached prefixes with the other keys of this group (default: with no other key)"
+    add.add_argument("--share-prefixes", default=None, metavar="GROUP", help=text)
     add.add_argument(
         "--expires",
         type=_span,
@@ -101,6 +103,12 @@ def run_add(args: argparse.Namespace) -> int:
         raise ConfigError("--priority must be from −2³⁰ to 2³⁰", field="priority")
     if len(args.name) > 200:
         raise ConfigError("--name is longer than 200 characters", field="name")
+    group = args.share_prefixes
+    if group is not None and not (0 < len(group) <= 200 and group.isprintable()):
+        raise ConfigError(
+            "--share-prefixes must be a name of 1 to 200 printable characters",
+            field="share_prefixes",
+        )
     now = int(time.time())
     with keys.changing(Path(args.file), may_create=True) as known:
         if len(known) >= keys.MAX_KEYS:
@@ -111,7 +119,7 @@ def run_add(args: argparse.Namespace) -> int:
         text, salt, digest = keys.new_secret(id_)
         given = {
             name: getattr(args, name)
-            for name in (*keys.LIMITS, "name", "role", "priority", "weight")
+            for name in (*keys.LIMITS, "name", "role", "priority", "weight", "share_prefixes")
         }
         expires = None if args.expires is None else now + args.expires
         made = keys.Key(
@@ -141,7 +149,7 @@ def run_list(args: argparse.Namespace) -> int:
     for row in rows:
         limits = "  ".join(
             f"{name}={row[name]}"
-            for name in (*keys.LIMITS, "priority", "weight")
+            for name in (*keys.LIMITS, "priority", "weight", "share_prefixes")
             if row[name] is not None
         )
         models = ",".join(row["models"]) or "all"
@@ -158,7 +166,7 @@ def _public(key: Any, now: float) -> dict[str, Any]:
     from slipstream.server import keys
 
     return {
-        **{name: getattr(key, name) for name in (*shown, *keys.LIMITS)},
+        **{name: getattr(key, name) for name in (*shown, "share_prefixes", *keys.LIMITS)},
         "state": key.state(now),
     }
 

@@ -23,7 +23,7 @@ from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import MODEL_HELP, add_output_options
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.files import writing
+from slipstream.files import sole_writer, writing
 
 if TYPE_CHECKING:
     from slipstream.optimize.candidates import Candidate, TrialResult
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
         for d in space.axes.get("speculative_model", ())
         if d and (path := measuring.draft_path(d)) is not None
     ]
-    with shown(Progress(f"optimize {args.model}")) as progress:
+    with sole_writer(out), shown(Progress(f"optimize {args.model}")) as progress:
         measurer = measuring.Measurer(
             base=base,
             traffic=traffic,

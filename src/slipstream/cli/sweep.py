@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import add_output_options
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.files import writing
+from slipstream.files import sole_writer, writing
 from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(args, grid)
     pyarrow()  # before the measuring
     folder = _folder(args.out or file.with_suffix(""))
-    with shown(Progress(f"sweep {grid.name}")) as progress:
+    with sole_writer(folder), shown(Progress(f"sweep {grid.name}")) as progress:
         try:
             rows = run_sweep(grid, folder, retry=args.retry, on_row=progress.update)
         except KeyboardInterrupt:

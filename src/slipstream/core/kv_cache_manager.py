@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
-from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key
+from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key, salted
 from slipstream.core.request import Request, Status
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore, Tiers
@@ -163,9 +163,8 @@ class KVCacheManager:
 
     def root_key(self, cache_salt: str, adapter: str) -> bytes:
         """What the keys of a request's blocks begin with."""
-        if not adapter and not cache_salt:
-            return self._root_key
-        return root_key(self._salt, cache_salt, *([adapter] if adapter else ()))
+        root = root_key(self._salt, "", adapter) if adapter else self._root_key
+        return salted(root, cache_salt)
 
     def may_begin_cached(self, request: Request) -> bool:
         """Whether it may begin with cached blocks."""

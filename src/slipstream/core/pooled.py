@@ -296,6 +296,7 @@ class TextSequences:
                 max_tokens=0,
                 arrival=spec.arrival,
                 priority=spec.priority,
+                cache_salt=spec.cache_salt,
                 pooled=True,
             )
             for i in range(len(starts) - 1)

@@ -28,6 +28,14 @@ def root_key(*salts: str) -> bytes:
     return digest.digest()
 
 
+def salted(root: bytes, cache_salt: str) -> bytes:
+    """The root key of requests with a salt. A fleet's gateway has the roots without one from its replicas, and salts them."""
+    if not cache_salt:
+        return root
+    # `person`: no salt makes a root that is the key of a block of other requests.
+    return blake2b(root + cache_salt.encode(), digest_size=KEY_BYTES, person=b"cache_salt").digest()
+
+
 def extend_keys(
     keys: list[bytes],
     root: bytes,

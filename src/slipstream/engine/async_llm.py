@@ -17,6 +17,7 @@ writes them at once. `generate` wakes its consumer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -35,6 +36,7 @@ from slipstream.engine.core_process import (
     Answered,
     CacheEvents,
     GetStats,
+    KnowAdapters,
     LoadAdapter,
     Outputs,
     Ready,
@@ -147,6 +149,7 @@ class AsyncLLM:
         args = settled(args)
         path = resolve_model(args.model, download_dir=args.download_dir)
         description = read_spec(path).taking_images(args.max_images)
+        joins = source is not None
         source = source or CoreSource(lambda: ChildLink.start(args))
         link = await source.connect()  # a child imports torch while we build the tokenizer
         try:
@@ -157,6 +160,9 @@ class AsyncLLM:
             raise
         await engine._core.adopt(link, progress)
         engine._core.watch()
+        if joins:  # what the core has said since it was ready, such as changes of adapters, is read before the answer
+            with contextlib.suppress(EngineDeadError):  # another core will say all of it again
+                await engine.stats()
         return engine
 
     # --- Requests -----------------------------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ class AsyncLLM:
             )
 
         if sampling.structured_outputs is not None and self.tokenizer is not None:
-            await check_in_thread(sampling.structured_outputs, client)
+            await check_in_thread(sampling.structured_outputs, client, cache_salt)
         looks_at_all = (
             INLINE_CHARS if sampling.takes("dry") else 0
         )  # tokens of the vocabulary, for its sequence breakers
@@ -296,6 +302,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         truncate_to: int | None = None,
+        cache_salt: str = "",
         reserve: Reserve | None = None,
     ) -> Vectors:
         """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
@@ -303,7 +310,9 @@ class AsyncLLM:
         of one text is an error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
-            return self._input.texts.prepare(prompts, priority=priority, truncate_to=truncate_to)
+            return self._input.texts.prepare(
+                prompts, priority=priority, truncate_to=truncate_to, cache_salt=cache_salt
+            )
 
         prepared = await in_thread_if_long(prepare, sum(map(_num_characters, prompts)))
         waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
@@ -330,6 +339,7 @@ class AsyncLLM:
         priority: int = 0,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -344,6 +354,7 @@ class AsyncLLM:
                 priority=priority,
                 add_special_tokens=add_special_tokens,
                 truncate_prompt_tokens=truncate_prompt_tokens,
+                cache_salt=cache_salt,
                 lora=lora,
                 share=share,
             )
@@ -373,8 +384,8 @@ class AsyncLLM:
         return core.link
 
     def _abort(self, keys: list[str]) -> None:
-        if keys and self._core.link is not None:
-            self._core.link.send(Abort(keys))
+        if keys:
+            self._send(Abort(keys))
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -450,8 +461,12 @@ class AsyncLLM:
         return end
 
     def _watch_cache(self) -> None:
+        self._send(WatchCache(on=bool(self._cache_watchers)))
+
+    def _send(self, message: ToChild) -> None:
+        """Nothing, while the core is down."""
         if self._core.link is not None:
-            self._core.link.send(WatchCache(on=bool(self._cache_watchers)))
+            self._core.link.send(message)
 
     async def _ask_for(self, message: Callable[[int], ToChild]) -> None:
         ticket, asked = next(self._tickets), list[asyncio.Future[None]]()
@@ -496,6 +511,7 @@ class AsyncLLM:
         self._last_heard = self._last_progress = time.monotonic()
         self._num_steps, self.is_sleeping, self._processes = 0, False, ready.processes
         self.adapters = {request.name: request for request in ready.adapters}
+        self._send(KnowAdapters(0))
         if self._cache_watchers:
             self._watch_cache()
 
@@ -546,6 +562,7 @@ class AsyncLLM:
                 watcher(message)
         elif isinstance(message, AdaptersChanged):
             self.adapters = {request.name: request for request in message.adapters}
+            self._send(KnowAdapters(message.version))
         elif isinstance(message, Ready):
             self.core_ready(message)  # it woke up
 

@@ -4,12 +4,13 @@ HTTP, tokenising and detokenising never delay a step. If the engine crashes, the
 Messages are msgpack over a ZeroMQ pair on a Unix socket, in a folder that only this user can enter. The child ends when its
 standard input closes, so it never outlives its parent.
 
-Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp, LoadAdapter, UnloadAdapter, WatchCache,
-Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged, CacheEvents, Failed.
+Parent to child: Start, Add, AddTexts, AddBeams, Abort, GetStats, Sleep, WakeUp, LoadAdapter, UnloadAdapter, KnowAdapters,
+WatchCache, Attach, Detach, Stop. Child to parent: Phase, Ready, Outputs, Rejected, Stats, Answered, AdaptersChanged,
+CacheEvents, Failed.
 
 Front ends have a pair of their own, by a number: the parent attaches them. They send Add, AddTexts, AddBeams, Abort, GetStats,
-Sleep, WakeUp, LoadAdapter, UnloadAdapter and WatchCache. They get Ready, AdaptersChanged, and the outputs of their own requests
-in one message a step. Ids of requests are unique over all of them.
+Sleep, WakeUp, LoadAdapter, UnloadAdapter, KnowAdapters and WatchCache. They get Ready, AdaptersChanged, and the outputs of
+their own requests in one message a step. Ids of requests are unique over all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -55,6 +57,9 @@ WARM_S = 12.0
 follows whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
+KNOW_S = 10.0
+"""How long a front end has to say that it knows of a change of adapters."""
+
 """The child reports this often, between steps and without work. If it is silent, it hangs."""
 
 TEND_MS = 2
@@ -101,8 +106,8 @@ class WakeUp(msgspec.Struct, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Serve the adapter in the folder `path` by this name. The reply is Answered. Before it, all front ends get
-    AdaptersChanged."""
+    """Serve the adapter in the folder `path` by this name. The reply is Answered, once all front ends that serve have got
+    AdaptersChanged and said so: whichever the client asks next knows the adapter."""
 
     name: str
     path: str
@@ -114,6 +119,12 @@ class UnloadAdapter(msgspec.Struct, tag=True):
 
     name: str
     ticket: int
+
+
+class KnowAdapters(msgspec.Struct, tag=True):
+    """Requests go by the AdaptersChanged of this version now. The first, of version 0, says that who sends it serves."""
+
+    version: int
 
 
 class WatchCache(msgspec.Struct, tag=True):
@@ -140,7 +151,9 @@ class Stop(msgspec.Struct, tag=True):
 
 
 _Question: TypeAlias = GetStats | Sleep | WakeUp | LoadAdapter | UnloadAdapter | WatchCache
-ToChild: TypeAlias = Start | Add | AddTexts | AddBeams | Abort | _Question | Attach | Detach | Stop
+ToChild: TypeAlias = (
+    Start | Add | AddTexts | AddBeams | Abort | _Question | KnowAdapters | Attach | Detach | Stop
+)
 
 
 class Ready(Started, tag=True):
@@ -151,9 +164,10 @@ class Ready(Started, tag=True):
 
 
 class AdaptersChanged(msgspec.Struct, tag=True):
-    """The adapters that are served by name, all of them."""
+    """The adapters that are served by name, all of them. The answer is KnowAdapters."""
 
     adapters: list[LoRARequest]
+    version: int
 
 
 class Outputs(msgspec.Struct, tag=True, gc=False):
@@ -239,6 +253,17 @@ ToParent: TypeAlias = (
 )
 
 
+@dataclass(slots=True)
+class _AdapterChange:
+    """A change of adapters that some front ends have not said to know. Then the one that asked for it is answered."""
+
+    asked_by: int
+    ticket: int
+    version: int
+    unaware: set[int]
+    until: float
+
+
 class CoreProcess:
     """The child's main loop. It takes messages between steps, and sleeps when there is no work."""
 
@@ -260,6 +285,9 @@ class CoreProcess:
         self._cache_watchers: set[int] = set()
         self._cache_event_number = 0  # the number of the last
         self._last_adapter = 0  # the highest id given
+        self._adapters_version = 0
+        self._serving: set[int] = set()  # who has said KnowAdapters
+        self._changes: list[_AdapterChange] = []
         self._tending = (
             False  # blocks go on to the tiers below the device's cache while there are no requests
         )
@@ -390,6 +418,8 @@ class CoreProcess:
 
     def _report(self) -> None:
         """A heartbeat, when it is time."""
+        if self._changes:
+            self._answer_changes()
         if (now := time.monotonic()) - self._last_report >= HEARTBEAT_S:
             self._send_all(self._stats())
             self._last_report = now
@@ -483,12 +513,20 @@ class CoreProcess:
         elif isinstance(message, LoadAdapter | UnloadAdapter):
             try:
                 self._change_adapters(message)
-                self._send(Answered(message.ticket), number)
+                version, until = self._adapters_version, time.monotonic() + KNOW_S
+                unaware = self._serving - {number}  # who asked reads the change before the answer
+                self._changes.append(
+                    _AdapterChange(number, message.ticket, version, unaware, until)
+                )
+                self._answer_changes()
             except SlipstreamError as error:
                 self._send(
                     Answered(message.ticket, error.message, type(error).__name__, error.field),
                     number,
                 )
+        elif isinstance(message, KnowAdapters):
+            self._serving.add(number)
+            self._note_aware(number, message.version)
         elif isinstance(message, WatchCache):
             (self._cache_watchers.add if message.on else self._cache_watchers.discard)(number)
             if core is not None:
@@ -502,6 +540,8 @@ class CoreProcess:
         elif isinstance(message, Detach) and message.number in self._sockets:
             socket = self._sockets.pop(message.number)
             self._cache_watchers.discard(message.number)
+            self._serving.discard(message.number)
+            self._note_aware(message.number, self._adapters_version)  # it answers nobody any more
             self._poller.unregister(socket)
             socket.close(linger=0)
             ids = [
@@ -531,7 +571,29 @@ class CoreProcess:
             self._last_adapter += 1
             self._adapters[message.name] = request
         self._ready.adapters = list(self._adapters.values())
-        self._send_all(AdaptersChanged(self._ready.adapters))
+        self._adapters_version += 1
+        self._send_all(AdaptersChanged(self._ready.adapters, self._adapters_version))
+
+    def _note_aware(self, number: int, version: int) -> None:
+        """A front end knows of the changes up to the version, or has gone."""
+        for change in self._changes:
+            if change.version <= version:
+                change.unaware.discard(number)
+        self._answer_changes()
+
+    def _answer_changes(self) -> None:
+        """Answer those of which all know, and those of which somebody has not heard in time."""
+        now, left = time.monotonic(), list[_AdapterChange]()
+        for change in self._changes:
+            if not change.unaware:
+                self._send(Answered(change.ticket), change.asked_by)
+            elif now < change.until:
+                left.append(change)
+            else:
+                late = f"{len(change.unaware)} of the front ends said nothing for {KNOW_S:g} s"
+                late = f"the change is made, but {late}, and may not know of it; see /health"
+                self._send(Answered(change.ticket, late, "EngineError"), change.asked_by)
+        self._changes = left
 
     def _take_sleep(self, message: Sleep, number: int) -> None:
         from slipstream.engine.engine_core import Asleep

@@ -194,10 +194,13 @@ class Threads(Generic[T]):
 
 
 _checks: Threads[None] = Threads("grammar checks", most_small=4)
-_found: OrderedDict[StructuredOutputsParams, tuple[str, str] | None] = OrderedDict()
-"""What is wrong with the grammars that were checked last, and which field is."""
+_Salted: TypeAlias = tuple[str, StructuredOutputsParams]
+"""A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
 
-_pending_checks: dict[tuple[str, StructuredOutputsParams], _PendingCheck] = {}
+_found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
+"""The grammars that were checked last: what is wrong with each, and which field is. None: nothing is."""
+
+_pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
 _found_lock = threading.RLock()  # a check that is refused ends while another is submitted
 
 
@@ -205,9 +208,9 @@ class _PendingCheck:
     """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
     none."""
 
-    def __init__(self, params: StructuredOutputsParams, client: str) -> None:
-        self._key, self.num_waiting = (client, params), 0
-        self.future = _checks.submit(partial(_check, params), params, client)
+    def __init__(self, salted: _Salted, client: str) -> None:
+        self._key, self.num_waiting = (client, salted), 0
+        self.future = _checks.submit(partial(_check, salted), salted[1], client)
         self.future.add_done_callback(lambda _: self._end())
 
     def __enter__(self) -> Future[None]:
@@ -225,53 +228,55 @@ class _PendingCheck:
                 del _pending_checks[self._key]
 
 
-def check(params: StructuredOutputsParams) -> None:
+def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
     """RequestError if the grammar can't be enforced; of a schema it names the part. EngineOverloadedError if too many
     compilations are stuck."""
     try:
-        if (pending := _begin_check(params)) is not None:
+        if (pending := _begin_check((cache_salt, params))) is not None:
             with pending as future:
                 future.result()
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
 
-async def check_in_thread(params: StructuredOutputsParams, client: str = "") -> None:
+async def check_in_thread(
+    params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
+) -> None:
     """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
     import asyncio  # a front end has it already
 
     try:
-        if (pending := _begin_check(params, client)) is not None:
+        if (pending := _begin_check((cache_salt, params), client)) is not None:
             with pending as future:
                 await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
     except TimeoutError:
         raise _refused(_too_slow(), _given(params)[0]) from None
 
 
-def _begin_check(params: StructuredOutputsParams, client: str = "") -> _PendingCheck | None:
-    """None if it was checked lately, and is right."""
+def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
+    """Returns the check to wait for. None: it was done lately, and nothing is wrong."""
     with _found_lock:
-        if params not in _found:
-            pending = _pending_checks.get((client, params))
+        if salted not in _found:
+            pending = _pending_checks.get((client, salted))
             if pending is None or pending.future.done():
-                pending = _PendingCheck(params, client)
+                pending = _PendingCheck(salted, client)
                 if not pending.future.done():
-                    _pending_checks[client, params] = pending
+                    _pending_checks[client, salted] = pending
             pending.num_waiting += 1
             return pending
-        _found.move_to_end(params)
-        message = _found[params]
+        _found.move_to_end(salted)
+        message = _found[salted]
     _raise(message)
     return None
 
 
-def _check(params: StructuredOutputsParams) -> None:
+def _check(salted: _Salted) -> None:
     with _found_lock:  # another request may have had the same
-        is_known, message = params in _found, _found.get(params)
+        is_known, message = salted in _found, _found.get(salted)
     if not is_known:
-        message = _problem(params)
+        message = _problem(salted[1])
         with _found_lock:
-            _found[params] = message
+            _found[salted] = message
             while len(_found) > CACHED_GRAMMARS:
                 _found.popitem(last=False)
     _raise(message)
@@ -579,7 +584,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._threads: Threads[Compiled] = Threads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
+            OrderedDict()
+        )  # by the request's salt, too, as in `check`
         self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
         self._states: dict[str, GrammarState] = {}
         self.overloaded: set[str] = set()
@@ -589,15 +596,16 @@ class Grammars:
         EngineOverloadedError if too many compilations are stuck."""
         params = request.sampling.structured_outputs
         assert params is not None
-        ready = self._compiled.get(params)
+        key = (request.cache_salt, params)
+        ready = self._compiled.get(key)
         if ready is not None:
-            self._compiled.move_to_end(params)
+            self._compiled.move_to_end(key)
             self._start(request, ready)
             return True
         same = (
             future
             for other, future in self._pending.values()
-            if other.sampling.structured_outputs == params
+            if (other.cache_salt, other.sampling.structured_outputs) == key
         )
         future = next(same, None) or self._threads.submit(
             partial(self._compile, params), params, request.client
@@ -628,7 +636,7 @@ class Grammars:
             else:
                 compiled, params = future.result(), request.sampling.structured_outputs
                 assert params is not None
-                self._compiled[params] = compiled
+                self._compiled[request.cache_salt, params] = compiled
                 while len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)
                 self._start(request, compiled)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import io
 import logging
 import os
@@ -432,10 +433,18 @@ def expanded(
     return tuple(found)
 
 
+def _salted(key: bytes, cache_salt: str) -> bytes:
+    return blake2b(key + cache_salt.encode(), digest_size=len(key), person=b"cache_salt").digest()
+
+
 def placed(
-    tokens: Sequence[int], pictures: Sequence[PreparedPicture], vision: VisionSpec
+    tokens: Sequence[int],
+    pictures: Sequence[PreparedPicture],
+    vision: VisionSpec,
+    cache_salt: str = "",
 ) -> tuple[ImageSpan, ...]:
-    """Where the pieces of the pictures stand in a prompt that has all placeholders. RequestError if they don't go together."""
+    """Where the pieces of the pictures stand in a prompt that has all placeholders. RequestError if they don't go together.
+    With a salt, embeddings that the worker keeps are shared only with requests that have it, too."""
     places = [i for i, token in enumerate(tokens) if token == vision.token_id]
     spans, start = list[ImageSpan](), 0
     for piece in (piece for picture in pictures for piece in picture.pieces):
@@ -444,7 +453,10 @@ def placed(
             raise RequestError(
                 "the prompt's placeholders are not those of its pictures", field="image"
             )
-        spans.append(piece.at(own[0]))
+        span = piece.at(own[0])
+        if cache_salt:
+            span = dataclasses.replace(span, key=_salted(span.key, cache_salt))
+        spans.append(span)
         start += piece.num_tokens
     if start != len(places):
         raise RequestError(

@@ -236,7 +236,7 @@ class InputProcessor:
         text, tokens = self.prompts.tokens(
             prompt, add_special_tokens, any_length=any_length, pictures=pictures
         )
-        images = placed(tokens, pictures, self.prompts.vision) if pictures else ()
+        images = placed(tokens, pictures, self.prompts.vision, cache_salt) if pictures else ()
         if images and any_length:
             raise RequestError(
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
@@ -279,7 +279,7 @@ class InputProcessor:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
             if not grammar_checked:
-                check(sampling.structured_outputs)
+                check(sampling.structured_outputs, cache_salt)
         sampling = with_functions(
             self._breakers.put(self._with_words(sampling)), in_process=self.in_process
         )
@@ -342,6 +342,7 @@ class InputProcessor:
         priority: int = 0,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
     ) -> PreparedBeams:
@@ -367,6 +368,7 @@ class InputProcessor:
             eos_token_ids=ends,
             arrival=first.arrival,
             priority=priority,
+            cache_salt=cache_salt,
             lora=lora,
             share=share,
         )

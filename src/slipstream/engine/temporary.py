@@ -17,6 +17,7 @@ import tempfile
 import time
 
 from slipstream import locks
+from slipstream.files import open_private
 
 _OURS = re.compile(r"slipstream-(?:replica-)?[0-9a-f]{16}")
 _LOCK = "lock"
@@ -45,8 +46,8 @@ class OwnedFolder:
                 sweep()
                 continue
             with contextlib.suppress(FileNotFoundError):  # a sweep took it
-                lock = os.open(f"{self.path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
-                if locks.take(lock) and _is_there(self.path, lock):
+                lock = open_private(f"{self.path}/{_LOCK}")
+                if locks.take(lock) and locks.is_file_of(lock, f"{self.path}/{_LOCK}"):
                     self._lock = lock
                     return
                 os.close(lock)
@@ -74,10 +75,3 @@ def sweep() -> None:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _is_there(path: str, lock: int) -> bool:
-    try:
-        return os.stat(f"{path}/{_LOCK}").st_ino == os.fstat(lock).st_ino
-    except FileNotFoundError:
-        return False

@@ -45,6 +45,7 @@ class TextsProcessor:
         *,
         priority: int = 0,
         truncate_to: int | None = None,
+        cache_salt: str = "",
     ) -> PreparedTexts:
         """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
         before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
@@ -100,6 +101,7 @@ class TextsProcessor:
             num_first=array("i", num_first).tobytes(),
             arrival=time.monotonic(),
             priority=priority,
+            cache_salt=cache_salt,
         )
         return PreparedTexts(request, prompts, token_ids)
 

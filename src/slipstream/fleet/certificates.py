@@ -7,12 +7,12 @@ are signed, so nobody can make a third. Replicas are known by the name `replica`
 from __future__ import annotations
 
 import datetime
-import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_new
 from slipstream.fleet.config import Tls
 
 _DAYS = 3650  # as long as a fleet runs; it ends with its folder
@@ -112,7 +112,7 @@ def make(folder: Path) -> CertificateFiles:
 
     def keep(name: str, data: bytes) -> str:
         path = folder / name
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open(open_new(path, 0o600), "wb") as file:
             file.write(data)
         return str(path)
 

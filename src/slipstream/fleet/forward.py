@@ -27,6 +27,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Scope, Send
 
+from slipstream.core.prefix_cache import salted
 from slipstream.fleet.members import Members, Replica, Version
 from slipstream.fleet.prompts import chain
 from slipstream.fleet.router import Decision
@@ -111,6 +112,7 @@ class Call:
     generates: bool = False  # its replica reports its tokens
     adapter: str | None = None  # that its body names
     tokens: list[int] = field(default_factory=list)  # of its prompt
+    prefix_salt: str = ""  # of the blocks of these
     session: str | None = None
     marked: MarkedStream = field(default_factory=MarkedStream)
     begun: bool = False  # a part of the answer was sent
@@ -282,7 +284,9 @@ class Forwarder:
             able = [r for r in version.replicas.values() if r.heard]
             identities = {(r.root_of(call.adapter), r.block_size) for r in able}
             chains = [
-                chain(call.tokens, root, size) for root, size in identities if root is not None
+                chain(call.tokens, salted(root, call.prefix_salt), size)
+                for root, size in identities
+                if root is not None
             ]
         session = None if by_load else call.session
         return version.router.choose(
@@ -536,7 +540,13 @@ class Forwarder:
         scope = {"path": call.scope["path"], "record": RequestRecord(key=call.record.key)}
         given = (call.method, call.path, call.raw, call.headers, call.streams, call.generates)
         copy = Call(
-            scope, nowhere, *given, tokens=call.tokens, session=call.session, is_shadow=True
+            scope,
+            nowhere,
+            *given,
+            tokens=call.tokens,
+            prefix_salt=call.prefix_salt,
+            session=call.session,
+            is_shadow=True,
         )
         with contextlib.suppress(ApiError, RetryElsewhere):
             replica, decision = await self._choose(version, copy, None)
@@ -606,6 +616,8 @@ def _about(record: RequestRecord) -> bytes:
     if key is not None:
         priority = BATCH if record.background else "-" if key.priority is None else key.priority
         about += f" {quote(key.id, safe='')} {priority} {key.weight!r}"
+        if key.share_prefixes is not None:
+            about += f" ={quote(key.share_prefixes, safe='')}"
     elif record.background:
         about += f"  {BATCH} 1.0"
     return about.encode()

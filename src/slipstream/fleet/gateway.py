@@ -38,6 +38,7 @@ from slipstream.server.errors import (
     unavailable,
     wrong_method,
 )
+from slipstream.server.keys import prefix_salt
 from slipstream.server.kserve import VERSION, Description
 from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.metrics import Metrics
@@ -327,7 +328,7 @@ class Gateway:
         call.generates = version.prompts.generates(path)
         grant = record.grant if record.grant is not None and record.grant.counts_tokens else None
         read = await version.prompts.read(path, call.raw, call.scope, counts=grant is not None)
-        call.tokens = read.tokens
+        call.tokens, call.prefix_salt = read.tokens, prefix_salt(record.key, read.cache_salt)
         record.num_prompt_tokens = len(call.tokens)
         if grant is not None and read.reserve is not None:
             grant.reserve(*read.reserve)

@@ -33,6 +33,7 @@ from slipstream.config import resolve
 from slipstream.deaths import Deaths, describe_exit
 from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.files import open_new, open_private
 from slipstream.fleet import certificates
 from slipstream.fleet.batches import FleetLineRunner
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
@@ -96,7 +97,7 @@ class Head:
         self._ray: RayReplicas | None = None  # in its place: Ray Serve keeps the replicas
         self._server = self._make_server()
         self.scaling = Scaling(self.members, self.gateway, self._numbers_of, self._scale_now)
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._until_end: list[
@@ -226,7 +227,7 @@ class Head:
         if others := sorted(path.name for path in self.folder.iterdir() if path.name not in _OWN):
             message = f"{self.folder} holds other files ({others[0][:100]!r}); a fleet needs a folder of its own"
             raise ConfigError(message, field="state_dir")
-        self._lock = open(self.folder / "lock", "a")  # noqa: SIM115 - as long as we live
+        self._lock = open(open_private(self.folder / "lock"), "r+b")  # noqa: SIM115 - as long as we live
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -245,8 +246,8 @@ class Head:
     def _write_file(self) -> None:
         """What a head that comes after us starts from. Written whole or not at all."""
         new = self.folder / "fleet.json.new"
-        new.write_bytes(msgspec.json.encode(self.fleet))
-        new.chmod(0o600)
+        with open(open_new(new, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(self.fleet))
         new.replace(self.folder / "fleet.json")
 
     def _control_path(self) -> str:

@@ -79,6 +79,7 @@ class Read:
 
     tokens: list[int]
     reserve: tuple[int, int] | None = None
+    cache_salt: str | None = None  # that the body gives
 
 
 _NOTHING = Read([])
@@ -173,9 +174,11 @@ class Prompts:
             body = route.read(raw, scope)
             body.check()
             body.model = self._state.model_names[0]
-            answer = await route.prepare(self._state, body, RequestRecord())
+            key = scope["record"].key if "record" in scope else None
+            answer = await route.prepare(self._state, body, RequestRecord(key=key))
             tokens = await self._tokens(answer.parts[0].prompt)
-            return Read(tokens, await self._reserve(answer) if counts else None)
+            reserve = await self._reserve(answer) if counts else None
+            return Read(tokens, reserve, answer.body.cache_salt)
         except (ApiError, SlipstreamError, LookupError) as error:
             name = getattr(error, "param", None) or getattr(error, "field", None) or ""
             if counts and name.rpartition(".")[2] in _UNREAD:

@@ -60,7 +60,8 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
         f".{path.name}.{os.getpid()}-{threading.get_ident()}"
     )  # nobody else's
     try:
-        with unfinished.open("wb") as file:
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as file:  # a link that somebody made there is not followed
             file.write(struct.pack("<Q", len(text)) + text)
             for _, data in parts:
                 file.write(data.data)

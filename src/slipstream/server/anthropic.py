@@ -289,6 +289,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     min_p: float | None = None
     repetition_penalty: float | None = None
     priority: Int | None = None
+    cache_salt: Text | None = None
     container: Raw = OFF
     mcp_servers: Raw = OFF
     context_management: Raw = OFF
@@ -324,6 +325,7 @@ _SAME = (
     "min_p",
     "repetition_penalty",
     "priority",
+    "cache_salt",
 )
 _NAMES = {
     **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),

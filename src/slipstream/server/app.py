@@ -97,7 +97,10 @@ def observers(settings: ServerSettings, model: str) -> Observers:
     made = Observers(Metrics(model))
     if settings.audit_log is not None:
         path, how = Path(settings.audit_log), settings.audit_failure
-        made.audit = AuditLog(path, max_bytes=settings.audit_max_bytes, on_failure=how)
+        shared = None if settings.shared_dir is None else Path(settings.shared_dir)
+        made.audit = AuditLog(
+            path, max_bytes=settings.audit_max_bytes, on_failure=how, shared_dir=shared
+        )
     if settings.otlp_endpoint is not None:
         try:
             from slipstream.server.telemetry import Telemetry

@@ -1,8 +1,7 @@
 """The audit log (`--audit-log FILE`): every request with its key and time, in a hash chain that reveals changes.
 
 1. A line is a JSON object. Its `hash` is the SHA-256 of all behind it in the line, where `previous` is the hash of the line
-   before. So a line that is changed, left out, added or moved breaks the chain. Lines cut off at the end show only against a
-   hash that was noted elsewhere (`slipstream audit verify FILE --expect HASH`).
+   before. So a line that is changed, left out, added or moved breaks the chain.
 2. Lines are only appended. All front ends write one chain: each takes a lock on the file for a line. A line that a crash tore
    stays, and the next one says so (`kind` is `torn`).
 3. Of a request there are its id, key, route, model, status, numbers of tokens and times, and no text of a prompt or answer.
@@ -12,31 +11,41 @@
    `audit_unavailable` until the lines that wait are written (`audit_failure="refuse"`), or serves on, says so in its log, and
    counts in the file what was lost (`"serve"`).
 
+6. Lines that are cut off while the server runs are missed at the next line, or at the end of the server: what it wrote last is
+   not there any more. Then a line of the kind `cut` says so, and the chain goes on from what was written last, so that it is
+   broken there for good. All front ends know what any of them wrote last. A server that starts knows nothing of lines that were
+   cut off before: they show only against a hash that was noted elsewhere (`slipstream audit verify FILE --expect HASH`).
+
 A line is handed to the operating system before the request's connection is done, and is not forced to the disk: a machine that
 loses power may lose the last seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
+import struct
 import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_private
 
 _logger = logging.getLogger("slipstream.server")
 
 START = "0" * 64
 MOST_WAITING = 10_000
 _LOG_EVERY_S = 60.0
+_LAST = struct.Struct("<32s4Q")
 _HEAD = b'{"hash":"'
 _HASH_BYTES = len(_HEAD) + 64 + 2  # up to the comma's end
 
@@ -59,6 +68,38 @@ def _read(line: bytes) -> tuple[str, dict[str, Any]] | None:
     return (digest.decode(), fields) if isinstance(fields, dict) else None
 
 
+class _Written(NamedTuple):
+    """The line that was written last: its hash and number, where it begins and ends, and the file's inode."""
+
+    hash: str
+    seq: int
+    begin: int
+    end: int
+    inode: int
+
+
+class _Last:
+    """What was written last, by any front end: in a file that all of them map, or in memory. Its user holds the log's lock."""
+
+    def __init__(self, path: Path | None) -> None:
+        fd = -1 if path is None else open_private(path)
+        try:
+            if fd >= 0:
+                os.ftruncate(fd, _LAST.size)
+            self._map = mmap.mmap(fd, _LAST.size)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def read(self) -> _Written | None:
+        digest, *numbers = _LAST.unpack(self._map[:])
+        found = _Written(digest.hex(), *numbers)
+        return found if found.seq else None
+
+    def write(self, written: _Written) -> None:
+        self._map[:] = _LAST.pack(bytes.fromhex(written.hash), *written[1:])
+
+
 class AuditLog:
     def __init__(
         self,
@@ -66,10 +107,12 @@ class AuditLog:
         *,
         max_bytes: int = 64 * 2**20,
         on_failure: Literal["refuse", "serve"] = "refuse",
+        shared_dir: Path | None = None,
     ) -> None:
+        """`shared_dir`: of the front ends that write the same log."""
         self.path, self.max_bytes, self.on_failure = path, max_bytes, on_failure
         self._fd = -1
-        self._size = -1  # of the file when this process last wrote to it
+        self._written = _Last(None if shared_dir is None else shared_dir / "audit-last")
         self._last, self._seq = START, 0
         self._waiting: deque[dict[str, Any]] = deque()
         self.num_lost = 0
@@ -138,8 +181,7 @@ class AuditLog:
         """Lock the file that has the path, and know how it ends."""
         while True:
             if self._fd < 0:
-                self._fd = os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
-                self._size = -1
+                self._fd = open_private(self.path, append=True)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
                 same = os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
@@ -151,15 +193,13 @@ class AuditLog:
 
     def _write(self, fields: dict[str, Any]) -> None:
         while True:
-            size = os.fstat(self._fd).st_size
-            if size != self._size:
-                size = self._catch_up(size)
+            size = self._up_to_date()
             data, digest = _line({"seq": self._seq + 1, **fields}, self._last)
             if not size or size + len(data) <= self.max_bytes:
                 break
             self._rotate()
         self._put(data, size)
-        self._last, self._seq = digest, self._seq + 1
+        self._note(digest, len(data))
 
     def _put(self, data: bytes, size: int) -> None:
         """All of it, or nothing."""
@@ -167,27 +207,69 @@ class AuditLog:
         if written != len(data):
             os.ftruncate(self._fd, size)
             raise OSError(28, "No space left on device")
-        self._size = size + written
 
-    def _catch_up(self, size: int) -> int:
-        """Others have written, or this is the first line of this process. The size after a torn line was closed."""
-        self._size = size
-        if not size:
+    def _note(self, digest: str, num_bytes: int) -> None:
+        """A line of so many bytes is the file's last."""
+        about = os.fstat(self._fd)
+        self._last, self._seq = digest, self._seq + 1
+        begin = about.st_size - num_bytes
+        self._written.write(_Written(digest, self._seq, begin, about.st_size, about.st_ino))
+
+    def _up_to_date(self) -> int:
+        """The size of the file, once the last hash and number are those with which it ends."""
+        about, written = os.fstat(self._fd), self._written.read()
+        if written is not None and (written.inode, written.end) == (about.st_ino, about.st_size):
+            self._last, self._seq = written.hash, written.seq
+            return about.st_size
+        return self._catch_up(about.st_size, written)
+
+    def _catch_up(self, size: int, written: _Written | None) -> int:
+        """The file is not as it was left: another program has written, lines are gone, or this is the first line. The size
+        after a torn line was closed."""
+        if size:
+            self._last, self._seq = _end(self.path)
+        else:
             parts = rotated(self.path)
             self._last, self._seq = _end(parts[-1]) if parts else (START, 0)
-            return 0
-        self._last, self._seq = _end(self.path)
-        if os.pread(self._fd, 1, size - 1) == b"\n":
+        ends = not size or os.pread(self._fd, 1, size - 1) == b"\n"
+        if written is not None and (self._seq < written.seq or not self._has(written)):
+            _logger.error(
+                "the audit log %s was cut: line number %d, which was its last, is not there any more",
+                self.path,
+                written.seq,
+            )
+            cut = {"kind": "cut", "expected": written.hash, "found": self._last}
+            self._last, self._seq = written.hash, written.seq
+            return self._add(cut, size, ends=ends)
+        if ends:
             return size
         torn = _last_line(self.path)
         if _read(torn) is not None:  # only the end of the line is missing
             self._put(b"\n", size)
-            return self._size
-        told = {"seq": self._seq + 1, "time": _now(), "kind": "torn", "bytes": len(torn)}
-        data, digest = _line({**told, "sha256": hashlib.sha256(torn).hexdigest()}, self._last)
-        self._put(b"\n" + data, size)
-        self._last, self._seq = digest, self._seq + 1
-        return self._size
+            return size + 1
+        told: dict[str, Any] = {
+            "kind": "torn",
+            "bytes": len(torn),
+            "sha256": hashlib.sha256(torn).hexdigest(),
+        }
+        return self._add(told, size, ends=False)
+
+    def _add(self, told: dict[str, Any], size: int, *, ends: bool) -> int:
+        """Append a line about the file itself; the size after it. Without `ends` the line before has no end."""
+        data, digest = _line({"seq": self._seq + 1, "time": _now(), **told}, self._last)
+        self._put(data if ends else b"\n" + data, size)
+        self._note(digest, len(data))
+        return size + len(data) + (not ends)
+
+    def _has(self, written: _Written) -> bool:
+        """Whether the line is where it was written, in the file or in a rotated one."""
+        for part in (self.path, *reversed(rotated(self.path))):
+            with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+                file.seek(written.begin)
+                found = _read(file.read(written.end - written.begin))
+                if found is not None and found[0] == written.hash:
+                    return True
+        return False
 
     def _rotate(self) -> None:
         numbers = [int(part.name.rpartition(".")[2]) for part in rotated(self.path)]
@@ -200,6 +282,12 @@ class AuditLog:
         self._fd = -1
 
     def close(self) -> None:
+        if self._fd < 0:
+            return
+        if self.failure is None:
+            with contextlib.suppress(OSError):  # if lines were cut off, this says so
+                self._open()
+                self._up_to_date()
         if self._fd >= 0:
             self._close()
 
@@ -270,6 +358,10 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
                     torn = (where, hashlib.sha256(line.removesuffix(b"\n")).hexdigest())
                     continue
                 digest, fields = found
+                if fields.get("kind") == "cut":
+                    message = f"{where}: cut at {fields.get('time')}: the server found that its last line, number "
+                    message += f"{int(fields.get('seq', 0)) - 1} with the hash {fields.get('expected')}, was gone"
+                    raise ChainError(message, field="audit_log")
                 if torn is not None and (
                     fields.get("kind") != "torn" or fields.get("sha256") != torn[1]
                 ):

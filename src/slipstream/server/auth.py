@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.server.errors import ApiError, response_to
-from slipstream.server.keys import Key, KeyFile
+from slipstream.server.keys import EVERYBODY, Key, KeyFile
 from slipstream.server.state import ServerSettings
 
 OPEN_ROUTES = frozenset(
@@ -57,7 +57,7 @@ class Keyring:
         given = _digest(text)
         matches = [hmac.compare_digest(given, known) for known in self._plain]
         if any(matches):
-            return Key(id=given.hex(), role="admin", priority=None)
+            return self._plain_key(given)
         key = None if self._file is None else self._file.find(text)
         if key is None:
             raise ApiError(
@@ -70,9 +70,15 @@ class Keyring:
 
     def by_id(self, id_: str) -> Key | None:
         """A key that was found before, for work that goes on without its owner. None if it is not there any more."""
-        if any(known.hex() == id_ for known in self._plain):
-            return Key(id=id_, role="admin", priority=None)
+        found = next((known for known in self._plain if known.hex() == id_), None)
+        if found is not None:
+            return self._plain_key(found)
         return None if self._file is None else self._file.keys.get(id_)
+
+    def _plain_key(self, digest: bytes) -> Key:
+        """One of `--api-key`. If there is one such key, its requests need no salt: those of a file's keys have theirs."""
+        shares = EVERYBODY if len(self._plain) == 1 else None
+        return Key(id=digest.hex(), role="admin", priority=None, share_prefixes=shares)
 
 
 def check_role(key: Key, path: str) -> None:

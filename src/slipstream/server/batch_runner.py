@@ -35,6 +35,7 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
 from slipstream import locks
+from slipstream.files import open_private
 from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
 from slipstream.server.files import LIFE_S, StoredFile
@@ -240,7 +241,7 @@ def _entry(sign: bytes, id_: str) -> bytes:
 
 def append(path: Path, data: bytes) -> int:
     """The number of bytes. OSError: there is no room."""
-    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    descriptor = open_private(path, append=True)
     try:
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, "the disk is full")
@@ -379,9 +380,7 @@ class BatchRunner:
 
     def _leads(self) -> bool:
         if self._lock < 0:
-            self._lock = os.open(
-                self.store.files.folder / "runner.lock", os.O_CREAT | os.O_RDWR, 0o600
-            )
+            self._lock = open_private(self.store.files.folder / "runner.lock")
         return locks.take(self._lock)
 
     # --- A batch's way ----------------------------------------------------------------------------------------------------

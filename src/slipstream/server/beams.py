@@ -34,6 +34,7 @@ TAKEN = frozenset(
         ),
         *(
             "priority",
+            "cache_salt",
             "user",
             "metadata",
             "store",

@@ -26,6 +26,7 @@ from slipstream.server.beams import search
 from slipstream.server.context import shorten
 from slipstream.server.errors import bad_request
 from slipstream.server.generation import Answer, encode
+from slipstream.server.keys import prefix_salt
 from slipstream.server.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerState
@@ -242,7 +243,8 @@ async def prepare(
         checked = dataclasses.replace(reading, enforced=True) if both else reading
         for field, schema in checked.enforced_schemas:
             try:
-                await check_in_thread(schema, record.client)
+                salt = prefix_salt(record.key, body.cache_salt)
+                await check_in_thread(schema, record.client, salt)
             except RequestError as error:
                 raise RequestError(error.message, field=field) from None
         sampling = dataclasses.replace(

@@ -27,6 +27,7 @@ from slipstream.errors import RequestError
 from slipstream.outputs import Vectors
 from slipstream.server.errors import bad_request, shutting_down
 from slipstream.server.generation import effective_priority, encode
+from slipstream.server.keys import prefix_salt
 from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import EmbeddingRequest, Pooled, RerankRequest, ScoreRequest, decode
@@ -167,10 +168,12 @@ async def embed(
             f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",
             field,
         )
-    reserve = {} if record.grant is None else {"reserve": record.grant.reserve}
+    more: dict[str, Any] = {} if record.grant is None else {"reserve": record.grant.reserve}
+    if salt := prefix_salt(record.key, body.cache_salt):
+        more["cache_salt"] = salt
     priority = effective_priority(record, body.priority)
     answer = await state.engine.embed(
-        texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **reserve
+        texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **more
     )
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

@@ -1,9 +1,9 @@
 """The protocol between a replica and its fleet's gateway. It is on with `ServerSettings.fleet_key`.
 
-The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT]]` with each request: the id and time that the
-answer bears, the owner of the API key, and the key's priority and weight (PRIORITY `-`: as the request says; `batch`: it is a
-batch's, behind all others). OWNER may be empty. Limits are held at the gateway. Without the fleet's KEY only the probes are
-answered.
+The gateway sends `x-slipstream-fleet: KEY ID CREATED [OWNER [PRIORITY WEIGHT [=GROUP]]]` with each request: the id and time
+that the answer bears, the owner of the API key, and the key's priority and weight (PRIORITY `-`: as the request says; `batch`:
+it is a batch's, behind all others). OWNER may be empty. GROUP is the key's `share_prefixes`, quoted. Limits are held at the
+gateway. Without the fleet's KEY only the probes are answered.
 
 An answer's header `x-slipstream-tokens: PROMPT OUTPUT` says how many tokens there are so far. While a whole answer is being
 written, interim responses (102) with that header come when there are more. A stream of text has marks, which the gateway takes
@@ -31,6 +31,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
+from urllib.parse import unquote
 
 import msgspec
 from starlette.datastructures import Headers
@@ -116,12 +117,17 @@ class FromGateway:
         await self.app(scope, receive, send)
 
 
-def _key(owner: str = "", priority: str = "-", weight: str = "1") -> Key | None:
+def _key(
+    owner: str = "", priority: str = "-", weight: str = "1", group: str | None = None
+) -> Key | None:
     """The key that asked at the gateway, without its limits."""
     if not owner:
         return None
     return Key(
-        id=owner, priority=None if priority in ("-", BATCH) else int(priority), weight=float(weight)
+        id=unquote(owner),
+        priority=None if priority in ("-", BATCH) else int(priority),
+        weight=float(weight),
+        share_prefixes=None if group is None else unquote(group.removeprefix("=")),
     )
 
 

@@ -35,6 +35,7 @@ from slipstream.server.errors import (
     bad_request,
     shutting_down,
 )
+from slipstream.server.keys import prefix_salt
 from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.models import served_model
 from slipstream.server.protocol import Generation, decode
@@ -269,6 +270,8 @@ class Answer:
         lora = self.state.engine.adapters.get(self.body.model or "")
         more: dict[str, Any] = {} if lora is None else {"lora": lora}
         priority = effective_priority(self.record, self.body.priority)
+        if salt := prefix_salt(self.record.key, self.body.cache_salt):
+            more["cache_salt"] = salt
         if self.record.key is not None:
             more["share"] = Share(self.record.key.id, self.record.key.weight)
         if self.record.grant is not None:

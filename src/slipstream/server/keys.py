@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_new, open_private
 
 _logger = logging.getLogger("slipstream.server")
 
@@ -68,6 +69,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     weight: Annotated[float, Meta(gt=0, le=1000)] = (
         1.0  # its share of the served tokens, beside others of its priority
     )
+    # The group of keys that share cached prefixes. None: the key shares them with nobody.
+    share_prefixes: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -85,6 +88,28 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         if self.old_digest is not None and now < self.old_until:
             fits |= hmac.compare_digest(given, self.old_digest)
         return fits and self.state(now) == "active"
+
+
+EVERYBODY = ""
+"""As `share_prefixes`: the key is the only one of its server. The file can't hold it."""
+
+
+def prefix_salt(key: Key | None, given: str | None) -> str:
+    """The salt of a request's cached prefixes, of its key and the `cache_salt` in its body. Requests share what is cached only
+    within one salt, so that no key learns what another has sent from `cached_tokens` or the time to the first token. The parts
+    are hashed with their kinds and lengths: whatever a client gives, its salt is never that of another key."""
+    parts = list[str]()
+    if key is not None and key.share_prefixes != EVERYBODY:
+        group = key.share_prefixes
+        parts = ["key", key.id] if group is None else ["group", group]
+    if given is not None:
+        parts += ["given", given]
+    if not parts:
+        return ""
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    return hashlib.blake2b(
+        b"".join(len(part).to_bytes(8, "little") + part for part in encoded), digest_size=32
+    ).hexdigest()
 
 
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
@@ -146,7 +171,7 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
     if not may_create and not path.exists():
         raise ConfigError(f"{path} is not there; `slipstream keys add` makes it", field="keys_file")
     try:
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        lock = open_private(path.with_name(path.name + ".lock"))
     except OSError as error:
         raise ConfigError(f"cannot write beside {path}: {error}", field="keys_file") from None
     try:
@@ -158,7 +183,7 @@ def changing(path: Path, *, may_create: bool = False) -> Iterator[dict[str, Key]
             + b"\n"
         )
         part = path.with_name(path.name + ".new")
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
+        with open(open_new(part, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -41,6 +41,7 @@ from slipstream.server.protocol import (
     Int,
     Pooled,
     Stop,
+    Text,
     decode,
     picture_part,
     refuse_unless_off,
@@ -104,6 +105,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     format: Raw = OFF  # "json" or a schema
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: float | str | None = None  # no effect
+    cache_salt: Text | None = None  # vLLM's
     logprobs: Raw = OFF
     top_logprobs: Raw = OFF
 
@@ -129,6 +131,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         return {
             "model": known_name(state, self.model),
             "stream": self.stream is not False,
+            "cache_salt": self.cache_salt,
             "max_tokens": None if predict is None or predict < 0 else predict,
             **found,
         }
@@ -293,6 +296,7 @@ class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     dimensions: Int | None = None
     options: OllamaOptions | None = None  # no effect, as the next
     keep_alive: float | str | None = None
+    cache_salt: Text | None = None  # vLLM's
 
 
 class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -444,7 +448,11 @@ class _Embed(PooledRoute):
         cut = -1 if body.truncate else None
         name = known_name(self.state, body.model)
         return OllamaPooled(
-            model=name, texts=texts, dimensions=body.dimensions, truncate_prompt_tokens=cut
+            model=name,
+            texts=texts,
+            dimensions=body.dimensions,
+            truncate_prompt_tokens=cut,
+            cache_salt=body.cache_salt,
         )
 
 

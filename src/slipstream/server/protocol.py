@@ -137,6 +137,9 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
         None  # no effect: no tokenizer that we read puts any there
     )
     priority: Int | None = None  # lower goes first
+    cache_salt: Text | None = (
+        None  # cached prefixes are shared only with requests that have it, too
+    )
     # About the caller; no effect on the answer, by OpenAI's definition
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -387,6 +390,9 @@ class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None  # the one that is served
     truncate_prompt_tokens: Int | None = None  # cut texts that are longer; -1: than the model takes
     priority: Int | None = None  # lower goes first
+    cache_salt: Text | None = (
+        None  # cached prefixes are shared only with requests that have it, too
+    )
     user: str | None = None  # about the caller; no effect
 
 

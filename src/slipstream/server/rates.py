@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_private
 from slipstream.server.errors import ApiError, unavailable
 from slipstream.server.keys import Key
 
@@ -90,7 +91,7 @@ class Table:
         try:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+                self._fd = open_private(path)
                 os.ftruncate(self._fd, num_bytes)  # a sparse file: only rows in use take room
             self._map = mmap.mmap(self._fd, num_bytes)
         except (OSError, ValueError) as error:

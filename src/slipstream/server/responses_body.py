@@ -21,6 +21,7 @@ from slipstream.server.protocol import (
     Int,
     Message,
     Stop,
+    Text,
     TokenId,
     decode,
     decode_raw,
@@ -204,6 +205,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     min_tokens: Int | None = None
     ignore_eos: bool | None = None
     priority: Int | None = None
+    cache_salt: Text | None = None
     # About the caller, or about tools that the provider runs, of which there are none here
     user: str | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
@@ -260,7 +262,7 @@ _SAME = (
         "stop",
         "stop_token_ids",
     ),
-    *("min_tokens", "ignore_eos", "priority"),
+    *("min_tokens", "ignore_eos", "priority", "cache_salt"),
 )
 
 

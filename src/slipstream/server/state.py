@@ -99,6 +99,7 @@ class Engine(Protocol):
         sink: Sink,
         *,
         priority: int = 0,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -113,6 +114,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
         lora: LoRARequest | None = None,
         share: Share | None = None,
         reserve: Reserve | None = None,
@@ -131,6 +133,7 @@ class Engine(Protocol):
         *,
         priority: int = 0,
         truncate_to: int | None = None,
+        cache_salt: str = "",
         reserve: Reserve | None = None,
     ) -> Vectors: ...
     async def stats(self) -> EngineStats: ...

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from slipstream.errors import ConfigError
+from slipstream.files import open_private
 from slipstream.server.errors import bad_request, storage_error, unavailable
 
 T = TypeVar("T")
@@ -60,9 +61,7 @@ class Database:
         try:
             if path is not None:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.close(
-                    os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-                )  # SQLite's other files take its mode
+                os.close(open_private(path))  # SQLite's other files take its mode
             self._db = sqlite3.connect(
                 ":memory:" if path is None else path,
                 timeout=_BUSY_S,

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from slipstream import locks
 from slipstream.errors import ConfigError
+from slipstream.files import open_new, open_private
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -76,10 +77,9 @@ class DiskTier:
                 field="kv_disk_bytes",
             )
         try:
-            (path / self._own).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_file = os.open(
-                path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is of the last folder
+            (path / self._own).mkdir(mode=0o700, exist_ok=True)
+            self._lock_file = open_private(path / "lock")
         except OSError as error:
             raise ConfigError(
                 f"kv_disk_path: {path} can't be written ({error.strerror}); name a folder that can",
@@ -149,9 +149,7 @@ class DiskTier:
         try:
             self._make_room(self._file_bytes)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = os.open(
-                new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            file = open_new(new, 0o600)
             try:
                 _write_all(file, [memoryview(self._header(key, pieces)), *pieces])
             finally:
