@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import socket
 import struct
+import subprocess
 import time
 
 import pytest
@@ -117,14 +120,6 @@ def test_pipelined_requests_are_answered_in_their_order(serve):
     )
 
 
-def test_a_connection_with_too_many_pipelined_requests_is_ended(serve):
-    server = serve(FakeEngine(delay_s=SLOW))
-    with connect(server) as sock:
-        sock.sendall(post(COMPLETION) + LIVE * (connection.MAX_PIPELINED + 2))
-        assert cut_off(sock)
-    server.wait_idle()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("behind", [b"", LIVE])
 def test_a_half_closed_socket_gets_its_answers(serve, stream, behind):
@@ -225,3 +220,148 @@ def test_nonsense_behind_a_request_ends_the_connection(serve):
         sock.sendall(post(COMPLETION) + b"nonsense\r\n\r\n")
         assert cut_off(sock)
     server.wait_idle()
+
+
+UPGRADES = [
+    "Connection: Upgrade\r\nUpgrade: websocket\r\n",
+    "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n",
+    "cOnNeCtIoN: keep-alive , uPGRADE\r\nuPgRaDe: anything\r\n",
+    "Connection: keep-alive\r\nConnection: Upgrade\r\nUpgrade: a\r\nUpgrade: b\r\n",
+    "Upgrade: anything\r\n",
+]
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+def statuses(answer):
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+)", answer)]
+
+
+def closing(body, headers, *, chunked):
+    """A POST to /tokenize, and behind it a GET after which the server closes."""
+    if chunked:
+        framing = "transfer-encoding: chunked\r\n"
+        data = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in (body[:7], body[7:])) + b"0\r\n\r\n"
+    else:
+        framing, data = f"content-length: {len(body)}\r\n", body
+    head = f"POST /tokenize HTTP/1.1\r\nhost: a\r\n{headers}{framing}\r\n".encode()
+    return head, data, LIVE.replace(b"host", b"connection: close\r\nhost")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("headers", UPGRADES)
+def test_an_upgrade_is_ignored_in_any_packetisation(serve, headers, chunked):
+    server = serve()
+    body = json.dumps({"model": "fake", "prompt": "hi"}).encode()
+    head, data, last = closing(body, headers, chunked=chunked)
+    whole = head + data + head + data + last
+    for at in (len(head), *range(1, len(head + data) + 1, 9), len(whole)):
+        with connect(server) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(whole[:at])
+            time.sleep(0.002)
+            sock.sendall(whole[at:])
+            answer = read_all(sock)
+        assert statuses(answer) == [200] * 3, (at, answer)
+        assert answer.count(b'"tokens":[') == 2
+
+
+@pytest.mark.parametrize("headers", UPGRADES)
+def test_a_body_behind_an_upgrade_is_never_a_request(serve, headers):
+    head, data, last = closing(HIDDEN, headers, chunked=False)
+    with connect(serve()) as sock:
+        sock.sendall(head)
+        time.sleep(0.05)
+        sock.sendall(data + last)
+        answer = read_all(sock)
+    assert statuses(answer) == [400, 200]
+    assert b'"object":"list"' not in answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: 3\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 3\r\n",
+        b"content-length: 3\r\ncontent-length: 3\r\n",
+        b"content-length: 3\r\ncontent-length: 4\r\n",
+        b"content-length: +3\r\n",
+        b"content-length : 3\r\n",
+        b"transfer-encoding: chunked, identity\r\n",
+        b"transfer-encoding : chunked\r\n",
+        b"content-length: 3\n",
+    ],
+)
+@pytest.mark.parametrize("upgrade", [b"", b"connection: upgrade\r\nupgrade: x\r\n"])
+def test_an_ambiguous_length_is_refused_and_the_connection_ended(serve, head, upgrade):
+    with connect(serve()) as sock:
+        sock.sendall(b"POST /tokenize HTTP/1.1\r\nhost: a\r\n" + upgrade + head + b"\r\n")
+        time.sleep(0.02)
+        sock.sendall(b"0\r\n\r\n" + HIDDEN)
+        answer = read_all(sock)
+    assert statuses(answer) == [400]
+    assert b"invalid_http" in answer
+
+
+@pytest.mark.parametrize("target", [b"a:80", b"/"])
+def test_connect_is_refused(serve, target):
+    with connect(serve()) as sock:
+        sock.sendall(b"CONNECT " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n" + HIDDEN)
+        assert statuses(read_all(sock)) == [400]
+
+
+def test_a_key_in_a_trailer_does_not_authenticate(serve):
+    data = json.dumps({"model": "fake", "prompt": "hi"}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(data), data)
+    with connect(serve(api_keys=("secret",))) as sock:
+        sock.sendall(head + body)
+        assert statuses(read_all(sock)) == [401]
+
+
+@pytest.mark.parametrize(
+    "body", [b"-5\r\nhello\r\n", b"f" * 17 + b"\r\n", b"5\nhello\r\n", b"zz\r\n"]
+)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("before", [b"", LIVE])
+def test_a_malformed_chunk_is_answered_with_400(serve, body, apart, before):
+    server = serve()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(server) as sock:
+        sock.sendall(before + head + (b"" if apart else body))
+        if apart:
+            time.sleep(0.05)
+            sock.sendall(body)
+        answer = read_all(sock)
+    assert statuses(answer) == [200] * bool(before) + [400]
+    assert b"invalid_http" in answer
+    server.wait_for(lambda: server.engine.running == 0, "it runs on")
+
+
+def test_too_many_pipelined_requests_are_answered_up_to_the_limit_then_400(serve):
+    with connect(serve()) as sock:
+        sock.sendall(LIVE * 400)
+        answer = read_all(sock)
+    assert statuses(answer) == [200] * (connection.MAX_PIPELINED + 1) + [400]
+
+
+JAVA = """
+import java.net.URI; import java.net.http.*; import java.net.http.HttpResponse.BodyHandlers;
+public class Client { public static void main(String[] a) throws Exception {
+  HttpClient client = HttpClient.newHttpClient();
+  for (String stream : new String[]{"false", "true"}) {
+    String body = "{\\"model\\":\\"fake\\",\\"prompt\\":\\"hi\\",\\"max_tokens\\":3,\\"stream\\":" + stream + "}";
+    HttpRequest r = HttpRequest.newBuilder(URI.create(a[0] + "/v1/completions"))
+      .header("Content-Type", "application/json").POST(HttpRequest.BodyPublishers.ofString(body)).build();
+    System.out.println(client.send(r, BodyHandlers.ofString()).statusCode());
+    System.out.println(client.sendAsync(r, BodyHandlers.ofLines()).join().body().anyMatch(l -> l.contains("choices")));
+  } System.exit(0); } }
+"""
+
+
+def test_the_jdk_client_works_with_its_defaults(serve, tmp_path):
+    if shutil.which("javac") is None:
+        pytest.skip("needs a JDK (apt-get install default-jdk-headless)")
+    (tmp_path / "Client.java").write_text(JAVA)
+    command = ["java", str(tmp_path / "Client.java"), serve().url]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ran.stdout.split() == ["200", "true"] * 2, ran

@@ -11,6 +11,7 @@
 5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
 6. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope. Before an answer
    begins, `write_interim` sends an interim response (102) with a header.
+7. `Upgrade` is ignored and the request answered (RFC 9110 7.8). CONNECT gets 400. Trailer fields are dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream.server.errors import bad_request
@@ -35,12 +37,27 @@ WRITE_IDLE_S = 120.0
 SMALL_BODY = 64 * 1024
 """An unread body of at most this size is read to its end, so that the connection can be used again."""
 
+_UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SLOWEST_LOOK_S = 0.25
 _HUNG_UP = select.POLLERR | select.POLLHUP
 _PEER_DONE = getattr(
     select, "POLLRDHUP", 0
 )  # Linux: a FIN has come, perhaps behind data that we have not read
+
+
+_INVALID = bad_request(
+    "not a valid HTTP request, headers that are too long, or too many requests sent at once",
+    code="invalid_http",
+)
+
+
+async def _refuse(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    body = _INVALID.body()
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class _Outlet:
@@ -84,6 +101,7 @@ class _Outlet:
 
 class Connection(HttpToolsProtocol):
     _header_bytes = 0
+    _in_head = False
     _half_closed = False
     _discards = False
     _running: RequestResponseCycle | None = None
@@ -98,8 +116,30 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        if not self._discards:
-            super().data_received(data)
+        """Parse `data`. The head of a request with an upgrade goes to a new parser without it: llhttp would skip the body."""
+        self._unset_keepalive_if_required()
+        while not self._discards and self.parser is not None:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(o for o in options if o.lower() not in _UPGRADE_FIELDS)
+            if name not in _UPGRADE_FIELDS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """True keeps our side open."""
@@ -146,7 +186,7 @@ class Connection(HttpToolsProtocol):
     # --- From the parser ----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._header_bytes = 0
+        self._header_bytes, self._in_head = 0, True
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
         super().on_message_begin()
@@ -156,8 +196,12 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a field of the head. A trailer's is dropped: it must not authenticate or route (RFC 9110 6.5.1)."""
         self._bound(len(name) + len(value))
-        super().on_header(name, value)
+        if b"\r" in value or b"\n" in value:
+            raise ValueError("a line break in a field")
+        if self._in_head:
+            super().on_header(name, value)
 
     def _bound(self, length: int) -> None:
         self._header_bytes += length
@@ -165,6 +209,11 @@ class Connection(HttpToolsProtocol):
             raise ValueError("headers too long")  # the parser turns it into `send_400_response`
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("CONNECT")
+            return  # `data_received` feeds this head again, without the upgrade
+        self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -175,17 +224,28 @@ class Connection(HttpToolsProtocol):
         cycle.scope["write_chunk"] = partial(_write_chunk, cycle)  # type: ignore[typeddict-unknown-key]
         cycle.scope["write_interim"] = partial(_write_interim, cycle)  # type: ignore[typeddict-unknown-key]
         if len(self.pipeline) > MAX_PIPELINED:
-            self.transport.abort()
-        elif self.pipeline:
+            raise ValueError("too many pipelined requests")
+        if self.pipeline:
             self._look_again()
 
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        if self._running is not None and not self._running.response_complete:
-            self.transport.abort()  # a second answer in the midst of the first would look like a part of it
-            return
-        body = bad_request(
-            "not a valid HTTP request, or its headers are too long", code="invalid_http"
-        ).body()
+        """Answer what can't be parsed, in its turn. Where that would fall into the midst of another answer, cut instead."""
+        running, cycle = self._running, self.cycle
+        if running is not None and not running.response_complete:
+            if self.pipeline and self.pipeline[0][0] is cycle and cycle.more_body:
+                self.pipeline[0] = (cycle, _refuse)
+                self._discards = True
+                return
+            if cycle is not running or not cycle.more_body or cycle.response_started:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # its task ends without writing
+            cycle.message_event.set()
+        body = _INVALID.body()
         head = (
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
         )
