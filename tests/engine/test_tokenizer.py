@@ -104,7 +104,7 @@ def test_smollm2_gives_llama_cpps_ids():
     assert summary(tokenizer) == json.loads((DATA / "smollm2_tokens.json").read_text())["chunks"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (
         1,
-        (2, 0),
+        (2, 4, 0),  # <|im_end|>, <reponame>, <|endoftext|>
         49152,
     )
     assert tokenizer.decode(tokenizer.encode(TEXT), skip_special_tokens=False) == TEXT

@@ -22,6 +22,7 @@ from slipstream.spec.families.base import (
     Family,
 )
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_ends import end_tokens
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Shape, parameters
@@ -419,7 +420,6 @@ def _read_gguf(path: Path) -> ModelDescription:
     config, meta = _gguf_config(file), file.metadata
     family = find_gguf_family(meta.get("general.architecture"))
     spec = family.read(ConfigReader(config, path.name))
-    eos = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     return ModelDescription(
         name=str(meta.get("general.name", path.stem)),
         path=path,
@@ -427,7 +427,7 @@ def _read_gguf(path: Path) -> ModelDescription:
         family=family,
         spec=spec,
         dtype="bfloat16",
-        eos_token_ids=_ids("eos_token_id", [e for e in eos if e is not None], spec.vocab_size),
+        eos_token_ids=_ids("eos_token_id", list(end_tokens(meta)), spec.vocab_size),
         bos_token_id=next(
             iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
             None,
