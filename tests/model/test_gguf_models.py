@@ -149,6 +149,8 @@ def llama3_factors():
     return (plain / torch.atan2(sin, cos)).tolist()
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LINEAR_KEYS = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 FACTORS = {
     "phi3-long": {
         f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")
@@ -217,6 +219,77 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "attention.sliding_window": 6,
             "rope.freq_base": 1e6,
             "rope.freq_base_swa": 5e3,
+        },
+    ),
+    **{
+        f"{name}-{kind}": (
+            name,
+            family,
+            {"rope_theta": None, "rope_parameters": rope, **changes},
+            {**RMS, **more, **keys},
+        )
+        for kind, rope, keys in (
+            ("linear", LINEAR, LINEAR_KEYS),
+            ("linear-without-a-type", LINEAR, {"rope.scaling.factor": 4.0}),
+            ("linear-of-old", LINEAR, {"rope.scale_linear": 4.0}),
+            ("yarn", YARN, YARN_KEYS),
+            (
+                "yarn-betas",
+                {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+                {
+                    **YARN_KEYS,
+                    "rope.scaling.yarn_beta_fast": 16.0,
+                    "rope.scaling.yarn_beta_slow": 2.0,
+                    "rope.scaling.yarn_attn_factor": 0.878,
+                    "rope.scaling.yarn_ext_factor": 1.0,
+                    "rope.scaling.finetuned": True,
+                },
+            ),
+        )
+        for name, family, changes, more in (
+            ("llama", "llama", {}, {"rope.dimension_count": 8}),
+            ("qwen2", "qwen2", {"use_sliding_window": False}, {}),
+            ("qwen3", "qwen3", {}, {"attention.key_length": 16, "attention.value_length": 16}),
+        )
+    },
+    "gemma3-linear": (
+        "gemma3",
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 6,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "gemma3-without-windows": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 2,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention"] * 2,
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": PLAIN,
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.freq_base": 1e6,
         },
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
@@ -735,10 +808,12 @@ def described(path, architecture="llama", **changes):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.scale_linear", 2.0),
-        ("rope.scaling.type", "yarn"),
-        ("rope.scaling.factor", 4.0),
-        ("rope.scaling.attn_factor", 1.5),
+        ("rope.scale_linear", -2.0),
+        ("rope.scaling.type", "dynamic"),
+        ("rope.scaling.factor", -4.0),
+        ("rope.scaling.alpha", 2.0),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
         ("rope.dimension_count", 4),
         ("rope.freq_base_swa", 1e4),
         ("attention.sliding_window", 16),
