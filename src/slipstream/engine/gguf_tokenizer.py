@@ -27,6 +27,7 @@ from slipstream.engine.tokenizer_parts import (
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.gguf_ends import DEFAULT_EOS, END_NAMES, NUMBERED, end_tokens
+from slipstream.spec.gguf_parts import model_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
             templates[key.removeprefix(named)] = fields.metadata[key]
     own = path.with_name("chat_template.jinja")
     if (
-        own.is_file() and len(list(path.parent.glob("*.gguf"))) == 1
+        own.is_file() and len(model_files(path.parent)) == 1
     ):  # beside one of several files it would be anyone's
         templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(

@@ -32,6 +32,7 @@ from slipstream.engine.tokenizer_parts import (
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_parts import model_files
 
 
 class Tokenizer:
@@ -115,7 +116,7 @@ class Tokenizer:
         or tiktoken's tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
-            path = next(iter(sorted(path.glob("*.gguf"))), path)
+            path = next(iter(model_files(path)), path)
         if path.is_file():
             return cls._of(gguf_tokenizer.read(GGUFFile(path)))
         return cls._of(tokenizer_folder.read(path))
