@@ -124,9 +124,9 @@ class GGUFFile:
 
     def _join(self, count: Any) -> None:
         if count != len(self.files):
-            said = f"split.count = {count}" if count else "no split.count"
+            given = f"split.count = {count}" if count else "no split.count"
             raise CheckpointError(
-                f"{self.path} has {said}, and its name is of {len(self.files)} parts: they are named "
+                f"{self.path} has {given}, and its name is of {len(self.files)} parts: they are named "
                 "NAME-00001-of-00003.gguf and so on",
                 field="split.count",
             )
