@@ -210,6 +210,7 @@ def test_a_template_beside_a_file(tmp_path):
         ({"model": "rwkv"}, UnsupportedModelError, "tokenizer.ggml.model"),
         ({"pre": "never-heard-of"}, UnsupportedModelError, "tokenizer.ggml.pre"),
         ({"tokens": [1, 2]}, CheckpointError, "tokenizer.ggml.tokens"),
+        ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens"),
         ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type"),
         ({"eos_token_id": 10**6}, CheckpointError, "tokenizer.ggml.eos_token_id"),
         ({"merges": ["nopair"]}, CheckpointError, "tokenizer.ggml.merges"),

@@ -7,6 +7,7 @@ facts are those of llama.cpp's llama-vocab.cpp, or of the models' own tokenizer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,12 @@ def _read(file: GGUFFile) -> TokenizerParts:
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if not tokens:
         raise CheckpointError(f"{path} carries no tokenizer", field="tokenizer.ggml.tokens")
+    if len(set(tokens)) < len(tokens):
+        twice = next(t for t, n in Counter(tokens).items() if n > 1)
+        raise CheckpointError(
+            f"{path}: the token {twice!r} stands in the vocabulary twice",
+            field="tokenizer.ggml.tokens",
+        )
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
     numbered = {name: fields.token_id(name, None, len(tokens)) for name in NUMBERED}
     ends = tuple(i for i in end_tokens(file.metadata) if i < len(tokens))
@@ -194,8 +201,8 @@ def _read(file: GGUFFile) -> TokenizerParts:
 
 
 def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
-    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one, and does not say
-    whether letters become small: they do, if no token has a capital."""
+    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one. If it does not
+    say whether letters become small, they do where no token has a capital; accents go with that, unless the file says."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
     words = [
         t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}"
@@ -218,7 +225,10 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
     small = not any(
         word != word.lower() for word, whole in zip(words, named, strict=True) if not whole
     )
-    backend.normalizer = normalizers.BertNormalizer(lowercase=small)
+    small = fields.get("normalizer.lowercase", bool, small)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=small, strip_accents=fields.get("normalizer.strip_accents", bool, small)
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
     special = sorted({i for i in ids.values() if i is not None})
@@ -274,7 +284,7 @@ class _Fields:
     def array(self, name: str, kind: type, length: int | None = None) -> list[Any]:
         """Empty if it is not there; else of `length`."""
         value = self.get(name, list, None) or []
-        if not set(map(type, value)) <= {kind}:
+        if not set(map(type, value)) <= {kind, int if kind is float else kind}:
             raise self._error(name, f"is not made of {kind.__name__}")
         if length is not None and len(value) not in (0, length):
             raise self._error(name, f"has {len(value)} entries for {length} tokens")
