@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -25,7 +26,13 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.model import Llama3Scaling, RopeSpec
+from slipstream.spec.model import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
@@ -831,6 +838,58 @@ def test_metadata_that_could_matter_is_refused_by_name(tmp_path, key, value):
     with pytest.raises(UnsupportedModelError, match=key) as caught:
         described(tmp_path / "x.gguf", **{key: value})
     assert caught.value.field == f"llama.{key}"
+
+
+LONG = LongRopeScaling(
+    short_factors=(4.0,) * 4,
+    long_factors=(4.0,) * 4,
+    original_max_position=64,
+    attention_factor=1.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"factor": 0.0}, None),
+        ({"type": "none", "factor": 4.0}, None),
+        ({"type": "longrope", "factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"factor": 4.0, "attn_factor": 1.5}, LONG),
+        (
+            {"type": "none", "factor": 4.0, "attn_factor": 1.5},
+            dataclasses.replace(LONG, short_factors=(1.0,) * 4, long_factors=(1.0,) * 4),
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "attn_factor": 1.5, "yarn_beta_slow": 2.0},
+            YarnScaling(
+                factor=4.0,
+                original_max_position=64,
+                beta_slow=2.0,
+                attention_factor=1.5 * (0.1 * math.log(4.0) + 1.0),
+            ),
+        ),
+    ],
+)
+def test_scaling_of_positions_is_llama_cpps(tmp_path, keys, scaling):
+    """Its logits were compared once, for these and for all families (context 64, heads of 8)."""
+    spec = described(
+        tmp_path / "x.gguf", context_length=64, **{f"rope.scaling.{k}": v for k, v in keys.items()}
+    )
+    assert spec.layers[0].attention.position.scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        (YARN_KEYS, "rope.scaling.yarn_log_multiplier"),
+        (LINEAR_KEYS, "rope.scaling.type"),
+        ({"rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor"),
+    ],
+)
+def test_scaling_of_latent_attention_without_sure_scores_is_refused(tmp_path, keys, field):
+    with pytest.raises(UnsupportedModelError, match=field):
+        described(tmp_path / "x.gguf", "deepseek2", **{**DEEPSEEK, **keys})
 
 
 def test_metadata_without_effect_is_accepted(tmp_path):

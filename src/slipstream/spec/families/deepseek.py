@@ -187,11 +187,14 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     m.require("attention.head_count_kv", 1)
     m.require("attention.key_length", kv_rank + rotary)
     m.require("attention.value_length", kv_rank)
-    log_multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
     m.require("rope.scaling.attn_factor", 1.0)
     scaling = scaling_gguf_config(m, rotary)
-    if scaling and scaling["rope_scaling"]["rope_type"] == "yarn":
-        scaling["rope_scaling"] |= {"mscale": log_multiplier, "mscale_all_dim": log_multiplier}
+    if scaling and scaling["rope_scaling"]["rope_type"] != "yarn":
+        raise m.unsupported("rope.scaling.type", "only yarn is supported")
+    if scaling:  # llama.cpp has other scores than the model where the file lacks it
+        multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float)
+        scaling["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    m.ignore("rope.scaling.yarn_log_multiplier")
     groups = m.size("expert_group_count", 1)
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
