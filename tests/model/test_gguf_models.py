@@ -892,6 +892,16 @@ def test_scaling_of_latent_attention_without_sure_scores_is_refused(tmp_path, ke
         described(tmp_path / "x.gguf", "deepseek2", **{**DEEPSEEK, **keys})
 
 
+def test_granite_without_positions_is_refused(tmp_path):
+    """The key has no effect elsewhere."""
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.finetuned"):
+        described(
+            tmp_path / "x.gguf",
+            "granite",
+            **{**CASES["granite"][3], "rope.scaling.finetuned": False},
+        )
+
+
 def test_metadata_without_effect_is_accepted(tmp_path):
     plain = described(tmp_path / "plain.gguf")
     harmless = {
