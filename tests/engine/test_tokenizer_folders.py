@@ -431,6 +431,14 @@ def test_berts_words_in_a_gguf_file(tmp_path) -> None:
     for text in ("The cats are singing.", "", "a  b\nc", "Ünïcode?", "the [SEP] cat"):
         assert a.encode(text) == b.encode(text)
         assert a.decode(a.encode(text)) == b.decode(b.encode(text))
+    for keys, text in (
+        ({"normalizer.lowercase": False}, "the Cat"),
+        ({"normalizer.strip_accents": False}, "ünïcode"),
+    ):
+        said = write_gguf(
+            tmp_path / "said.gguf", fields | {f"tokenizer.ggml.{k}": v for k, v in keys.items()}
+        )
+        assert Tokenizer.from_pretrained(said).encode(text) != b.encode(text)
     del fields["cls_token_id"]
     with pytest.raises(CheckpointError, match="CLS"):
         Tokenizer.from_pretrained(write_gguf(tmp_path / "y.gguf", fields))

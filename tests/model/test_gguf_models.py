@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -25,7 +26,13 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.gguf import GGUFFile
-from slipstream.spec.model import Llama3Scaling, RopeSpec
+from slipstream.spec.model import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from slipstream.spec.parameters import parameters
 from tests import tiny_models
 from tests.kernels.test_cpu_ops import any_blocks
@@ -149,6 +156,8 @@ def llama3_factors():
     return (plain / torch.atan2(sin, cos)).tolist()
 
 
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LINEAR_KEYS = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 FACTORS = {
     "phi3-long": {
         f"rope_factors_{kind}.weight": LONGROPE[f"{kind}_factor"] for kind in ("short", "long")
@@ -217,6 +226,77 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "attention.sliding_window": 6,
             "rope.freq_base": 1e6,
             "rope.freq_base_swa": 5e3,
+        },
+    ),
+    **{
+        f"{name}-{kind}": (
+            name,
+            family,
+            {"rope_theta": None, "rope_parameters": rope, **changes},
+            {**RMS, **more, **keys},
+        )
+        for kind, rope, keys in (
+            ("linear", LINEAR, LINEAR_KEYS),
+            ("linear-without-a-type", LINEAR, {"rope.scaling.factor": 4.0}),
+            ("linear-of-old", LINEAR, {"rope.scale_linear": 4.0}),
+            ("yarn", YARN, YARN_KEYS),
+            (
+                "yarn-betas",
+                {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+                {
+                    **YARN_KEYS,
+                    "rope.scaling.yarn_beta_fast": 16.0,
+                    "rope.scaling.yarn_beta_slow": 2.0,
+                    "rope.scaling.yarn_attn_factor": 0.878,
+                    "rope.scaling.yarn_ext_factor": 1.0,
+                    "rope.scaling.finetuned": True,
+                },
+            ),
+        )
+        for name, family, changes, more in (
+            ("llama", "llama", {}, {"rope.dimension_count": 8}),
+            ("qwen2", "qwen2", {"use_sliding_window": False}, {}),
+            ("qwen3", "qwen3", {}, {"attention.key_length": 16, "attention.value_length": 16}),
+        )
+    },
+    "gemma3-linear": (
+        "gemma3",
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 6,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+    ),
+    "gemma3-without-windows": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 2,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["full_attention"] * 2,
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": PLAIN,
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.freq_base": 1e6,
         },
     ),
     "gpt2": ("gpt2", "gpt2", {}, LAYER),
@@ -735,10 +815,12 @@ def described(path, architecture="llama", **changes):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.scale_linear", 2.0),
-        ("rope.scaling.type", "yarn"),
-        ("rope.scaling.factor", 4.0),
-        ("rope.scaling.attn_factor", 1.5),
+        ("rope.scale_linear", -2.0),
+        ("rope.scaling.type", "dynamic"),
+        ("rope.scaling.factor", -4.0),
+        ("rope.scaling.alpha", 2.0),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
         ("rope.dimension_count", 4),
         ("rope.freq_base_swa", 1e4),
         ("attention.sliding_window", 16),
@@ -756,6 +838,68 @@ def test_metadata_that_could_matter_is_refused_by_name(tmp_path, key, value):
     with pytest.raises(UnsupportedModelError, match=key) as caught:
         described(tmp_path / "x.gguf", **{key: value})
     assert caught.value.field == f"llama.{key}"
+
+
+LONG = LongRopeScaling(
+    short_factors=(4.0,) * 4,
+    long_factors=(4.0,) * 4,
+    original_max_position=64,
+    attention_factor=1.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scaling"),
+    [
+        ({"factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"factor": 0.0}, None),
+        ({"type": "none", "factor": 4.0}, None),
+        ({"type": "longrope", "factor": 4.0}, LinearScaling(factor=4.0)),
+        ({"factor": 4.0, "attn_factor": 1.5}, LONG),
+        (
+            {"type": "none", "factor": 4.0, "attn_factor": 1.5},
+            dataclasses.replace(LONG, short_factors=(1.0,) * 4, long_factors=(1.0,) * 4),
+        ),
+        (
+            {"type": "yarn", "factor": 4.0, "attn_factor": 1.5, "yarn_beta_slow": 2.0},
+            YarnScaling(
+                factor=4.0,
+                original_max_position=64,
+                beta_slow=2.0,
+                attention_factor=1.5 * (0.1 * math.log(4.0) + 1.0),
+            ),
+        ),
+    ],
+)
+def test_scaling_of_positions_is_llama_cpps(tmp_path, keys, scaling):
+    """Its logits were compared once, for these and for all families (context 64, heads of 8)."""
+    spec = described(
+        tmp_path / "x.gguf", context_length=64, **{f"rope.scaling.{k}": v for k, v in keys.items()}
+    )
+    assert spec.layers[0].attention.position.scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("keys", "field"),
+    [
+        (YARN_KEYS, "rope.scaling.yarn_log_multiplier"),
+        (LINEAR_KEYS, "rope.scaling.type"),
+        ({"rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor"),
+    ],
+)
+def test_scaling_of_latent_attention_without_sure_scores_is_refused(tmp_path, keys, field):
+    with pytest.raises(UnsupportedModelError, match=field):
+        described(tmp_path / "x.gguf", "deepseek2", **{**DEEPSEEK, **keys})
+
+
+def test_granite_without_positions_is_refused(tmp_path):
+    """The key has no effect elsewhere."""
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.finetuned"):
+        described(
+            tmp_path / "x.gguf",
+            "granite",
+            **{**CASES["granite"][3], "rope.scaling.finetuned": False},
+        )
 
 
 def test_metadata_without_effect_is_accepted(tmp_path):

@@ -113,7 +113,7 @@ def _model_section(
         )
     spec = model.spec
     longest = spec.max_position
-    if spec.is_encoder and model.pooling.max_length is not None:
+    if model.pooling.max_length is not None:
         longest = min(longest, model.pooling.max_length)
     max_model_len = chosen("max_model_len", longest, "model", "the context the model was made for")
     positive("max_model_len", max_model_len)

@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import re
+import string
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -45,10 +46,15 @@ of 20,000 characters, which are long ones, have some 5,000."""
 
 _MAX_NUMBER = 100_000  # as an argument of a filter or method: a width, a precision, a count
 _FILTERS = frozenset((
-    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format", "indent",
-    "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace",
-    "reverse", "round", "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
+    "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e", "escape", "filesizeformat",
+    "first", "float", "forceescape", "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower",
+    "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice",
+    "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 ))  # fmt: skip
+_WIDTHS = frozenset((
+    "batch", "center", "indent", "ljust", "rjust", "round", "slice", "tojson", "truncate", "zfill",
+))  # fmt: skip
+"""Filters and methods that a number tells how much to make."""
 _NO_METHODS = frozenset(
     {"translate", "format_map", "encode", "expandtabs", "maketrans", "to_bytes"}
 )
@@ -174,12 +180,20 @@ def _size(value: Any, budget: _Budget | None = None) -> int:
         elif isinstance(item, (list, tuple)):
             size = len(item)
             left.extend(item)
-        elif (attributes := getattr(item, "_Namespace__attrs", None)) is not None:
+        elif (attributes := _attributes(item)) is not None:
             left.append(attributes)
         total += 1 + size
         if budget is not None:
             budget.spend(size)
     return total
+
+
+def _attributes(item: Any) -> Any:
+    """What a namespace holds. Not by getattr: an undefined name raises at that, and may be printed."""
+    try:
+        return object.__getattribute__(item, "_Namespace__attrs")
+    except AttributeError:
+        return None
 
 
 def _paid(value: Any) -> Any:
@@ -199,7 +213,7 @@ def _number(value: object) -> bool:
 def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
     """Pay for what a filter or method of a string makes beyond its arguments."""
     given = tuple(args)
-    if any(_number(a) and abs(a) > _MAX_NUMBER for a in given):
+    if name in _WIDTHS and any(_number(a) and abs(a) > _MAX_NUMBER for a in given):
         raise _TooMuch(f"a number above {_MAX_NUMBER} is given to {name}")
     texts = [a for a in given if isinstance(a, str)]
     match name:
@@ -210,8 +224,10 @@ def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
                 (str(value).count("\n") + 1)
                 * max([0, *map(len, texts), *(a for a in given if _number(a))])
             )
+        case "batch" | "slice":
+            _budget.get().spend(int(max([0, *(a for a in given if _number(a))])))
         case "format":
-            _before_format(str(value), given)
+            _before_percent(str(value), given)
         case "tojson":
             width = max([0, *map(len, texts), *(a for a in given if _number(a))])
             _budget.get().spend(_size(value, _budget.get()) * width)
@@ -219,11 +235,39 @@ def _before_call(name: str, value: Any, args: Iterable[Any]) -> None:
             _paid(value)
 
 
-def _before_format(form: str, given: Any) -> None:
-    if re.search(r"\d{5}|\*|\{[^{}]*\{", form):
-        raise _TooMuch("a width in a format is too large")
+_PLACE = re.compile(r"[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
+
+
+def _before_percent(form: str, given: Any) -> None:
+    """Pay for `form % given`, whose widths must be numbers in the text, and small."""
+    at = form.find("%")
+    while at >= 0:
+        at, depth = at + 1, 0
+        while form.startswith("(", at) or depth:  # the name of a value, with brackets of its own
+            depth += {"(": 1, ")": -1}.get(form[at : at + 1], 0)
+            at += 1
+            if at > len(form):
+                return  # no end of the name: Python refuses it
+            if not depth:
+                break
+        place = _PLACE.match(form, at)
+        assert place is not None
+        if any(width is not None and (width == "*" or len(width) > 4) for width in place.groups()):
+            raise _TooMuch("a width in a format is too large")
+        at = form.find("%", place.end() + 1)
+    _before_format(form, given, form.count("%"))
+
+
+def _before_braces(form: str, given: tuple[Any, ...]) -> None:
+    """Pay for `form.format(…)`, whose widths must be numbers in the text, and small."""
+    for _, _, spec, _ in string.Formatter().parse(form):
+        if spec and ("{" in spec or re.search(r"\d{5}", spec)):
+            raise _TooMuch("a width in a format is too large")
+    _before_format(form, given, form.count("{"))
+
+
+def _before_format(form: str, given: Any, places: int) -> None:
     values = given if isinstance(given, tuple) else (given,)
-    places = form.count("%") + form.count("{")
     _budget.get().spend(
         len(form) + places * (10_000 + sum(_size(v, _budget.get()) for v in values))
     )
@@ -240,10 +284,13 @@ def _joined(value: Iterable[Any], separator: str) -> str:
 @functools.lru_cache(maxsize=1)
 def _environment() -> Any:
     from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.filters import make_attrgetter
     from jinja2.parser import Parser
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
     from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
@@ -303,7 +350,7 @@ def _environment() -> Any:
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
             if operator == "%" and isinstance(left, str):
-                _before_format(left, right)
+                _before_percent(left, right)
             elif isinstance(left, int) and isinstance(right, int):
                 if (
                     left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
@@ -325,10 +372,31 @@ def _environment() -> Any:
             if isinstance(receiver, (str, int, float)):
                 if name in _NO_METHODS:
                     raise _TooMuch(f"the method {name} is not there")
-                if name == "join" and len(args) == 1:
-                    return _joined(args[0], str(receiver))
-                _before_call(name, receiver, (*args, *kwargs.values()))
+                if name == "join" and isinstance(receiver, str) and len(args) == 1:
+                    items = []
+                    for item in args[0]:
+                        _budget.get().spend(len(receiver))
+                        items.append(_paid(item))
+                    args = (items,)
+                elif name == "format" and isinstance(receiver, str):
+                    _before_braces(str(receiver), (*args, *kwargs.values()))
+                else:
+                    _before_call(name, receiver, (*args, *kwargs.values()))
             return _paid(super().call(context, obj, *args, **kwargs))
+
+    class Names(Namespace):
+        """Keeps names with _ before them out, as transformers' does."""
+
+        def __init__(*args: Any, **values: Any) -> None:  # so that `self` can be a name
+            self, *given = args
+            Namespace.__init__(self)
+            for name, value in dict(*given, **values).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a namespace takes no name with _ before it, got {name!r}")
+            super().__setitem__(name, value)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -354,9 +422,7 @@ def _environment() -> Any:
         )
 
     def join(value: Any, d: str = "", attribute: str | None = None) -> str:
-        items = (
-            value if attribute is None else [environment.getattr(item, attribute) for item in value]
-        )
+        items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
         return _joined(items, str(d))
 
     def turn(fixed: int, _: Any) -> None:
@@ -388,6 +454,7 @@ def _environment() -> Any:
         name: metered(name, f) for name, f in environment.filters.items() if name in _FILTERS
     }
     environment.filters |= {"_paid": _paid, "_turn": turn}
+    environment.globals["namespace"] = Names
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = now
     return environment

@@ -7,6 +7,7 @@ facts are those of llama.cpp's llama-vocab.cpp, or of the models' own tokenizer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from slipstream.engine.tokenizer_parts import (
 )
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_ends import DEFAULT_EOS, END_NAMES, NUMBERED, end_tokens
+from slipstream.spec.gguf_parts import model_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +98,6 @@ _SPLITS: dict[tuple[str, ...], Split] = {
 SPLITS = {name: split for names, split in _SPLITS.items() for name in names}
 """By `tokenizer.ggml.pre`."""
 
-_ENDS = (
-    *(
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<EOT>",
-    ),
-    "<｜end▁of▁sentence｜>",
-)
-"""Control tokens that end an answer by their name: many files give the number of one such token only."""
-
 
 def read(file: GGUFFile) -> TokenizerParts:
     """CheckpointError or UnsupportedModelError if it can't be."""
@@ -125,7 +113,17 @@ def _read(file: GGUFFile) -> TokenizerParts:
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if not tokens:
         raise CheckpointError(f"{path} carries no tokenizer", field="tokenizer.ggml.tokens")
+    if len(set(tokens)) < len(tokens):
+        twice = next(t for t, n in Counter(tokens).items() if n > 1)
+        raise CheckpointError(
+            f"{path}: the token {twice!r} stands in the vocabulary twice",
+            field="tokenizer.ggml.tokens",
+        )
     kinds = fields.array("token_type", int, len(tokens)) or [int(Kind.NORMAL)] * len(tokens)
+    numbered = {name: fields.token_id(name, None, len(tokens)) for name in NUMBERED}
+    ends = tuple(i for i in end_tokens(file.metadata) if i < len(tokens))
+    for i in ends:  # by its name it is one, whatever its type says: a text that holds it means it
+        kinds[i] = int(Kind.CONTROL) if tokens[i] in END_NAMES else kinds[i]
     add_eos = False
     if kind == "gpt2":
         pre = fields.get("pre", str, "default")
@@ -135,11 +133,11 @@ def _read(file: GGUFFile) -> TokenizerParts:
                 "model's Hugging Face folder",
                 field="tokenizer.ggml.pre",
             )
-        bos = eos = None
+        bos = None
         add_bos, add_eos = SPLITS[pre].add_bos, SPLITS[pre].add_eos
         backend = _byte_level(fields, tokens, kinds, SPLITS[pre])
     elif kind == "llama":
-        bos, eos, add_bos = 1, 2, True  # SentencePiece's own, where the file is silent
+        bos, add_bos = 1, True  # SentencePiece's own, where the file is silent
         scores = fields.array("scores", float, len(tokens))
         if not scores:
             raise CheckpointError(
@@ -148,12 +146,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
         prefix = fields.get("add_space_prefix", bool, True)
         backend = sentencepiece.build(tokens, scores, kinds, add_space_prefix=prefix)
     elif kind == "t5":
-        bos, eos, add_bos, add_eos = (
-            None,
-            1,
-            False,
-            True,
-        )  # as llama.cpp reads a file that is silent
+        bos, add_bos, add_eos = None, False, True  # as llama.cpp reads a file that is silent
         charsmap = bytes(n & 255 for n in fields.array("precompiled_charsmap", int))
         scores = fields.array("scores", float, len(tokens))
         if not scores or int(Kind.UNKNOWN) not in kinds:
@@ -175,11 +168,8 @@ def _read(file: GGUFFile) -> TokenizerParts:
             f"tokenizer.ggml.model = {kind!r} is not supported; gpt2, llama, t5 and bert are",
             field="tokenizer.ggml.model",
         )
-    bos, eos = fields.token_id("bos", bos, len(tokens)), fields.token_id("eos", eos, len(tokens))
-    control = int(Kind.CONTROL)
-    others = [fields.token_id(name, None, len(tokens)) for name in ("eot", "eom")]
-    named = [i for i, kind in enumerate(kinds) if kind == control and tokens[i] in _ENDS]
-    ends = tuple(dict.fromkeys(i for i in (eos, *others, *named) if i is not None))
+    bos = fields.token_id("bos", bos, len(tokens))
+    eos = DEFAULT_EOS.get(kind) if numbered["eos"] is None else numbered["eos"]
     ids = {
         name: fields.token_id(key, None, len(tokens))
         for name, key in (("unk", "unknown"), ("pad", "padding"))
@@ -196,11 +186,13 @@ def _read(file: GGUFFile) -> TokenizerParts:
         },
     )
     templates = {"default": fields.metadata.get("tokenizer.chat_template")}
-    for name in fields.metadata.get("tokenizer.chat_templates", ()):
-        templates[name] = fields.metadata.get(f"tokenizer.chat_template.{name}")
+    named = "tokenizer.chat_template."
+    for key in fields.metadata:
+        if key.startswith(named):
+            templates[key.removeprefix(named)] = fields.metadata[key]
     own = path.with_name("chat_template.jinja")
     if (
-        own.is_file() and len(list(path.parent.glob("*.gguf"))) == 1
+        own.is_file() and len(model_files(path.parent)) == 1
     ):  # beside one of several files it would be anyone's
         templates = {"default": own.read_text(encoding="utf-8")}
     return TokenizerParts(
@@ -209,8 +201,8 @@ def _read(file: GGUFFile) -> TokenizerParts:
 
 
 def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
-    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one, and does not say
-    whether letters become small: they do, if no token has a capital."""
+    """BERT's. The file has ▁ before tokens that begin a word, in place of ## before those that go on with one. If it does not
+    say whether letters become small, they do where no token has a capital; accents go with that, unless the file says."""
     named = [t.startswith("[") and t.endswith("]") for t in tokens]
     words = [
         t if whole else t.removeprefix("▁") if t.startswith("▁") else f"##{t}"
@@ -233,7 +225,10 @@ def _wordpiece(fields: _Fields, tokens: list[str]) -> TokenizerParts:
     small = not any(
         word != word.lower() for word, whole in zip(words, named, strict=True) if not whole
     )
-    backend.normalizer = normalizers.BertNormalizer(lowercase=small)
+    small = fields.get("normalizer.lowercase", bool, small)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=small, strip_accents=fields.get("normalizer.strip_accents", bool, small)
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
     special = sorted({i for i in ids.values() if i is not None})
@@ -289,7 +284,7 @@ class _Fields:
     def array(self, name: str, kind: type, length: int | None = None) -> list[Any]:
         """Empty if it is not there; else of `length`."""
         value = self.get(name, list, None) or []
-        if not set(map(type, value)) <= {kind}:
+        if not set(map(type, value)) <= {kind, int if kind is float else kind}:
             raise self._error(name, f"is not made of {kind.__name__}")
         if length is not None and len(value) not in (0, length):
             raise self._error(name, f"has {len(value)} entries for {length} tokens")

@@ -277,9 +277,7 @@ class LLM:
             offer(tools, tool_choice, parallel_tool_calls),
             Formats(tool_call_parser, reasoning_parser),
         )
-        template = chat_template or (
-            tokenizer.tool_template if offered.is_made else tokenizer.chat_template
-        )
+        template = tokenizer.template_for(chat_template, tools=offered.is_made)
         given: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,

@@ -32,6 +32,7 @@ from slipstream.engine.tokenizer_parts import (
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_parts import model_files
 
 
 class Tokenizer:
@@ -115,7 +116,7 @@ class Tokenizer:
         or tiktoken's tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
-            path = next(iter(sorted(path.glob("*.gguf"))), path)
+            path = next(iter(model_files(path)), path)
         if path.is_file():
             return cls._of(gguf_tokenizer.read(GGUFFile(path)))
         return cls._of(tokenizer_folder.read(path))
@@ -280,6 +281,12 @@ class Tokenizer:
         """The template of conversations with tools: the one named tool_use, where there is one."""
         return self._templates.get("tool_use", self.chat_template)
 
+    def template_for(self, chat_template: str | None, *, tools: bool) -> str | None:
+        """The template that `chat_template` names (`rag`) or is; without it the model's."""
+        if chat_template:
+            return self._templates.get(chat_template, chat_template)
+        return self.tool_template if tools else self.chat_template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -294,7 +301,8 @@ class Tokenizer:
     ) -> str:
         """The conversation in the model's chat format. A message's content is a text, or a list of parts, of the types text and
         image; the template gets what it can read. RequestError (field "messages") says what the template refused. `tools`
-        choose the template named tool_use, where there is one; `chat_template` is one to take in the model's place. With
+        choose the template named tool_use, where there is one; `chat_template` names another, or is one to take in the model's
+        place. A message's key whose value is None is left out; its reasoning is there under the names that templates use. With
         `continue_final_message` the text ends with the last message's, for the model to go on with it."""
         if tokenize:
             message = "apply_chat_template gives text; encode(text, add_special_tokens=False) gives its tokens"
@@ -302,7 +310,7 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             message = "an answer is either begun or continued: set add_generation_prompt=False with continue_final_message"
             raise RequestError(message, field="continue_final_message")
-        template = chat_template or (self.tool_template if tools else self.chat_template)
+        template = self.template_for(chat_template, tools=tools is not None)
         if template is None:
             raise RequestError(
                 "this model has no chat template; if it writes text, use completions with a plain prompt",
@@ -314,20 +322,31 @@ class Tokenizer:
                 raise RequestError(
                     "continue_final_message needs a last message that is text", field="messages"
                 )
-            messages = [*messages[:-1], {**last, "content": last["content"] + _END}]
-        messages = shaped_for(template, messages, self.image_placeholder)
+            messages = [*messages[:-1], {**last, "content": last["content"] + _END + " "}]
+        messages = shaped_for(template, list(map(_filled, messages)), self.image_placeholder)
         given = {
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = render(template, {**self._special.texts, **variables, **given})
+        text = render(template, {**self._special.texts, "documents": None, **variables, **given})
         if continue_final_message:
-            text, found, _ = text.rpartition(_END)
+            text, found, after = text.rpartition(_END)
+            text = text if after.startswith(" ") else text.rstrip()  # a template that trims
             if not found:
                 message = "the model's chat template changes the last message, which therefore can't be continued"
                 raise RequestError(message, field="continue_final_message")
         return text
+
+
+def _filled(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to templates. Many of them write "None" for a value that is None."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((kept[name] for name in names if name in kept), None)
+    if reasoning is None:
+        return kept
+    return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
 _END = "\ue000end\ue000"

@@ -27,6 +27,8 @@ FILES = (
     "vocab.txt",
     "config.json",
 )
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Of a folder: where transformers puts the templates that have a name."""
 _GPT2_END = "<|endoftext|>"
 
 
@@ -308,9 +310,12 @@ def _ids(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; a file of its own goes before the config's entry."""
-    if (path / "chat_template.jinja").is_file():
-        return {"default": (path / "chat_template.jinja").read_text(encoding="utf-8")}
+    """By name. Files of their own go before the config's entry, which then counts for no name."""
+    files = {file.stem: file for file in sorted((path / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if (own := path / "chat_template.jinja").is_file():
+        files = {"default": own, **files}
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     found = _optional(path / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(found, list):
         named = [(t.get("name"), t.get("template")) for t in found if isinstance(t, Mapping)]

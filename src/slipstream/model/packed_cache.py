@@ -170,7 +170,9 @@ def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ..
 
 def _files(path: Path, description: ModelDescription) -> list[Path]:
     return (
-        [path] if description.format == "gguf" else [path / "config.json", *safetensors_files(path)]
+        [file.resolve() for file in description.gguf.files]
+        if description.gguf is not None
+        else [path / "config.json", *safetensors_files(path)]
     )
 
 

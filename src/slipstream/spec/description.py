@@ -22,6 +22,8 @@ from slipstream.spec.families.base import (
     Family,
 )
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_ends import end_tokens
+from slipstream.spec.gguf_parts import model_files
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
 from slipstream.spec.parameters import Shape, parameters
@@ -227,11 +229,12 @@ def _read(path: Path) -> ModelDescription:
             )
         return _read_gguf(path)
     if not (path / "config.json").is_file():
-        files = sorted(path.glob("*.gguf"))
+        files = model_files(path)
         if len(files) == 1:
             return _read_gguf(files[0])
         raise CheckpointError(
-            f"{path} holds no config.json" + (" and several .gguf files" if files else ""),
+            f"{path} holds no config.json"
+            + (" and several models in .gguf files" if files else ""),
             field="model",
         )
     return _read_folder(path)
@@ -419,15 +422,14 @@ def _read_gguf(path: Path) -> ModelDescription:
     config, meta = _gguf_config(file), file.metadata
     family = find_gguf_family(meta.get("general.architecture"))
     spec = family.read(ConfigReader(config, path.name))
-    eos = [meta.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
     return ModelDescription(
-        name=str(meta.get("general.name", path.stem)),
-        path=path,
+        name=str(meta.get("general.name", file.path.stem)),
+        path=file.path,
         format="gguf",
         family=family,
         spec=spec,
         dtype="bfloat16",
-        eos_token_ids=_ids("eos_token_id", [e for e in eos if e is not None], spec.vocab_size),
+        eos_token_ids=_ids("eos_token_id", list(end_tokens(meta)), spec.vocab_size),
         bos_token_id=next(
             iter(_ids("bos_token_id", meta.get("tokenizer.ggml.bos_token_id"), spec.vocab_size)),
             None,

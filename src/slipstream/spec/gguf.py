@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.errors import CheckpointError
+from slipstream.spec.gguf_parts import parts_of
 
 if TYPE_CHECKING:  # NumPy is imported where a file is opened: this module's names stand in the options, and `--help` is quick
     import numpy as np
@@ -54,7 +55,7 @@ TYPES: dict[int, QuantType] = {
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 """Types that are not supported; their names are for the message."""
 
@@ -101,10 +102,65 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open file: its `metadata` and `tensors` by name. `raw` gives a tensor's bytes."""
+    """An open file: its `metadata` and `tensors` by name. `raw` gives a tensor's bytes.
+
+    A model in parts is read as one file, whichever of them is given. `path` is then the first, which has the metadata, and
+    `files` are all. A part that is missing, or is another model's, raises a CheckpointError that names it.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.files = parts_of(Path(path))
+        missing = [file.name for file in self.files if not file.is_file()]
+        if missing and len(self.files) > 1:
+            raise CheckpointError(
+                f"{self.files[0].parent}: the model is in {len(self.files)} parts, and {', '.join(missing[:8])} "
+                f"{'is' if len(missing) == 1 else 'are'} missing: put all of them into this folder",
+                field=missing[0],
+            )
+        self._open(self.files[0])
+        count = self.metadata.get("split.count", 0)
+        if len(self.files) > 1 or count not in (0, 1):
+            self._join(count)
+
+    def _join(self, count: Any) -> None:
+        if count != len(self.files):
+            given = f"split.count = {count}" if count else "no split.count"
+            raise CheckpointError(
+                f"{self.path} has {given}, and its name is of {len(self.files)} parts: they are named "
+                "NAME-00001-of-00003.gguf and so on",
+                field="split.count",
+            )
+        for number, path in enumerate(self.files):
+            part = self
+            if number:
+                part = object.__new__(GGUFFile)
+                part._open(path)
+            said = part.metadata.get("split.no"), part.metadata.get("split.count")
+            if said != (number, count):
+                raise CheckpointError(
+                    f"{path} has split.no = {said[0]} and split.count = {said[1]}, not {number} and {count}: it is not "
+                    "what its name says",
+                    field="split.no",
+                )
+            if number:
+                if twice := self.tensors.keys() & part.tensors.keys():
+                    raise CheckpointError(
+                        f"{path}: the tensor {min(twice)!r} is in another part too",
+                        field=min(twice),
+                    )
+                self._others |= dict.fromkeys(part.tensors, part)
+                self.tensors |= part.tensors
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if expected != len(self.tensors):
+            raise CheckpointError(
+                f"{self.path}: its {count} parts have {len(self.tensors)} tensors together, and split.tensors.count is "
+                f"{expected}: they are not of one model",
+                field="split.tensors.count",
+            )
+
+    def _open(self, path: Path) -> None:
+        """Read one file's header."""
+        self.path, self._others = path, dict[str, GGUFFile]()  # tensors of other parts
         try:
             if self.path.stat().st_size == 0:
                 raise CheckpointError(
@@ -139,6 +195,8 @@ class GGUFFile:
 
     def raw(self, name: str) -> RawBytes:
         """The tensor's bytes in the file, mapped read-only: [numel / block_size, block_bytes]."""
+        if name in self._others:
+            return self._others[name].raw(name)
         tensor = self._find(name)
         flat = self._bytes[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(-1, tensor.quant.block_bytes)
@@ -149,7 +207,11 @@ class GGUFFile:
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         if name is None:
-            self._mapped.madvise(mmap.MADV_DONTNEED)
+            for part in {self, *self._others.values()}:
+                part._mapped.madvise(mmap.MADV_DONTNEED)
+            return
+        if name in self._others:
+            self._others[name].let_go(name)
             return
         tensor = self._find(name)
         begin, end = (
@@ -180,8 +242,10 @@ class GGUFFile:
             if number not in TYPES:
                 kind = _OTHER_TYPES.get(number, f"number {number}")
                 known = " ".join(t.name for t in TYPES.values())
+                later = "; a later release reads IQ and TQ" if kind[:2] in ("IQ", "TQ") else ""
                 raise reader.error(
-                    f"the tensor {name!r} has the type {kind}, which is not supported; {known} are",
+                    f"the tensor {name!r} has the type {kind}, which is not supported{later}. Take a file with the types "
+                    f"{known}, such as Q4_K_M",
                     name,
                 )
             entries.append((name, dims[::-1], TYPES[number], offset))

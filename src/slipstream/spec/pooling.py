@@ -33,7 +33,8 @@ CONFIG_KEYS = frozenset(
 class PoolingSpec:
     """How a text becomes a vector or a score.
 
-    `max_length`: the longest text that the model was trained for, in tokens, if its files say so.
+    `max_length`: the longest text that the files let sentence-transformers read, in tokens; it cuts a longer one. None if
+    they say nothing, or more than positions can, and for a model that writes text.
     `prompt`: precedes every text.
     `dimensions`: lengths to which vectors may be cut (Matryoshka); empty: any length; None: they can't be cut.
     `probabilities`: a classifier's scores pass the sigmoid.
@@ -77,24 +78,52 @@ def read_pooling(path: Path, config: Mapping[str, Any], *, is_encoder: bool) -> 
                 raise UnsupportedModelError(
                     f"modules.json: the step {name!r} is not supported", field="modules.json"
                 )
-    limits = _json(path / "sentence_bert_config.json", {})
+    file = next((name for name in _LIMITS if (path / name).is_file()), _LIMITS[0])
+    limits = _json(path / file, {})
     if limits.get("do_lower_case"):
         raise UnsupportedModelError(
-            "sentence_bert_config.json: do_lower_case is not supported", field="do_lower_case"
+            f"{file}: do_lower_case is not supported", field="do_lower_case"
         )
+    architecture = str(next(iter(config.get("architectures") or ()), ""))
+    is_read = (modules and score_tokens is None) or architecture.endswith("SequenceClassification")
     says = _json(path / "config_sentence_transformers.json", {})
     default = says.get("default_prompt_name")
-    length = limits.get("max_seq_length")
     listed = config.get("matryoshka_dimensions")
     return PoolingSpec(
         kind=kind,
         normalize=normalize,
-        max_length=length if isinstance(length, int) and length > 0 else None,
+        max_length=_max_length(path, limits, file) if is_encoder or is_read else None,
         prompt=str((says.get("prompts") or {}).get(default, "")) if default else "",
         dimensions=tuple(listed) if listed else () if config.get("is_matryoshka") else None,
         probabilities=_probabilities({**says, **config} if "activation_fn" in says else config),
         score_tokens=score_tokens,
     )
+
+
+_LIMITS = ("sentence_bert_config.json", *(
+    f"sentence_{kind}_config.json"
+    for kind in ("roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+))  # fmt: skip
+"""The names under which versions of sentence-transformers wrote what the step Transformer is given; the first one counts."""
+
+
+def _max_length(path: Path, limits: Mapping[str, Any], file: str) -> int | None:
+    """The first that says it: how texts are read, what the tokenizer is given, `max_seq_length` of versions before 6, the
+    tokenizer's own `model_max_length`."""
+    reading = limits.get("processing_kwargs") or {}
+    said: list[Any] = []
+    for kind in ("text", "common"):
+        own = reading.get(kind) or {}
+        if unknown := sorted(set(own) - {"max_length", "truncation", "padding"}):
+            raise UnsupportedModelError(
+                f"{file}: processing_kwargs.{kind}.{unknown[0]} is not supported", field=unknown[0]
+            )
+        said.append(own.get("max_length"))
+    given = limits.get("processor_kwargs") or limits.get("tokenizer_args") or {}
+    said += [given.get("model_max_length"), limits.get("max_seq_length")]
+    said.append(_json(path / "tokenizer_config.json", {}).get("model_max_length"))
+    lengths = [n for n in said if isinstance(n, (int, float)) and not isinstance(n, bool)]
+    return int(lengths[0]) if lengths and 0 < lengths[0] < 2**31 else None
 
 
 def _score_tokens(config: Mapping[str, Any]) -> tuple[int, int | None]:
@@ -126,6 +155,7 @@ def _kind(config: Mapping[str, Any]) -> Literal["mean", "cls", "last"]:
         "pooling_mode_lasttoken": "last",
     }
     named = config.get("pooling_mode")
+    named = named[0] if isinstance(named, list) and len(named) == 1 else named
     on = (
         [f"pooling_mode_{named}"]
         if named

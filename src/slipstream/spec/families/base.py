@@ -53,7 +53,7 @@ WRITTEN_BY_ALL: dict[str, Any] = {
 """Defaults that transformers 4 writes into a config that it saves in full, such as a nested one."""
 
 GGUF_NO_EFFECT = frozenset((
-    "rope.scaling.finetuned", "rope.scaling.original_context_length",  # without a scaling, which is refused
+    "rope.scaling.finetuned",
     "vocab_size",  # the embedding has as many rows
     "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import before, gated, model, rms, rope
-from slipstream.spec.families.metadata import yarn_gguf_config
+from slipstream.spec.families.metadata import scaling_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
@@ -187,7 +187,14 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     m.require("attention.head_count_kv", 1)
     m.require("attention.key_length", kv_rank + rotary)
     m.require("attention.value_length", kv_rank)
-    log_multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float, 0.0)
+    m.require("rope.scaling.attn_factor", 1.0)
+    scaling = scaling_gguf_config(m, rotary)
+    if scaling and scaling["rope_scaling"]["rope_type"] != "yarn":
+        raise m.unsupported("rope.scaling.type", "only yarn is supported")
+    if scaling:  # llama.cpp has other scores than the model where the file lacks it
+        multiplier = 10 * m.take("rope.scaling.yarn_log_multiplier", float)
+        scaling["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    m.ignore("rope.scaling.yarn_log_multiplier")
     groups = m.size("expert_group_count", 1)
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
@@ -201,7 +208,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "q_lora_rank": m.maybe("attention.q_lora_rank", int),
         "max_position_embeddings": m.size("context_length"),
         "rope_theta": m.take("rope.freq_base", float, 10000.0),
-        **yarn_gguf_config(m, mscale=log_multiplier, mscale_all_dim=log_multiplier),
+        **scaling,
         "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
         "hidden_act": "silu",
         **gguf_experts(m),

@@ -268,8 +268,17 @@ def gemma2_gguf_config(m: ConfigReader) -> dict[str, Any]:
 
 def gemma3_gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = gguf_config(m)
-    config["sliding_window"] = m.size("attention.sliding_window", 1024)
-    config["sliding_window_pattern"] = m.maybe("attention.sliding_window_pattern", int)
+    window, count = m.take("attention.sliding_window", int, 0), config["num_hidden_layers"]
+    config["sliding_window"] = window or None
+    pattern = m.value("attention.sliding_window_pattern")
+    if not window:  # no layer has one then
+        config["layer_types"] = ["full_attention"] * count
+    elif isinstance(pattern, list):
+        config["layer_types"] = ["sliding_attention" if x else "full_attention" for x in pattern]
+    else:
+        config["sliding_window_pattern"] = m.maybe("attention.sliding_window_pattern", int)
+    # Layers with a window have a base of their own, and no scaling but this one.
+    m.require("rope.scaling.attn_factor", 1.0)
     config["rope_local_base_freq"] = m.maybe("rope.freq_base_swa", float)
     config["final_logit_softcapping"] = m.maybe("final_logit_softcapping", float)
     return {**config, "query_pre_attn_scalar": _query_scalar(m, config, layers_of_27b=62)}

@@ -15,7 +15,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.metadata import llama_gguf_config, yarn_gguf_config
+from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, LayerSpec, ModelSpec, MoESpec
 
@@ -64,9 +64,11 @@ NAMES: dict[str, Theirs] = {
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     """llama.cpp knows the pattern of windows, the activation and the kind of softmax from the architecture."""
+    config = llama_gguf_config(m, experts=True)
+    if config.get("rope_scaling", {}).get("rope_type") == "yarn":
+        config["rope_scaling"]["truncate"] = False
     return {
-        **llama_gguf_config(m, experts=True, scaled=True),
-        **yarn_gguf_config(m, truncate=False),
+        **config,
         "sliding_window": m.size("attention.sliding_window"),
         "num_local_experts": m.size("expert_count"),
         "num_experts_per_tok": m.size("expert_used_count"),

@@ -41,6 +41,7 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
         "embedding_multiplier": "embedding_scale",
         "logits_scaling": "logit_scale",
     }
+    m.require("rope.scaling.finetuned", True)  # llama.cpp's switch for positions of this family
     return {
         **llama_gguf_config(m),
         **{ours: m.take(theirs, float) for ours, theirs in scales.items()},

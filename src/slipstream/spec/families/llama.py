@@ -16,7 +16,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.metadata import factors_gguf_config, llama_gguf_config
+from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import LayerSpec, MLPSpec, ModelSpec, MoESpec
 
@@ -96,7 +96,7 @@ def _read(
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
-    config = {**llama_gguf_config(m, experts=True), **factors_gguf_config(m)}
+    config = llama_gguf_config(m, experts=True)
     if m.take("expert_count", int, 0):
         return {
             **config,
@@ -107,11 +107,6 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     return config
 
 
-def smollm3_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """The file does not say that every fourth layer has no position embedding; the default does."""
-    return {**llama_gguf_config(m), **factors_gguf_config(m)}
-
-
 names = table(LLAMA)
 MIXTRAL: dict[str, Theirs] = {
     **LLAMA,
@@ -120,9 +115,10 @@ MIXTRAL: dict[str, Theirs] = {
     "experts.down": "block_sparse_moe.experts.{e}.w2",
 }
 UNPERMUTED = gguf_table(changes={"attention.qkv": "unpermute"})
+# The default of smollm3, not its file, says that every fourth layer has no position embedding.
 GGUFS = {  # llama.cpp writes Mistral, without its window, and Mixtral as llama
     read: GGUFFamily(architecture="llama", config=gguf_config, names=UNPERMUTED),
-    read_smollm3: GGUFFamily(architecture="smollm3", config=smollm3_gguf_config, names=UNPERMUTED),
+    read_smollm3: GGUFFamily(architecture="smollm3", config=llama_gguf_config, names=UNPERMUTED),
 }
 
 FAMILIES = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader
@@ -12,14 +13,12 @@ def gguf_config(
     *,
     partial: bool = False,
     experts: bool = False,
-    scaled: bool = False,
     causal: bool = True,
 ) -> dict[str, Any]:
     """The keys that all architectures share. A value is None if the file lacks it. Features of llama.cpp that these models
     don't have raise an error.
 
-    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts. `scaled`: the caller reads
-    the keys of rope scaling.
+    `partial`: a part of each head may be rotated. `experts`: the caller reads the keys of experts.
     """
     config: dict[str, Any] = {
         "hidden_size": m.size("embedding_length"),
@@ -38,11 +37,9 @@ def gguf_config(
     m.require("attention.causal", causal)
     if partial:
         config["partial_rotary_factor"] = m.size("rope.dimension_count", head_dim) / head_dim
-    m.require("rope.dimension_count", int(head_dim * config.get("partial_rotary_factor", 1.0)))
-    if not scaled:
-        m.require("rope.scaling.type", "none")
-        m.require("rope.scaling.factor", 0.0, 1.0)  # llama.cpp takes 0 for none
-    m.require("rope.scale_linear", 0.0, 1.0)  # its name in older files
+    rotary_dim = int(head_dim * config.get("partial_rotary_factor", 1.0))
+    m.require("rope.dimension_count", rotary_dim)
+    config |= scaling_gguf_config(m, rotary_dim)
     if not experts:
         m.require("expert_count", 0)
         m.require("expert_used_count", 0)
@@ -71,7 +68,6 @@ def llama_gguf_config(
     *,
     partial: bool = False,
     experts: bool = False,
-    scaled: bool = False,
     causal: bool = True,
 ) -> dict[str, Any]:
     """Models with Llama's RMS norms and gated MLPs."""
@@ -79,49 +75,62 @@ def llama_gguf_config(
         "tensor_data_layout", "Meta AI original pth"
     )  # the order of rows that `unpermute` undoes
     eps = m.take("attention.layer_norm_rms_epsilon", float)
-    config = gguf_config(m, partial=partial, experts=experts, scaled=scaled, causal=causal)
+    config = gguf_config(m, partial=partial, experts=experts, causal=causal)
     num_heads = config["num_attention_heads"]  # llama.cpp's defaults, not the family's
     config["num_key_value_heads"] = config["num_key_value_heads"] or num_heads
     config["head_dim"] = config["head_dim"] or config["hidden_size"] // num_heads
     return _present({**config, "rms_norm_eps": eps, "hidden_act": "silu"})
 
 
-def yarn_gguf_config(m: ConfigReader, **more: Any) -> dict[str, Any]:
-    """YaRN, if the file has it. `more`: what llama.cpp knows from the architecture."""
-    if m.take("rope.scaling.type", str, "none") == "none":
+SCALINGS = ("none", "linear", "yarn", "longrope")
+
+
+def scaling_gguf_config(m: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    """`rope_scaling` as llama.cpp works it out; empty if nothing is scaled.
+
+    1. A factor without a type is linear, and so is one under the key of older files, `rope.scale_linear`. 0 stands for none.
+    2. Tensors divide each frequency beyond that: `rope_freqs` (Llama 3.1's) for all lengths, or LongRoPE's two sets.
+    3. `attn_factor` multiplies sines and cosines. YaRN has a factor of its own for them besides.
+    4. `yarn_attn_factor` has no effect, there as here: converters write in it what is no such factor
+       (DeepSeek-R1-0528-Qwen3-8B). The two betas count, which llama.cpp leaves at their defaults in most architectures.
+    """
+    kind = m.take("rope.scaling.type", str, "linear")
+    if kind not in SCALINGS:
+        raise m.unsupported("rope.scaling.type", f"only {', '.join(SCALINGS)} are supported")
+    key = "rope.scaling.factor" if "rope.scaling.factor" in m else "rope.scale_linear"
+    factor = m.take(key, float, 0.0) or 1.0
+    if factor < 0:
+        raise m.unsupported(key, "must not be negative")
+    m.ignore("rope.scale_linear", "rope.scaling.yarn_attn_factor")
+    m.require("rope.scaling.alpha", 0.0)
+    m.require("rope.scaling.yarn_ext_factor", -1.0, 1.0)  # less than 0: not set
+    beta_fast = m.take("rope.scaling.yarn_beta_fast", float, 32.0)
+    beta_slow = m.take("rope.scaling.yarn_beta_slow", float, 1.0)
+    attention = m.take("rope.scaling.attn_factor", float, 1.0)
+    original = m.take("rope.scaling.original_context_length", int, 0) or m.size("context_length")
+    freqs, long = (m.maybe(f"rope_{n}.weight", list) for n in ("freqs", "factors_long"))
+    short = long if long is None else m.take("rope_factors_short.weight", list)
+    short, long = (short, long) if freqs is None else (freqs, freqs)
+    if kind == "yarn":
+        if long is not None:
+            raise m.unsupported(
+                "rope.scaling.type", "is not supported with frequencies that tensors divide"
+            )
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+        scaling |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
+        if attention != 1.0:
+            scaling["attention_factor"] = attention * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    elif long is not None or attention != 1.0:
+        divided = 1.0 if kind == "none" else factor
+        ones = [1.0] * (rotary_dim // 2)
+        scaling = {"rope_type": "longrope", "attention_factor": attention}
+        scaling["short_factor"] = [divided * x for x in (ones if short is None else short)]
+        scaling["long_factor"] = [divided * x for x in (ones if long is None else long)]
+    elif kind == "none" or factor == 1.0:
         return {}
-    m.require("rope.scaling.type", "yarn")
-    scaling = {
-        "rope_type": "yarn",
-        "factor": m.take("rope.scaling.factor", float),
-        "original_max_position_embeddings": m.size("rope.scaling.original_context_length"),
-        "beta_fast": m.take("rope.scaling.yarn_beta_fast", float, 32.0),
-        "beta_slow": m.take("rope.scaling.yarn_beta_slow", float, 1.0),
-    }
-    return {"rope_scaling": {**scaling, **more}}
-
-
-def factors_gguf_config(m: ConfigReader) -> dict[str, Any]:
-    """Divisors of each rotary frequency, if the file has such tensors: Llama 3.1's for all lengths, or LongRoPE's two sets."""
-    long = m.maybe("rope_factors_long.weight", list)
-    if long is not None:
-        short, factor = (
-            m.take("rope_factors_short.weight", list),
-            m.take("rope.scaling.attn_factor", float),
-        )
-        original = m.size("rope.scaling.original_context_length")
-    elif (long := m.maybe("rope_freqs.weight", list)) is not None:
-        short, factor, original = long, 1.0, m.size("context_length")
     else:
-        return {}
-    factors = {"short_factor": short, "long_factor": long, "attention_factor": factor}
-    return {
-        "rope_scaling": {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": original,
-            **factors,
-        }
-    }
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    return {"rope_scaling": {**scaling, "original_max_position_embeddings": original}}
 
 
 def layer_norm_gguf_config(m: ConfigReader, eps: str, *, partial: bool = False) -> dict[str, Any]:

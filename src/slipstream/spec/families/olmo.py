@@ -15,7 +15,7 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.metadata import llama_gguf_config, yarn_gguf_config
+from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
 from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
 
@@ -71,12 +71,12 @@ def gguf_config(m: ConfigReader) -> dict[str, Any]:
     window = m.maybe("attention.sliding_window", int)
     if window is None:
         return llama_gguf_config(m)
-    config = llama_gguf_config(m, scaled=True)
+    config = llama_gguf_config(m)
     theta, count = config.pop("rope_theta"), config["num_hidden_layers"]
     seen = m.take(
         "attention.sliding_window_pattern", list, [(i + 1) % 4 != 0 for i in range(count)]
     )
-    scaling = yarn_gguf_config(m).get("rope_scaling", {"rope_type": "default"})
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
     plain = {"rope_type": "default", "rope_theta": m.take("rope.freq_base_swa", float, theta)}
     return {
         **config,

@@ -19,7 +19,6 @@ from slipstream.spec.families.builders import (
     rope,
 )
 from slipstream.spec.families.metadata import (
-    factors_gguf_config,
     layer_norm_gguf_config,
     llama_gguf_config,
 )
@@ -76,7 +75,7 @@ def gguf_phi_config(m: ConfigReader) -> dict[str, Any]:
 
 def gguf_phi3_config(m: ConfigReader) -> dict[str, Any]:
     window = m.maybe("attention.sliding_window", int)  # 0 for none
-    found = {**llama_gguf_config(m, partial=True), **factors_gguf_config(m)}
+    found = llama_gguf_config(m, partial=True)
     return {**found, **({"sliding_window": window} if window else {})}
 
 
