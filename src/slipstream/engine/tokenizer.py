@@ -57,7 +57,7 @@ class Tokenizer:
         }  # filled as tokens are met
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
-        self._is_bounded = has_own_patterns(backend)  # its patterns may take hours
+        self.has_time_limit = has_own_patterns(backend)  # they may take hours
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
         self.image_placeholder: str | None = None  # of a model that takes pictures
 
@@ -174,7 +174,7 @@ class Tokenizer:
         self, texts: Sequence[Any], *, add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
         """Of texts, or of pairs of them. The library keeps other threads waiting over one text, unless it comes as a batch."""
-        if self._is_bounded:
+        if self.has_time_limit:
             return in_time(
                 self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
             )

@@ -24,6 +24,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -32,6 +33,7 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
 from slipstream import locks
+from slipstream.engine.fair_threads import FairThreads
 from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
 from slipstream.server.files import LIFE_S, StoredFile
@@ -49,6 +51,7 @@ SWEEP_S = 600.0
 MAX_CANCELS = 3
 MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
+_reading = FairThreads("batches", 1, per_client=1)  # the runner waits for each call
 
 
 class Line(Struct, forbid_unknown_fields=True):
@@ -289,15 +292,15 @@ class BatchRunner:
         elif batch.status == "finalizing" and work is None:
             await self._finalize(batch)
         elif batch.status in ("in_progress", "cancelling") and work is None:
-            self._works[batch.id] = await asyncio.to_thread(Work, batch, self.store)
+            self._works[batch.id] = await _reading.run(partial(Work, batch, self.store))
         elif work is not None:
             work.batch = batch
 
     async def _validate(self, batch: Batch) -> None:
         path = self.store.files.path(batch.input_file_id)
         try:
-            total, errors = await asyncio.to_thread(
-                check, path, batch.endpoint, self.state.settings.max_body_bytes
+            total, errors = await _reading.run(
+                partial(check, path, batch.endpoint, self.state.settings.max_body_bytes)
             )
         except OSError as error:
             total, errors = (
@@ -335,7 +338,7 @@ class BatchRunner:
         if running:
             await asyncio.wait(running)
         if then == "expired":
-            await asyncio.to_thread(self._write_expired, work)
+            await _reading.run(partial(self._write_expired, work))
         status = then
 
         def close(found: Batch) -> None:
