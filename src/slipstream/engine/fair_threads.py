@@ -15,13 +15,16 @@ Threads are daemons that end with their call: the process can end while one wait
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import functools
+import math
 import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from slipstream.errors import EngineOverloadedError
 
@@ -51,9 +54,12 @@ class FairThreads:
         per_client: int,
         max_weight: int = 0,
         client_weight: int = 0,
+        trim_weight: float = math.inf,
     ) -> None:
+        """After a call of `trim_weight` or more, free memory is given back to the system."""
         self.name, self.num_threads, self.per_client = name, num_threads, per_client
         self.max_weight, self.client_weight = max_weight, client_weight
+        self.trim_weight = trim_weight
         self._lock = threading.Lock()
         self._clients: OrderedDict[str, _Client] = OrderedDict()  # the next in turn first
         self._num_running = self._weight = 0
@@ -133,6 +139,8 @@ class FairThreads:
             found = call()
         except BaseException as error:
             failure = error
+        if weight >= self.trim_weight and (trim := _malloc_trim()) is not None:
+            trim(0)
         with self._lock:
             own = self._clients[name]
             self._clients.move_to_end(name)
@@ -146,3 +154,12 @@ class FairThreads:
             future.set_exception(failure)
         del found, failure, future, call
         self._begin()
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function that gives free memory back to the system; None with another C library."""
+    try:
+        return cast("Callable[[int], int]", ctypes.CDLL(None).malloc_trim)
+    except (AttributeError, OSError, TypeError):
+        return None

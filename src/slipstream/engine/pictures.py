@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ctypes
-import functools
 import io
 import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -70,7 +68,6 @@ MAX_DECODED_PIXELS = 96 * 2**20
 6 bytes."""
 
 _STRIP_PIXELS = 2**20
-_MIN_TRIMMED_PIXELS = 4 * 2**20
 KEY_BYTES = 16
 LOW_DETAIL_PIXELS = 512 * 512
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -142,6 +139,7 @@ class PictureProcessor:
             per_client=count,
             max_weight=MAX_DECODED_PIXELS,
             client_weight=MAX_PIXELS,
+            trim_weight=4 * 2**20,
         )
 
     def close(self) -> None:
@@ -179,12 +177,7 @@ class PictureProcessor:
             raise RequestError(_NO_PILLOW, field="image")
         if detail not in get_args(Detail):
             raise RequestError(f"detail must be auto, low or high, got {detail!r}", field="detail")
-        try:
-            return self._prepared(opened(source), detail)
-        finally:
-            _give_memory_back(_num_pixels(source))
-
-    def _prepared(self, image: OpenPicture, detail: str) -> PreparedPicture:
+        image = opened(source)
         p, vision = self.processing, self.vision
         rows = columns = 0
         match p.sizes:
@@ -385,15 +378,6 @@ def _in_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-@functools.cache
-def _libc_trim() -> Callable[[int], int] | None:
-    """glibc's malloc_trim, which gives free memory back to the system; None with another C library."""
-    try:
-        return cast("Callable[[int], int]", ctypes.CDLL(None).malloc_trim)
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
 def _with_file(source: Any) -> Any:
     """The source, with a file's bytes measured."""
     match source:
@@ -414,12 +398,6 @@ def _num_pixels(source: Any) -> int:
         case np.ndarray():
             return source.size // 3
     return int(getattr(source, "width", 0)) * int(getattr(source, "height", 0))
-
-
-def _give_memory_back(num_pixels: int) -> None:
-    trim = _libc_trim()
-    if trim is not None and num_pixels >= _MIN_TRIMMED_PIXELS:
-        trim(0)
 
 
 # --- Conversations ------------------------------------------------------------------------------------------------------

@@ -56,7 +56,18 @@ _T = TypeVar("_T")
 
 
 _CLIENT_THREADS = max(2, NUM_CORES)
-_texts = FairThreads("texts", max(32, 4 * _CLIENT_THREADS), per_client=_CLIENT_THREADS)
+MAX_CHARS = 16 * 2**20
+"""That are tokenised or rendered at a time, of one client half as many. A character that is a token of its own takes some 270
+bytes."""
+
+_texts = FairThreads(
+    "texts",
+    max(32, 4 * _CLIENT_THREADS),
+    per_client=_CLIENT_THREADS,
+    max_weight=MAX_CHARS,
+    client_weight=MAX_CHARS // 2,
+    trim_weight=2**20,
+)
 
 
 async def in_thread_if_long(
@@ -66,7 +77,7 @@ async def in_thread_if_long(
     `tokenizer` with a time limit always works in a thread: a short text can take all of that time."""
     if num_characters <= INLINE_CHARS and not getattr(tokenizer, "has_time_limit", False):
         return work()
-    return await _texts.run(work)
+    return await _texts.run(work, weight=num_characters)
 
 
 @dataclass(frozen=True, slots=True)
