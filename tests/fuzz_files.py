@@ -63,8 +63,42 @@ OTHERS: list[Any] = [
 TEMPLATES = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}", "{{ messages.__class__ }}", "{% for %}", "{{", "{{ 1 / 0 }}",
-    "{{ raise_exception(messages) }}", "{% include 'x' %}",
+    "{{ raise_exception(messages) }}", "{% include 'x' %}", "{{ " + "[" * 2000 + "]" * 2000 + " }}",
+    "{% if 1 %}" * 500 + "{% endif %}" * 500, "{% macro f(x) %}{{ f([x]) }}{% endmacro %}{{ f(messages) }}",
 ]  # fmt: skip
+DEPTHS = (60, 130, 500, 5000, 100_000)
+NESTS = [
+    ("[", "]"), ('{"a":', "}"), ('[{"type":"Sequence","normalizers":', "}]"), ('{"type":"Sequence","pretokenizers":[', "]}"),
+]  # fmt: skip
+DEEP = "the deep part"
+
+
+def nested(rng: random.Random) -> str:
+    """JSON of lists and objects within each other, now and then without its end."""
+    begin, end = rng.choice(NESTS)
+    depth = rng.choice(DEPTHS)
+    return begin * depth + ("1" + end * depth if rng.random() < 0.8 else "")
+
+
+def deepened(value: Any, rng: random.Random) -> str:
+    """The JSON of a value with one of its parts, or a new one, nested deeply."""
+    spot = value
+    while isinstance(spot, dict) and spot:
+        key = rng.choice([*spot, "x"])
+        if key not in spot or not isinstance(spot[key], dict) or rng.random() < 0.5:
+            spot[key] = DEEP
+            break
+        spot = spot[key]
+    text = json.dumps(value)
+    return text.replace(json.dumps(DEEP), nested(rng)) if json.dumps(DEEP) in text else nested(rng)
+
+
+def deep_header(data: bytes, rng: random.Random) -> bytes:
+    """A safetensors file whose header is nested deeply, with its length or one that is not true."""
+    size = int.from_bytes(data[:8], "little")
+    header = deepened(json.loads(data[8 : 8 + size]), rng).encode()
+    said = rng.choice([len(header), len(header), len(header) // 2, 2**40, 2**63])
+    return said.to_bytes(8, "little") + header + data[8 + size :]
 
 
 def any_value(rng: random.Random) -> Any:
@@ -132,7 +166,13 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
     names += ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"] * 2
     file = into / rng.choice(names)
     what = rng.random()
-    if file.suffix == ".jinja":
+    if rng.random() < 0.15 and file.suffix != ".jinja":
+        if file.suffix == ".safetensors":
+            file.write_bytes(deep_header(file.read_bytes(), rng))
+        else:
+            value = json.loads(file.read_text()) if file.is_file() else {"eos_token_id": 1}
+            file.write_text(deepened(value, rng))
+    elif file.suffix == ".jinja":
         template = json.loads((into / "tokenizer_config.json").read_text())[
             "chat_template"
         ].encode()
@@ -162,8 +202,11 @@ def broken_folder(good: Path, into: Path, rng: random.Random) -> Path:
 
 
 def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
-    """A change anywhere in it, near its beginning, or behind the name of a key or a tensor."""
+    """A change anywhere in it, near its beginning, or behind the name of a key or a tensor; or a deep list in front."""
     data = good.read_bytes()
+    if rng.random() < 0.1:
+        into.write_bytes(with_deep_list(data, rng))
+        return into
     at = [
         found.start()
         for found in re.finditer(rb"llama\.|general\.|tokenizer\.|blk\.|token_embd|output", data)
@@ -174,6 +217,17 @@ def broken_gguf(good: Path, into: Path, rng: random.Random) -> Path:
     end = min(len(data), begin + length)
     into.write_bytes(data[:begin] + mutate_bytes(data[begin:end], rng) + data[end:])
     return into
+
+
+def with_deep_list(data: bytes, rng: random.Random) -> bytes:
+    """One more key, whose value is a list of lists of lists; the innermost may say that it is very long."""
+    depth, kind = rng.choice([3, 5, 100, 100_000]), 9
+    count = int.from_bytes(data[16:24], "little")
+    name = b"general.deep"
+    value = struct.pack("<IQ", kind, 1) * depth
+    value += struct.pack("<IQ", 4, rng.choice([0, 1, 2**31, 2**63])) + bytes(4)
+    entry = struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+    return data[:16] + struct.pack("<Q", count + 1) + entry + data[24:]
 
 
 @functools.cache

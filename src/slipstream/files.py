@@ -18,6 +18,9 @@ from slipstream.errors import ConfigError
 
 MOST_YAML_VALUES = 100_000
 _PID_BYTES = 20
+MAX_YAML_BYTES = 2**20
+MAX_YAML_DIGITS = 100
+"""Of a number. Of a long one with colons, which YAML reads as sixtieths, every digit costs as much as all before it."""
 
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -144,10 +147,13 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The file's one document. ValueError says where it is none; a bad date, a file that refers to itself, and one whose
-    aliases stand for more than `MOST_YAML_VALUES` are none, too. OSError if there is no file."""
+    """The file's one document. ValueError says where it is none; a bad date, a file that refers to itself, one that is longer
+    than `MAX_YAML_BYTES`, and one whose aliases stand for more than `MOST_YAML_VALUES` are none, too. OSError if there is no
+    file."""
     import yaml
 
+    if path.stat().st_size > MAX_YAML_BYTES:
+        raise ValueError(f"it is longer than {MAX_YAML_BYTES:,} bytes")
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         try:
@@ -165,6 +171,8 @@ def read_yaml(path: Path) -> Any:
         raise ValueError("it is not UTF-8 text") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except OverflowError:
+        raise ValueError("a number is too large") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
@@ -176,6 +184,10 @@ def _num_values(node: Any, known: dict[int, int | None]) -> int:
     if (found := known.get(id(node), 0)) is None:
         raise ValueError(f"line {node.start_mark.line + 1}: it refers to itself")
     if not found:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_YAML_DIGITS:
+            raise ValueError(
+                f"line {node.start_mark.line + 1}: a number has more than {MAX_YAML_DIGITS} digits"
+            )
         known[id(node)] = None
         below = node.value if isinstance(node.value, list) else []
         parts = [

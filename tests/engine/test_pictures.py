@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
 from slipstream.engine import pictures
+from slipstream.engine.picture_files import measured
 from slipstream.engine.pictures import PictureProcessor, opened
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
@@ -128,35 +130,40 @@ def saved(image: Image.Image, kind: str, **more: object) -> bytes:
     return file.getvalue()
 
 
+def whole(source):
+    """The picture in its own size."""
+    return opened(source).scaled()
+
+
 def test_formats_and_modes():
     image = picture(2, 40, 30)
     exact = np.asarray(image)
     for kind in ("PNG", "BMP", "WEBP"):
-        found = opened(saved(image, kind, **({"lossless": True} if kind == "WEBP" else {})))
+        found = whole(saved(image, kind, **({"lossless": True} if kind == "WEBP" else {})))
         np.testing.assert_array_equal(np.asarray(found), exact)
-    cmyk = opened(saved(image.convert("CMYK"), "JPEG", quality=100))
+    cmyk = whole(saved(image.convert("CMYK"), "JPEG", quality=100))
     assert cmyk.mode == "RGB"
     assert np.abs(np.asarray(cmyk).astype(int) - exact).mean() < 12
-    palette = opened(saved(image.quantize(16), "PNG"))
+    palette = whole(saved(image.quantize(16), "PNG"))
     np.testing.assert_array_equal(
         np.asarray(palette), np.asarray(image.quantize(16).convert("RGB"))
     )
-    grey = opened(saved(image.convert("L"), "PNG"))
+    grey = whole(saved(image.convert("L"), "PNG"))
     assert np.asarray(grey).shape == (30, 40, 3)
     deep = Image.fromarray((np.asarray(image.convert("L")).astype(np.uint16) << 8) | 7)
     np.testing.assert_array_equal(
-        np.asarray(opened(saved(deep, "PNG")))[..., 0], np.asarray(image.convert("L"))
+        np.asarray(whole(saved(deep, "PNG")))[..., 0], np.asarray(image.convert("L"))
     )
     clear = image.convert("RGBA")
     clear.putalpha(0)
-    assert (np.asarray(opened(saved(clear, "PNG"))) == 255).all()
+    assert (np.asarray(whole(saved(clear, "PNG"))) == 255).all()
 
 
 def test_a_turned_photo_is_set_upright():
     image = picture(3, 40, 30)
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held on its side
-    found = opened(saved(image, "PNG", exif=exif))
+    found = whole(saved(image, "PNG", exif=exif))
     assert found.size == (30, 40)
     np.testing.assert_array_equal(
         np.asarray(found), np.asarray(image.transpose(Image.Transpose.ROTATE_270))
@@ -165,11 +172,6 @@ def test_a_turned_photo_is_set_upright():
 
 def bomb(width: int, height: int) -> bytes:
     """A small PNG that says it is large."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
@@ -182,12 +184,12 @@ def bomb(width: int, height: int) -> bytes:
 
 def test_what_can_not_be_read_is_refused():
     frames = [picture(i, 20, 20) for i in range(3)]
-    whole = saved(picture(1, 200, 200), "PNG")
+    good = saved(picture(1, 200, 200), "PNG")
     for data, why in (
         (bomb(60_000, 60_000), "more than"),
         (bomb(10_000, 8_000), "more than"),
         (bomb(100, 100), "can't be read"),
-        (whole[: len(whole) // 2], "can't be read"),
+        (good[: len(good) // 2], "can't be read"),
         (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "moves"),
         (saved(frames[0], "PNG", save_all=True, append_images=frames[1:]), "moves"),
         (saved(frames[0], "TIFF"), "formats"),
@@ -206,7 +208,7 @@ def test_what_can_not_be_read_is_refused():
         (Path("cat.png"), "read the file"),
     ):
         with pytest.raises(RequestError, match=why) as caught:
-            opened(data)
+            whole(data)
         assert caught.value.field == "image"
 
 
@@ -217,10 +219,10 @@ def test_what_can_not_be_read_is_refused():
     kind=st.sampled_from(["PNG", "JPEG", "GIF", "WEBP", "BMP"]),
 )
 def test_broken_files_are_pictures_or_refused(data, at, kind):
-    whole = saved(picture(4, 24, 24), kind)
-    broken = whole[: at % len(whole)] + data + whole[at % len(whole) + len(data) :]
+    good = saved(picture(4, 24, 24), kind)
+    broken = good[: at % len(good)] + data + good[at % len(good) + len(data) :]
     try:
-        found = opened(broken)
+        found = whole(broken)
     except RequestError:
         return
     assert found.mode == "RGB"
@@ -248,3 +250,136 @@ def test_pictures_are_shared_within_a_salt(processors):
     }
     assert len(keys) == len(salts)
     assert tuple(piece.key for piece in ready.pieces) in keys
+
+
+def exif(orientation: int, *, entries: int = 1, num_bytes: int = 0) -> bytes:
+    """TIFF's structure with an orientation, and with so many more entries that all point to the same bytes."""
+    tags = [struct.pack("<HHII", 0x0112, 3, 1, orientation)]
+    tags += [struct.pack("<HHII", 0x8000 + i, 7, num_bytes, 8) for i in range(entries - 1)]
+    return (
+        b"II*\0" + struct.pack("<IH", 8, entries) + b"".join(tags) + b"\0\0\0\0" + bytes(num_bytes)
+    )
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with(*chunks: bytes) -> bytes:
+    good = saved(picture(1, 40, 30), "PNG")
+    return good[:33] + b"".join(chunks) + good[33:]
+
+
+def jpeg_with(*segments: tuple[int, bytes]) -> bytes:
+    good = saved(picture(1, 40, 30), "JPEG")
+    parts = (bytes((0xFF, kind)) + struct.pack(">H", len(b) + 2) + b for kind, b in segments)
+    return good[:2] + b"".join(parts) + good[2:]
+
+
+def exif_jpeg() -> bytes:
+    """Many segments of EXIF, which Pillow joins, and whose entries it copies for the resolution."""
+    data = exif(6, entries=1000, num_bytes=600_000)
+    return jpeg_with(
+        *((0xE1, b"Exif\0\0" + data[i : i + 60_000]) for i in range(0, len(data), 60_000))
+    )
+
+
+def commented_gif() -> bytes:
+    good = saved(picture(1, 40, 30).quantize(8), "GIF")
+    at = good.index(b"\x2c")
+    return good[:at] + b"\x21\xfe" + (b"\xff" + b"c" * 255) * 8000 + b"\0" + good[at:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png_with(chunk(b"eXIf", exif(6, entries=1000, num_bytes=600_000))),
+        png_with(*[chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(900_000)))] * 60),
+        png_with(chunk(b"iCCP", b"k\0\0" + zlib.compress(bytes(900_000)))),
+        exif_jpeg(),
+        jpeg_with(*[(0xE2, b"ICC_PROFILE\0\1\1" + bytes(60_000))] * 60),
+        commented_gif(),
+    ],
+    ids=["png-exif", "png-text", "png-profile", "jpeg-exif", "jpeg-profile", "gif-comment"],
+)
+def test_what_a_file_says_besides_its_pixels_costs_nothing(data):
+    tracemalloc.start()
+    try:
+        found = opened(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert min(found.width, found.height) == 30
+    assert peak < 3 * len(data) + 2**20
+    assert len(measured(data).data) < 10_000
+
+
+def test_the_orientation_is_read_in_every_format():
+    image = picture(3, 40, 30)
+    upright = np.asarray(image.transpose(Image.Transpose.ROTATE_270))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for kind, more in (("PNG", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 100})):
+        found = np.asarray(whole(saved(image, kind, exif=turned, **more))).astype(int)
+        assert np.abs(found - upright).mean() < (12 if kind == "JPEG" else 1e-9)
+    for order in range(1, 9):
+        turned[0x0112] = order
+        data = saved(image, "PNG", exif=turned)
+        theirs = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        np.testing.assert_array_equal(np.asarray(whole(data)), np.asarray(theirs))
+
+
+def test_a_large_picture_is_flattened_in_strips_to_the_same_pixels(monkeypatch):
+    monkeypatch.setattr(pictures, "_STRIP_PIXELS", 100)
+    rng = np.random.default_rng(0)
+    clear = Image.fromarray(rng.integers(0, 256, (33, 27, 4), np.uint8), "RGBA")
+    white = Image.new("RGBA", clear.size, (255, 255, 255, 255))
+    expected = np.asarray(Image.alpha_composite(white, clear).convert("RGB"))
+    for source in (saved(clear, "PNG"), saved(clear, "WEBP", lossless=True, exact=True), clear):
+        np.testing.assert_array_equal(np.asarray(whole(source)), expected)
+    assert clear.getextrema()[3] != (255, 255)  # the caller's own picture is not changed
+    grey = clear.convert("LA")
+    expected = np.asarray(Image.alpha_composite(white, grey.convert("RGBA")).convert("RGB"))
+    np.testing.assert_array_equal(np.asarray(whole(saved(grey, "PNG"))), expected)
+    inks = saved(clear.convert("RGB").convert("CMYK"), "JPEG")
+    expected = np.asarray(Image.open(io.BytesIO(inks)).convert("RGB"))
+    np.testing.assert_array_equal(np.asarray(whole(inks)), expected)
+
+
+def test_sizes_are_refused_before_anything_is_decoded(monkeypatch):
+    monkeypatch.setattr(Image, "open", lambda *args, **more: pytest.fail("it was opened"))
+    webp = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff\x3f\0\xff\x3f\0"
+    gif = b"GIF89a\x01\0\x01\0\0\0\0\x2c" + struct.pack("<HHHHB", 0, 0, 65_000, 65_000, 0)
+    bmp = b"BM" + bytes(12) + struct.pack("<Iii", 40, 20_000, -20_000)
+    jpeg = b"\xff\xd8\xff\xc0\0\x11\x08" + struct.pack(">HH", 20_000, 20_000) + b"\3" + bytes(9)
+    scans = jpeg_with()[:-2] + b"\xff\xda" * 200
+    for data, why in (
+        (bomb(100_000_000, 1), "a side may have 65535"),
+        (bomb(1, 100_000_000), "a side may have 65535"),
+        (bomb(60_000, 60_000), "make it smaller"),
+        (webp, "make it smaller"),
+        (gif, "make it smaller"),
+        (bmp, "make it smaller"),
+        (jpeg + b"\xff\xda", "make it smaller"),
+        (scans, "scans; send it as baseline"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "formats PNG, JPEG"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            opened(data)
+
+
+def test_formats_whose_decoders_hold_a_picture_more_than_once_count_so():
+    image = picture(1, 40, 30)
+    for data, times in (
+        (saved(image, "PNG"), 1),
+        (saved(image, "JPEG"), 1),
+        (saved(image, "JPEG", progressive=True), 2),
+        (saved(image, "WEBP"), 3),
+    ):
+        assert measured(data).num_pixels == 40 * 30 * times
+
+
+def test_pixels_in_decoding_are_bounded_and_of_two_clients(processors):
+    pool = processors["gemma3"]._pool
+    assert pool.max_weight > pool.client_weight >= pictures.MAX_PIXELS
+    assert pool.num_threads > pool.per_client

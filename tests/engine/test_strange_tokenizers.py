@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from slipstream import LLM, SamplingParams
 from slipstream.engine import tokenizer_parts
+from slipstream.engine.fair_threads import client
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, EngineOverloadedError, ModelError, RequestError
 from slipstream.spec.description import read_spec
@@ -253,6 +254,62 @@ def test_a_pattern_that_takes_hours_is_given_up(model_copy, monkeypatch):
         clock.join()
     wait_for(lambda: tokenizer_parts._texts._num_stuck == 0, "the texts that were given up")
     assert tokenizer.encode("b")
+
+
+def test_a_client_with_a_stuck_text_is_refused_and_others_are_not(monkeypatch):
+    monkeypatch.setattr(tokenizer_parts, "MAX_SECONDS", 0.1)
+    release = threading.Event()
+    for name in ("slow", "another"):
+        token = client.set(name)
+        try:
+            if name == "slow":
+                with pytest.raises(RequestError, match="longer than"):
+                    tokenizer_parts.in_time(release.wait, PATIENCE_S)
+                with pytest.raises(EngineOverloadedError, match="you sent before"):
+                    tokenizer_parts.in_time(str, 5)
+            else:
+                assert tokenizer_parts.in_time(str, 5) == "5"
+        finally:
+            client.reset(token)
+    release.set()
+    wait_for(lambda: tokenizer_parts._texts._num_stuck == 0, "the text that was given up")
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_a_long_text_is_tokenised_without_pythons_lock(model_copy, size):
+    """The library holds it in `encode`, and lets other threads run in `encode_batch_fast`."""
+    tokenizer = Tokenizer.from_pretrained(model_copy)
+    backend, text = tokenizer._backend, "a b " * (size // 4)
+    expected = backend.encode(text, add_special_tokens=False).ids
+    used = []
+
+    class Spy:
+        def __getattr__(self, name):
+            used.append(name)
+            return getattr(backend, name)
+
+    tokenizer._backend = Spy()
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+    assert used[0] == ("encode_batch_fast" if size > tokenizer_parts.MAX_LOCKED_CHARS else "encode")
+
+
+STEPS = {
+    "pre_tokenizer": ("pretokenizers", {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}),
+    "normalizer": ("normalizers", {"type": "NFC"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", STEPS)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_tokenizer_of_very_many_steps_is_refused(model_copy, part, is_nested):
+    key, step = STEPS[part]
+    made = {"type": "Sequence", key: [step] * 100}
+    if is_nested:
+        made = {"type": "Sequence", key: [step] * 40}
+        made = {"type": "Sequence", key: [made, made]}
+    change(model_copy, lambda data: data.update({part: made}))
+    with pytest.raises(CheckpointError, match=r"steps|times longer"):
+        Tokenizer.from_pretrained(model_copy)
 
 
 def test_patterns_of_known_models_need_no_thread(model_copy):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from slipstream.engine import sentencepiece, tiktoken
 from slipstream.engine.tiktoken import CL100K, is_tiktoken, spelling
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, UnsupportedModelError
@@ -186,3 +187,13 @@ def test_chatglms_pieces(tmp_path) -> None:
     ids = three.encode(three.apply_chat_template([{"role": "user", "content": "hello"}]))
     assert (ids[:3], ids[-1]) == ([901, 903, 906], 907)
     assert 903 in three.encode("a soprano", add_special_tokens=False)
+
+
+def test_tokens_whose_merges_would_take_hours_are_refused(tmp_path) -> None:
+    ranks = {bytes([i]): i for i in range(256)} | {b"a" * 20_000: 256}
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n".join(b64encode(k) + b" %d" % v for k, v in ranks.items()))
+    with pytest.raises(CheckpointError, match="20000 characters"):
+        tiktoken.from_file(path, {"tokenizer_class": next(iter(tiktoken.PREFIXES))})
+    with pytest.raises(CheckpointError, match="20000 characters"):
+        sentencepiece.build(["a", "a" * 20_000], [0.0, 0.0], [1, 1], add_space_prefix=False)

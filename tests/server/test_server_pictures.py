@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.server
 import io
 import itertools
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream.config import EngineArgs
+from slipstream.engine.fair_threads import client
+from slipstream.engine.processor import in_thread_if_long
 from slipstream.errors import ConfigError
 from slipstream.server import media
+from slipstream.server.auth import ApiKeys, Keyring
 from slipstream.server.errors import ApiError
+from slipstream.server.record import RequestLog
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import serving
 from tests.vision_models import build_vision, picture
@@ -358,6 +366,115 @@ def test_fetches_are_bounded(host, monkeypatch):
             ApiError, match="can't be fetched"
         ):  # though something comes all the time, without an end
             media.fetched(f"http://{host}/{path}", "p")
+
+
+def test_a_slow_host_is_given_up_before_its_time_is_over(host, monkeypatch):
+    monkeypatch.setattr(media, "FETCH_S", 1000.0)
+    monkeypatch.setattr(media, "SILENCE_S", 0.2)
+    with pytest.raises(ApiError, match="slower than"):
+        media.fetched(f"http://{host}/slow", "p")
+
+
+class Holding(http.server.BaseHTTPRequestHandler):
+    """Answers when the test says so."""
+
+    def do_GET(self):
+        self.server.asked.release()
+        self.server.end.wait(30)
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def holding():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Holding)
+    server.daemon_threads = True
+    server.asked, server.end = threading.Semaphore(0), threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.end.set()
+    server.shutdown()
+
+
+def test_slow_pictures_hold_up_neither_long_texts_nor_other_clients_pictures(holding, monkeypatch):
+    monkeypatch.setattr(media, "SILENCE_S", 30.0)
+    monkeypatch.setattr(media, "FETCH_S", 30.0)
+    url = f"http://127.0.0.1:{holding.server_port}/picture.png"
+
+    async def slow_pictures():
+        waiting = [
+            asyncio.create_task(media._fetches.run(lambda: media.fetched(url, "p")))
+            for _ in range(40)
+        ]
+        while not holding.asked.acquire(blocking=False):
+            await asyncio.sleep(0.01)
+        assert await in_thread_if_long(lambda: "text", 2**20) == "text"
+        token = client.set("another")
+        assert await media._fetches.run(lambda: b"picture") == b"picture"
+        client.reset(token)
+        assert not any(task.done() for task in waiting)  # they are slow still
+        for task in waiting:
+            task.cancel()
+        holding.end.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(slow_pictures())
+
+
+def test_no_work_of_requests_shares_a_pool_with_slow_pictures():
+    """asyncio's default pool has a few threads for everybody. What is left there begins or ends a process, or is made once."""
+    allowed = {"app.py", "run.py", "supervisor.py", "core_client.py", "async_llm.py", "members.py"}
+    allowed |= {"on_ray.py", "head.py", "scaling.py"}
+    sources = Path(slipstream.__file__).parent
+    found = {
+        path.name
+        for folder in ("server", "frontend", "engine", "fleet")
+        for path in (sources / folder).rglob("*.py")
+        if re.search(r"to_thread\(|run_in_executor\(None", path.read_text())
+    }
+    assert found <= allowed
+
+
+def test_clients_are_told_apart_by_key_or_address(server):
+    asked = []
+
+    async def see(scope, receive, send):
+        asked.append(client.get())
+
+    keys = Keyring(ServerSettings(api_keys=("one", "two")))
+    app = RequestLog(ApiKeys(see, keys), server.state.observers)
+    plain = RequestLog(see, server.state.observers)
+
+    def scope(key=""):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        about = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+        return {**about, "client": ("10.0.0.1", 5)}
+
+    async def ask():
+        for key in ("one", "two", "one"):
+            await app(scope(key), None, None)
+        await plain(scope(), None, None)
+
+    asyncio.run(ask())
+    assert asked[0] == asked[2] != asked[1]
+    assert asked[3] == "10.0.0.1"
+
+
+def test_the_pixels_of_a_request_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(media, "MAX_REQUEST_PIXELS", 2 * 50 * 37)
+    body = {"model": "eyes", "max_tokens": 1}
+    part = {"type": "image_url", "image_url": {"url": uri(png())}}
+    with server.http() as plain:
+        for count, status in ((2, 200), (3, 400)):
+            messages = [{"role": "user", "content": [part] * count}]
+            answer = plain.post("/v1/chat/completions", json={**body, "messages": messages})
+            assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["param"] == "messages[0].content[2].image_url.url"
+        assert "5550 pixels" in error["message"]
+        assert "make them smaller" in error["message"]
 
 
 def test_only_named_hosts_are_asked():

@@ -52,6 +52,7 @@ from slipstream.engine.core_process import (
 from slipstream.engine.folder import settled
 from slipstream.engine.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
+from slipstream.engine.picture_files import PictureFile
 from slipstream.engine.pictures import PreparedPicture
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
@@ -249,7 +250,9 @@ class AsyncLLM:
             INLINE_CHARS if sampling.takes("dry") else 0
         )  # tokens of the vocabulary, for its sequence breakers
         request = await in_thread_if_long(
-            prepare, _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all
+            prepare,
+            _num_characters(prompt) + sum(map(len, sampling.bad_words)) + looks_at_all,
+            self.tokenizer,
         )
         child = self._running_child()
         if reserve is not None:
@@ -284,6 +287,12 @@ class AsyncLLM:
         """RequestError if a prompt can't have so many pictures."""
         self._input.prompts.check_pictures(count)
 
+    async def measure_picture(self, data: bytes) -> PictureFile:
+        """A picture's file, which is known to be one and how many pixels it has; for `prepare_picture`."""
+        self._input.prompts.check_pictures(1)
+        assert self._input.pictures is not None
+        return await asyncio.wrap_future(self._input.pictures.measure(data))
+
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture for `multi_modal_data` of prompts, prepared in a pool of threads. RequestError says what is wrong with it.
         `detail` is OpenAI's: "low" reads it smaller."""
@@ -314,7 +323,9 @@ class AsyncLLM:
                 prompts, priority=priority, truncate_to=truncate_to, cache_salt=cache_salt
             )
 
-        prepared = await in_thread_if_long(prepare, sum(map(_num_characters, prompts)))
+        prepared = await in_thread_if_long(
+            prepare, sum(map(_num_characters, prompts)), self.tokenizer
+        )
         waiting = PendingTexts(TextsAnswer(prepared), asyncio.get_running_loop().create_future())
         if not prepared.prompts:
             return waiting.answer.vectors()
@@ -359,7 +370,7 @@ class AsyncLLM:
                 share=share,
             )
 
-        prepared = await in_thread_if_long(prepare, _num_characters(prompt))
+        prepared = await in_thread_if_long(prepare, _num_characters(prompt), self.tokenizer)
         if reserve is not None:
             reserve(len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens)
         child = self._running_child()

@@ -22,7 +22,7 @@ from slipstream.engine.tiktoken import CL100K, CONTRACTIONS, WORDS_END
 from slipstream.engine.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
-    check_normalizer,
+    check_steps,
     reading,
 )
 from slipstream.errors import CheckpointError, UnsupportedModelError
@@ -160,7 +160,7 @@ def _read(file: GGUFFile) -> TokenizerParts:
         backend = sentencepiece.unigram(
             tokens, scores, kinds, charsmap, add_prefix=prefix, remove_extra=cleaned
         )
-        check_normalizer(backend, path)
+        check_steps(backend, path)
     elif kind == "bert":
         return _wordpiece(fields, tokens)
     else:

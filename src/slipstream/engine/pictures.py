@@ -4,8 +4,9 @@ hashes them.
     source (bytes, a PIL image, an array) ── opened ──> RGB ── pieces ──> uint8 pixels with their key, and the text that
                                                                             stands for the picture in a prompt
 
-Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling release Python's lock. Pixels stay
-bytes until the worker has them; it rescales and normalises them, as `ImageProcessing` says.
+Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling release Python's lock. The pixels that
+are decoded at a time are bounded, and clients take turns. Pixels stay bytes until the worker has them; it rescales and
+normalises them, as `ImageProcessing` says.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -29,6 +31,15 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.engine.fair_threads import NUM_CORES, FairThreads
+from slipstream.engine.picture_files import (
+    MAX_FILE_BYTES,
+    MAX_PIXELS,
+    PictureFile,
+    bad,
+    check_size,
+    measured,
+)
 from slipstream.errors import RequestError
 from slipstream.spec.vision import (
     MAX_RATIO,
@@ -53,11 +64,11 @@ _NO_PILLOW = (
     "pictures are read by Pillow, which is not installed here: pip install 'slipstream[vision]'"
 )
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MAX_FILE_BYTES = 32 * 2**20
-MAX_PIXELS = 64 * 2**20
-"""Of a picture before it is scaled: 192 MiB as RGB. Phones take 50 million."""
+MAX_DECODED_PIXELS = 96 * 2**20
+"""In decoding at a time: of one client at most the pixels of a request, so that there is room for another's. A pixel takes some
+6 bytes."""
 
+_STRIP_PIXELS = 2**20
 KEY_BYTES = 16
 LOW_DETAIL_PIXELS = 512 * 512
 Pixels: TypeAlias = npt.NDArray[np.uint8]
@@ -122,14 +133,31 @@ class PictureProcessor:
         if not self._has_pillow:
             _logger.warning("%s; until then only text is served", _NO_PILLOW)
         self.vision, self.processing, self.most = vision, processing, most
-        count = num_threads or min(8, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="pictures")
+        count = num_threads or min(8, NUM_CORES)
+        self._pool = FairThreads(
+            "pictures",
+            count + 1,
+            per_client=count,
+            max_weight=MAX_DECODED_PIXELS,
+            client_weight=MAX_PIXELS,
+            trim_weight=4 * 2**20,
+        )
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+    def measure(self, data: bytes) -> Future[PictureFile]:
+        """What `submit` takes in place of a file's bytes, so that its pixels are known before it is decoded."""
+        return self._pool.submit(partial(measured, data))
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
-        return self._pool.submit(self.prepare, source, detail)
+        try:
+            source = _with_file(source)
+        except RequestError as error:
+            refused: Future[PreparedPicture] = Future()
+            refused.set_exception(error)
+            return refused
+        return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
         """In the pool, but for those that are prepared already. RequestError (field "image") for the first that can't be."""
@@ -143,6 +171,7 @@ class PictureProcessor:
 
     def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
         """A picture's pieces. RequestError says what is wrong with it."""
+        source = _with_file(source)
         if isinstance(source, DetailedPicture):
             source, detail = source.source, source.detail
         if not self._has_pillow:
@@ -161,9 +190,10 @@ class PictureProcessor:
                 if detail == "low":
                     message = "this model reads every picture in one size; leave detail out"
                     raise RequestError(message, field="detail")
-                tiles = [self._scaled(image, height, width)]
+                tiles = [image.scaled(height, width, self._how)]
             case PixelRange() as sizes:
-                if max(image.size) > MAX_RATIO * min(image.size):
+                longer, shorter = sorted((image.width, image.height), reverse=True)
+                if longer > MAX_RATIO * shorter:
                     raise RequestError(
                         f"one side of the picture is over {MAX_RATIO} times the other",
                         field="image",
@@ -172,16 +202,18 @@ class PictureProcessor:
                     most = max(sizes.factor**2, min(sizes.max_pixels, LOW_DETAIL_PIXELS))
                     least = min(sizes.min_pixels, most)
                     sizes = PixelRange(factor=sizes.factor, min_pixels=least, max_pixels=most)
-                tiles = [self._scaled(image, *within_pixels(image.height, image.width, sizes))]
+                size = within_pixels(image.height, image.width, sizes)
+                tiles = [image.scaled(*size, self._how)]
         pieces = tuple(self._piece(tile) for tile in tiles)
         return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)
 
     def _tiles(
-        self, image: Image, sizes: TileSizes, *, splits: bool
+        self, source: OpenPicture, sizes: TileSizes, *, splits: bool
     ) -> tuple[list[Image], int, int]:
         """The tiles row by row with the whole picture behind them, and the numbers of rows and columns: 0 if it is one tile."""
         tile = sizes.tile
-        image = self._scaled(image, *scaled_for_tiles(image.height, image.width, sizes.longest))
+        size = scaled_for_tiles(source.height, source.width, sizes.longest)
+        image = source.scaled(*size, self._how)
         if not splits:
             return [self._scaled(image, tile, tile)], 0, 0
         height, width = whole_tiles(image.height, image.width, tile)
@@ -200,9 +232,13 @@ class PictureProcessor:
         )
 
     def _scaled(self, image: Image, height: int, width: int) -> Image:
+        return image.resize((width, height), self._how)
+
+    @property
+    def _how(self) -> Any:
         from PIL.Image import Resampling
 
-        return image.resize((width, height), Resampling[self.processing.resample.upper()])
+        return Resampling[self.processing.resample.upper()]
 
     def _piece(self, image: Image) -> Piece:
         pixels = np.asarray(image, np.uint8)
@@ -214,88 +250,128 @@ class PictureProcessor:
         return Piece(grid.height // merge, grid.width // merge, key, height, width, raw)
 
 
-def opened(source: Any) -> Image:
-    """A picture in RGB, upright: of a file's bytes, a PIL image, or an array uint8 [height, width, 3]. Transparent parts are
-    white. RequestError (field "image") if it can't be read, moves, or is too large."""
-    import PIL.Image
-    from PIL import ImageOps
+class OpenPicture:
+    """A decoded picture that is not yet upright, flat or scaled.
 
-    if isinstance(source, np.ndarray):
-        if (
-            source.dtype != np.uint8
-            or source.ndim != 3
-            or source.shape[2] != 3
-            or 0 in source.shape
-        ):
-            raise _bad(
-                f"an array must be uint8 [height, width, 3], got {source.dtype} {list(source.shape)}"
-            )
-        source = PIL.Image.fromarray(source)
-    if isinstance(source, PIL.Image.Image):
-        image: Image = source
-    elif isinstance(source, (bytes, bytearray, memoryview)):
-        if len(source) > MAX_FILE_BYTES:
-            raise _bad(f"the file has {len(source)} bytes, more than {MAX_FILE_BYTES}")
-        image = _decoded(bytes(source))
-    else:
-        hint = (
-            "; nothing is opened here, read the file"
-            if isinstance(source, (str, os.PathLike))
-            else ""
-        )
-        raise _bad(
-            f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}"
-        )
-    _check_size(image)
+    A large one is scaled colour by colour, and its transparency is taken out strip by strip, in place: all at once it would be
+    there four times.
+    """
+
+    def __init__(self, image: Image, orientation: int, *, is_own: bool) -> None:
+        """`is_own`: the image may be changed."""
+        self._image = _flat(image, is_own=is_own)
+        self._turn = _TURNS.get(orientation)
+        width, height = self._image.size
+        self.width, self.height = (height, width) if orientation > 4 else (width, height)
+
+    def scaled(self, height: int | None = None, width: int | None = None, how: Any = None) -> Image:
+        """In RGB and upright, in the given size or its own."""
+        import PIL.Image
+
+        planes = []
+        for band in range(3 if len(self._image.getbands()) > 2 else 1):
+            plane = self._image.getchannel(band)
+            if self._turn is not None:
+                plane = plane.transpose(self._turn)
+            if height is not None and width is not None:
+                plane = plane.resize((width, height), how)
+            planes.append(plane)
+        return PIL.Image.merge("RGB", planes if len(planes) == 3 else planes * 3)
+
+
+_TURNS: dict[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""EXIF's orientations as values of PIL.Image.Transpose."""
+
+
+def opened(source: Any) -> OpenPicture:
+    """A picture of a file's bytes, a PIL image, or an array uint8 [height, width, 3]. Transparent parts are white. RequestError
+    (field "image") if it can't be read, moves, or is too large."""
+    import PIL.Image
+
+    source = _with_file(source)
     try:
-        turned = ImageOps.exif_transpose(image)
-        return _in_rgb(turned)
+        if isinstance(source, PictureFile):
+            return OpenPicture(_decoded(source), source.orientation, is_own=True)
+        if isinstance(source, np.ndarray):
+            if (
+                source.dtype != np.uint8
+                or source.ndim != 3
+                or source.shape[2] != 3
+                or 0 in source.shape
+            ):
+                raise bad(
+                    f"an array must be uint8 [height, width, 3], got {source.dtype} {list(source.shape)}"
+                )
+            source = PIL.Image.fromarray(source)
+        if not isinstance(source, PIL.Image.Image):
+            hint = (
+                "; nothing is opened here, read the file"
+                if isinstance(source, (str, os.PathLike))
+                else ""
+            )
+            raise bad(
+                f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}"
+            )
+        check_size(*source.size)
+        source.load()
+        return OpenPicture(source, source.getexif().get(0x0112, 1), is_own=False)
     except RequestError:
         raise
     except (OSError, ValueError, SyntaxError, ArithmeticError, MemoryError, EOFError) as error:
-        raise _bad(f"it can't be read: {error}") from error
+        raise bad(f"it can't be read: {error}") from error
 
 
-def _decoded(data: bytes) -> Image:
+def _decoded(file: PictureFile) -> Image:
     import PIL.Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes, which are checked here
+        warnings.simplefilter("ignore")  # of sizes, which are checked before
         try:
-            image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
-            _check_size(image)
-            if getattr(image, "n_frames", 1) > 1:
-                raise _bad("it moves: send one of its frames")
+            image = PIL.Image.open(io.BytesIO(file.data), formats=(file.format,))
+            if image.size != (file.width, file.height):
+                raise bad("it can't be read: the file contradicts itself about its size")
             image.load()
         except RequestError:
             raise
         except PIL.UnidentifiedImageError:
-            raise _bad(f"it is no file of the formats {', '.join(FORMATS)}") from None
-        except PIL.Image.DecompressionBombError:
-            raise _bad(f"it has more than {MAX_PIXELS} pixels") from None
+            raise bad(f"it can't be read as {file.format}") from None
         except Exception as error:  # whatever a decoder raises, it raises over these bytes
-            raise _bad(f"it can't be read: {error}") from error
+            raise bad(f"it can't be read: {error}") from error
     return image
 
 
-def _check_size(image: Image) -> None:
-    width, height = image.size
-    if width < 1 or height < 1:
-        raise _bad("it has no pixels")
-    if width * height > MAX_PIXELS:
-        raise _bad(
-            f"it has {width} by {height} pixels, more than {MAX_PIXELS} in all; make it smaller"
-        )
+def _flat(image: Image, *, is_own: bool) -> Image:
+    """The image without transparency, whose first three bands are red, green and blue, or whose first is grey."""
+    import PIL.Image
+
+    if image.mode.startswith("I;16"):  # which `convert` would cut at 255
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise bad(f"its pixels are numbers of 32 bits (mode {image.mode}); send 8 bits a colour")
+    if image.mode not in ("L", "LA", "RGB", "RGBA", "RGBX", "CMYK"):
+        image, is_own = image.convert("RGBA" if _is_transparent(image) else "RGB"), True
+    if not _is_transparent(image) and image.mode != "CMYK":
+        return image
+    flat = image if is_own else image.copy()
+    num_rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, num_rows):
+        box = (0, top, image.width, min(image.height, top + num_rows))
+        bands = _in_rgb(image.crop(box)).split()
+        if len(flat.getbands()) < 3:
+            bands = bands[:1]
+        padded = (*bands, *(bands[0] for _ in range(len(flat.getbands()) - len(bands))))
+        flat.paste(PIL.Image.merge(flat.mode, padded), box)
+    return flat
+
+
+def _is_transparent(image: Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
 
 
 def _in_rgb(image: Image) -> Image:
     import PIL.Image
 
-    if image.mode.startswith("I;16"):  # which `convert` would cut at 255
-        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise _bad(f"its pixels are numbers of 32 bits (mode {image.mode}); send 8 bits a colour")
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if _is_transparent(image):
         image = image.convert("RGBA")
         image = PIL.Image.alpha_composite(
             PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image
@@ -303,8 +379,26 @@ def _in_rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _bad(why: str) -> RequestError:
-    return RequestError(f"a picture: {why}", field="image")
+def _with_file(source: Any) -> Any:
+    """The source, with a file's bytes measured."""
+    match source:
+        case DetailedPicture(inner, detail):
+            return DetailedPicture(_with_file(inner), detail)
+        case bytes() | bytearray() | memoryview():
+            return measured(bytes(source))
+    return source
+
+
+def _num_pixels(source: Any) -> int:
+    """As the bounds count them, of what `_with_file` gives."""
+    match source:
+        case DetailedPicture(source=inner):
+            return _num_pixels(inner)
+        case PictureFile(num_pixels=count):
+            return count
+        case np.ndarray():
+            return source.size // 3
+    return int(getattr(source, "width", 0)) * int(getattr(source, "height", 0))
 
 
 # --- Conversations ------------------------------------------------------------------------------------------------------
@@ -319,15 +413,15 @@ def from_data_uri(url: str) -> bytes:
     """The bytes of a data: URI (RFC 2397) of an image. RequestError (field "image") if it is none."""
     match = _DATA.fullmatch(url)
     if match is None or match[1] is None:
-        raise _bad(f"{url[:_SHOWN]!r} is no data:image/… URI")
+        raise bad(f"{url[:_SHOWN]!r} is no data:image/… URI")
     if len(match[4]) > MAX_FILE_BYTES * 3:
-        raise _bad(f"it has more than {MAX_FILE_BYTES} bytes")
+        raise bad(f"it has more than {MAX_FILE_BYTES} bytes")
     if not match[3]:
         return unquote_to_bytes(match[4])
     try:
         return base64.b64decode(re.sub(r"\s", "", match[4]), validate=True)
     except (binascii.Error, ValueError):
-        raise _bad("the data URI's base64 is broken") from None
+        raise bad("the data URI's base64 is broken") from None
 
 
 def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
 from slipstream.engine.beams import check as check_beams
+from slipstream.engine.fair_threads import NUM_CORES, FairThreads
 from slipstream.engine.grammar import check
 from slipstream.engine.pictures import PictureProcessor, placed
 from slipstream.engine.prompts import PromptReader
@@ -54,13 +55,29 @@ INLINE_CHARS = 16_384
 _T = TypeVar("_T")
 
 
-async def in_thread_if_long(work: Callable[[], _T], num_characters: int) -> _T:
-    """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it."""
-    if num_characters <= INLINE_CHARS:
-        return work()
-    import asyncio  # a caller that awaits has imported it
+_CLIENT_THREADS = max(2, NUM_CORES)
+MAX_CHARS = 16 * 2**20
+"""That are tokenised or rendered at a time, of one client half as many. A character that is a token of its own takes some 270
+bytes."""
 
-    return await asyncio.to_thread(work)
+_texts = FairThreads(
+    "texts",
+    max(32, 4 * _CLIENT_THREADS),
+    per_client=_CLIENT_THREADS,
+    max_weight=MAX_CHARS,
+    client_weight=MAX_CHARS // 2,
+    trim_weight=2**20,
+)
+
+
+async def in_thread_if_long(
+    work: Callable[[], _T], num_characters: int, tokenizer: Any = None
+) -> _T:
+    """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it. A
+    `tokenizer` with a time limit always works in a thread: a short text can take all of that time."""
+    if num_characters <= INLINE_CHARS and not getattr(tokenizer, "has_time_limit", False):
+        return work()
+    return await _texts.run(work, weight=num_characters)
 
 
 @dataclass(frozen=True, slots=True)

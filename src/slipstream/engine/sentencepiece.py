@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from slipstream.engine.tiktoken import check_lengths
 from slipstream.errors import CheckpointError, UnsupportedModelError
 
 
@@ -34,6 +35,7 @@ class Kind(IntEnum):
 def build(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, add_space_prefix: bool
 ) -> tokenizers.Tokenizer:
+    check_lengths(tokens)
     vocab = {token: i for i, token in enumerate(tokens)}
     mergeable = {Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED}
     merges: list[tuple[float, int, int]] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import binascii
 import re
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ PREFIXES = {
 """By `tokenizer_class`, what stands before every text: GLM-4's, and what Llama 3's folders name. Both cut by CL100K."""
 
 
+MAX_SQUARES = 2**27
+"""Of the lengths of all tokens, summed up. Vocabularies of 256,000 tokens have some 2**24."""
+
+
 def is_tiktoken(path: Path) -> bool:
     """SentencePiece's files, which have the same name, begin with a control character."""
     with path.open("rb") as file:
@@ -50,6 +54,7 @@ def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
             field="tokenizer_class",
         )
     ranks = read(path)
+    check_lengths(ranks)
     spell = spelling()
     names = {token: "".join(spell[b] for b in token) for token in ranks}
     parts = [join(token, ranks) for token in sorted(ranks, key=ranks.__getitem__)]
@@ -83,6 +88,16 @@ def read(path: Path) -> dict[bytes, int]:
             f"{path}: ranks are missing or twice there, or a byte is no token", field=path.name
         )
     return ranks
+
+
+def check_lengths(tokens: Collection[str | bytes]) -> None:
+    """CheckpointError if the tokens are so long that finding their merges, of which each takes time with the square of its
+    length, would take minutes."""
+    if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
+        raise CheckpointError(
+            f"the tokenizer's tokens are too long: the longest has {max(map(len, tokens))} characters",
+            field="tokens",
+        )
 
 
 def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:

@@ -23,6 +23,7 @@ from slipstream.engine import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.chat_template import render, shaped_for
 from slipstream.engine.tiktoken import spelling
 from slipstream.engine.tokenizer_parts import (
+    MAX_LOCKED_CHARS,
     SpecialTokens,
     TokenizerParts,
     has_own_patterns,
@@ -58,7 +59,7 @@ class Tokenizer:
         }  # filled as tokens are met
         self._texts: tuple[dict[int, str], dict[int, str]] = {}, {}
         self._spelling, self._strips_leading_space = _decoding(backend)
-        self._is_bounded = has_own_patterns(backend)  # its patterns may take hours
+        self.has_time_limit = has_own_patterns(backend)  # they may take hours
         self._num_rows: int | None = None  # of the model's embedding, if the model is known
         self.image_placeholder: str | None = None  # of a model that takes pictures
 
@@ -174,13 +175,14 @@ class Tokenizer:
     def _encoded(
         self, texts: Sequence[Any], *, add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
-        """Of texts, or of pairs of them. The library keeps other threads waiting over one text, unless it comes as a batch."""
-        if self._is_bounded:
+        """Of texts, or of pairs of them. The library holds Python's lock over one text, unless it comes as a batch. That is
+        faster for a short one. A long one would stop the whole process for seconds."""
+        if self.has_time_limit:
             return in_time(
                 self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
             )
-        if len(texts) == 1:
-            own = texts[0] if isinstance(texts[0], tuple) else (texts[0],)
+        own = texts[0] if len(texts) == 1 and isinstance(texts[0], tuple) else texts
+        if len(texts) == 1 and sum(map(len, own)) <= MAX_LOCKED_CHARS:
             return [on_text(self._backend.encode, *own, add_special_tokens=add_special_tokens)]
         return on_text(
             self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens

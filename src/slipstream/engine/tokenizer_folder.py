@@ -13,7 +13,7 @@ from slipstream.engine import sentencepiece, tiktoken
 from slipstream.engine.tokenizer_parts import (
     SpecialTokens,
     TokenizerParts,
-    check_normalizer,
+    check_steps,
     reading,
 )
 from slipstream.errors import CheckpointError, UnsupportedModelError
@@ -45,7 +45,7 @@ def _read(path: Path) -> TokenizerParts:
     }
     generation, model = _optional(path / "generation_config.json"), _optional(path / "config.json")
     backend = _backend(path, config)
-    check_normalizer(backend, path)  # before the first text is encoded, which is below
+    check_steps(backend, path)  # before the first text is encoded, which is below
     backend.no_truncation()
     backend.no_padding()
     if not (path / "tokenizer.json").is_file() and backend.token_to_id(_GPT2_END) is not None:

@@ -17,17 +17,23 @@ import base64
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 
 from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.fair_threads import client
 from slipstream.engine.tiktoken import CL100K
-from slipstream.errors import CheckpointError, RequestError, SlipstreamError
+from slipstream.errors import (
+    CheckpointError,
+    EngineOverloadedError,
+    RequestError,
+    SlipstreamError,
+)
 
 T = TypeVar("T")
 
@@ -38,7 +44,16 @@ MAX_SECONDS = 5.0
 """Of a text, where a tokenizer has patterns of its own. A prompt of a million tokens takes about one."""
 
 MAX_STUCK = 2
-"""Texts that took longer and are still computed; each has a core."""
+"""Texts that took longer and are still computed; each has a core. Of one client there is one at most."""
+
+_stuck: dict[str, Future[Any]] = {}
+"""The call of a client that took longer."""
+
+MAX_LOCKED_CHARS = 16_384
+"""The longest text that is tokenised under Python's lock."""
+
+MAX_STEPS = 64
+"""Of a normaliser and a pre-tokeniser together."""
 
 _texts: BoundedThreads[Any] = BoundedThreads(
     lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer"
@@ -109,10 +124,25 @@ def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
 
 def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
     """`on_text` for at most `MAX_SECONDS`, for a call that lets other threads run. RequestError if it takes longer; its thread
-    goes on. EngineOverloadedError while as many as `MAX_STUCK` do so."""
+    goes on. EngineOverloadedError while as many as `MAX_STUCK` do so, or one of the same client."""
+    name, ended = client.get(), Future[None]()
+
+    def work() -> T:
+        try:
+            return on_text(call, *args, **options)
+        finally:
+            ended.set_result(None)
+
+    if name and name in _stuck and not _stuck[name].done():
+        raise EngineOverloadedError(
+            "a text that you sent before is still being tokenised; try again later"
+        )
     try:
-        return cast(T, _texts.submit(partial(on_text, call, *args, **options)).result())
+        return cast(T, _texts.submit(work).result())
     except TimeoutError:
+        _stuck[name] = ended
+        for other in [other for other, gone in list(_stuck.items()) if gone.done()]:
+            del _stuck[other]
         what = f"the tokenizer takes longer than {MAX_SECONDS:g} s for this text; one of its patterns tries too often"
         raise RequestError(what, field="prompt") from None
 
@@ -137,17 +167,19 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
-def check_normalizer(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """CheckpointError if it can make a text much longer."""
-    growth, left = (
-        1.0,
-        [] if backend.normalizer is None else [json.loads(backend.normalizer.__getstate__())],
-    )
+def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """CheckpointError if the normaliser and the pre-tokeniser can make a text much longer, or have very many steps."""
+    parts = (backend.normalizer, backend.pre_tokenizer)
+    left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    growth, num_steps = 1.0, 0
     while left:
         step: dict[str, Any] = left.pop()
+        num_steps += 1
         match step.get("type"):
             case "Sequence":
-                left += step["normalizers"]
+                left += step.get("normalizers") or step.get("pretokenizers") or ()
+            case "ByteLevel":  # a byte becomes a character of up to two
+                growth *= 2
             case "Replace":
                 growth *= max(
                     1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", "")))
@@ -158,6 +190,11 @@ def check_normalizer(backend: tokenizers.Tokenizer, path: Path) -> None:
                 data = base64.b64decode(step["precompiled_charsmap"] or "")
                 texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
                 growth *= 1 if max(map(len, texts)) <= MAX_MAPPED_BYTES else 1000
+    if num_steps > MAX_STEPS:
+        raise CheckpointError(
+            f"{path}: the tokenizer changes a text in more than {MAX_STEPS} steps",
+            field="normalizer",
+        )
     if growth > MAX_GROWTH:
         raise CheckpointError(
             f"{path}: the tokenizer's normaliser makes texts {growth:g} times longer",

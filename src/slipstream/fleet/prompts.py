@@ -6,7 +6,6 @@ and the replica answers with the error.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,12 @@ from starlette.routing import Route
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys
 from slipstream.engine.folder import settled
-from slipstream.engine.processor import InputProcessor, in_thread_if_long, load_tokenizer
+from slipstream.engine.processor import (
+    INLINE_CHARS,
+    InputProcessor,
+    in_thread_if_long,
+    load_tokenizer,
+)
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.hub import resolve_model
@@ -68,7 +72,8 @@ class _Reading:
             raise RequestError("pictures are read by a replica", field="image")
 
     async def embed(self, texts: Sequence[Any], *, truncate_to: int | None = None, **_: Any) -> Any:
-        ids = await asyncio.to_thread(self.input.texts.prepare, texts, truncate_to=truncate_to)
+        prepare = partial(self.input.texts.prepare, texts, truncate_to=truncate_to)
+        ids = await in_thread_if_long(prepare, INLINE_CHARS + 1)
         raise _Counted(sum(map(len, ids.token_ids)))
 
 
@@ -193,7 +198,7 @@ class Prompts:
         return (
             []
             if tokenizer is None
-            else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt))
+            else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt), tokenizer)
         )
 
     async def _reserve(self, answer: Answer) -> tuple[int, int]:
@@ -204,7 +209,9 @@ class Prompts:
         )
         for part in answer.parts:
             made = await in_thread_if_long(
-                partial(self.input.prepare, part.prompt, plain), len(part.prompt)
+                partial(self.input.prepare, part.prompt, plain),
+                len(part.prompt),
+                self._state.engine.tokenizer,
             )
             own, *_ = made.engine_requests
             prompt += len(own.prompt_token_ids) + len(own.encoder_token_ids)

@@ -16,6 +16,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from slipstream.engine.fair_threads import client
 from slipstream.server.errors import ApiError, response_to
 from slipstream.server.keys import EVERYBODY, Key, KeyFile
 from slipstream.server.state import ServerSettings
@@ -127,7 +128,9 @@ class ApiKeys:
                 scope["record"].error = error.code
                 await response_to(scope, error)(scope, receive, send)
                 return
-            scope["record"].key = key
+            if key is not None:
+                scope["record"].key = key
+                client.set(key.id)
         await self.app(scope, receive, send)
 
 

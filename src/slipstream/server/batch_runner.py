@@ -27,6 +27,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -35,6 +36,7 @@ from msgspec import Raw, Struct
 from starlette.types import ASGIApp, Message, Scope
 
 from slipstream import locks
+from slipstream.engine.fair_threads import FairThreads
 from slipstream.files import open_private
 from slipstream.server.batches import Batch, BatchError, BatchStore, Status
 from slipstream.server.errors import ApiError
@@ -58,6 +60,8 @@ DEATHS = frozenset({"engine_dead", "replica_died"})
 MAX_PAUSE_S = 60.0
 COUNT_EVERY_S = 1.0
 MAX_JOURNAL_BYTES = 2**22
+
+_reading = FairThreads("batches", 1, per_client=1)  # the runner waits for each call
 
 
 class Line(Struct, forbid_unknown_fields=True):
@@ -393,15 +397,15 @@ class BatchRunner:
         elif batch.status == "finalizing" and work is None:
             await self._finalize(batch)
         elif batch.status in ("in_progress", "cancelling") and work is None:
-            self._works[batch.id] = await asyncio.to_thread(Work, batch, self.store)
+            self._works[batch.id] = await _reading.run(partial(Work, batch, self.store))
         elif work is not None:
             work.batch = batch
 
     async def _validate(self, batch: Batch) -> None:
         path = self.store.files.path(batch.input_file_id)
         try:
-            total, errors = await asyncio.to_thread(
-                check, path, batch.endpoint, self.state.settings.max_body_bytes
+            total, errors = await _reading.run(
+                partial(check, path, batch.endpoint, self.state.settings.max_body_bytes)
             )
         except OSError as error:
             total, errors = (
@@ -439,7 +443,7 @@ class BatchRunner:
         if running:
             await asyncio.wait(running)
         if then == "expired":
-            await asyncio.to_thread(self._write_expired, work)
+            await _reading.run(partial(self._write_expired, work))
         status = then
 
         def close(found: Batch) -> None:

@@ -19,6 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from slipstream.engine.fair_threads import FairThreads
 from slipstream.server.errors import (
     ApiError,
     ClientDisconnected,
@@ -48,6 +50,7 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * DAY_S  # OpenAI's bounds of `expires_after`
 MAX_NAME = 255
 MAX_PAGE = 10_000
 _CHUNK = 2**20
+_copies = FairThreads("files", 16, per_client=4)
 _AROUND = 2**16  # bytes of a multipart body beside its file, at most
 
 _SCHEMA = """
@@ -120,7 +123,7 @@ class FileStore:
             part.rename(self.path(id_))
 
         try:
-            await asyncio.to_thread(copy)
+            await _copies.run(copy)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise storage_error("the file cannot be kept", error) from None
@@ -221,7 +224,7 @@ class FileStore:
 
         found = await self.database.run(work)
         if found:
-            await asyncio.to_thread(self.path(id_).unlink, missing_ok=True)
+            await _copies.run(partial(self.path(id_).unlink, missing_ok=True))
         return found
 
     async def sweep(self) -> None:

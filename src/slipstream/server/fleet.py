@@ -41,6 +41,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.engine.core_process import CacheEvents
+from slipstream.engine.fair_threads import client
 from slipstream.errors import EngineError
 from slipstream.server.auth import OPEN_ROUTES
 from slipstream.server.errors import ApiError, bad_request, response_to
@@ -111,6 +112,7 @@ class FromGateway:
             if len(about) >= 2:
                 record.id, record.created = about[0], int(about[1])
                 record.key = _key(*about[2:])
+                client.set(record.owner or client.get())
                 record.background = about[3:4] == [BATCH]
                 scope["from_gateway"] = True
                 send = _with_tokens(record, send)

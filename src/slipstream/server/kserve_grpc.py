@@ -27,6 +27,7 @@ import grpc
 import grpc.aio
 from starlette.types import Message
 
+from slipstream.engine.fair_threads import client
 from slipstream.errors import ConfigError, RequestError, SlipstreamError
 from slipstream.server.auth import check_role
 from slipstream.server.certificates import Certificates
@@ -260,6 +261,7 @@ class Gateway:
         )
         if key is not None:
             check_role(key, "/v2")
+        client.set(context.peer().rpartition(":")[0] if key is None else key.id)
         return key
 
     async def _answers(

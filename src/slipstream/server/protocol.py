@@ -24,6 +24,7 @@ from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
 from slipstream.server import beams
 from slipstream.server.errors import FIELDS, bad_request
 from slipstream.server.field_hints import allowed_values, likely_name
+from slipstream.server.json_depth import MAX_DEPTH, is_too_deep
 from slipstream.server.structured import (
     JsonSchema,
     ResponseFormat,
@@ -643,8 +644,26 @@ MARKS = {
 """What bodies that are no JSON begin with, and what to do."""
 
 
+def _check_depth(body: bytes, path: str) -> None:
+    """A 400 that names the field."""
+    if not is_too_deep(body):
+        return
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = {}
+    name = next((name for name, raw in fields.items() if is_too_deep(b"[%b]" % bytes(raw))), None)
+    param = path.rstrip(".") or None if name is None else path + name
+    raise bad_request(
+        f"lists and objects lie in each other deeper than {MAX_DEPTH} levels (in {param or 'the body'}); make it flatter",
+        param,
+        "invalid_json",
+    )
+
+
 def decode(kind: type[T], body: bytes, path: str = "") -> T:
     """The body as `kind`, or a 400 that names the field at fault."""
+    _check_depth(body, path)
     try:
         value: T = _DECODERS[kind].decode(body)
         return value

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.engine.fair_threads import client
 from slipstream.server.errors import ApiError, as_api_error, response_to, unavailable
 from slipstream.server.keys import Key
 from slipstream.server.metrics import Metrics
@@ -171,6 +172,8 @@ class RequestLog:
             background=scope.get("background", False),
             address=(scope.get("client") or ("",))[0],
         )
+        address = scope.get("client")
+        client.set(record.owner or (address[0] if address else ""))
         started, unread = False, scope.get("unread_body")
 
         async def send_with_id(message: Message) -> None:

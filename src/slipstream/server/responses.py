@@ -11,7 +11,6 @@ A body becomes a chat (`responses_body`), and works as one. The differences:
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -44,7 +43,7 @@ from slipstream.server.responses_body import (
     read_items,
 )
 from slipstream.server.state import ServerState
-from slipstream.server.store import ResponseStore, StoredResponse
+from slipstream.server.store import CONVERSATIONS, ResponseStore, StoredResponse
 from slipstream.types import FinishReason
 
 MAX_LISTED = 100
@@ -328,7 +327,7 @@ async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> _Chat
         if body.instructions
         else []
     )
-    messages += await asyncio.to_thread(_past, history)
+    messages += await CONVERSATIONS.run(partial(_past, history))
     items = read_items(body.input, "input")
     messages += as_messages(items, "input")
     made = body.chat([message for message, _ in messages])

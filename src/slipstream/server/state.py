@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
     from slipstream.engine.core_process import CacheEvents
     from slipstream.engine.output import Sink
+    from slipstream.engine.picture_files import PictureFile
     from slipstream.engine.pictures import PreparedPicture
     from slipstream.server.auth import Keyring
     from slipstream.server.batches import BatchStore
@@ -126,6 +127,7 @@ class Engine(Protocol):
     @property
     def description(self) -> ModelDescription: ...
     def check_pictures(self, count: int) -> None: ...
+    async def measure_picture(self, data: bytes) -> PictureFile: ...
     async def prepare_picture(self, source: Any, detail: str = "auto") -> PreparedPicture: ...
     async def embed(
         self,

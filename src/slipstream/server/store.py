@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
+from slipstream.engine.fair_threads import FairThreads
 from slipstream.errors import ConfigError
 from slipstream.files import open_private
 from slipstream.server.errors import bad_request, storage_error, unavailable
@@ -32,6 +33,9 @@ from slipstream.server.errors import bad_request, storage_error, unavailable
 T = TypeVar("T")
 
 _BUSY_S = 10.0
+CONVERSATIONS = FairThreads("conversations", 16, per_client=2)
+"""Where kept answers become messages again."""
+
 _SCHEMA = """
 create table if not exists responses (
     id text primary key, owner text not null, previous text, used integer not null, size integer not null,
@@ -198,7 +202,7 @@ class ResponseStore:
 
     async def _taken(self, rows: list[_Row]) -> list[StoredResponse]:
         """The rows, read outside of the database's thread and any transaction, as used now."""
-        found = await asyncio.to_thread(_stored, rows)
+        found = await CONVERSATIONS.run(partial(_stored, rows))
 
         def touch(db: sqlite3.Connection) -> None:
             now = _use(db)

@@ -82,7 +82,7 @@ async def template_tokens(
         )
 
     return await in_thread_if_long(
-        tokens, len(msgspec.json.encode((plain, variables)))
+        tokens, len(msgspec.json.encode((plain, variables))), tokenizer
     )  # tools and calls are rendered, too
 
 
@@ -96,7 +96,7 @@ async def text_prompt(
     encoding = partial(
         _encode, state, tokenizer, text, "prompt", add_special_tokens=False, any_length=any_length
     )
-    return TokensPrompt(prompt_token_ids=await in_thread_if_long(encoding, len(text)))
+    return TokensPrompt(prompt_token_ids=await in_thread_if_long(encoding, len(text), tokenizer))
 
 
 def _encode(
@@ -147,7 +147,7 @@ class Tokens:
             encoding = partial(
                 _encode, state, tokenizer, body.prompt, "prompt", add_special_tokens=special
             )
-            tokens = await in_thread_if_long(encoding, len(body.prompt))
+            tokens = await in_thread_if_long(encoding, len(body.prompt), tokenizer)
         elif body.add_special_tokens:
             raise bad_request(
                 "messages get their special tokens from the chat template; leave it out",

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from slipstream.engine.tool_formats.base import Tool
 from slipstream.engine.tools import NO_PARAMETERS, OfferedTools, Reading, arguments_object, reading
 from slipstream.server.errors import bad_request
+from slipstream.server.json_depth import is_too_deep
 from slipstream.server.state import ServerState
 
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -91,8 +92,8 @@ def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
 def written_arguments(text: str) -> dict[str, Any]:
     """A call's arguments as a model wrote them. What is no JSON object, such as half of one, stands under `invalid_json`."""
     try:
-        found = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        found = None if is_too_deep(text.encode()) else msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         found = None
     return found if isinstance(found, dict) else {"invalid_json": text}
 
