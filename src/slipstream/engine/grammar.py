@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.schema_promises import promise
 from slipstream.engine.string_lengths import (
     CountedStrings,
     LengthVocabulary,
@@ -94,9 +95,9 @@ def _compose(params: StructuredOutputsParams) -> str:
                     raise ValueError(
                         f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
                     )
-                return json_grammar(
-                    json.dumps({} if schema is True else schema), **_options(params)
-                )
+                schema = {} if schema is True else schema
+                promised = promise(schema)
+                return json_grammar(json.dumps(schema), **_options(params), **promised)
             case "regex":
                 return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
             case "choice":
@@ -189,8 +190,11 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
                 if message is None
                 else (f"around can't be enforced: {message}", "structured_outputs.around")
             )
-        if name == "json" and (path := _culprit(json.loads(given), message)):
-            message += f" (in the schema's {path})"
+        if name == "json":
+            schema = json.loads(given)
+            options = promise(schema)
+            if path := _culprit(schema, message, options):
+                message += f" (in the schema's {path})"
         raise _refused(message, name)
     except RequestError as error:
         return error.message, error.field or ""
@@ -212,8 +216,8 @@ def _invalid(grammar: str) -> str | None:
     return messages[0] if is_error else None
 
 
-def _culprit(schema: Any, message: str) -> str:
-    """The path of the smallest part of a schema that is wrong by itself in the same way."""
+def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
+    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
     around = {
         k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
     }
@@ -221,7 +225,7 @@ def _culprit(schema: Any, message: str) -> str:
     while time.monotonic() < until:
         for name, part in _parts(schema):
             alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
-            if _invalid(json_grammar(json.dumps(alone))) == message:
+            if _invalid(json_grammar(json.dumps(alone), **options)) == message:
                 schema, path = part, f"{path}.{name}" if path else name
                 break
             if time.monotonic() > until:
