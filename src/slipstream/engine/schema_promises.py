@@ -47,6 +47,21 @@ _DEFINITIONS = {"$defs", "definitions", "dependentSchemas"}
 _VALUES = {"const", "enum", "default", "examples"}
 _BOUNDS = (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1))
 _MERGED = {"$ref", "multipleOf"} | _MAPS | _PARTS
+_LATER = {
+    "const",
+    "contains",
+    "dependentRequired",
+    "dependentSchemas",
+    "if",
+    "prefixItems",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "$dynamicRef",
+    "$recursiveRef",
+}
+"""Keywords that older drafts do not know."""
+
 _DRAFT_3 = {"extends", "disallow", "divisibleBy"}
 
 
@@ -63,7 +78,7 @@ def promise(schema: dict[str, Any]) -> dict[str, Any]:
             _rewrite(part, walk)
         except ValueError as error:
             raise ValueError(f"{error} (in the schema's {path})" if path else str(error)) from None
-        walk.has_control |= _has_control(part.get("const")) or _has_control(part.get("enum"))
+        walk.has_control |= _has_control([part.get("const"), part.get("enum")])
     walk.check_references()
     if walk.merges and len(walk.factors) > 1:
         whole = [int(factor * max(f.denominator for f in walk.factors)) for factor in walk.factors]
@@ -176,16 +191,22 @@ def _members(value: Any) -> Iterable[tuple[str, Any]]:
 
 def _has_named_reference(root: Any) -> bool:
     """Whether some `$ref` does not just say a place: it names an `$id` or an `$anchor`."""
+    references = (x.get("$ref") for x in _inner(root) if isinstance(x, dict))
+    return any(isinstance(x, str) and x != "#" and not x.startswith("#/") for x in references)
+
+
+def _keys(root: Any) -> set[str]:
+    return {key for x in _inner(root) if isinstance(x, dict) for key in x}
+
+
+def _inner(root: Any) -> Iterator[Any]:
+    """A value of JSON and all values in it."""
     stack = [root]
     while stack:
         value = stack.pop()
-        if isinstance(value, dict):
-            reference = value.get("$ref")
-            if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
-                return True
+        yield value
         if isinstance(value, dict | list):
             stack += value.values() if isinstance(value, dict) else value
-    return False
 
 
 def draft_of(schema: dict[str, Any]) -> str:
@@ -199,8 +220,10 @@ def draft_of(schema: dict[str, Any]) -> str:
 
 def _rewrite(part: dict[str, Any], walk: _Walk) -> None:
     """One part, without what is in it."""
-    if "$schema" in part and draft_of(part) != walk.draft:
-        raise ValueError(f"$schema is not that of the whole schema ({walk.draft})")
+    if "$schema" in part and draft_of(part) != walk.draft and (found := _keys(part) & _LATER):
+        raise ValueError(
+            f"$schema is not that of the whole schema ({walk.draft}), and {min(found)} means something in one of them only"
+        )
     if walk.draft == "draft-03" and (found := _DRAFT_3 & part.keys()):
         raise ValueError(f"{min(found)} of draft 3 is not known; write the schema in a later draft")
     walk.merges |= "allOf" in part or len(_MERGED & part.keys()) > 1
@@ -232,12 +255,8 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
     if _is_number(factor := part.get("multipleOf")) and factor:
         walk.factors.add(_factor(factor))
     listed = part["enum"] if isinstance(part.get("enum"), list) else []
-    stack = [*listed, part.get("const")]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict | list):
-            stack += value.values() if isinstance(value, dict) else value
-        elif _is_number(value) and not _is_exact(value):
+    for value in _inner([listed, part.get("const")]):
+        if _is_number(value) and not _is_exact(value):
             raise ValueError(f"{value!r} of const or enum has more digits than can be told apart")
 
 
@@ -360,14 +379,9 @@ def _rewrite_strings(part: dict[str, Any]) -> None:
 
 def _has_control(value: Any) -> bool:
     """Whether a string in it can only be written with a `\\u` escape."""
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, dict | list):
-            stack += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str) and re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", value):
-            return True
-    return False
+    return any(
+        isinstance(x, str) and re.search(r"[\x00-\x07\x0b\x0e-\x1f\x7f]", x) for x in _inner(value)
+    )
 
 
 _FOUR = "(?:0[48]|[2468][048]|[13579][26])"
@@ -410,7 +424,7 @@ _SETS = {"s": (_BOTH_SPACE, _ANY_SPACE), "w": (_WORD, _ANY_WORD), "d": (_DIGIT, 
 _ECMA = {"s": _ECMA_SPACE, "w": _WORD, "d": _DIGIT}
 _LINE = r"[^\n\r\u2028\u2029]"
 _TOKEN = re.compile(
-    r"\\u\{[0-9A-Fa-f]+\}|\\p\{[^}]*\}|\\P\{[^}]*\}|\\.|[*+?}]\+|\(\?[a-zA-Z]*x|.", re.DOTALL
+    r"\\u\{[0-9A-Fa-f]+\}|\\[pP]\{[^}]*\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\.|.", re.DOTALL
 )
 
 
@@ -421,71 +435,68 @@ def translate(pattern: str, exact: bool = False) -> str:
     tokens = _TOKEN.findall(pattern)
     at = 0
     while at < len(tokens):
-        token = tokens[at]
+        token, before = tokens[at], tokens[at - 1] if at else ""
         at += 1
         if token == "[":
-            end, text = _class(tokens, at, exact)
+            at, text = _class(tokens, at, exact)
             out.append(text)
-            at = end
         elif token == ".":
             out.append(_LINE)
-        elif _is_set([token]):
+        elif _is_set(token):
             out.append(_set(token[1], exact))
-        elif len(token) == 2 and token[1] == "+" and token[0] in "*+?}":
-            raise ValueError(f"a possessive quantifier ({token}) in a pattern is not of ECMA-262")
-        elif token.startswith("(?") and token.endswith("x"):
-            raise ValueError("(?x) in a pattern is not of ECMA-262")
-        elif token == r"\x" and tokens[at : at + 1] == ["{"]:
-            raise ValueError(r"\x{} in a pattern is not of ECMA-262; write \u{}")
+        elif token == "+" and before in ("*", "+", "?", "}"):
+            raise ValueError(f"a pattern has {before}+, a quantifier that ECMA-262 does not know")
+        elif token == "(" and re.match(r"\?[a-z]*x", "".join(tokens[at : at + 9])):
+            raise ValueError("a pattern has (?x), a flag that ECMA-262 does not know")
+        elif token == r"\x":
+            raise ValueError(r"a pattern has \x without two digits; write \u{…}")
         else:
             out.append(token)
     return "".join(out)
 
 
-def _is_set(tokens: list[str]) -> bool:
-    return any(
-        len(token) == 2 and token[0] == "\\" and token[1].lower() in _SETS for token in tokens
-    )
+def _is_set(token: str) -> bool:
+    return len(token) == 2 and token[0] == "\\" and token[1].lower() in _SETS
 
 
-def _set(letter: str, exact: bool) -> str:
+def _set(letter: str, exact: bool, negated: bool = False) -> str:
+    """A set of characters by its letter. `negated`: it is part of what a class leaves out, where more is safer."""
     both, either = (_ECMA[letter.lower()],) * 2 if exact else _SETS[letter.lower()]
-    return f"[{both}]" if letter.islower() else f"[^{either}]"
+    if letter.islower():
+        return f"[{either if negated else both}]"
+    return f"[^{both if negated else either}]"
 
 
 def _class(tokens: list[str], at: int, exact: bool) -> tuple[int, str]:
-    """A class of characters from behind its bracket. Where it ends, and what it is called in llguidance, whose classes may
-    have others in them and are combined by `&&`, `--` and `~~`."""
+    """A class of characters from behind its bracket: where it ends, and how llguidance writes it, whose classes may have others
+    in them and are combined by `&&`, `--` and `~~`."""
     negated = tokens[at : at + 1] == ["^"]
     at += negated
-    if tokens[at : at + 1] == ["]"]:
-        raise ValueError("an empty class of characters in a pattern")
-    out, sets, begin = [], set[str](), at
-    while at < len(tokens) and tokens[at][0] != "]":
-        token = tokens[at]
-        at += 1
-        if _is_set([token]):
-            letter = token[1]
-            sets.add(letter)
-            if negated and not exact:  # what the class leaves out is all that either may count
-                both, either = _SETS[letter.lower()]
-                out.append(f"[{either}]" if letter.islower() else f"[^{both}]")
-            else:
-                out.append(_set(letter, exact))
-        elif token in ("[", "&", "~"):
-            out.append("\\" + token)
-        elif token == "-" and (
-            _is_set(tokens[at : at + 1])
-            or _is_set(tokens[max(begin, at - 2) : at - 1])
-            or tokens[begin : at - 1][-1:] == ["-"]
-        ):
-            out.append(r"\-")
-        elif token == r"\b":
-            out.append(r"\x08")
-        elif len(token) > 1 and token[0] != "\\":  # what means something else outside a class
-            out += token
+    end = tokens.index("]", at) if "]" in tokens[at:] else len(tokens)
+    if end == at:
+        raise ValueError("a pattern has an empty class of characters")
+    out, sets = [], set[str]()
+
+    def add(token: str) -> str:
+        if not _is_set(token):
+            return _literal(token)
+        sets.add(token[1])
+        return _set(token[1], exact, negated)
+
+    while at < end:
+        is_range = tokens[at + 1 : at + 2] == ["-"] and at + 2 < end
+        first, last = tokens[at], tokens[at + 2] if is_range else ""
+        if is_range:  # next to a set the hyphen is one
+            hyphen = r"\-" if _is_set(first) or _is_set(last) else "-"
+            out.append(f"{add(first)}{hyphen}{add(last)}")
         else:
-            out.append(token)
+            out.append(add(first))
+        at += 3 if is_range else 1
     if any(letter.upper() in sets for letter in sets if letter.islower()):
         out = [r"\x00-\x{10FFFF}"]
-    return at + 1, f"[{'^' * negated}{''.join(out)}]"
+    return end + 1, f"[{'^' * negated}{''.join(out)}]"
+
+
+def _literal(token: str) -> str:
+    """A character of a class."""
+    return "\\" + token if token in "[&~-^" else r"\x08" if token == r"\b" else token
