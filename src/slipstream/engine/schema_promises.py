@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote, urldefrag, urljoin
 
 NO_UNICODE_ESCAPES = 'nrbtf\\"'
@@ -32,6 +32,9 @@ MAX_INTEGER = 2**63 - 1024
 
 MAX_DECIMALS = 20
 """Of an exclusive bound that becomes inclusive: above 0 begins at 1e-20."""
+
+SHORT_STEP = 1e-4
+"""Numbers with as many digits behind the point are told apart from each other and from any bound."""
 
 _MAPS = {"properties", "patternProperties"}
 _PARTS = {
@@ -240,18 +243,36 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
     types = part.get("type")
     types = types if isinstance(types, list) else [types]
     whole = "integer" in types and "number" not in types
+    step = part["multipleOf"] if _is_number(part.get("multipleOf")) else None
+    tight: dict[str, Any] = {}
+    short: dict[str, Any] = {}
     for inclusive, exclusive, sign in _BOUNDS:
-        if isinstance(part.get(exclusive), bool):  # of draft 4
-            bounds = [(part.get(inclusive), part.pop(exclusive))]
-        else:
-            bounds = [(part.get(inclusive), False), (part.pop(exclusive, None), True)]
-        given = [
-            _inside(x, strict, sign, whole)
-            for x, strict in bounds
-            if x is not None and _is_number(x)
-        ]
-        if given:
-            part[inclusive] = max(given, key=lambda x: x * sign)
+        bound, strict = part.get(inclusive), part.pop(exclusive, None)
+        if isinstance(strict, bool):  # of draft 4
+            bound, strict = (None, bound) if strict else (bound, None)
+        is_strict = _is_number(strict) and not (_is_number(bound) and bound * sign > strict * sign)
+        bound = strict if is_strict else bound
+        if not _is_number(bound):
+            continue  # llguidance refuses what is neither
+        part.pop(inclusive, None)
+        tight[inclusive] = _inside(bound, is_strict, sign, whole)
+        few = abs(bound) < 1e15 * abs(step or SHORT_STEP) and _is_exact(bound)
+        if is_strict and few and bound * sign < 0 and not whole:
+            short[exclusive] = bound
+            if step is not None:
+                del tight[inclusive]
+    if short and step is None:
+        # Of an inclusive 0.999… llguidance allows 0.90 and not 0.9, which the bound begins with. So numbers that end soon have
+        # the exclusive bound.
+        kind = {"type": part["type"]} if "type" in part else {}
+        either = [{**kind, **tight}, {**kind, **tight, **short, "multipleOf": SHORT_STEP}]
+        for inclusive, exclusive, _ in _BOUNDS:
+            if exclusive in short:
+                del either[1][inclusive]
+        if isinstance(others := part.get("allOf", []), list):
+            part["allOf"] = [*others, {"anyOf": either}]
+    else:
+        part.update(tight, **short)
     if _is_number(factor := part.get("multipleOf")) and factor:
         walk.factors.add(_factor(factor))
     listed = part["enum"] if isinstance(part.get("enum"), list) else []
@@ -260,7 +281,7 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
             raise ValueError(f"{value!r} of const or enum has more digits than can be told apart")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -392,9 +413,9 @@ _DATE = (
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
 )
 _FRACTION = r"(?:\.[0-9]+)?"
-_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LEAP_SECOND = rf"23:59:60{_FRACTION}(?:[zZ]|[+-]00:00)"
-_A, _H = "[0-9A-Za-z]", "[0-9A-Za-z-]"
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[zZ]|[+\-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LEAP_SECOND = rf"23:59:60{_FRACTION}(?:[zZ]|[+\-]00:00)"
+_A, _H = "[0-9A-Za-z]", "[0-9A-Za-z\\-]"
 # Two hyphens in the third and fourth place begin an encoded name (punycode), whose rules are no regular language.
 _LABEL = f"{_A}(?:{_A}|{_H}{_A}|{_H}{{2}}{_A}|{_H}(?:{_A}{_H}|-{_A}){_H}{{0,58}}{_A})?"
 
