@@ -23,6 +23,7 @@ from slipstream.engine.grammar import check, compose
 from slipstream.engine.schema_promises import promise, translate
 from slipstream.engine.tool_formats import FORMATS
 from slipstream.engine.tool_formats.base import Tool, Writer
+from slipstream.engine.tool_formats.values import text_rule
 from slipstream.errors import RequestError
 from slipstream.types import StructuredOutputsParams
 
@@ -582,6 +583,23 @@ def test_arguments_of_tools_keep_to_the_same_promise(name):
     made = matcher(f"start: {writer.schema(inner)}")
     assert accepts(made, '{"a": 1}')
     assert not accepts(made, '{"a": 1, "\\u0061": "x"}')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "valid", "invalid"),
+    [
+        (r"^\S+$", ["ab"], ["a\ufeff", ""]),
+        ("^a|b$", ["a", "b"], ["xa", "c"]),
+        (r"^5\$", ["5$", "5$ net"], ["5"]),
+        (r"a/\d", ["xa/1y"], ["a/x", "a/\u0663"]),
+    ],
+)
+def test_patterns_of_arguments_that_are_plain_text(pattern, valid, invalid):
+    writer = Writer(lambda text: None)
+    rule = text_rule({"type": "string", "pattern": pattern}, writer, "f.a", "<end>")
+    made = matcher(writer.lark(rule))
+    assert [accepts(made, f"{text}<end>") for text in valid] == [True] * len(valid)
+    assert not any(accepts(made, f"{text}<end>") for text in invalid)
 
 
 def test_common_schemas_of_programs_are_taken():

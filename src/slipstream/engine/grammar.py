@@ -61,6 +61,10 @@ MAX_STUCK = 4
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
 
+_CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
+"""Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
+
 CACHED_GRAMMARS = 64
 PARALLEL_ROWS = 8
 """From so many masks on, several threads compute them."""
@@ -691,5 +695,7 @@ class Grammars:
         self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
         library = _llguidance()
         wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
-        made: LLTokenizer = library.LLTokenizer(wrapped, n_vocab=self.num_rows, eos_token=ends)
+        made: LLTokenizer = library.LLTokenizer(
+            wrapped, n_vocab=self.num_rows, eos_token=ends, slices=SLICES
+        )
         return made
