@@ -390,6 +390,11 @@ OPEN = {"type": "object", "properties": {"a": INTEGER}}
         ({"format": "date", "pattern": "^20", "maxLength": 10}, ['"1999-01-01"'], ['"2021-01-01"']),
         ({"pattern": r"^\S$"}, ['"\ufeff"', '"\\u001c"', '"\x85"'], ['"a"', '"é"']),
         ({"pattern": "^a.b$"}, ['"a\\rb"', '"a\u2028b"', '"a\\nb"'], ['"a b"']),
+        (  # `$` of Python comes before a last line end, too
+            {"type": "object", "patternProperties": {"^.b$": INTEGER, r"^\d+$": INTEGER}},
+            ['{"ab\\n":"x"}', '{"1\\n":1}', '{"ab":"x"}'],
+            ['{"ab":1,"abb\\n":""}'],
+        ),
         (
             {"items": [INTEGER], "allOf": [{}], "additionalItems": False, "type": "array"},
             ["[1,2]"],

@@ -368,6 +368,10 @@ def _rewrite_names(part: dict[str, Any], walk: _Walk) -> None:
         spelled = {translate(p, exact=not is_closed): schema for p, schema in patterns.items()}
         if len(spelled) < len(patterns):
             raise ValueError("two of patternProperties are alike")
+        listed = [*_strings(part.get("required")), *_strings(part.get("properties"))]
+        if not is_closed or any(name.endswith("\n") for name in listed):
+            twins = [twin for p in spelled if (twin := _before_line_end(p)) is not None]
+            spelled |= dict.fromkeys([twin for twin in twins if twin not in spelled], False)
         part["patternProperties"] = spelled
     if (names or patterns) and not (is_closed and not (names and patterns)):
         walk.is_open = True
@@ -378,6 +382,25 @@ def _rewrite_names(part: dict[str, Any], walk: _Walk) -> None:
             f"minProperties {least}: free names may be equal, and a parser keeps one of them; name the properties in "
             "required, or allow minProperties 1"
         )
+
+
+def _strings(value: Any) -> list[str]:
+    return [x for x in value if isinstance(x, str)] if isinstance(value, list | dict) else []
+
+
+def _before_line_end(pattern: str) -> str | None:
+    """For a translated pattern whose `$` comes after a character: the same with a line end before it. For Python the pattern
+    matches such a name and for ECMA-262 it does not, so no such name is drawn. None if there is no such pattern."""
+    found = re.fullmatch(
+        r"[^|]*?(\[(?:[^\[\]\\]|\\.)+\]|\\[^a-zA-Z0-9]|[\w/-])(\+|\{[1-9]\d*(?:,\d*)?\})?\$",
+        pattern,
+    )
+    try:
+        if found is None or re.fullmatch(found[1], "\n"):
+            return None
+    except re.error:
+        return None
+    return pattern[:-1] + r"\n$"
 
 
 # --- Strings --------------------------------------------------------------------------------------------------------
