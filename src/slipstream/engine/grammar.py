@@ -35,6 +35,7 @@ from slipstream.engine.grammar_depth import (
     check_regex,
     check_schema,
 )
+from slipstream.engine.schema_promises import promise
 from slipstream.engine.string_lengths import (
     CountedStrings,
     LengthVocabulary,
@@ -70,6 +71,10 @@ SMALL_CHARACTERS = 8 * 1024
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
+
+_CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
+"""Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
 
 CACHED_GRAMMARS = 64
 PARALLEL_ROWS = 8
@@ -115,9 +120,9 @@ def _compose(params: StructuredOutputsParams) -> str:
                     raise ValueError(
                         f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
                     )
-                return json_grammar(
-                    json.dumps({} if schema is True else schema), **_options(params)
-                )
+                schema = {} if schema is True else schema
+                promised = promise(schema)
+                return json_grammar(json.dumps(schema), **_options(params), **promised)
             case "regex":
                 check_regex(text)
                 return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
@@ -302,8 +307,11 @@ def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
                 if message is None
                 else (f"around can't be enforced: {message}", "structured_outputs.around")
             )
-        if name == "json" and (path := _culprit(json.loads(given), message)):
-            message += f" (in the schema's {path})"
+        if name == "json":
+            schema = json.loads(given)
+            options = promise(schema)
+            if path := _culprit(schema, message, options):
+                message += f" (in the schema's {path})"
         raise _refused(message, name)
     except RequestError as error:
         return error.message, error.field or ""
@@ -336,8 +344,8 @@ def _readable(message: str) -> str:
     return message
 
 
-def _culprit(schema: Any, message: str) -> str:
-    """The path of the smallest part of a schema that is wrong by itself in the same way."""
+def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
+    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
     around = {
         k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
     }
@@ -345,7 +353,7 @@ def _culprit(schema: Any, message: str) -> str:
     while time.monotonic() < until:
         for name, part in _parts(schema):
             alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
-            if _invalid(json_grammar(json.dumps(alone))) == message:
+            if _invalid(json_grammar(json.dumps(alone), **options)) == message:
                 schema, path = part, f"{path}.{name}" if path else name
                 break
             if time.monotonic() > until:
@@ -822,5 +830,7 @@ class Grammars:
         self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
         library = _llguidance()
         wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
-        made: LLTokenizer = library.LLTokenizer(wrapped, n_vocab=self.num_rows, eos_token=ends)
+        made: LLTokenizer = library.LLTokenizer(
+            wrapped, n_vocab=self.num_rows, eos_token=ends, slices=SLICES
+        )
         return made

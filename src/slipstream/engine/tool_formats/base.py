@@ -18,6 +18,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+from slipstream.engine.schema_promises import promise
+
 MAX_NAME = 256
 """Characters of a function's name."""
 
@@ -369,8 +371,9 @@ class Writer:
         return "SPACES?"
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        guidance = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-        return "%json " + json.dumps({"x-guidance": guidance, **schema}, ensure_ascii=False)
+        own = json.loads(json.dumps(schema))
+        options = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **promise(own)}
+        return "%json " + json.dumps({"x-guidance": options, **own}, ensure_ascii=False)
 
     def lark(self, start: str) -> str:
         return "\n".join(

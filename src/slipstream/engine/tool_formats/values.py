@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slipstream.engine.schema_promises import translate
 from slipstream.engine.tool_formats.base import Parser, Tool, Writer
 from slipstream.errors import RequestError
 
@@ -95,16 +96,28 @@ def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -
             f"({' | '.join(json.dumps(o, ensure_ascii=False) for o in options)}) {writer.text(end)}"
         )
     if "pattern" in schema:
-        pattern = str(schema["pattern"])
-        inner = (
-            ("" if pattern.startswith("^") else "[^<]*")
-            + pattern.strip("^$")
-            + ("" if pattern.endswith("$") else "[^<]*")
-        )
-        return f"/{inner.replace('/', chr(92) + '/')}/ {writer.text(end)}"
+        try:
+            pattern = translate(str(schema["pattern"]))
+        except ValueError as error:
+            raise RequestError(f"{where}: {error}", field="tools") from None
+        begins = pattern.startswith("^")
+        ends = pattern.endswith("$") and _num_backslashes(pattern[:-1]) % 2 == 0
+        inner = f"(?:{pattern[begins : len(pattern) - ends]})"
+        inner = ("" if begins else "[^<]*") + inner + ("" if ends else "[^<]*")
+        regex = f"/{inner.replace('/', chr(92) + '/')}/"
+        if "<" in pattern:
+            return f"{regex} {writer.text(end)}"
+        name = f"TEXT_{len(writer.rules)}"
+        writer.rules[name] = f"{regex} & /[^<]*/"  # it would take in the marker
+        return f"{name} {writer.text(end)}"
     if {"minLength", "maxLength"} & set(schema):
         return f"/[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/ {writer.text(end)}"
     return writer.up_to(end)
+
+
+def _num_backslashes(text: str) -> int:
+    """At its end."""
+    return len(text) - len(text.rstrip("\\"))
 
 
 def value_of(text: str, tools: Sequence[Tool], function: str, name: str) -> Any:
