@@ -18,16 +18,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, DownloadError
-from slipstream.files import parse_json
+from slipstream.errors import CheckpointError, ConfigError, DownloadError
+from slipstream.spec.safetensors import OTHERS, SINGLE_NAME, weight_files, weight_map
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20
-HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,14 +347,14 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
             f"{name!r} is no path here; to fetch it from a hub, install huggingface_hub: pip install 'slipstream[hub]'",
             field="model",
         ) from error
-    folder = None if download_dir is None else cache_folder(download_dir)
+    fetch = partial(
+        snapshot_download,
+        name,
+        cache_dir=None if download_dir is None else cache_folder(download_dir),
+    )
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
-        cached = Path(
-            snapshot_download(
-                name, cache_dir=folder, allow_patterns=list(HUB_FILES), local_files_only=True
-            )
-        )
+        cached = Path(fetch(allow_patterns=list(SMALL_FILES), local_files_only=True))
         if _is_complete(cached):  # the library also returns what an interrupted pull left
             return cached
     except LocalEntryNotFoundError:
@@ -361,7 +362,13 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
     except ValueError as error:
         raise DownloadError(f"{name!r} is no name of a model: {error}", field="model") from error
     try:
-        return Path(snapshot_download(name, cache_dir=folder, allow_patterns=list(HUB_FILES)))
+        # A repository may hold the same weights in several formats, so those that are wanted are asked for by name.
+        made = Path(fetch(allow_patterns=list(SMALL_FILES)))
+        fetch(allow_patterns=[SINGLE_NAME, f"*/{SINGLE_NAME}"])
+        if not (made / SINGLE_NAME).is_file():
+            named = sorted(set((weight_map(made) or {}).values())) or ["*.safetensors"]
+            fetch(allow_patterns=named, ignore_patterns=[f"{other}*" for other in OTHERS])
+        return made
     except GatedRepoError as error:
         raise DownloadError(
             f"{name!r} is gated: accept its terms and run `hf auth login`", field="model"
@@ -380,17 +387,14 @@ def _from_hub(name: str, download_dir: str | None) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder has its config and every file of weights that its index names."""
+    """Whether a folder has its config, and weights: all files of them that its index names."""
     if not (folder / "config.json").is_file():
         return False
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(folder.glob("*.safetensors"))
     try:
-        named = set(parse_json(index.read_bytes())["weight_map"].values())
-        return all((folder / name).is_file() for name in named)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return True  # it is here, and who reads it says what is wrong with it
+        files = weight_files(folder)
+    except CheckpointError:
+        return True  # they are here, and who reads them says what is wrong
+    return bool(files) and all(file.is_file() for file in files)
 
 
 @contextmanager

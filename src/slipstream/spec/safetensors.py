@@ -19,7 +19,7 @@ from slipstream.errors import CheckpointError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-OTHERS = ("consolidated", "adapter_model", "adapter_", "optimizer")
+OTHERS = ("consolidated", "adapter_", "optimizer")
 """How the names of files begin that never are the model's weights."""
 
 _SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
