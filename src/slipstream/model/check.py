@@ -37,6 +37,7 @@ BLOCK_SIZE = 16
 ENDS = {
     "a decoder": "logits",
     "an encoder-decoder": "logits",
+    "a decoder without a head": "states",
     "an encoder": "states",
     "a classifier": "scores",
 }
@@ -175,7 +176,7 @@ def _end(
 ) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
-    return hidden if decoder.spec.is_encoder else way.logits(hidden)
+    return way.logits(hidden) if decoder.spec.generates else hidden
 
 
 def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) -> Tensor:
@@ -226,7 +227,7 @@ def _their_states(
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
         found[ENDS[spec.kind]] = (
-            output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits
+            output.last_hidden_state[0] if ENDS[spec.kind] == "states" else output.logits
         )
         if spec.kind in ("a decoder", "an encoder-decoder"):
             found["logits"] = found["logits"][0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
-from slipstream.spec.families import find_family, find_gguf_family
+from slipstream.spec.families import find_family, find_gguf_family, is_base
 from slipstream.spec.families.base import (
     GGUF_FREQUENCIES,
     GGUF_NO_EFFECT,
@@ -262,7 +262,8 @@ def _read_folder(path: Path) -> ModelDescription:
     spec, images = _with_images(
         path, family, {k: v for k, v in config.items() if k not in beside}, own
     )
-    spec = _with_stored_head(path, family, spec)
+    alone = is_base(family, config.get("architectures"))
+    spec = _with_stored_head(path, family, spec, alone)
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError(
             "quantization_config must be an object", field="quantization_config"
@@ -325,13 +326,16 @@ def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
     return family.names(first)
 
 
-def _with_stored_head(path: Path, family: Family, spec: ModelSpec) -> ModelSpec:
+def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) -> ModelSpec:
     """The model, untied if the checkpoint stores a head that is not the table of embeddings, whatever its config says. That is
     transformers 5's rule; fine-tunes of tied models may have such heads. An encoder-decoder without a stored head is tied.
 
-    The tables are compared byte by byte: a head of its own is known from its first bytes, an equal one is read in full."""
+    The tables are compared byte by byte: a head of its own is known from its first bytes, an equal one is read in full.
+    `alone`: of a decoder without a head by its architecture, which generates if it is tied, or has one all the same."""
     tied = spec.tied_embeddings or spec.encoder is not None
-    if not (tied and spec.generates and (names := tensor_names(path))):
+    if not spec.generates or not (tied or alone):
+        return spec
+    if not (names := tensor_names(path)) and tied:
         return spec
     ends = _ends(family, spec)
 
@@ -352,13 +356,17 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec) -> ModelSpec:
                 f"{name} is not {stored['embed.weight']}: a stack with embeddings of its own is not supported",
                 field=name,
             )
+    if "head.weight" in stored and not tied:
+        return spec
     if "head.weight" in stored:
         return dataclasses.replace(spec, tied_embeddings=is_embed(stored["head.weight"]))
     rounded = any(  # by another name, like lm_head.weight_packed
         not target(name) and target(f"{name.rpartition('.')[0]}.weight") == "head.weight"
         for name in names
     )
-    return dataclasses.replace(spec, tied_embeddings=not rounded)
+    if tied:
+        return dataclasses.replace(spec, tied_embeddings=not rounded)
+    return spec if rounded else dataclasses.replace(spec, headless=True, head_bias=False)
 
 
 def _with_images(

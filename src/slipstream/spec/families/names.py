@@ -202,6 +202,10 @@ def _transform(
     )  # values are not rotated
 
 
+BASES = ("model.", "transformer.", "gpt_neox.")
+"""What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
+
+
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
     """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
     for prefix in ("", *prefixes):
@@ -212,7 +216,8 @@ def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placemen
             name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
         )
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
-    return next((m for m in (f"model.{without_prefix(name, prefixes)}",) if m in names), None)
+    bare = without_prefix(name, prefixes)
+    return next((m for m in (f"{base}{bare}" for base in BASES) if m in names), None)
 
 
 def without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
