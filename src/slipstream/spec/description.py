@@ -366,7 +366,14 @@ def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) 
     )
     if tied:
         return dataclasses.replace(spec, tied_embeddings=not rounded)
-    return spec if rounded else dataclasses.replace(spec, headless=True, head_bias=False)
+    if rounded:
+        return spec
+    if spec.embed_size is not None:
+        raise UnsupportedModelError(
+            "word_embed_proj_dim: states that are projected are not supported without a head",
+            field="word_embed_proj_dim",
+        )
+    return dataclasses.replace(spec, headless=True, head_bias=False)
 
 
 def _with_images(
