@@ -245,7 +245,7 @@ def rope_of_kind(
     if own is not None and (others := sorted(own.keys() - {*kinds})):
         raise c.unsupported(key, f"has {', '.join(others)}; its keys are {' and '.join(kinds)}")
     raw = {"rope_type": "default"} if own is None else own.get(kind)
-    if raw is not None and not isinstance(raw, dict):
+    if own is not None and kind in own and not isinstance(raw, dict):
         raise c.unsupported(key, f"{kind} must be an object")
     if scaling is not None and scaled:
         if raw is None:
