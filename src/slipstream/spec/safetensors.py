@@ -48,13 +48,14 @@ def own_names(names: Iterable[str]) -> list[str]:
 def weight_files(path: Path) -> list[Path]:
     """The files of a folder that hold its model's tensors; none if there are none. An index may name files that are missing.
     CheckpointError if the index can't be read, or which files are meant is not clear."""
-    if not (path / SINGLE_NAME).is_file() and (where := weight_map(path)) is not None:
+    if (where := weight_map(path)) is not None:
         return sorted({path / name for name in where.values()})
     return [path / name for name in own_names(file.name for file in path.glob("*.safetensors"))]
 
 
 def weight_map(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the folder's index; None if it has no index."""
+    """The file of each tensor by the folder's index; None if it has no index, or all is in `model.safetensors`, which goes
+    before it. A broken index raises CheckpointError even so."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None
@@ -72,7 +73,7 @@ def weight_map(path: Path) -> dict[str, str] | None:
             f"{index} names {outside[0]!r}, which is no .safetensors file beside it",
             field=index.name,
         )
-    return dict(where)
+    return None if (path / SINGLE_NAME).is_file() else dict(where)
 
 
 def safetensors_files(path: Path) -> list[Path]:
@@ -105,7 +106,7 @@ def weight_bytes(path: Path) -> int:
 
 def tensor_names(path: Path) -> frozenset[str]:
     """The names of a folder's tensors; none, if there are no files. An index is believed."""
-    if not (path / SINGLE_NAME).is_file() and (where := weight_map(path)) is not None:
+    if (where := weight_map(path)) is not None:
         return frozenset(where)
     return frozenset(name for file in weight_files(path) for name in _header(file)[0])
 
@@ -137,7 +138,7 @@ class StoredTensor:
 
 def find_tensor(path: Path, name: str) -> StoredTensor | None:
     """The tensor `name` of a folder; None if its file is not there, or lacks it."""
-    where = None if (path / SINGLE_NAME).is_file() else weight_map(path)
+    where = weight_map(path)
     files = weight_files(path) if where is None else [path / where[name]] if name in where else []
     for file in files:
         if file.is_file() and (entry := (found := _header(file))[0].get(name)) is not None:
