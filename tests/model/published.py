@@ -131,6 +131,10 @@ def shrunk(config: Config) -> Config:
         tiny["original_max_position_embeddings"] //= less
     if isinstance(scaling := tiny.get("rope_scaling"), dict):
         tiny["rope_scaling"] = _shrunk_scaling(scaling, less, tiny)
+    if kind == "mpt":  # there the clip must be a float, and the bias is 8 whatever the config says
+        own = tiny["attn_config"]
+        clip = None if own.get("clip_qkv") is None else float(own["clip_qkv"])
+        tiny["attn_config"] = {**own, "clip_qkv": clip, "alibi_bias_max": 8}
     if kind in ("smollm3", "eurobert"):
         tiny.setdefault("pad_token_id", 0)  # the class has one of the published vocabulary
     if kind in ("roberta", "xlm-roberta", "camembert", "mpnet"):
