@@ -39,7 +39,7 @@ SIZES: Config = {
     **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.2),
     **dict(sliding_window=8, local_attention=8, head_dim=16, d_kv=16, rotary_dim=8, n_inner=96),
     **dict(q_lora_rank=16, kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=20),
-    **dict(first_k_dense_replace=1, num_nextn_predict_layers=0, embedding_size=64),
+    **dict(first_k_dense_replace=1, ff_factor=1, num_nextn_predict_layers=0, embedding_size=64),
 }  # fmt: skip
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
@@ -102,7 +102,7 @@ def shrunk(config: Config) -> Config:
     tiny, kind = dict(config), config["model_type"]
     tiny.pop("quantization_config", None)  # the weights here are dense
     for key in tiny.keys() & SIZES.keys():
-        tiny[key] = tiny[key] if tiny[key] is None else SIZES[key]
+        tiny[key] = SIZES[key] if tiny[key] else tiny[key]
     count = PATTERNS.get(kind, 3)
     tiny |= {key: count for key in LAYERS if tiny.get(key) is not None}
     heads = next((config[k] for k in ("num_attention_heads", "n_head") if config.get(k)), None)
