@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -165,10 +166,10 @@ def test_a_missing_hub_library_names_the_extra(monkeypatch):
 def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_path, monkeypatch):
     asked = []
 
-    def download(name, *, cache_dir, allow_patterns, local_files_only=False):
+    def download(name, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
         assert not any("bin" in p or "pt" in p or "py" in p for p in allow_patterns)
         asked.append("cache" if local_files_only else "network")
-        if not local_files_only:
+        if "b.safetensors" in allow_patterns:
             (tmp_path / "b.safetensors").write_bytes(b"")
         return str(tmp_path)
 
@@ -179,7 +180,41 @@ def test_an_interrupted_pull_is_finished_and_a_whole_one_needs_no_network(tmp_pa
     (tmp_path / "a.safetensors").write_bytes(b"")
     for _ in range(2):
         assert resolve_model("org/name", download_dir=str(tmp_path)) == tmp_path
-    assert asked == ["cache", "network", "cache"]
+    assert asked == ["cache", *["network"] * 3, "cache"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "wanted"),
+    [
+        (["model.safetensors"], ["model.safetensors"]),
+        (["model.safetensors", "a.safetensors"], ["model.safetensors"]),  # before an index
+        (["a.safetensors", "b.safetensors"], ["a.safetensors", "b.safetensors"]),
+        (["gptq_model-4bit.safetensors"], ["gptq_model-4bit.safetensors"]),
+    ],
+)
+def test_a_pull_leaves_out_the_files_that_are_not_the_models_weights(
+    tmp_path, monkeypatch, weights, wanted
+):
+    others = ["consolidated.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "x.py"]
+    there = [*others, *weights, "config.json", "2_Dense/model.safetensors"]
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    if "a.safetensors" in weights:
+        there.append("model.safetensors.index.json")
+
+    def download(name, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        for file in there:
+            left_out = any(fnmatch(file, p) for p in ignore_patterns)
+            if not left_out and any(fnmatch(file, p) for p in allow_patterns):
+                (tmp_path / file).parent.mkdir(exist_ok=True)
+                (tmp_path / file).write_text(json.dumps(index))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve_model("org/name", download_dir=str(tmp_path))
+    assert sorted(f.name for f in tmp_path.glob("*.safetensors")) == wanted
+    assert (tmp_path / "2_Dense" / "model.safetensors").is_file()
 
 
 def test_gguf_file_of_a_hub_comes_with_all_its_parts(tmp_path, monkeypatch):

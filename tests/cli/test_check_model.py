@@ -5,16 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import types
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from slipstream.bench.adapters import transformers as transformers_adapter
 from slipstream.bench.adapters.transformers import load_folder
 from slipstream.cli.main import main
+from slipstream.compress.recipe import parse
+from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.model.check import compare
+from slipstream.model.packing import tensor_numbers
+from slipstream.model.stored_weights import expanded
+from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.model.harness import load
 from tests.model.test_gguf_models import converted, write
@@ -146,6 +154,78 @@ def test_the_command_says_where(tmp_path, capsys):
     assert "they part at: " in out
     assert "layer 1" in out
     assert main(["check-model", str(tmp_path / "nothing")]) == 3
+
+
+class Rounding(torch.nn.Module):
+    """A product whose inputs are rounded while its `quantization_scheme` says so, as compressed-tensors makes them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.quantization_scheme = types.SimpleNamespace(input_activations="int8")
+
+    def forward(self, x):
+        if self.quantization_scheme.input_activations is not None:
+            scale = x.abs().amax(-1, keepdim=True) / 127.5
+            x = (x / scale).round().clamp(-128, 127) * scale
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "fp8-static"])
+def test_inputs_that_transformers_rounds_otherwise_are_compared_as_they_are(
+    tmp_path, capsys, monkeypatch, recipe
+):
+    tiny_models.write(tmp_path / "model", "llama", hidden_size=64, intermediate_size=128)
+    steps = {"bits": 8, "kind": "float", "inputs": "fp8", "static_inputs": True}
+    steps = steps if recipe == "fp8-static" else {"bits": 8, "inputs": "int8"}
+    source, path = read_spec(tmp_path / "model"), tmp_path / "rounded"
+    windows = [list(range(5, 37))] * 2
+    options = dict(windows=windows, device=torch.device("cpu"), dtype=torch.float32)
+    compress(source, parse([{"quantize": steps}]), path, **options)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    config = json.loads((path / "config.json").read_text())
+    held = read_spec(path)
+    dense = held.native_formats(frozenset())
+    assert not dense
+    stored = dict(expanded_weights(path, held))
+    for name, module in list(theirs.named_modules()):
+        if name in stored:
+            module.weight.data = stored[name]
+            parent, _, last = name.rpartition(".")
+            setattr(theirs.get_submodule(parent), last, Rounding(module))
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    monkeypatch.setattr(transformers_adapter, "load_folder", lambda *_: theirs)
+    assert main(["check-model", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"]
+    assert found["rounded_inputs"] is False
+
+
+def expanded_weights(path, description):
+    """(module, weight) of a folder's rounded products, as numbers."""
+    formats = description.quantization.formats
+    stored = (
+        (n, tuple(t.shape), lambda t=t: t) for n, t in load_file(path / "model.safetensors").items()
+    )
+    for name, _, read in expanded(
+        stored, formats, lambda module: "_proj" in module, tensor_numbers
+    ):
+        if "_proj" in name and name.endswith(".weight"):
+            yield name.removesuffix(".weight"), read().float()
+
+
+@pytest.mark.parametrize("pad", [0, 1, 5])
+def test_padding_is_not_among_the_tokens(tmp_path, capsys, pad):
+    tiny_models.build_encoder(tmp_path, "roberta", pad_token_id=pad, vocab_size=16)
+    for seed in range(3):
+        assert main(["check-model", str(tmp_path), "--json", f"--seed={seed}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["same"]
+
+
+def test_mpnet_counts_positions_from_two_whatever_its_padding_is(tmp_path, capsys):
+    tiny_models.build_encoder(tmp_path, "mpnet", pad_token_id=0)
+    assert main(["check-model", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["same"]
 
 
 def test_what_transformers_cannot_load(tmp_path, capsys):

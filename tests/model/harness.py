@@ -112,7 +112,8 @@ class Paged:
         tokens = torch.tensor([t for _, part in ordered for t in part], dtype=torch.int32)
         way = fast(self.model.decoder)
         hidden = way.forward(tokens, self.kv, meta)
-        logits = (way.logits(hidden) if self.model.spec.has_last else hidden).split(lengths)
+        ends = self.model.spec.has_last and self.model.spec.generates
+        logits = (way.logits(hidden) if ends else hidden).split(lengths)
         for s, t in ordered:
             self.computed[s] += len(t)
         result: list[torch.Tensor] = [logits[0]] * len(parts)

@@ -10,6 +10,7 @@ import pytest
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.description import read_spec
 from tests.model.checkpoints import CONFIGS
+from tests.model.published import PUBLISHED, REMOTE, Built, outcome, shrunk, styles
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 WRITERS = {
@@ -74,3 +75,38 @@ def test_what_is_said_twice_must_agree(tmp_path, name, key, value):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[name], key: value}))
     with pytest.raises(UnsupportedModelError, match=key):
         read_spec(tmp_path)
+
+
+# --- Against transformers ---------------------------------------------------------------------------------------------
+
+RUNNABLE = [name for name in PUBLISHED if PUBLISHED[name]["model_type"] not in REMOTE]
+ONE_OF_EACH = [*{PUBLISHED[name]["model_type"]: name for name in reversed(RUNNABLE)}.values()]
+
+
+def check(tmp_path, name, wanted=lambda style, i: True):
+    """Every style of the config that is `wanted` gives transformers' numbers, or is refused by a field's name. As it was
+    published, and as transformers 5 saves it, it is read."""
+    built = Built(tmp_path / "model", shrunk(PUBLISHED[name]))
+    found = {
+        style: outcome(tmp_path / "stored", make())
+        for i, (style, make) in enumerate(styles(built))
+        if wanted(style, i)
+    }
+    assert {s: r for s, r in found.items() if r != "same" and not r.startswith("refused: ")} == {}
+    for style in found.keys() & {"published", "by transformers 5"}:
+        assert found[style] == "same", style
+    return found
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_shrunk_config_computes_what_transformers_does(tmp_path, name):
+    """As published, and in two more styles, which are others from family to family."""
+    turn = ONE_OF_EACH.index(name)
+    found = check(tmp_path, name, lambda style, i: i == 0 or (i + turn) % 5 == 0)
+    assert 1 <= len(found) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_a_shrunk_config_computes_what_transformers_does_in_every_style(tmp_path, name):
+    check(tmp_path, name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.plan.memory import weights_bytes
 from slipstream.plan.operators import attention_bytes, attention_operations, products, window_of
+from slipstream.spec.safetensors import weight_bytes
 from slipstream.spec.scheme import SCHEMES
 
 if TYPE_CHECKING:
@@ -55,5 +56,4 @@ def stored_bytes(description: ModelDescription) -> int:
     """The bytes of a checkpoint's weights. One that is a config alone has 2 bytes a parameter."""
     if description.stored:
         return sum(kind.num_bytes for kind in description.stored)
-    files = sum(file.stat().st_size for file in description.path.glob("*.safetensors"))
-    return files or 2 * description.spec.num_parameters
+    return weight_bytes(description.path) or 2 * description.spec.num_parameters

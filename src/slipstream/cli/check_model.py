@@ -2,7 +2,8 @@
 
 Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
 1 if they part, and the first place is named. Unless --kernels says otherwise, the reference's kernels compute a checkpoint with
-rounded weights, because the CPU's round the inputs of its products to 8 bits.
+rounded weights, because the CPU's round the inputs of its products to 8 bits. Inputs that a checkpoint has rounded to int8, or
+by one scale for all tokens, are left as they are on both sides: transformers rounds those to other steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     from slipstream.bench.adapters.transformers import load_folder
     from slipstream.hub import resolve_model
-    from slipstream.model.check import check
+    from slipstream.model.check import check, padding_tokens, unrounded_inputs
     from slipstream.spec.description import read_spec
     from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
@@ -70,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
                 f"num_tokens must be from 1 to the model's {spec.max_position}, got {num_tokens}"
             )
             raise ConfigError(message, field="num_tokens")
-        rng = random.Random(args.seed)
-        tokens = [rng.randrange(spec.vocab_size) for _ in range(num_tokens)]
         phase("transformers")
         theirs = load_folder(path, "float32", spec.kind)
+        rng = random.Random(args.seed)
+        drawn = [t for t in range(spec.vocab_size) if t not in padding_tokens(theirs)]
+        tokens = rng.choices(drawn, k=num_tokens)
         phase("slipstream")
         report = check(
             path, theirs, tokens, device=args.device, kernels=kernels, tolerance=args.tolerance
@@ -85,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
                 "path": path,
                 "num_tokens": len(tokens),
                 "kernels": kernels,
+                "rounded_inputs": not unrounded_inputs(description),
                 "same": report.same,
                 "first_divergence": report.first_divergence,
                 "top1_agreement": report.top1_agreement,
@@ -101,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
     title = f"{args.model} against transformers in float32, {len(tokens)} random tokens"
     if kernels != args.kernels:
         title += f", by the {kernels}'s kernels (its weights are rounded)"
+    if unrounded_inputs(description):
+        title += ", with inputs that neither rounds (transformers rounds them to other steps)"
     print_info(f"{title}: the largest difference after", rows)
     print()
     if report.top1_agreement is not None:

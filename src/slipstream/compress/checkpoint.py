@@ -32,6 +32,7 @@ from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Transpose, parameters
 from slipstream.spec.quantization_config import StoredFormats
+from slipstream.spec.safetensors import weight_files
 from slipstream.spec.scheme import RowFormat, WeightFormat
 
 
@@ -382,6 +383,6 @@ def fingerprint(source: ModelDescription) -> str:
     files = (
         [source.path]
         if source.path.is_file()
-        else [*sorted(source.path.glob("*.safetensors")), source.path / "config.json"]
+        else [*weight_files(source.path), source.path / "config.json"]
     )
     return digest([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])

@@ -28,6 +28,7 @@ from slipstream.files import write_whole
 from slipstream.hub import resolve_model
 from slipstream.plan.environment import environment, plain
 from slipstream.spec.gguf_parts import parts_of
+from slipstream.spec.safetensors import weight_files
 from slipstream.worker.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
@@ -294,9 +295,5 @@ def _side(scorer: Scorer, args: EngineArgs, perplexity: float, name: str | None 
 
 def model_bytes(path: Path) -> int:
     """The size on disk of a GGUF file, or of the weights in a folder."""
-    files = (
-        parts_of(path)
-        if path.is_file()
-        else [*path.glob("*.safetensors")] or [*path.glob("*.gguf")]
-    )
+    files = parts_of(path) if path.is_file() else weight_files(path) or [*path.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)

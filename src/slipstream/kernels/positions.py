@@ -84,7 +84,7 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
                 low, high = math.floor(low), math.ceil(high)
             first, last = max(low, 0), min(high, dim - 1)
             count = np.arange(dim // 2, dtype=np.float32)
-            ramp = ((count - np.float32(first)) / np.float32(max(last - first, 0.001))).clip(0, 1)
+            ramp = ((count - np.float32(first)) / np.float32(last - first or 0.001)).clip(0, 1)
             attended = (
                 s.attention_factor
                 if s.attention_factor is not None

@@ -20,7 +20,6 @@ from torch import Tensor
 from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelError
 from slipstream.kernels.adapters import LoRAWeights
 from slipstream.kernels.weights import Linear
-from slipstream.model.checkpoint import canonical
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import MLP, Attention, MoE
 from slipstream.model.sharding import part_of
@@ -28,6 +27,7 @@ from slipstream.model.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
 from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from slipstream.spec.description import ModelDescription
+from slipstream.spec.families.names import canonical
 from slipstream.spec.parallel import Shard
 from slipstream.spec.parameters import Placement, SwapGateUp, Transpose, Ungroup, Unpermute
 

@@ -28,6 +28,7 @@ from slipstream.model.layers import Layer, finished, run_layers, whole
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
+from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ BLOCK_SIZE = 16
 ENDS = {
     "a decoder": "logits",
     "an encoder-decoder": "logits",
+    "a decoder without a head": "states",
     "an encoder": "states",
     "a classifier": "scores",
 }
@@ -79,10 +81,31 @@ def check(
     kernels: str,
     tolerance: float,
 ) -> CheckReport:
-    """`compare` with the checkpoint at `path`, loaded here in float32."""
-    place = torch.device(device)
-    ours = load_model(path, ops=select_ops(place, kernels), device=place, dtype=torch.float32)
+    """`compare` with the checkpoint at `path`, loaded here in float32. With `unrounded_inputs` both have dense
+    weights."""
+    place, description = torch.device(device), read_spec(path)
+    ops = select_ops(place, kernels)
+    if unrounded_inputs(description):
+        ops.rounded = frozenset()  # so every weight is expanded
+        for module in theirs.modules():
+            if (scheme := getattr(module, "quantization_scheme", None)) is not None:
+                scheme.input_activations = None
+    ours = load_model(description, ops=ops, device=place, dtype=torch.float32)
     return compare(ours, theirs, tokens, tolerance=tolerance)
+
+
+def unrounded_inputs(description: ModelDescription) -> bool:
+    """Whether the inputs of a checkpoint's products can't be compared if they are rounded. transformers divides int8's range
+    into 255 steps, and takes static scales; the engine scales each token, to 254 steps."""
+    stored = description.quantization
+    groups = () if stored is None or stored.formats is None else stored.formats.groups
+    return any(fmt.inputs == "int8" or fmt.static_inputs for _, fmt in groups)
+
+
+def padding_tokens(theirs: nn.Module) -> set[int]:
+    """Tokens that the other model takes for padding: RoBERTa's kind counts positions without them."""
+    tables = [m for m in theirs.modules() if isinstance(m, nn.Embedding)]
+    return {m.padding_idx for m in tables if m.padding_idx is not None}
 
 
 @torch.inference_mode()
@@ -175,7 +198,7 @@ def _end(
 ) -> Tensor:
     if decoder.classifier is not None:
         return decoder.classifier(decoder.ops, hidden, meta.query_start_loc)
-    return hidden if decoder.spec.is_encoder else way.logits(hidden)
+    return way.logits(hidden) if decoder.spec.generates else hidden
 
 
 def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) -> Tensor:
@@ -226,7 +249,7 @@ def _their_states(
     try:
         output = model(**inputs) if spec.is_encoder else model(**inputs, use_cache=False)
         found[ENDS[spec.kind]] = (
-            output.last_hidden_state[0] if spec.kind == "an encoder" else output.logits
+            output.last_hidden_state[0] if ENDS[spec.kind] == "states" else output.logits
         )
         if spec.kind in ("a decoder", "an encoder-decoder"):
             found["logits"] = found["logits"][0]

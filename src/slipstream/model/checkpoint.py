@@ -26,6 +26,7 @@ from slipstream.model.gguf_quants import dequantize_tensor
 from slipstream.model.stored_weights import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
+from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
     Deinterleave,
@@ -40,6 +41,7 @@ from slipstream.spec.parameters import (
     Unpermute,
     parameters,
 )
+from slipstream.spec.safetensors import safetensors_files
 
 if TYPE_CHECKING:
     from slipstream.model.cache_scales import CacheScales
@@ -114,6 +116,8 @@ def fill_parameters(
         )
     else:
         ignored = (*ROTARY_BUFFERS, *description.family.ignored)
+        if description.spec.tied_embeddings:  # a head that is written although it is the embeddings
+            ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
         if description.family.mtp:
             ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
     filled: set[str] = set()
@@ -124,10 +128,8 @@ def fill_parameters(
             continue
         key = canonical(name, prefixes, names)
         if key is None:
-            if description.spec.tied_embeddings and name.split(".")[-2:] == ["lm_head", "weight"]:
-                continue  # written although tied
             if any(
-                re.fullmatch(pattern, _strip(name, prefixes)) or re.fullmatch(pattern, name)
+                re.fullmatch(pattern, without_prefix(name, prefixes)) or re.fullmatch(pattern, name)
                 for pattern in ignored
             ):
                 continue
@@ -380,67 +382,3 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
                     (value[..., ::2].swapaxes(-1, -2), value[..., 1::2].swapaxes(-1, -2)), axis=-2
                 )
             return xp.concatenate((value[:, ::2], value[:, 1::2]), axis=1)  # [experts, rows …]
-
-
-def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
-    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
-    for prefix in ("", *prefixes):
-        if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
-            return short
-    if "vision_tower.vision_model." in name:  # Gemma 3's SigLIP, as transformers 4 wrote it
-        return canonical(
-            name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
-        )
-    # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
-    return next((m for m in (f"model.{_strip(name, prefixes)}",) if m in names), None)
-
-
-def _strip(name: str, prefixes: tuple[str, ...]) -> str:
-    return next(
-        (
-            name[len(p) :]
-            for p in sorted(prefixes, key=len, reverse=True)
-            if p and name.startswith(p)
-        ),
-        name,
-    )
-
-
-def safetensors_files(path: Path) -> list[Path]:
-    """The files of a folder that hold its tensors. CheckpointError if there are none, or one of its index is missing."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            outside = sorted(
-                name
-                for name in named
-                if Path(name).name != name or not name.endswith(".safetensors")
-            )
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
-            raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
-        if outside:
-            raise CheckpointError(
-                f"{index} names {outside[0]!r}, which is no .safetensors file beside it",
-                field=index.name,
-            )
-        files = sorted(path / name for name in named)
-        missing = [f.name for f in files if not f.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0]
-            )
-        return files
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
-        why = (
-            f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors"
-            if pickled
-            else ""
-        )
-        raise CheckpointError(
-            f"{path} holds no .safetensors file{why} (load_format='dummy' needs none)",
-            field="model",
-        )
-    return files

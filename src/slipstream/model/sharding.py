@@ -22,10 +22,11 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.checkpoint import canonical, placed_shape, stored_shape
+from slipstream.model.checkpoint import placed_shape, stored_shape
 from slipstream.model.compressed import PARTS
 from slipstream.model.stored_weights import Stored
 from slipstream.model.weights import transform
+from slipstream.spec.families.names import canonical
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters
 from slipstream.spec.native_formats import native_group_size

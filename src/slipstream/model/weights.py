@@ -26,7 +26,6 @@ from slipstream.model.checkpoint import (
     finder,
     gguf_arrays,
     names_of,
-    safetensors_files,
     transformed,
 )
 from slipstream.model.packing import tensor_numbers
@@ -38,6 +37,7 @@ from slipstream.spec.parameters import (
     Transform,
     parameters,
 )
+from slipstream.spec.safetensors import safetensors_files
 
 
 class RankShard(Protocol):

@@ -52,6 +52,7 @@ from slipstream.server.record import RequestRecord
 from slipstream.server.replies import json_response, utc_time
 from slipstream.server.state import ServerState
 from slipstream.server.tools import chat_template, reasons, thinking_variables
+from slipstream.spec.safetensors import weight_bytes
 from slipstream.types import SamplingParams
 
 
@@ -528,10 +529,9 @@ class _About:
 
     def _model(self, name: str) -> dict[str, Any]:
         path = self.state.engine.description.path
-        files = [path] if path.is_file() else path.glob("*.safetensors")
         about = {
             "modified_at": utc_time(self.state.created),
-            "size": sum(file.stat().st_size for file in files),
+            "size": path.stat().st_size if path.is_file() else weight_bytes(path),
             "digest": "",
         }
         return {"name": name, "model": name, **about, "details": self._details()}

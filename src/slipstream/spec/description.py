@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, SlipstreamError, UnsupportedModelError
-from slipstream.spec.families import find_family, find_gguf_family
+from slipstream.spec.families import find_family, find_gguf_family, is_base
 from slipstream.spec.families.base import (
     GGUF_FREQUENCIES,
     GGUF_NO_EFFECT,
@@ -21,12 +21,13 @@ from slipstream.spec.families.base import (
     ConfigReader,
     Family,
 )
+from slipstream.spec.families.names import canonical
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.gguf_ends import end_tokens
 from slipstream.spec.gguf_parts import model_files
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_formats, rounds
-from slipstream.spec.parameters import Shape, parameters
+from slipstream.spec.parameters import Placement, Shape, parameters
 from slipstream.spec.pooling import CONFIG_KEYS, LAST_TOKEN, PoolingSpec, gguf_pooling, read_pooling
 from slipstream.spec.quantization_config import (
     COLUMNS_NAME,
@@ -34,6 +35,7 @@ from slipstream.spec.quantization_config import (
     read_quantization,
     with_columns,
 )
+from slipstream.spec.safetensors import find_tensor, same_numbers, tensor_names, weight_files
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, RowFormat, Scheme, WeightFormat
 from slipstream.spec.vision import ImageProcessing
 
@@ -89,6 +91,12 @@ class ModelDescription:
     def scheme(self) -> str | None:
         """The scheme of `SCHEMES` that all products are stored in; None if there is none."""
         return self.quantization.scheme if self.quantization is not None else None
+
+    @property
+    def head_name(self) -> str:
+        """The name of an untied head in a checkpoint of the family."""
+        ends = _ends(self.family, self.spec)
+        return next(name for name, at in ends.items() if at.target == "head.weight")
 
     @property
     def gguf_type(self) -> str | None:
@@ -205,12 +213,12 @@ _SPARE_PARAMETERS = 2**24
 
 def _check_sizes(description: ModelDescription) -> None:
     """CheckpointError if the config asks for far more parameters than the files can hold. A folder without weights (for
-    load_format="dummy"), or with an index that may name missing files, is not checked."""
+    load_format="dummy"), or without some that its index names, is not checked."""
     if description.gguf is not None:
         room = 2 * sum(tensor.numel for tensor in description.gguf.tensors.values())
     else:
-        files = list(description.path.glob("*.safetensors"))
-        whole = files and not (description.path / "model.safetensors.index.json").is_file()
+        files = weight_files(description.path)
+        whole = all(file.is_file() for file in files)
         room = _VALUES_PER_BYTE * sum(file.stat().st_size for file in files) if whole else 0
     needed = description.spec.num_parameters
     if room and needed > room + _SPARE_PARAMETERS:
@@ -257,8 +265,8 @@ def _read_folder(path: Path) -> ModelDescription:
     spec, images = _with_images(
         path, family, {k: v for k, v in config.items() if k not in beside}, own
     )
-    if spec.encoder is not None and (names := tensor_names(path)):
-        spec = dataclasses.replace(spec, tied_embeddings="lm_head.weight" not in names)
+    alone = is_base(family, config.get("architectures"))
+    spec = _with_stored_head(path, family, spec, alone)
     if compressed is not None and not isinstance(compressed, Mapping):
         raise UnsupportedModelError(
             "quantization_config must be an object", field="quantization_config"
@@ -305,6 +313,72 @@ def _read_folder(path: Path) -> ModelDescription:
     )
 
 
+def _ends(family: Family, spec: ModelSpec) -> Mapping[str, Placement]:
+    """The family's names of what is not in a layer, those of an untied head, too."""
+    encoder = spec.encoder
+    if encoder is not None:
+        encoder = dataclasses.replace(encoder, layers=encoder.layers[:1])
+    first = dataclasses.replace(
+        spec,
+        layers=spec.layers[:1],
+        encoder=encoder,
+        tied_embeddings=False,
+        vision=None,
+        stage=None,
+    )
+    return family.names(first)
+
+
+def _with_stored_head(path: Path, family: Family, spec: ModelSpec, alone: bool) -> ModelSpec:
+    """The model, untied if the checkpoint stores a head that is not the table of embeddings, whatever its config says. That is
+    transformers 5's rule; fine-tunes of tied models may have such heads. An encoder-decoder without a stored head is tied.
+
+    The tables are compared byte by byte: a head of its own is known from its first bytes, an equal one is read in full.
+    `alone`: of a decoder without a head by its architecture, which generates if it is tied, or has one all the same."""
+    tied = spec.tied_embeddings or spec.encoder is not None
+    if not spec.generates or not (tied or alone):
+        return spec
+    if not (names := tensor_names(path)) and tied:
+        return spec
+    ends = _ends(family, spec)
+
+    def target(name: str) -> str:
+        key = canonical(name, family.prefixes, ends)
+        return "" if key is None else ends[key].target
+
+    stored = {target(name): name for name in names}
+    embed = find_tensor(path, stored["embed.weight"]) if "embed.weight" in stored else None
+
+    def is_embed(name: str) -> bool:
+        found = find_tensor(path, name)
+        return embed is None or found is None or same_numbers(found, embed)
+
+    for name in names & {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"}:
+        if spec.encoder is not None and not is_embed(name):
+            raise UnsupportedModelError(
+                f"{name} is not {stored['embed.weight']}: a stack with embeddings of its own is not supported",
+                field=name,
+            )
+    if "head.weight" in stored and not tied:
+        return spec
+    if "head.weight" in stored:
+        return dataclasses.replace(spec, tied_embeddings=is_embed(stored["head.weight"]))
+    rounded = any(  # by another name, like lm_head.weight_packed
+        not target(name) and target(f"{name.rpartition('.')[0]}.weight") == "head.weight"
+        for name in names
+    )
+    if tied:
+        return dataclasses.replace(spec, tied_embeddings=not rounded)
+    if rounded:
+        return spec
+    if spec.embed_size is not None:
+        raise UnsupportedModelError(
+            "word_embed_proj_dim: states that are projected are not supported without a head",
+            field="word_embed_proj_dim",
+        )
+    return dataclasses.replace(spec, headless=True, head_bias=False)
+
+
 def _with_images(
     path: Path, family: Family, config: Mapping[str, Any], own: Mapping[str, Any]
 ) -> tuple[ModelSpec, ImageProcessing | None]:
@@ -348,24 +422,20 @@ def _sampling(config: Mapping[str, Any]) -> dict[str, float]:
     return found if found.keys() & set(drawn) else usual_sampling() | found
 
 
-def tensor_names(path: Path) -> frozenset[str]:
-    """Of a folder's safetensors files; none, if there are no files."""
-    names: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            try:
-                names.update(json.loads(opened.read(min(size, file.stat().st_size))))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
-    return frozenset(names)
-
-
 def huggingface_config(description: ModelDescription) -> dict[str, Any]:
     """The model's config.json without its quantization_config. For a GGUF file it is made from the metadata, and has what the
     model computes alone."""
     if description.format == "safetensors":
         config = read_json(description.path / "config.json")
+        spec = description.spec
+        if (
+            spec.has_head
+            and spec.encoder is None
+            and config.get("tie_word_embeddings") is not False
+        ):
+            config["tie_word_embeddings"] = (
+                False  # the stored head is another, or the family's default
+            )
         return {
             k: v
             for k, v in config.items()

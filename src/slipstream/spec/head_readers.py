@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.spec.description import ModelDescription, read_json, tensor_names
+from slipstream.spec.description import ModelDescription, read_json
 from slipstream.spec.draft_heads import (
     WRAPPED,
     HeadDescription,
@@ -24,6 +24,7 @@ from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.families.builders import attention, before, gated, heads, rms, rope
 from slipstream.spec.model import LayerSpec, ModelSpec, NormSpec, QKNormSpec, SequentialBlock
 from slipstream.spec.parameters import Placement
+from slipstream.spec.safetensors import tensor_names
 
 KINDS: dict[HeadMethod, str] = {
     "eagle": "EAGLE-1 or 2, which reads the last layer's state alone",

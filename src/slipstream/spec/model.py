@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.cache import CacheGroup as CacheGroup
@@ -88,6 +88,11 @@ MAX_EXPERTS = 2**18
 MAX_PARAMETERS = 2**45
 
 
+ModelKind: TypeAlias = Literal[
+    "a decoder", "a decoder without a head", "an encoder", "a classifier", "an encoder-decoder"
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A language model.
@@ -101,6 +106,7 @@ class ModelSpec:
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
     `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
     `embed_norm`: a norm of the embeddings (BLOOM).
+    `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
@@ -118,6 +124,7 @@ class ModelSpec:
     embed_norm: NormSpec | None = None
     tied_embeddings: bool = False
     head_bias: bool = False
+    headless: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     num_token_types: int = 0
@@ -205,16 +212,18 @@ class ModelSpec:
     @property
     def generates(self) -> bool:
         """It has an output head, so it generates text."""
-        return not self.is_encoder and self.classifier is None
+        return not self.is_encoder and self.classifier is None and not self.headless
 
     @property
-    def kind(self) -> Literal["a decoder", "an encoder", "a classifier", "an encoder-decoder"]:
+    def kind(self) -> ModelKind:
         """For messages. Only a decoder can be scored on text, be compressed, and have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
             return "a classifier"
-        return "an encoder" if self.is_encoder else "a decoder"
+        if self.is_encoder:
+            return "an encoder"
+        return "a decoder without a head" if self.headless else "a decoder"
 
     @property
     def needs_full_prompt(self) -> bool:

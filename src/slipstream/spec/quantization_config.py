@@ -37,12 +37,19 @@ model's type (LLM.int8(), Dettmers et al. 2022). Other engines ignore it, and ro
 
 FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 NO_EFFECT = frozenset((
-    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent",
-    "dataset", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "global_compression_ratio",
-    "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse", "observer",
-    "observer_kwargs", "pad_token_id", "scale_dtype", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
-    "use_exllama", "version", "zp_dtype",
+    "act_data_type", "act_dynamic", "act_group_aware", "act_group_size", "act_sym", "amp", "autoround_version", "backend",
+    "batch_size", "block_name_to_quantize", "cache_block_outputs", "compute_device_filter", "damp_auto_increment",
+    "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_alg_ext", "enable_minmax_tuning",
+    "enable_norm_bias_tuning", "enable_quanted_input", "exllama_config", "failsafe_with_rtn", "fuse_max_seq_len",
+    "global_compression_ratio", "gptaq", "gptaq_alpha", "gptaq_memory_device", "gradient_accumulate_steps",
+    "hessian_chunk_bytes", "hessian_chunk_size", "hessian_use_bfloat16_staging", "hyb_act", "iters", "low_gpu_mem_usage",
+    "lr", "max_input_length", "meta", "minmax_lr", "mock_quantization", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "mse",
+    "nsamples", "observer", "observer_kwargs", "offload_to_disk", "offload_to_disk_path", "pack_impl", "pad_token_id",
+    "parallel_packing", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
+    "static_attention_granularity", "static_groups", "static_kv_granularity", "supported_types", "tokenizer",
+    "to_quant_block_names", "true_sequential", "use_cuda_fp16", "use_exllama", "v2", "v2_alpha", "v2_memory_device",
+    "version", "vram_strategy", "zp_dtype",
 ))  # fmt: skip
 """Keys about how weights were found or packed, not what they are. A layer that such a key excludes shows among the tensors."""
 
@@ -119,6 +126,8 @@ def read_quantization(config: Mapping[str, Any], *, tied_embeddings: bool) -> St
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
+        "auto-round": _auto_round,
+        "intel/auto-round": _auto_round,
         "mxfp4": _mxfp4,
     }
     if kind not in readers:
@@ -181,8 +190,59 @@ def with_columns(stored: StoredQuantization | None, given: Mapping[str, Any]) ->
 def _awq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("version", "gemm", "GEMM")
     read.require("zero_point", True)
-    read.require("modules_to_not_convert", [], ["lm_head"])
+    read.ignore("sym")  # zero points are stored either way
+    for key in ("format", "checkpoint_format"):
+        read.require(key, "gemm")
+    _check_method(read, "awq")
+    kept = [str(name) for name in read.maybe("modules_to_not_convert", list) or []]
+    if any(not _never_rounded(name) for name in kept):
+        raise read.unsupported(
+            "modules_to_not_convert", "only the head and routers may be left out"
+        )
     return StoredQuantization("awq", _int4(read))
+
+
+PACKINGS: dict[str, Method] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
+"""How AutoRound packs weights, by its name for it: like the tools of GPTQ or AWQ."""
+
+
+def _auto_round(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
+    """AutoRound (Cheng et al. 2023). `extra_config` has modules with another format; those of 16 bits are as they were."""
+    packing = read.take("packing_format", str, "auto_round:auto_gptq")
+    if packing not in PACKINGS:
+        raise read.unsupported("packing_format", f"only {', '.join(PACKINGS)} are supported")
+    method = PACKINGS[packing]
+    if method == "awq":
+        read.ignore("sym")
+    else:
+        read.require("sym", True)
+    for name, own in (read.maybe("extra_config", dict) or {}).items():
+        bits = own.get("bits") if isinstance(own, Mapping) else None
+        if not isinstance(bits, int) or bits < 16:
+            raise read.unsupported("extra_config", f"{name} has a format of its own")
+    _check_method(read, None)
+    return StoredQuantization(method, _int4(read))
+
+
+def _check_method(read: ConfigReader, method: str | None) -> None:
+    """What GPTQ's, AWQ's and AutoRound's tools write besides the format: inputs and the head are not quantised, nothing is
+    rotated, and words have 32 bits."""
+    if method is not None:
+        read.require("method", method)
+    for key in ("desc_act", "lm_head", "is_marlin_format"):
+        read.require(key, False)
+    read.require("dynamic", {})
+    read.require("pack_dtype", "int32")
+    read.require("data_type", "int")
+    read.require("act_bits", 16, 32)
+    read.require("rotation_configs", [])
 
 
 def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
@@ -198,13 +258,13 @@ def _mxfp4(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
 
 def _gptq(read: ConfigReader, tied_embeddings: bool) -> StoredQuantization:
     read.require("sym", True)
-    for name in ("desc_act", "lm_head", "is_marlin_format"):
-        read.require(name, False)
-    read.require("dynamic", {})
-    read.require("pack_dtype", "int32")
+    _check_method(read, "gptq")
     read.require("checkpoint_format", "gptq", "gptq_v2")
-    second = read.maybe("checkpoint_format", str) == "gptq_v2"
-    return StoredQuantization("gptq_v2" if second else "gptq", _int4(read))
+    found = read.maybe("checkpoint_format", str) or read.maybe("format", str) or "gptq"
+    read.require("format", found)  # the same again
+    if found not in ("gptq", "gptq_v2"):
+        raise read.unsupported("format", "only gptq and gptq_v2 are supported")
+    return StoredQuantization("gptq_v2" if found == "gptq_v2" else "gptq", _int4(read))
 
 
 def _int4(read: ConfigReader) -> str:

@@ -52,6 +52,7 @@ def _refusal(path: Path, error: Exception) -> str:
 
 AUTO = {
     "a decoder": "AutoModelForCausalLM",
+    "a decoder without a head": "AutoModel",
     "an encoder": "AutoModel",
     "a classifier": "AutoModelForSequenceClassification",
     "an encoder-decoder": "AutoModelForSeq2SeqLM",

@@ -108,12 +108,23 @@ def find_family(model_type: object, architectures: object) -> Family:
         if isinstance(architectures, list) and architectures
         else list(family.architectures)
     )
-    if not set(named) & set(family.architectures):
+    if not set(named) & set(family.architectures) and not is_base(family, named):
         raise UnsupportedModelError(
             f"architectures {named!r} is not supported for {model_type}; {', '.join(family.architectures)} is",
             field="architectures",
         )
     return family
+
+
+def is_base(family: Family, architectures: object) -> bool:
+    """Whether a config's architecture is the family's decoder without its head: the name of one that generates, with Model in
+    the place of ForCausalLM. AutoModel and sentence-transformers write such models."""
+    if not isinstance(architectures, list) or family.nested_config is not None:
+        return False
+    heads, known = ("ForCausalLM", "LMHeadModel"), set(family.architectures)
+    stems = {name.removesuffix(head) for name in known for head in heads if name.endswith(head)}
+    bases = {stem + end for stem in stems for end in ("Model", "TextModel")}
+    return not known & set(architectures) and bool(bases & set(architectures))
 
 
 def find_gguf_family(architecture: object) -> Family:

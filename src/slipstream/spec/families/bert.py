@@ -109,7 +109,7 @@ def read_electra(c: ConfigReader) -> ModelSpec:
 def read_mpnet(c: ConfigReader) -> ModelSpec:
     c.require("relative_attention_num_buckets", 32)
     position = BucketSpec(num_buckets=32, max_distance=128, both_directions=True)
-    return _read(c, "mpnet", c.take("pad_token_id", int, 1) + 1, position=position, types=False)
+    return _read(c, "mpnet", 2, position=position, types=False)
 
 
 def read_distilbert(c: ConfigReader) -> ModelSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from slipstream.spec.families.base import ConfigReader
@@ -174,6 +174,10 @@ def activation(c: ConfigReader, key: str, default: str | None = None) -> Activat
 
 # --- Positions --------------------------------------------------------------------------------------------------------
 
+Style = Literal["half", "interleaved"]
+NO_NAMES: Mapping[str, str] = {}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
 
 def rope(
     c: ConfigReader,
@@ -181,31 +185,83 @@ def rope(
     *,
     max_position: int,
     theta: float = 10000.0,
-    partial: float = 1.0,
-    kind: str | None = None,
-    style: Literal["half", "interleaved"] = "half",
+    partial: float | None = None,
+    style: Style = "half",
     sectioned: bool = False,
+    keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    default: dict[str, Any] | None = None,
+    renamed: Mapping[str, str] = NO_NAMES,
+    rope_types: tuple[str, ...] = ROPE_TYPES,
 ) -> RopeSpec:
-    """Rotary embedding, from `rope_parameters` (transformers 5; in some models a dict for each `kind` of layer), or else from
-    `rope_theta`, `rope_scaling` and `partial_rotary_factor`. `theta` and `partial` are defaults.
-    `sectioned`: with `mrope_section`."""
-    partial = c.take("partial_rotary_factor", float, partial)
-    if "rope_parameters" in c:
-        raw = c.take("rope_parameters", dict)
-        if kind is not None and kind in raw:
-            raw = raw[kind]
-        key = "rope_parameters"
-        c.maybe("rope_theta", float)
-        c.maybe("rope_scaling", dict)
-    else:
-        raw = {
-            "rope_theta": c.take("rope_theta", float, theta),
-            **(c.maybe("rope_scaling", dict) or {}),
-        }
-        key = "rope_scaling"
-    raw = {"rope_theta": theta, "partial_rotary_factor": partial, **raw}
+    """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
+
+    1. A `rope_scaling` that is not empty takes the place of `rope_parameters`. If there is neither, `default` holds.
+    2. The base and the rotated part of a head that the object lacks are read next to it, under `keys`.
+    3. `original_max_position_embeddings` next to the object takes the place of the one inside.
+
+    `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
+    whatever the config says, so another part is refused. `sectioned`: with `mrope_section`. `renamed`: names of a rope_type
+    that the family takes for others. `rope_types`: those that it has."""
+    scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
+    key = "rope_scaling" if scaling else "rope_parameters"
+    raw = dict(scaling or (own if own is not None else default) or {})
+    base = c.take(keys[0], float, theta)
+    part = c.take(keys[1], float, 1.0 if partial is None else partial)
+    raw = {"rope_theta": base, "partial_rotary_factor": part, **raw}
+    kind = raw.pop("rope_type", raw.pop("type", "default"))
+    kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in rope_types:
+        raise c.unsupported(
+            key, f"rope_type {kind!r} is not supported; {', '.join(rope_types)} are"
+        )
+    raw["rope_type"] = kind
+    original = c.maybe("original_max_position_embeddings", int)
+    if original is not None:
+        raw["original_max_position_embeddings"] = original
+    if partial is None and raw["partial_rotary_factor"] not in (None, 1):
+        where = keys[1] if raw["partial_rotary_factor"] == part else key
+        raise c.unsupported(where, "transformers rotates whole heads in this family; leave it out")
     return _rope_from(
         c, key, raw, head_dim, max_position=max_position, style=style, sectioned=sectioned
+    )
+
+
+def rope_of_kind(
+    c: ConfigReader,
+    kind: str,
+    head_dim: int,
+    *,
+    max_position: int,
+    theta: float,
+    theta_key: str = "rope_theta",
+    scaled: bool = True,
+) -> RopeSpec:
+    """The rotary embedding of one kind of layer in families where each kind has its own, by the rule of transformers 5.
+
+    1. `rope_parameters` has an object for each kind. The base that it lacks is `theta_key`'s, next to it.
+    2. `rope_scaling` changes the object if `scaled`."""
+    scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
+    kinds, key = ("full_attention", "sliding_attention"), "rope_parameters"
+    if own is not None and (others := sorted(own.keys() - {*kinds})):
+        raise c.unsupported(key, f"has {', '.join(others)}; its keys are {' and '.join(kinds)}")
+    raw = {"rope_type": "default"} if own is None else own.get(kind)
+    if own is not None and kind in own and not isinstance(raw, dict):
+        raise c.unsupported(key, f"{kind} must be an object")
+    if scaling is not None and scaled:
+        if raw is None:
+            raise c.unsupported("rope_scaling", f"rope_parameters lacks {kind}, which it changes")
+        key, raw = "rope_scaling", {**raw, **scaling}
+    raw = {
+        "rope_theta": c.take(theta_key, float, theta),
+        "partial_rotary_factor": 1.0,
+        **(raw or {}),
+    }
+    if raw.get("truncate") is False:  # transformers looks for it next to the kinds
+        raise c.unsupported(key, "truncate has no effect in transformers in a kind of layer")
+    if raw["partial_rotary_factor"] not in (None, 1):
+        raise c.unsupported(key, "transformers rotates whole heads in this family")
+    return _rope_from(
+        c, key, raw, head_dim, max_position=max_position, style="half", sectioned=False
     )
 
 
@@ -216,11 +272,11 @@ def _rope_from(
     head_dim: int,
     *,
     max_position: int,
-    style: Literal["half", "interleaved"],
+    style: Style,
     sectioned: bool,
 ) -> RopeSpec:
-    theta = float(raw.pop("rope_theta"))
-    kind = raw.pop("rope_type", None) or raw.pop("type", None) or "default"
+    """The rotary embedding that the object `raw`, the config's `key`, describes. Keys that are left in it raise an error."""
+    kind = raw.pop("rope_type", raw.get("type", "default"))
     raw.pop("type", None)
     sections = raw.pop("mrope_section", None) if sectioned else None
     if sectioned and (
@@ -229,8 +285,6 @@ def _rope_from(
         or len(sections) != 3
     ):
         raise c.unsupported(key, "mrope_section must be three whole numbers")
-    kind = "default" if sectioned and kind == "mrope" else kind
-    rotary_dim = int(head_dim * raw.pop("partial_rotary_factor"))
 
     def number(name: str, default: float | None = None) -> float:
         value = raw.pop(name, None)
@@ -239,70 +293,85 @@ def _rope_from(
             raise c.unsupported(key, f"{name} must be a number")
         return float(value)
 
+    theta, partial = number("rope_theta"), number("partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * partial)
+
     def factors(name: str) -> tuple[float, ...]:
         values = raw.pop(name, None)
-        if not isinstance(values, list) or len(values) != rotary_dim // 2:
+        if (
+            not isinstance(values, list)
+            or len(values) != rotary_dim // 2
+            or not all(isinstance(value, (int, float)) for value in values)
+        ):
             raise c.unsupported(key, f"{name} must be a list of {rotary_dim // 2} numbers")
         return tuple(float(value) for value in values)
 
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None
-    if kind == "default":
-        raw.pop("factor", None)
-        scaling = None
+    def original_length() -> int:
+        return int(number("original_max_position_embeddings", max_position))
+
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    if kind in ("default", "dynamic"):
+        # A dynamic base grows with contexts beyond max_position_embeddings, which an engine refuses.
+        factor = number("factor", 1.0 if kind == "default" else None)
+        if kind == "dynamic" and rotary_dim < 4:
+            raise c.unsupported(key, "rope_type 'dynamic' takes a rotated part of at least 4")
+        if kind == "default" and factor != 1.0:
+            raise c.unsupported(
+                key, "factor has no effect with rope_type 'default'; name a rope_type"
+            )
+        raw.pop("original_max_position_embeddings", None)
     elif kind == "linear":
         scaling = LinearScaling(factor=number("factor"))
+        raw.pop("original_max_position_embeddings", None)
     elif kind == "llama3":
         scaling = Llama3Scaling(
             factor=number("factor"),
             low_freq_factor=number("low_freq_factor"),
             high_freq_factor=number("high_freq_factor"),
-            original_max_position=int(number("original_max_position_embeddings", max_position)),
+            original_max_position=original_length(),
         )
     elif kind == "yarn":
         for name in ("finetuned", "attn_factor"):  # which transformers passes over, too
             raw.pop(name, None)
-        attention_factor, truncate = raw.pop("attention_factor", None), raw.pop("truncate", True)
-        factor, mscale, all_dim = (
-            number("factor"),
-            number("mscale", 0.0),
-            number("mscale_all_dim", 0.0),
-        )
-        if attention_factor is None and mscale and all_dim and factor > 1.0:
-            attention_factor = (0.1 * mscale * math.log(factor) + 1.0) / (
-                0.1 * all_dim * math.log(factor) + 1.0
-            )
+        truncate, original = raw.pop("truncate", True), original_length()
         if not isinstance(truncate, bool):
             raise c.unsupported(key, "truncate must be true or false")
+        factor = number("factor", max_position / original if "factor" in raw else None)
+        mscale, all_dim = number("mscale", 0.0), number("mscale_all_dim", 0.0)
+        by_factor = _mscale(factor, 1.0)
+        if mscale and all_dim:
+            by_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
         scaling = YarnScaling(
             truncate=truncate,
             mscale_all_dim=all_dim,
             factor=factor,
-            original_max_position=int(number("original_max_position_embeddings", max_position)),
+            original_max_position=original,
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
-            attention_factor=None if attention_factor is None else float(attention_factor),
+            attention_factor=number("attention_factor", by_factor),
         )
-    elif kind in ("longrope", "su"):
-        before_it = c.take("original_max_position_embeddings", int, max_position)
-        original = int(number("original_max_position_embeddings", before_it))
-        factor, attention_factor = number("factor", 1.0), raw.pop("attention_factor", None)
-        if original != max_position:
-            factor = max_position / original
-        by_length = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    elif kind == "longrope":
+        original = original_length()
+        factor = number("factor", max_position / original)
+        by_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
         scaling = LongRopeScaling(
             short_factors=factors("short_factor"),
             long_factors=factors("long_factor"),
             original_max_position=original,
-            attention_factor=by_length if attention_factor is None else float(attention_factor),
+            attention_factor=number("attention_factor", by_factor),
         )
     else:
         raise c.unsupported(
-            key,
-            f"rope_type {kind!r} is not supported; default, linear, llama3, yarn and longrope are",
+            key, f"rope_type {kind!r} is not supported; {', '.join(ROPE_TYPES)} are"
         )
-    if raw:
-        raise c.unsupported(key, f"{', '.join(sorted(raw))} is not known")
+    if unknown := sorted(name for name, value in raw.items() if value is not None):
+        raise c.unsupported(key, f"{', '.join(unknown)} is not known with rope_type {kind!r}")
     of_axes = None if sections is None else tuple(sections)
     return RopeSpec(
         theta=theta, rotary_dim=rotary_dim, style=style, scaling=scaling, sections=of_axes
     )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """YaRN's factor of cos and sin."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0

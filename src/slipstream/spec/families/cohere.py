@@ -48,7 +48,8 @@ def _read(
     max_position = c.size("model_max_length", c.size("max_position_embeddings", 8192))
     eps = c.take("layer_norm_eps", float, 1e-5)
     norm = layer_norm(c.size("hidden_size"), eps, bias=False)
-    position = rope(c, h.head_dim, theta=theta, max_position=max_position, style="interleaved")
+    trained = c.size("max_position_embeddings", 8192)
+    position = rope(c, h.head_dim, theta=theta, max_position=trained, style="interleaved")
     bias, mlp = c.take("attention_bias", bool, False), gated(c)
     window, kinds = None, [""] * c.size("num_hidden_layers")
     if windows:

@@ -22,6 +22,7 @@ from slipstream.spec.families.builders import (
     model,
     rms,
     rope,
+    rope_of_kind,
 )
 from slipstream.spec.families.images import processing, siglip_layers, siglip_names, square
 from slipstream.spec.families.metadata import llama_gguf_config
@@ -158,10 +159,17 @@ def _sandwich(
 def _rope(c: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
     """Before transformers 5, `rope_theta` and `rope_scaling` are for layers without a window; others have
     `rope_local_base_freq`."""
-    local = c.take("rope_local_base_freq", float, 10000.0)
-    if kind == "sliding_attention" and "rope_parameters" not in c:
-        return RopeSpec(theta=local, rotary_dim=head_dim)
-    return rope(c, head_dim, theta=1_000_000.0, max_position=max_position, kind=kind)
+    is_full = kind == "full_attention"
+    theta_key, theta = ("rope_theta", 1e6) if is_full else ("rope_local_base_freq", 1e4)
+    return rope_of_kind(
+        c,
+        kind,
+        head_dim,
+        max_position=max_position,
+        theta=theta,
+        theta_key=theta_key,
+        scaled=is_full,
+    )
 
 
 def read_gemma3_vision(c: ConfigReader, text: ModelSpec) -> VisionSpec:

@@ -19,13 +19,23 @@ from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, LayerSpec, ModelSpec, MoESpec
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotary embedding of a config that does not describe it."""
+
 
 def read(c: ConfigReader) -> ModelSpec:
     c.assume(head_dim=64, num_key_value_heads=8)
     h = heads(c)
     max_position = c.size("max_position_embeddings", 131072)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
-    position = rope(c, h.head_dim, theta=150000.0, max_position=max_position)
+    position = rope(c, h.head_dim, theta=150000.0, max_position=max_position, default=YARN)
     bias, window = c.take("attention_bias", bool, True), c.size("sliding_window", 128)
     kinds = kinds_of_layers(c, lambda i: "full_attention" if i % 2 else "sliding_attention")
     c.require("hidden_act", "silu")

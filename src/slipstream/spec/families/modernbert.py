@@ -19,6 +19,7 @@ from slipstream.spec.families.builders import (
     num_labels,
     rms,
     rope,
+    rope_of_kind,
 )
 from slipstream.spec.families.metadata import encoder_gguf_config, llama_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
@@ -49,9 +50,13 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
         "repad_logits_with_grad",
         "initializer_factor",
     )
-    thetas = {
-        "full_attention": c.take("global_rope_theta", float, 160000.0),
-        "sliding_attention": c.take("local_rope_theta", float, 10000.0),
+    thetas = {"full_attention": ("global_rope_theta", 160000.0)}
+    thetas["sliding_attention"] = ("local_rope_theta", 10000.0)
+    positions = {
+        kind: rope_of_kind(
+            c, kind, h.head_dim, max_position=max_position, theta_key=theta_key, theta=theta
+        )
+        for kind, (theta_key, theta) in thetas.items()
     }
     mlp = gated(c, "hidden_activation", "gelu", bias=c.take("mlp_bias", bool, False))
 
@@ -60,7 +65,7 @@ def read_modernbert(c: ConfigReader) -> ModelSpec:
         return LayerSpec(
             attention=attention(
                 h,
-                rope(c, h.head_dim, max_position=max_position, theta=thetas[kind], kind=kind),
+                positions[kind],
                 causal=False,
                 window=local // 2 + 1 if kind == "sliding_attention" else None,
                 qkv_bias=bias,
@@ -137,7 +142,7 @@ def read_eurobert(c: ConfigReader) -> ModelSpec:
     h, max_position = heads(c), c.size("max_position_embeddings", 8192)
     bias = c.take("attention_bias", bool, False)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
-    position = rope(c, h.head_dim, max_position=max_position, theta=250000.0)
+    position = rope(c, h.head_dim, max_position=max_position)
     layer = LayerSpec(
         attention=attention(h, position, causal=False, qkv_bias=bias, out_bias=bias),
         mlp=gated(c, bias=c.take("mlp_bias", bool, False)),

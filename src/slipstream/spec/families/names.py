@@ -200,3 +200,32 @@ def _transform(
     return (
         None if part == 2 else Unpermute((a.num_heads, a.num_kv_heads)[part])
     )  # values are not rotated
+
+
+BASES = ("model.", "transformer.", "gpt_neox.")
+"""What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
+
+
+def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
+    """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
+    for prefix in ("", *prefixes):
+        if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
+            return short
+    if "vision_tower.vision_model." in name:  # Gemma 3's SigLIP, as transformers 4 wrote it
+        return canonical(
+            name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
+        )
+    # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
+    bare = without_prefix(name, prefixes)
+    return next((m for m in (f"{base}{bare}" for base in BASES) if m in names), None)
+
+
+def without_prefix(name: str, prefixes: tuple[str, ...]) -> str:
+    return next(
+        (
+            name[len(p) :]
+            for p in sorted(prefixes, key=len, reverse=True)
+            if p and name.startswith(p)
+        ),
+        name,
+    )

@@ -25,10 +25,12 @@ def read(c: ConfigReader) -> ModelSpec:
     h = heads(c, num_kv_heads=None)
     norm = layer_norm(c.size("hidden_size"), c.take("layer_norm_eps", float, 1e-5))
     max_position = c.size("max_position_embeddings", 2048)
-    # The rotary keys before transformers 5.
     c.ignore("num_steps")  # of the training
-    theta, partial = c.take("rotary_emb_base", float, 10000.0), c.take("rotary_pct", float, 0.25)
-    position = rope(c, h.head_dim, theta=theta, partial=partial, max_position=max_position)
+    own = ("rotary_emb_base", "rotary_pct")
+    position = rope(c, h.head_dim, partial=0.25, max_position=max_position, keys=own)
+    # transformers 4 wrote the same numbers under the usual names; 5 reads only its own names.
+    c.require("rope_theta", position.theta)
+    c.require("partial_rotary_factor", position.rotary_dim / h.head_dim, c.value("rotary_pct"))
     bias = c.take("attention_bias", bool, True)
     beside = c.take("use_parallel_residual", bool, True)
     block: BlockSpec = ParallelBlock(norm=norm, mlp_norm=norm) if beside else before(norm)
@@ -58,8 +60,11 @@ NAMES: dict[str, Theirs] = {
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:
     config = layer_norm_gguf_config(m, "layer_norm_eps", partial=True)
+    theta, partial = config.pop("rope_theta"), config.pop("partial_rotary_factor")
     return {
         **config,
+        "rotary_emb_base": theta,
+        "rotary_pct": partial,
         "use_parallel_residual": m.take("use_parallel_residual", bool, True),
         "hidden_act": "gelu",
     }

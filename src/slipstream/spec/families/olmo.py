@@ -14,10 +14,11 @@ from slipstream.spec.families.builders import (
     model,
     rms,
     rope,
+    rope_of_kind,
 )
 from slipstream.spec.families.metadata import llama_gguf_config
 from slipstream.spec.families.names import LLAMA, gguf_table, table
-from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, SequentialBlock
+from slipstream.spec.model import LayerSpec, ModelSpec, QKNormSpec, RopeSpec, SequentialBlock
 
 
 def read_olmo2(c: ConfigReader) -> ModelSpec:
@@ -42,19 +43,14 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
         else "full_attention"
     )
     kinds = kinds_of_layers(c, by_rule) if windows else []
+    positions = _positions(c, h.head_dim, max_position) if windows else {}
+    plain = None if windows else rope(c, h.head_dim, max_position=max_position)
 
     def layer(i: int) -> LayerSpec:
         kind = kinds[i] if windows else None
-        # In OLMo 3 rope scaling is for layers without a window.
         of = attention(
             h,
-            rope(
-                c,
-                h.head_dim,
-                theta=500000.0 if windows else 10000.0,
-                max_position=max_position,
-                kind=kind,
-            ),
+            plain if kind is None else positions[kind],
             qkv_bias=bias,
             out_bias=bias,
             window=window if kind == "sliding_attention" else None,
@@ -65,6 +61,28 @@ def _read(c: ConfigReader, family: str, *, windows: bool) -> ModelSpec:
         )
 
     return model(c, family, layer, norm, max_position)
+
+
+def _positions(c: ConfigReader, head_dim: int, max_position: int) -> dict[str, RopeSpec]:
+    """In OLMo 3 rope scaling is for layers without a window."""
+    made = {
+        kind: rope_of_kind(
+            c,
+            kind,
+            head_dim,
+            theta=500000.0,
+            max_position=max_position,
+            scaled=kind == "full_attention",
+        )
+        for kind in ("full_attention", "sliding_attention")
+    }
+    window = (c.maybe("rope_parameters", dict) or {}).get("sliding_attention") or {}
+    if "rope_theta" not in window and made["sliding_attention"].theta != 500000.0:
+        raise c.unsupported(
+            "rope_theta",
+            "transformers 5 reads it for layers without a window only; write rope_parameters for both kinds",
+        )
+    return made
 
 
 def gguf_config(m: ConfigReader) -> dict[str, Any]:

@@ -45,13 +45,20 @@ def read_phi3(c: ConfigReader) -> ModelSpec:
     max_position = c.size("max_position_embeddings", 4096)
     norm = rms(c.size("hidden_size"), c.take("rms_norm_eps", float, 1e-5))
     bias, window = c.take("attention_bias", bool, False), c.maybe("sliding_window", int)
-    position = rope(c, h.head_dim, max_position=max_position)
+    c.assume(original_max_position_embeddings=4096)
+    position = rope(
+        c,
+        h.head_dim,
+        partial=1.0,
+        max_position=max_position,
+        renamed={"su": "longrope", "yarn": "longrope"},
+        rope_types=("default", "longrope"),
+    )
     layer = LayerSpec(
         attention=attention(h, position, qkv_bias=bias, out_bias=bias, window=window),
         mlp=gated(c),
         block=before(norm),
     )
-    c.ignore("original_max_position_embeddings")  # without a scaling
     c.require("full_attn_mod", 1)  # this key and the next: Phi-4-mini
     c.require("interpolate_factor", 1)
     c.require("lm_head_bias", False)
@@ -76,6 +83,9 @@ def gguf_phi_config(m: ConfigReader) -> dict[str, Any]:
 def gguf_phi3_config(m: ConfigReader) -> dict[str, Any]:
     window = m.maybe("attention.sliding_window", int)  # 0 for none
     found = llama_gguf_config(m, partial=True)
+    original = "original_max_position_embeddings"
+    if original in (scaling := found.get("rope_scaling") or {}):
+        found[original] = scaling[original]
     return {**found, **({"sliding_window": window} if window else {})}
 
 

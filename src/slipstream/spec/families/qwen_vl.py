@@ -62,7 +62,16 @@ def read_text(c: ConfigReader) -> ModelSpec:
     if set(c.take("layer_types", list, ["full_attention"])) != {"full_attention"}:
         raise c.unsupported("layer_types", "only full_attention is supported")
     of = attention(
-        h, rope(c, h.head_dim, theta=1e6, max_position=max_position, sectioned=True), qkv_bias=True
+        h,
+        rope(
+            c,
+            h.head_dim,
+            theta=1e6,
+            max_position=max_position,
+            sectioned=True,
+            renamed={"mrope": "default"},
+        ),
+        qkv_bias=True,
     )
     layer = LayerSpec(attention=of, mlp=gated(c), block=before(norm))
     return model(c, "qwen2_5_vl", layer, norm, max_position)

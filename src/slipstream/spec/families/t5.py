@@ -24,9 +24,9 @@ from slipstream.spec.model import (
 )
 
 
-def _activation(c: ConfigReader) -> tuple[Activation, bool]:
+def _activation(c: ConfigReader, default: str) -> tuple[Activation, bool]:
     """The activation that `feed_forward_proj` names (relu, gated-gelu, …), and whether the MLP is gated."""
-    said = c.take("feed_forward_proj", str, "relu")
+    said = c.take("feed_forward_proj", str, default)
     name, is_gated = said.removeprefix("gated-"), said.startswith("gated-")
     name = "gelu_new" if said == "gated-gelu" else name  # the tanh approximation is meant
     if name not in ACTIVATIONS:
@@ -49,7 +49,7 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
         n := c.size("num_heads"), n, c.size("d_kv", 64)
     )  # n · d_kv may differ from d_model
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))
-    act, is_gated = _activation(c)
+    act, is_gated = _activation(c, "relu" if family == "t5" else "gated-gelu")
     mlp = DenseSpec(intermediate_size=c.size("d_ff"), activation=act, gated=is_gated)
     num_buckets, far = (
         c.size("relative_attention_num_buckets", 32),
@@ -68,10 +68,12 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
         attention=attended(back), mlp=mlp, block=block, cross=attended(None, causal=False)
     )
     num_layers = c.size("num_layers")
-    # v1.0 ties the embeddings and scales the states, v1.1 does neither. Some writers set `tie_word_embeddings` for all models
-    # and add `scale_decoder_outputs`; then `description` looks for a head in the checkpoint.
+    # v1.0 ties the embeddings and scales the states, v1.1 does neither. transformers 5 sets `tie_word_embeddings` for all
+    # models and adds `scale_decoder_outputs`; `description` looks for a head in the checkpoint. It never scales an mT5.
     tied = c.take("tie_word_embeddings", bool, True)
-    scaled = c.take("scale_decoder_outputs", bool, tied)
+    if family == "mt5":
+        c.require("scale_decoder_outputs", False)
+    scaled = family != "mt5" and c.take("scale_decoder_outputs", bool, tied)
     spec = ModelSpec(
         family=family,
         vocab_size=c.size("vocab_size"),
@@ -200,7 +202,7 @@ FAMILIES = tuple(
     Family(
         model_type=kind,
         architectures=(architecture,),
-        read=partial(read, family=kind, own=True) if kind == "umt5" else read,
+        read=partial(read, family=kind, own=kind == "umt5"),
         names=names,
         ignored=COPIES,
         gguf=GGUFFamily(architecture="t5", config=gguf_t5_config, names=gguf_names)

@@ -1,0 +1,170 @@
+"""The safetensors files of a folder: which of them are the model's own, and what their headers say. No torch, no numbers.
+
+A folder may hold other files of tensors: Mistral's own format (`consolidated*`), an adapter, a copy in another type
+(`model.fp16.safetensors`). Reading them all would load the model twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+OTHERS = ("consolidated", "adapter_", "optimizer")
+"""How the names of files begin that never are the model's weights."""
+
+_SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+_VARIANT = re.compile(r"model\.\w+\.safetensors")
+_CHUNK = 1 << 24
+
+
+def own_names(names: Iterable[str]) -> list[str]:
+    """Those of a folder's *.safetensors `names` that a model without an index has its weights in, as transformers chooses:
+    `model.safetensors` before anything else. Shards go before what is left. CheckpointError if several files are copies of the
+    model in different types."""
+    found = sorted(n for n in names if n.endswith(".safetensors") and not n.startswith(OTHERS))
+    if SINGLE_NAME in found:
+        return [SINGLE_NAME]
+    if shards := [name for name in found if _SHARD.fullmatch(name)]:
+        return shards
+    variants = [name for name in found if _VARIANT.fullmatch(name)]
+    if variants and len(found) > 1:
+        raise CheckpointError(
+            f"the folder holds {', '.join(found[:4])}, and no model.safetensors: keep the one that is to be read",
+            field=variants[0],
+        )
+    return found
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files of a folder that hold its model's tensors; none if there are none. An index may name files that are missing.
+    CheckpointError if the index can't be read, or which files are meant is not clear."""
+    if (where := weight_map(path)) is not None:
+        return sorted({path / name for name in where.values()})
+    return [path / name for name in own_names(file.name for file in path.glob("*.safetensors"))]
+
+
+def weight_map(path: Path) -> dict[str, str] | None:
+    """The file of each tensor by the folder's index; None if it has no index, or all is in `model.safetensors`, which goes
+    before it. A broken index raises CheckpointError even so."""
+    index = path / INDEX_NAME
+    if not index.is_file():
+        return None
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = sorted(
+            name
+            for name in set(where.values())
+            if Path(name).name != name or not name.endswith(".safetensors")
+        )
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{index} can't be read: {error}", field=index.name) from error
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]!r}, which is no .safetensors file beside it",
+            field=index.name,
+        )
+    return None if (path / SINGLE_NAME).is_file() else dict(where)
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """The files of a folder that hold its model's tensors. CheckpointError if there are none, or one that its index names is
+    missing."""
+    files = weight_files(path)
+    if missing := [f.name for f in files if not f.is_file()]:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(missing)}, which its index names", field=missing[0]
+        )
+    if not files:
+        others = sorted(f.name for f in path.glob("*.safetensors"))
+        pickled = [f.name for f in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth"))]
+        why = ""
+        if others:
+            why = f"; {others[0]} is no model in the format of transformers: convert it"
+        elif pickled:
+            why = f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors"
+        raise CheckpointError(
+            f"{path} holds no .safetensors file of a model{why} (load_format='dummy' needs none)",
+            field="model",
+        )
+    return files
+
+
+def weight_bytes(path: Path) -> int:
+    """The size of a folder's weights on disk; 0 if there are none."""
+    return sum(file.stat().st_size for file in weight_files(path) if file.is_file())
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """The names of a folder's tensors; none, if there are no files. An index is believed."""
+    if (where := weight_map(path)) is not None:
+        return frozenset(where)
+    return frozenset(name for file in weight_files(path) for name in _header(file)[0])
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """A file's tensors by name, and where their bytes begin."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(size, file.stat().st_size)))
+            return {
+                name: entry for name, entry in header.items() if name != "__metadata__"
+            }, size + 8
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor's bytes lie: [begin, begin + size) of `file`, whose time `mtime_ns` is."""
+
+    file: Path
+    mtime_ns: int
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def find_tensor(path: Path, name: str) -> StoredTensor | None:
+    """The tensor `name` of a folder; None if its file is not there, or lacks it."""
+    where = weight_map(path)
+    files = weight_files(path) if where is None else [path / where[name]] if name in where else []
+    for file in files:
+        if file.is_file() and (entry := (found := _header(file))[0].get(name)) is not None:
+            try:
+                first, end = entry["data_offsets"]
+                shape = tuple(entry["shape"])
+                time = file.stat().st_mtime_ns
+                return StoredTensor(
+                    file, time, entry["dtype"], shape, found[1] + first, end - first
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+    return None
+
+
+@lru_cache(maxsize=64)
+def same_numbers(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors are the same, byte by byte. The first difference ends the comparison, so only equal tables are
+    read in full."""
+    if (a.dtype, a.shape, a.size) != (b.dtype, b.shape, b.size):
+        return False
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        for at in range(0, a.size, _CHUNK):
+            count = min(_CHUNK, a.size - at)
+            if os.pread(one.fileno(), count, a.begin + at) != os.pread(
+                other.fileno(), count, b.begin + at
+            ):
+                return False
+    return True
