@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.report import document
-from slipstream.plan.environment import plain
-from slipstream.plan.hardware import bound_spinning
-from slipstream.plan.traffic import SHAREGPT as SHAREGPT
+from slipstream.costs.environment import plain
+from slipstream.costs.hardware import bound_spinning
+from slipstream.simulate.traffic import SHAREGPT as SHAREGPT
 
 bound_spinning()  # before a script imports torch, as the command line does: alike for every engine
 

@@ -37,7 +37,7 @@ import uvloop
 from processes import Watch
 
 from slipstream.bench.report import print_table
-from slipstream.plan.hardware import available_cores
+from slipstream.costs.hardware import available_cores
 
 ROOT = Path(__file__).parents[1]
 TEMPLATE = """{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}

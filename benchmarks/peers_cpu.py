@@ -176,7 +176,7 @@ def child(words: Sequence[str]) -> None:
     engine_name, path, settings, group, cores, windows = words
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    from slipstream.plan.hardware import available_cores
+    from slipstream.costs.hardware import available_cores
 
     threads = available_cores() if cores else 2
     begin = time.monotonic()

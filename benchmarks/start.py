@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slipstream.plan.hardware import available_cores, seconds_since_process_start
+from slipstream.costs.hardware import available_cores, seconds_since_process_start
 
 PROMPT, ANSWER = 16, 32
 TEXT = "Once upon a time, in a small town at the edge of a forest, there lived"  # some 16 tokens

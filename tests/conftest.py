@@ -13,7 +13,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-from slipstream.plan.hardware import bound_spinning, host_memory, import_numpy
+from slipstream.costs.hardware import bound_spinning, host_memory, import_numpy
 
 # What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
 gc.disable()  # `pytest_runtestloop` enables it

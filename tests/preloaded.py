@@ -89,7 +89,7 @@ def load() -> None:
     """Import what commands import. The collection of garbage leaves it alone: it would take each fork a third of a second, and
     a copy of most pages."""
     gc.disable()
-    from slipstream.plan.hardware import bound_spinning
+    from slipstream.costs.hardware import bound_spinning
 
     bound_spinning()
     import torch  # noqa: F401

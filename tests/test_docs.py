@@ -184,7 +184,7 @@ def test_the_default_models_size_is_the_same_everywhere():
 
 
 def test_definitions_are_the_codes():
-    from slipstream.bench.metrics import DEFINITIONS
+    from slipstream.costs.metrics import DEFINITIONS
 
     text = (ROOT / "docs" / "benchmarking.md").read_text("utf-8")
     for name, definition in DEFINITIONS.items():

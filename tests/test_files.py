@@ -15,7 +15,7 @@ from slipstream.evals.tasks import read_questions
 from slipstream.files import parse_json, read_yaml
 from slipstream.fleet.config import read as read_fleet
 from slipstream.optimize.traffic import read_trace
-from slipstream.plan.traffic import read_trace as read_planned
+from slipstream.simulate.traffic import read_trace as read_planned
 from slipstream.spec.pooling import read_pooling
 from slipstream.worker.canary import CANARY_NAME, read_canary
 

@@ -31,12 +31,12 @@ import common
 from slipstream.bench.adapters.slipstream import AsyncSlipstream, OfflineSlipstream
 from slipstream.bench.adapters.transformers import OfflineTransformers
 from slipstream.bench.load import Burst, run_load
-from slipstream.bench.metrics import RequestRecord, distribution, summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import BenchRequest, recorded, warmup
 from slipstream.config import EngineArgs
+from slipstream.costs.hardware import available_cores
+from slipstream.costs.metrics import RequestRecord, distribution, summarize
 from slipstream.hub import resolve_model
-from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
 
 TINY = common.CONFIGS / "tiny"

@@ -30,8 +30,8 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.bench.report import print_table
+from slipstream.costs.hardware import available_cores
 from slipstream.hub import resolve_model
-from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
 
 CONFIG = common.CONFIGS / "flan-t5-small"

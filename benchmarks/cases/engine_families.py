@@ -31,7 +31,7 @@ from typing import Any
 from common import CONFIGS, HERE, kernels_of, median
 
 from slipstream.config import DTYPE_BYTES
-from slipstream.plan.memory import weights_bytes
+from slipstream.costs.memory import weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import ModelSpec, MoESpec
 from slipstream.spec.scheme import SCHEMES, Scheme

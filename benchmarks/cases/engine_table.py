@@ -19,7 +19,7 @@ from typing import Any
 
 import common
 
-from slipstream.plan.hardware import seconds_since_process_start
+from slipstream.costs.hardware import seconds_since_process_start
 
 Lengths = list[tuple[int, int]]
 

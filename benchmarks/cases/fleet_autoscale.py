@@ -25,16 +25,16 @@ from typing import Any
 import common
 
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
 from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, Policy, ScalingLimits
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import RecentCapacity
 from slipstream.fleet.forecast import SPEEDS, Forecast
 from slipstream.fleet.replay import ColdStart, FleetReplay, Replayed
-from slipstream.plan.capacity import LatencyObjectives
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.simulate import SimulatedEngine
-from slipstream.plan.traffic import TrafficRequest, parse_workload, read_trace
+from slipstream.simulate.capacity import LatencyObjectives
+from slipstream.simulate.engines import plan_engine
+from slipstream.simulate.simulator import SimulatedEngine
+from slipstream.simulate.traffic import TrafficRequest, parse_workload, read_trace
 from slipstream.spec.description import read_spec
 
 LIMITS = {"ttft_s": 2.0, "tpot_s": 0.1}

@@ -33,12 +33,12 @@ import common
 import msgspec
 
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
 from slipstream.fleet.detection.detector import Detector
 from slipstream.fleet.detection.observation import INTERVAL_S, Observation
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.simulate import Replica, SimulatedEngine
-from slipstream.plan.traffic import TrafficRequest, Workload, read_trace
+from slipstream.simulate.engines import plan_engine
+from slipstream.simulate.simulator import Replica, SimulatedEngine
+from slipstream.simulate.traffic import TrafficRequest, Workload, read_trace
 from slipstream.spec.description import read_spec
 
 KINDS = {  # of fault: the cause that is to be found

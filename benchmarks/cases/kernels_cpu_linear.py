@@ -24,12 +24,12 @@ import common
 import torch
 from cases.kernels_cpu_isas import own_cores
 
+from slipstream.costs.hardware import available_cores
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.native import Arena, NativeLinear, Program
 from slipstream.kernels.programs import add_linear
 from slipstream.kernels.weights import ScaledLinear
-from slipstream.plan.hardware import available_cores
 
 SHAPES = ("576x1536", "3072x576", "4096x4096", "4096x14336")
 ZEROS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, "2:4")

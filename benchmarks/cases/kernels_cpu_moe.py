@@ -18,10 +18,10 @@ from typing import Any
 import common
 import torch
 
+from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.ops import Experts, OpSet
-from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES

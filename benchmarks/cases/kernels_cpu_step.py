@@ -20,8 +20,8 @@ from typing import Any
 import common
 from peers_cpu import rewritten
 
+from slipstream.costs.hardware import available_cores
 from slipstream.hub import resolve_model
-from slipstream.plan.hardware import available_cores
 
 FORMS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "as stored": (None, ()),

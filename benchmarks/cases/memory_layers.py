@@ -119,7 +119,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 def measure(folder: Path, args: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
     from slipstream import LLM
     from slipstream.config import EngineArgs
-    from slipstream.plan.estimate import all_weights_bytes, estimate
+    from slipstream.costs.estimate import all_weights_bytes, estimate
     from slipstream.spec.description import read_spec
 
     settings: dict[str, Any] = dict(

@@ -17,10 +17,10 @@ import common
 
 from slipstream.bench.adapters.slipstream import AsyncSlipstream
 from slipstream.bench.load import Burst, ClosedLoop, run_load
-from slipstream.bench.metrics import summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import shared_prefix
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import summarize
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 

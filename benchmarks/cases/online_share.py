@@ -31,10 +31,10 @@ from slipstream.bench.adapters.openai import Endpoint
 from slipstream.bench.adapters.slipstream import AsyncSlipstream
 from slipstream.bench.clients import Clients
 from slipstream.bench.load import ClosedLoop, run_load
-from slipstream.bench.metrics import RequestRecord, summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import RequestRecord, summarize
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 

@@ -19,7 +19,7 @@ import common
 from cases.plan_prediction import TARGETS, errors, recorded
 
 from slipstream.bench.report import print_table
-from slipstream.plan.traffic import mean_lengths, parse_workload
+from slipstream.simulate.traffic import mean_lengths, parse_workload
 
 USERS = {"1024": 1024, "256": 256, "64": 64}
 RATES = {"poisson-40": 40.0, "poisson-90": 90.0}

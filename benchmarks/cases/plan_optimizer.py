@@ -35,6 +35,7 @@ import common
 from slipstream.bench.load import ClosedLoop, parse_arrivals
 from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
 from slipstream.errors import SlipstreamError
 from slipstream.hub import machine_folder, resolve_model
 from slipstream.optimize import run as search_run
@@ -43,8 +44,7 @@ from slipstream.optimize.pareto import hypervolume
 from slipstream.optimize.prior import simulated_prior
 from slipstream.optimize.search import Search
 from slipstream.optimize.traffic import parse_traffic
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import this_hardware
+from slipstream.simulate.engines import this_hardware
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.device import detect

@@ -37,15 +37,15 @@ import common
 from slipstream.bench.adapters.slipstream import AsyncSlipstream
 from slipstream.bench.host_costs import USERS, measure_host
 from slipstream.bench.load import Arrivals, ClosedLoop, Poisson, run_load
-from slipstream.bench.metrics import Summary, summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import from_lengths
 from slipstream.config import EngineArgs
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import PlannedEngine, plan_engine, run_ahead, this_hardware
-from slipstream.plan.simulate import simulate
-from slipstream.plan.step_cost import HostCost, MeasuredStep, StepTable, fit_steps, read_table
-from slipstream.plan.traffic import of_lengths, parse_workload
+from slipstream.costs.devices import find_device
+from slipstream.costs.metrics import Summary, summarize
+from slipstream.costs.step_cost import HostCost, MeasuredStep, StepTable, fit_steps, read_table
+from slipstream.simulate.engines import PlannedEngine, plan_engine, run_ahead, this_hardware
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps

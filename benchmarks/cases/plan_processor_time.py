@@ -25,19 +25,19 @@ from typing import Any
 from cases.plan_prediction import TARGETS, arrivals_of, draw, errors, figures, means, predicted
 
 from slipstream.bench.load import ClosedLoop
-from slipstream.bench.metrics import RequestRecord, summarize
 from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
-from slipstream.engine.engine_core import EngineCore
-from slipstream.plan.engines import plan_engine, this_hardware
-from slipstream.plan.step_cost import (
+from slipstream.costs.metrics import RequestRecord, summarize
+from slipstream.costs.step_cost import (
     HostCost,
     StepShape,
     StepTable,
     fit_steps,
     non_negative_least_squares,
 )
-from slipstream.plan.traffic import Traffic, of_lengths
+from slipstream.engine.engine_core import EngineCore
+from slipstream.simulate.engines import plan_engine, this_hardware
+from slipstream.simulate.traffic import Traffic, of_lengths
 from slipstream.types import EngineRequest, SamplingParams, TokenOutput
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.step_costs import grid, measure_steps

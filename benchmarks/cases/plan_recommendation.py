@@ -35,18 +35,18 @@ import common
 
 from slipstream.bench.adapters.slipstream import AsyncSlipstream
 from slipstream.bench.load import parse_arrivals, run_load
-from slipstream.bench.metrics import parse_objectives, summarize
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import warmup
 from slipstream.cli.plan import measure_table
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import parse_objectives, summarize
+from slipstream.costs.step_cost import StepTable
 from slipstream.errors import SlipstreamError
 from slipstream.hub import resolve_model
 from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
-from slipstream.plan.engines import plan_engine, this_hardware
-from slipstream.plan.simulate import simulate
-from slipstream.plan.step_cost import StepTable
-from slipstream.plan.traffic import of_lengths
+from slipstream.simulate.engines import plan_engine, this_hardware
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import of_lengths
 from slipstream.spec.description import ModelDescription, read_spec
 
 TARGET = 0.97

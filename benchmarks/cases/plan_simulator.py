@@ -15,10 +15,10 @@ from collections.abc import Callable
 import common
 
 from slipstream.config import EngineArgs
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.simulate import simulate
-from slipstream.plan.traffic import parse_workload
+from slipstream.costs.devices import find_device
+from slipstream.simulate.engines import plan_engine
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import parse_workload
 from slipstream.spec.description import read_spec
 
 COMPARED = 4000

@@ -3,7 +3,7 @@
     python benchmarks/plan.py --study steps --config llama-3-8b --quantization fp8 --kv-cache-dtype fp8 [--rounds 5]
 
 Weights are random. The table it writes is the one that `slipstream plan --measure` keeps for itself. In
-`src/slipstream/plan/data/steps-NAME.json` it is shipped, and used for every machine with that device. What host and front end
+`src/slipstream/costs/data/steps-NAME.json` it is shipped, and used for every machine with that device. What host and front end
 add is measured by bursts through `AsyncLLM`.
 """
 
@@ -18,8 +18,8 @@ import common
 from slipstream.bench.report import print_table
 from slipstream.cli.plan import measure_table
 from slipstream.config import EngineArgs
+from slipstream.costs.environment import plain
 from slipstream.hub import resolve_model
-from slipstream.plan.environment import plain
 from slipstream.spec.description import read_spec
 
 RECORD = "step_costs"

@@ -21,8 +21,8 @@ from typing import Any
 import common
 
 from slipstream import LLM, SamplingParams
+from slipstream.costs.hardware import available_cores
 from slipstream.hub import resolve_model
-from slipstream.plan.hardware import available_cores
 
 TOKENS = 64
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import msgspec
 
 from slipstream.config import DeviceInfo
+from slipstream.costs.memory import MemoryLedger
 from slipstream.errors import SlipstreamError, as_error
-from slipstream.plan.memory import MemoryLedger
 from slipstream.stats import CanaryResult
 
 

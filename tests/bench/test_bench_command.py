@@ -11,10 +11,10 @@ from slipstream.bench.adapters import EngineSetup, make_engine
 from slipstream.bench.adapters.openai import ServedModel
 from slipstream.bench.adapters.slipstream import OfflineSlipstream, greedy
 from slipstream.bench.adapters.transformers import OfflineTransformers
-from slipstream.bench.metrics import DEFINITIONS
 from slipstream.bench.workload import BenchRequest, fixed
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import DEFINITIONS
 from slipstream.errors import ConfigError
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine

@@ -10,8 +10,8 @@ import statistics
 
 import pytest
 
-from slipstream.bench.metrics import DEFINITIONS
 from slipstream.bench.sweep.dashboard import LIBRARIES, SweepRun, render
+from slipstream.costs.metrics import DEFINITIONS
 from tests.browser import Browser
 
 VIEWS = ("tradeoff", "heat", "roofline", "pareto", "power", "compare", "rows", "errors")

@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from slipstream.bench import host_costs
-from slipstream.bench.metrics import RequestRecord
-from slipstream.plan.step_cost import HostCost
+from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.step_cost import HostCost
 
 STEP_S, SEQUENCE_S, AHEAD_S, REQUEST_S = 0.003, 0.0001, 0.002, 0.007
 

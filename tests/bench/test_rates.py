@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.bench.metrics import RequestRecord, summarize
 from slipstream.bench.rates import PRECISION, RateSearch, holds, parse_rate_objectives
+from slipstream.costs.metrics import RequestRecord, summarize
 from slipstream.errors import ConfigError
 
 FAST = RequestRecord(

@@ -95,7 +95,7 @@ def test_the_chart_is_drawn_from_the_record():
 
 
 def test_a_saved_record_keeps_of_a_path_its_last_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.plan.hardware.bound_spinning", lambda: None)
+    monkeypatch.setattr("slipstream.costs.hardware.bound_spinning", lambda: None)
     common = load("common")
     monkeypatch.setattr(
         sys, "argv", ["/somewhere/else/kernels.py", "--model=/a/b/c.gguf", "128/128x1024"]

@@ -12,9 +12,9 @@ from slipstream.cli import doctor
 from slipstream.cli.info import describe
 from slipstream.cli.main import main
 from slipstream.compress.recipe import RECIPE_NAME, parse
+from slipstream.costs.hardware import GpuInfo, HostInfo
+from slipstream.costs.memory import weights_bytes
 from slipstream.hub import tiles_folder
-from slipstream.plan.hardware import GpuInfo, HostInfo
-from slipstream.plan.memory import weights_bytes
 from slipstream.spec.autotune_table import Measured, TileTable, file_name, load_tiles, write_tiles
 from slipstream.spec.description import read_spec
 
@@ -268,7 +268,7 @@ def test_what_is_missing(gpus, torch, packages, has_model, words, needed):
 
 
 def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.plan.estimate.gpus", lambda: (GPU,))
+    monkeypatch.setattr("slipstream.costs.estimate.gpus", lambda: (GPU,))
     monkeypatch.setattr("slipstream.cli.info.host_memory", lambda: (64 * 2**30, 32 * 2**30))
     words = [
         "info",
@@ -290,7 +290,7 @@ def test_info_says_what_copying_layers_to_a_gpu_allows(capsys, monkeypatch):
     )
     assert "(32.00 GiB) are free" in out
     monkeypatch.setattr(
-        "slipstream.plan.estimate.gpus", lambda: (dataclasses.replace(GPU, name="a card"),)
+        "slipstream.costs.estimate.gpus", lambda: (dataclasses.replace(GPU, name="a card"),)
     )
     assert main(words) == 0
     assert "how fast that is is not known of a card" in capsys.readouterr().out

@@ -9,10 +9,10 @@ import pytest
 from slipstream.cli.main import main
 from slipstream.cli.serve import Banner
 from slipstream.config import DeviceInfo
+from slipstream.costs.memory import MemoryLedger
 from slipstream.hub import tiles_folder
-from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.autotune_table import Measured, file_name, load_tiles, read_tiles
-from tests.plan.specs import CONFIGS
+from tests.costs.specs import CONFIGS
 
 GPU = DeviceInfo(
     device="cuda:0", name="NVIDIA Test", memory_bytes=2**37, free_bytes=2**37, best_dtype="bfloat16",

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
+from slipstream.costs.memory import adapter_bytes
 from slipstream.errors import AdapterError, ConfigError, RequestError
-from slipstream.plan.memory import adapter_bytes
 from slipstream.types import BeamSearchParams, BeamsRequest, EngineRequest, StructuredOutputsParams
 from tests import adapters, tiny_models
 

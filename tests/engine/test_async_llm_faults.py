@@ -15,6 +15,7 @@ import pytest
 
 from slipstream import AsyncLLM, SamplingParams
 from slipstream.config import EngineArgs
+from slipstream.costs.memory import MemoryLedger
 from slipstream.engine import async_llm, core_client
 from slipstream.engine.core_client import MAX_FAST_DEATHS, ChildLink
 from slipstream.engine.core_process import (
@@ -31,7 +32,6 @@ from slipstream.engine.core_process import (
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineError, EngineOverloadedError
 from slipstream.hub import machine_folder
-from slipstream.plan.memory import MemoryLedger
 from slipstream.stats import EngineStats
 from slipstream.types import FinishReason, TokenOutput, VectorOutput
 from slipstream.worker.device import detect

@@ -13,6 +13,7 @@ import torch
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import DeviceInfo, EngineArgs, SpeculationConfig, resolve
+from slipstream.costs.memory import kv_budget
 from slipstream.errors import (
     ConfigError,
     ContextLengthError,
@@ -23,7 +24,6 @@ from slipstream.errors import (
 from slipstream.kernels import native
 from slipstream.kernels.native import has_cpu_kernels
 from slipstream.model.step_program import compile_step
-from slipstream.plan.memory import kv_budget
 from slipstream.spec.description import read_spec
 from slipstream.worker import host_runner
 from tests import tiny_models

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from slipstream.bench.load import Poisson
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.fleet.autoscaler import LEARNING, Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.forecast import Forecast
 from slipstream.fleet.replay import ColdStart, FleetReplay
-from slipstream.plan.capacity import LatencyObjectives
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.simulate import simulate
-from slipstream.plan.traffic import TrafficRequest, parse_workload
+from slipstream.simulate.capacity import LatencyObjectives
+from slipstream.simulate.engines import plan_engine
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import TrafficRequest, parse_workload
 from slipstream.spec.description import read_spec
-from tests.plan.specs import CONFIGS
+from tests.costs.specs import CONFIGS
 
 LIMITS = {"ttft_s": 2.0, "tpot_s": 0.1}
 

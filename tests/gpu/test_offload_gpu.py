@@ -230,7 +230,7 @@ def test_an_engine_answers_as_with_all_weights(tmp_path, quantization):
 
 
 def test_a_host_without_the_memory_is_refused_before_loading(tmp_path, monkeypatch):
-    from slipstream.plan import fit
+    from slipstream.costs import fit
 
     tiny_models.write(tmp_path, "llama", **SHAPE)
     monkeypatch.setattr(fit, "host_memory", lambda: (2**20, 2**18))

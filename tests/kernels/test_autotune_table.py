@@ -32,7 +32,7 @@ from slipstream.spec.autotune_table import (
     write_tiles,
 )
 from slipstream.spec.description import read_spec
-from tests.plan.specs import CONFIGS
+from tests.costs.specs import CONFIGS
 
 DEVICE = "NVIDIA H200"
 ENTRIES = {

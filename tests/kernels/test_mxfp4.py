@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_moe import NativeExperts
@@ -21,7 +22,6 @@ from slipstream.kernels.triton import TritonOps, mxfp4
 from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.loader import load_model
-from slipstream.plan.memory import weights_bytes
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec

@@ -45,9 +45,9 @@ from slipstream.kernels.weights import Pair, Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
 from slipstream.spec.scheme import SCHEMES
+from tests.costs.specs import make_spec
 from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
-from tests.plan.specs import make_spec
 
 OURS, REFERENCE = TritonOps(), ReferenceOps()
 QUICK = settings(max_examples=12, suppress_health_check=list(HealthCheck))

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import DTYPE_BYTES, DeviceInfo, EngineArgs, resolve
+from slipstream.costs.estimate import estimate
+from slipstream.costs.memory import native_weights_bytes, weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import Linear, TileScaledLinear
 from slipstream.model.loader import load_model
-from slipstream.plan.estimate import estimate
-from slipstream.plan.memory import native_weights_bytes, weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

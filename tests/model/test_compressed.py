@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import EngineArgs
+from slipstream.costs.estimate import estimate
+from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
@@ -17,8 +19,6 @@ from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model
-from slipstream.plan.estimate import estimate
-from slipstream.plan.memory import weights_bytes
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.cases import rows_of
@@ -456,7 +456,7 @@ def test_bytes_are_what_is_planned_also_where_a_layer_was_left_out(tmp_path, kin
 @pytest.mark.parametrize("kind", [None, "fp8", "fp8-head", "fp8-block", "int8", "int4-g32"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_what_is_planned(tmp_path, kind, tied):
-    """What a loaded model holds is what `plan.memory` says, position tables apart."""
+    """What a loaded model holds is what `costs.memory` says, position tables apart."""
     sizes = (
         dict(hidden_size=128, intermediate_size=384, head_dim=48, num_attention_heads=8)
         if kind == "fp8-block"

@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.costs.memory import block_bytes, weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.select import select_ops
 from slipstream.model.loader import load_model
-from slipstream.plan.memory import block_bytes, weights_bytes
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import (
     AlibiSpec,

@@ -14,10 +14,10 @@ from slipstream.model.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import parameters
 from slipstream.spec.parallel import Shard, even_stages, split_shapes
+from tests.costs.specs import make_spec
 from tests.model.harness import CPU, load, run
 from tests.model.parallel_ranks import on_stages
 from tests.model.test_parallel import DECODERS, TOKENS, build, close
-from tests.plan.specs import make_spec
 
 
 def layers(count):

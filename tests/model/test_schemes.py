@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from slipstream.costs.memory import weights_bytes
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
@@ -15,7 +16,6 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention
 from slipstream.model.loader import load_model
-from slipstream.plan.memory import weights_bytes
 from slipstream.spec.model import MoESpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES

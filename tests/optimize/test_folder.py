@@ -16,13 +16,13 @@ from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
 from slipstream.config.engine_folder import Machine, read_engine_folder
+from slipstream.costs.hardware import available_cores
 from slipstream.engine import folder as of_engine
 from slipstream.engine.folder import settled, this_machine
 from slipstream.errors import ConfigError
 from slipstream.evals.scorer import Scorer
 from slipstream.kernels.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
-from slipstream.plan.hardware import available_cores
 from tests import forked_ranks, tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

@@ -18,6 +18,8 @@ import yaml
 from slipstream.cli.main import main
 from slipstream.cli.optimize import _cells, _line
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import find_device
+from slipstream.costs.hardware import available_cores
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.evals.tasks import TaskResult
 from slipstream.hub import machine_folder
@@ -27,8 +29,6 @@ from slipstream.optimize.prior import bits_of, guessed_kl, simulated_prior
 from slipstream.optimize.run import Measurer, QualityLoss, parse_quality_loss, parse_seconds
 from slipstream.optimize.traffic import RecordedTraffic, parse_traffic
 from slipstream.optimize.worker import task_loss
-from slipstream.plan.devices import find_device
-from slipstream.plan.hardware import available_cores
 from slipstream.spec.description import read_spec
 from slipstream.worker.device import detect
 from tests.waiting import wait_for

@@ -700,7 +700,7 @@ def test_counts_are_added():
     ],
 )
 def test_how_many_are_chosen(monkeypatch, device, gpus, cores, number):
-    from slipstream.plan import hardware
+    from slipstream.costs import hardware
 
     monkeypatch.setattr(hardware, "gpus", lambda: (None,) * gpus)
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.compress.context import Shortener
+from slipstream.engine.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
 from slipstream.engine.tokenizer import Tokenizer

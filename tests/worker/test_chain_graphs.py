@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.plan.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
+from slipstream.costs.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.types import FROM_MODEL, ScheduledRequest
 from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_model import DraftModel

@@ -11,9 +11,9 @@ from threading import Event
 import pytest
 import torch
 
+from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import instruction_sets
-from slipstream.plan.hardware import available_cores
 from slipstream.worker import cpu_choice
 from slipstream.worker.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
 from tests.waiting import PATIENCE_S, wait_for

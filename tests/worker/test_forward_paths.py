@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.costs.estimate import estimate
 from slipstream.kernels.native import has_cpu_kernels
-from slipstream.plan.estimate import estimate
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward_paths import fast_paths
 from slipstream.worker.local_executor import load_runner

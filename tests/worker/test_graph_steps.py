@@ -18,10 +18,10 @@ import torch
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config import ParallelConfig
 from slipstream.core.scheduler import Scheduler
+from slipstream.costs.graph_sizes import MIXED_PROMPTS
 from slipstream.kernels.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
-from slipstream.plan.graph_sizes import MIXED_PROMPTS
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec

@@ -10,11 +10,11 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.costs import fit
+from slipstream.costs.devices import find_device
+from slipstream.costs.estimate import estimate, resident_weights_bytes
 from slipstream.errors import ConfigError, OutOfMemoryError
-from slipstream.plan import fit
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.estimate import estimate, resident_weights_bytes
+from slipstream.simulate.engines import plan_engine
 from slipstream.spec.description import read_spec
 from slipstream.worker import local_executor
 from tests import tiny_models
@@ -137,7 +137,7 @@ def test_the_ledger_and_what_fits(monkeypatch):
 
 
 def test_info_says_what_a_token_reads(monkeypatch, capsys):
-    monkeypatch.setattr("slipstream.plan.estimate.this_device", lambda device: gpu())
+    monkeypatch.setattr("slipstream.costs.estimate.this_device", lambda device: gpu())
     assert main(["info", str(QWEN), "--host-experts", "all", "--quantization", "int8"]) == 0
     printed = capsys.readouterr().out
     assert "of 48 of 48 mixtures in the host's memory" in printed

@@ -18,10 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import EngineArgs
+from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
 from slipstream.model.checkpoint import dummy_arrays
-from slipstream.plan.estimate import estimate
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward_paths import torch_reason
 from slipstream.worker.host_runner import HostRunner

@@ -23,8 +23,8 @@ import uvloop
 
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import send_at, send_in_turn
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.metrics import RequestRecord
 
 WATCH_S = 0.5
 """How often a client reads its processor time and says how far it is."""

@@ -25,10 +25,10 @@ from slipstream.bench.client import (
     frame,
 )
 from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Gamma, Poisson, send_times
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.hardware import available_cores
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import EngineError
-from slipstream.plan.hardware import available_cores
 
 BUSY = 0.8
 """A client that used more than this share of a core may have bounded what was measured."""

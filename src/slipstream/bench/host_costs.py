@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from slipstream.bench.load import Burst, StreamingEngine, run_load
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import fixed
-from slipstream.plan.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
+from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
 
 PROMPT, ANSWER = 32, 64
 USERS = (1, 4, 8, 12, 24, 48)
@@ -25,8 +25,8 @@ async def measure_host(
     users: Sequence[int] = USERS,
 ) -> HostCost:
     """Bursts of short requests. The mean gap between their tokens, less the table's step, is the host's: of each step and
-    sequence where steps don't overlap with it (`run_ahead` as in `plan.simulate.SimulatedEngine`), and otherwise since it works
-    on the cores of a CPU's step. The mean, since a client's time per token is one: what delays some steps counts.
+    sequence where steps don't overlap with it (`run_ahead` as in `simulate.simulator.SimulatedEngine`), and otherwise since it
+    works on the cores of a CPU's step. The mean, since a client's time per token is one: what delays some steps counts.
 
     What the first token of a lone request takes beyond its next ones is the front end's, less what its prompt's second token
     takes by the table. (After a prompt of one token a CPU's next step runs already while the host reports the first.)"""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import ConfigError, EngineOverloadedError
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.costs.hardware import driver_sees_gpu
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import driver_sees_gpu
 
 POWERCAP = Path("/sys/class/powercap")
 PACKAGE_OF = "/sys/devices/system/cpu/cpu{}/topology/physical_package_id"

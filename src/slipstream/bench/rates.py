@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
+from slipstream.costs.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.errors import ConfigError
 
 PRECISION = 1.05

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.bench.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Distribution, Summary
 from slipstream.bench.power import Energy
-from slipstream.plan.environment import environment
+from slipstream.costs.environment import environment
+from slipstream.costs.metrics import DEFINITIONS, DISTRIBUTIONS, PERCENTILES, Distribution, Summary
 
 
 def document(kind: str, **parts: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def open_llm(args: EngineArgs) -> Iterator[tuple[LLM, float | None]]:
     # A start makes objects that all stay, and Python's search for cycles among them would take a tenth of it.
     gc.disable()
     with phases(f"starting {args.model}") as on_phase:
-        from slipstream.plan.hardware import import_numpy, seconds_since_process_start
+        from slipstream.costs.hardware import import_numpy, seconds_since_process_start
 
         import_numpy()
         from slipstream.engine.llm import LLM

@@ -35,7 +35,7 @@ from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 
 if TYPE_CHECKING:
-    from slipstream.bench.metrics import RequestRecord
+    from slipstream.costs.metrics import RequestRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,10 +162,10 @@ def run_latency(args: argparse.Namespace) -> int:
 
 
 def run_throughput(args: argparse.Namespace) -> int:
-    from slipstream.bench.metrics import summarize
     from slipstream.bench.power import EnergyMeter
     from slipstream.bench.report import document, print_definitions, print_energy, print_summary
     from slipstream.bench.workload import warmup
+    from slipstream.costs.metrics import summarize
 
     positive(args, "repeat")
     meter = EnergyMeter.required([getattr(args, "device", "auto")]) if args.energy else None
@@ -239,7 +239,7 @@ def offline_engine(
 
 def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
     """Medians over runs of each run's medians over its requests."""
-    from slipstream.bench.metrics import distribution, summarize
+    from slipstream.costs.metrics import distribution, summarize
 
     summaries = [summarize(run) for run in runs]
     found: dict[str, float | None] = {}

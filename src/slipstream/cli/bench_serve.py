@@ -25,17 +25,17 @@ from slipstream.cli.measurements import (
 )
 from slipstream.cli.options import MODEL_HELP
 from slipstream.config import EngineArgs
+from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
-from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
     from slipstream.bench.adapters.openai import Endpoint
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.clients import ClientLoad, Clients
     from slipstream.bench.load import Arrivals
-    from slipstream.bench.metrics import RequestRecord, Summary
     from slipstream.bench.rates import RateObjective, RateSearch
     from slipstream.bench.workload import BenchRequest, Workload
+    from slipstream.costs.metrics import RequestRecord, Summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,8 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.load import Poisson, parse_arrivals
-    from slipstream.bench.metrics import parse_objectives
     from slipstream.bench.rates import parse_rate_objectives
+    from slipstream.costs.metrics import parse_objectives
 
     args.arrivals = args.arrivals or "burst"
     arrivals, objectives = parse_arrivals(args.arrivals), parse_objectives(args.slo)
@@ -289,8 +289,8 @@ class _Bench:
     ) -> tuple[Summary, ClientLoad | None]:
         """The warm-up and one run, the `number`th."""
         from slipstream.bench.load import Burst
-        from slipstream.bench.metrics import summarize
         from slipstream.bench.workload import warmup
+        from slipstream.costs.metrics import summarize
 
         workload = self._workload(number)
         if self.args.warmup:

@@ -19,7 +19,7 @@ from slipstream.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.compress.context import AnswerChange, PromptPart
+    from slipstream.engine.context import AnswerChange, PromptPart
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from slipstream.cli.answer import open_llm
     from slipstream.cli.run import choose
-    from slipstream.compress.context import ContextSettings, PromptPart, compress, scorer
+    from slipstream.engine.context import ContextSettings, PromptPart, compress, scorer
 
     model, text = choose(args.words, args.model_option, "compress-prompt")
     chosen = {
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, parts: list[PromptPart], after: str) -> AnswerChange:
     from slipstream.cli.answer import open_llm
-    from slipstream.compress.context import answer_change
+    from slipstream.engine.context import answer_change
 
     with open_llm(engine_args(args, model=args.compare, max_num_seqs=2)) as (llm, _):
         tokenizer = llm.get_tokenizer()

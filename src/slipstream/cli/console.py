@@ -24,7 +24,7 @@ LINE_EVERY_S = 5.0
 def print_json(value: Any) -> None:
     """`value`, with dataclasses as objects, on one line of standard output. Where that can't be written, as on a full disk, the
     line goes to standard error, since it may have taken hours to find out, and ConfigError is raised."""
-    from slipstream.plan.environment import plain  # late: an answer is rarely JSON
+    from slipstream.costs.environment import plain  # late: an answer is rarely JSON
 
     text = json.dumps(value, default=plain, ensure_ascii=False)
     try:

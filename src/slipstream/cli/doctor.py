@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import counted, print_info, print_json, size
 from slipstream.cli.options import add_output_options
+from slipstream.costs.hardware import GpuInfo, HostInfo, gpus, host_info
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import GpuInfo, HostInfo, gpus, host_info
 
 if TYPE_CHECKING:
     from slipstream.worker.cpu_choice import CpuChoice

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from slipstream.cli.console import print_info, print_json, size
 from slipstream.cli.options import MODEL_HELP, add_engine_options, add_output_options, engine_args
 from slipstream.config import DTYPE_BYTES, EngineConfig
+from slipstream.costs.estimate import bytes_by_part, estimate, host_expert_bytes
+from slipstream.costs.hardware import host_memory
+from slipstream.costs.offload import copy_rate, estimate_offload, read_rate
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
-from slipstream.plan.estimate import bytes_by_part, estimate, host_expert_bytes
-from slipstream.plan.hardware import host_memory
-from slipstream.plan.offload import copy_rate, estimate_offload, read_rate
 from slipstream.spec.host_experts import mixtures
 from slipstream.spec.model import DenseSpec, LatentAttentionSpec, MoESpec
 from slipstream.spec.parallel import uneven_parts

@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser(words[:1] if words and words[0] in VERBS else VERBS).parse_args(words)
         args.owns_process = argv is None
-        from slipstream.plan.hardware import bound_spinning
+        from slipstream.costs.hardware import bound_spinning
 
         bound_spinning()  # before torch loads
         code: int = args.handler(args)

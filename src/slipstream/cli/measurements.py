@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.console import phases, print_json
 from slipstream.cli.options import add_engine_options, add_output_options, engine_args
 from slipstream.config import EngineArgs
+from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
 from slipstream.files import writing
-from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
-    from slipstream.bench.metrics import Summary
     from slipstream.bench.workload import Workload
+    from slipstream.costs.metrics import Summary
 
 WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
 LENGTHS = ("fixed", "random", "shared-prefix")

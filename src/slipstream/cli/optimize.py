@@ -149,15 +149,15 @@ def as_word(value: Any) -> str:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.load import ClosedLoop, parse_arrivals
-    from slipstream.bench.metrics import parse_objectives
     from slipstream.config import resolve
+    from slipstream.costs.metrics import parse_objectives
     from slipstream.evals.text import TextSettings, check_text
     from slipstream.hub import machine_folder, resolve_model
     from slipstream.optimize import run as measuring
     from slipstream.optimize.prior import simulated_prior
     from slipstream.optimize.search import Search, load_optuna
     from slipstream.optimize.traffic import parse_traffic
-    from slipstream.plan.engines import this_hardware
+    from slipstream.simulate.engines import this_hardware
     from slipstream.spec.description import read_spec
     from slipstream.spec.scheme import SCHEMES
     from slipstream.worker.device import detect

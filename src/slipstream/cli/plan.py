@@ -25,8 +25,8 @@ from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from slipstream.config import EngineArgs
-    from slipstream.plan.recommend import OfferedLoad
-    from slipstream.plan.step_cost import StepTable
+    from slipstream.costs.step_cost import StepTable
+    from slipstream.simulate.recommend import OfferedLoad
     from slipstream.spec.description import ModelDescription
 
 MEASURED_CACHE_BYTES = 2**30
@@ -113,20 +113,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.bench.metrics import parse_objectives
+    from slipstream.costs.devices import find_device
+    from slipstream.costs.metrics import parse_objectives
     from slipstream.hub import resolve_model
-    from slipstream.plan.capacity import LatencyObjectives
-    from slipstream.plan.devices import find_device
-    from slipstream.plan.drafts import parse_acceptance
-    from slipstream.plan.engines import this_hardware
-    from slipstream.plan.recommend import (
+    from slipstream.simulate.capacity import LatencyObjectives
+    from slipstream.simulate.drafts import parse_acceptance
+    from slipstream.simulate.engines import this_hardware
+    from slipstream.simulate.recommend import (
         OfferedLoad,
         as_data,
         balancer_weights,
         check_load,
         plan_device,
     )
-    from slipstream.plan.traffic import parse_workload
+    from slipstream.simulate.traffic import parse_workload
     from slipstream.spec.description import read_spec
 
     settings = engine_args(args)
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         show(document, args)
     if args.html is not None:
-        from slipstream.plan.page import render
+        from slipstream.simulate.page import render
 
         with writing(args.html, "html"):
             Path(args.html).write_text(render(document), encoding="utf-8")
@@ -255,7 +255,7 @@ def describe(
     args: argparse.Namespace,
     measured: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    from slipstream.plan.environment import versions
+    from slipstream.costs.environment import versions
 
     n_in, n_out = load.workload.mean_lengths
     return {
@@ -284,7 +284,7 @@ def describe(
 
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
     """Measure this machine's steps of the model and its ceilings, and keep them."""
-    from slipstream.plan.tables import keep_table, write_ceilings
+    from slipstream.costs.tables import keep_table, write_ceilings
     from slipstream.worker.ceilings import disk_rate
 
     table, ceilings = measure_table(settings, description)
@@ -314,11 +314,11 @@ def measure_table(
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.host_costs import ANSWER, PROMPT, USERS, measure_host
     from slipstream.bench.power import EnergyMeter
-    from slipstream.plan.engines import run_ahead
-    from slipstream.plan.environment import environment
-    from slipstream.plan.estimate import bytes_by_part, this_device
-    from slipstream.plan.step_cost import HostCost, fit_steps
-    from slipstream.plan.tables import identity
+    from slipstream.costs.environment import environment
+    from slipstream.costs.estimate import bytes_by_part, this_device
+    from slipstream.costs.step_cost import HostCost, fit_steps
+    from slipstream.costs.tables import identity
+    from slipstream.simulate.engines import run_ahead
     from slipstream.worker.ceilings import device_ceilings
     from slipstream.worker.local_executor import LocalExecutor
     from slipstream.worker.step_costs import ROUNDS, grid, measure_steps

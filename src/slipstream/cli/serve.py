@@ -20,11 +20,11 @@ from slipstream.cli.options import (
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from slipstream.costs.memory import MemoryLedger
     from slipstream.engine.async_llm import AsyncLLM
     from slipstream.fleet.detection.server import ServerWatch
     from slipstream.frontend.guard import Guarded
     from slipstream.frontend.supervisor import Supervisor
-    from slipstream.plan.memory import MemoryLedger
     from slipstream.server.state import ServerSettings
 
 MOST_API_SERVERS = 8  # that are chosen by themselves
@@ -221,7 +221,7 @@ def _number_or_auto(text: str) -> int | None:
 
 def choose_api_servers(device: str) -> int:
     """With a GPU, whose engine one process that speaks HTTP can't keep up with, a quarter of the cores; else one."""
-    from slipstream.plan.hardware import available_cores, gpus
+    from slipstream.costs.hardware import available_cores, gpus
 
     if device == "cpu" or (device == "auto" and not gpus()):
         return 1
@@ -400,8 +400,8 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         print_json(info) if args.json else print(info, flush=True)
 
     async def one() -> None:
-        from slipstream.compress.context import Shortener
         from slipstream.engine.async_llm import AsyncLLM
+        from slipstream.engine.context import Shortener
         from slipstream.server.run import serve, settle
 
         def on_ready() -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import add_output_options
+from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.files import sole_writer, writing
-from slipstream.plan.environment import plain
 
 if TYPE_CHECKING:
     from slipstream.bench.sweep.dashboard import SweepRun
@@ -180,8 +180,8 @@ def _show(
 
 def measured_ceilings() -> dict[str, float] | None:
     """Of this machine's CPU: bytes a second that it reads, and operations a second by type. None without its kernels."""
+    from slipstream.costs.hardware import available_cores
     from slipstream.kernels.native import ThreadPool
-    from slipstream.plan.hardware import available_cores
     from slipstream.worker.roofline import measure_ceilings
 
     try:

@@ -11,8 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from slipstream.plan import html
-from slipstream.plan.environment import plain
+from slipstream import html
+from slipstream.costs.environment import plain
 
 WIDTH, HEIGHT = 900, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 34

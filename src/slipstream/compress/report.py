@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.bench.metrics import summarize
 from slipstream.bench.workload import fixed, warmup
 from slipstream.compress.run import zeros_of
 from slipstream.compress.verdict import QualityLimits, headline, is_worse
 from slipstream.config import EngineArgs
+from slipstream.costs.environment import environment, plain
+from slipstream.costs.metrics import summarize
 from slipstream.errors import BudgetError
 from slipstream.evals.divergence import KL_EDGES, Divergence, compare
 from slipstream.evals.scorer import Scorer
@@ -26,7 +27,6 @@ from slipstream.evals.tasks import TaskResult, run_tasks
 from slipstream.evals.text import TextSettings, read_windows
 from slipstream.files import write_whole
 from slipstream.hub import resolve_model
-from slipstream.plan.environment import environment, plain
 from slipstream.spec.gguf_parts import parts_of
 from slipstream.spec.safetensors import weight_files
 from slipstream.worker.canary import Canary, write_canary

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.compress.steps import DraftHead, LoRA
+from slipstream.costs.environment import environment, plain
+from slipstream.costs.hardware import cpu_features
 from slipstream.files import write_whole
-from slipstream.plan.environment import environment, plain
-from slipstream.plan.hardware import cpu_features
 from slipstream.spec.description import ModelDescription
 
 STATE_NAME = "state.json"

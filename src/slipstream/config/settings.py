@@ -434,7 +434,7 @@ class DeviceConfig:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps run in graphs of some sizes (`plan/graph_sizes.py`)."""
+        """Whether steps run in graphs of some sizes (`costs/graph_sizes.py`)."""
         return self.info.is_cuda and not self.enforce_eager
 
 

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Self
 
 from slipstream.core.request import Request
-from slipstream.plan.graph_sizes import Padding
+from slipstream.costs.graph_sizes import Padding
 from slipstream.types import ScheduledRequest
 
 MIN_CHUNK = 32

@@ -54,8 +54,8 @@ from slipstream.core.request_table import RequestTable
 from slipstream.core.speculation import Speculation
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore
+from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError
-from slipstream.plan.graph_sizes import Padding
 from slipstream.stats import SchedulerStats
 from slipstream.types import (
     EngineOutput,
@@ -680,7 +680,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, request: Request) -> None:
-        """What `plan/sleeping.py` adds to."""
+        """What `simulate/sleeping.py` adds to."""
         self.requests.preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:

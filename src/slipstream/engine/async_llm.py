@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
+from slipstream.costs.hardware import is_stopped
+from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, resolved_config
 from slipstream.engine.core_process import (
@@ -70,8 +72,6 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput, Vectors
-from slipstream.plan.hardware import is_stopped
-from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (

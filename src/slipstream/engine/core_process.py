@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from slipstream.config import EngineArgs
+from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineAsleepError, RequestError, SlipstreamError
-from slipstream.plan.hardware import bound_spinning
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.stats import EngineStats
 from slipstream.types import (

@@ -26,12 +26,12 @@ from slipstream.config import EngineArgs
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.core.scheduler import MOST_OVERTAKES, MOST_PASSED_BY, Scheduler
+from slipstream.costs.graph_sizes import padding
 from slipstream.engine.beams import BeamSearches
 from slipstream.engine.grammar import GrammarError, Grammars
 from slipstream.engine.processor import end_tokens, load_tokenizer
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError, SlipstreamError
-from slipstream.plan.graph_sizes import padding
 from slipstream.stats import EngineStats
 from slipstream.types import (
     FROM_MODEL,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.config import EngineArgs
 from slipstream.config.engine_folder import Machine, is_engine_folder, read_engine_folder
-from slipstream.plan.hardware import available_cores, cpu_features, cpu_name, gpus, host_memory
+from slipstream.costs.hardware import available_cores, cpu_features, cpu_name, gpus, host_memory
 
 _logger = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.costs.hardware import available_cores
 from slipstream.engine.bounded_threads import BoundedThreads
 from slipstream.engine.grammar_depth import (
     check_grammar,
@@ -45,7 +46,6 @@ from slipstream.engine.string_lengths import (
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.engine.tokenizer_parts import is_panic
 from slipstream.errors import EngineOverloadedError, RequestError
-from slipstream.plan.hardware import available_cores
 from slipstream.types import (
     EngineRequest,
     SamplingParams,

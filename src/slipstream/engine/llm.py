@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from slipstream.arguments import suggesting
 from slipstream.config import EngineArgs, EngineConfig, setting_help
+from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, collect_and_release
 from slipstream.engine.folder import settled
@@ -57,7 +58,6 @@ from slipstream.outputs import (
     ScoreOutput,
     Vectors,
 )
-from slipstream.plan.memory import MemoryLedger
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
     BeamSearchParams,

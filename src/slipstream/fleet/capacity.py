@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from slipstream.bench.load import Poisson
 from slipstream.errors import ConfigError
-from slipstream.plan.capacity import LatencyObjectives, find_capacity, keeps_up
-from slipstream.plan.simulate import SimulatedEngine, simulate
-from slipstream.plan.traffic import TrafficRequest, Workload
+from slipstream.simulate.capacity import LatencyObjectives, find_capacity, keeps_up
+from slipstream.simulate.simulator import SimulatedEngine, simulate
+from slipstream.simulate.traffic import TrafficRequest, Workload
 
 _logger = logging.getLogger(__name__)
 

@@ -43,12 +43,12 @@ from slipstream.fleet.processes import Backend, Processes, Started
 from slipstream.fleet.scaler import Scaler
 from slipstream.fleet.scaling import Scaling
 from slipstream.hub import resolve_model
-from slipstream.plan.engines import this_hardware
 from slipstream.server.app import make_state, open_files
 from slipstream.server.auth import ApiKeys
 from slipstream.server.record import RequestLog
 from slipstream.server.run import BACKLOG, Server, needs_grpc, uvicorn_config
 from slipstream.server.state import ServerSettings, Watch
+from slipstream.simulate.engines import this_hardware
 from slipstream.spec.description import read_spec
 
 if TYPE_CHECKING:

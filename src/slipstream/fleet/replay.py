@@ -1,7 +1,7 @@
 """A fleet that scales, on a virtual clock: the planner's step-level replicas, a gateway that queues, and a policy.
 
-Each replica is `plan.simulate.Replica`: the engine's own scheduler, block pool and prefix cache, with predicted steps. Nothing
-is a fluid or a calibrated model. What is added here:
+Each replica is `simulate.simulator.Replica`: the engine's own scheduler, block pool and prefix cache, with predicted steps.
+Nothing is a fluid or a calibrated model. What is added here:
 
 1. A replica takes its cold start to be ready, and is paid for from when it was wanted until its last answer ended.
 2. Requests go to the ready replica with the fewest open ones. Without any they wait at the gateway, and are sent when one is
@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.bench.metrics import RequestRecord
+from slipstream.costs.metrics import RequestRecord
 from slipstream.fleet.autoscaler import FleetObservation, Policy
-from slipstream.plan.simulate import Replica, SimulatedEngine
-from slipstream.plan.traffic import TrafficRequest
+from slipstream.simulate.simulator import Replica, SimulatedEngine
+from slipstream.simulate.traffic import TrafficRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

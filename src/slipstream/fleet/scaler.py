@@ -18,16 +18,16 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, ScalingLimits
 from slipstream.fleet.capacity import SIZES, RecentCapacity
 from slipstream.fleet.config import Autoscale, Fleet, PoolSpec, ScalingObjectives, pools
 from slipstream.hub import resolve_model
-from slipstream.plan.capacity import LatencyObjectives
-from slipstream.plan.devices import find_device
-from slipstream.plan.engines import plan_engine, this_hardware
-from slipstream.plan.traffic import Workload, of_lengths, parse_workload
 from slipstream.server.record import RequestRecord
+from slipstream.simulate.capacity import LatencyObjectives
+from slipstream.simulate.engines import plan_engine, this_hardware
+from slipstream.simulate.traffic import Workload, of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 
 logger = logging.getLogger("slipstream.fleet")

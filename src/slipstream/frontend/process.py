@@ -18,8 +18,8 @@ import threading
 
 import uvloop
 
-from slipstream.compress.context import Shortener
 from slipstream.engine.async_llm import AsyncLLM
+from slipstream.engine.context import Shortener
 from slipstream.engine.core_client import CoreSource, Link
 from slipstream.engine.core_process import end_with_parent
 from slipstream.errors import EngineDeadError, SlipstreamError

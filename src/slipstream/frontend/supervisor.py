@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 from slipstream.config import EngineArgs, EngineConfig
+from slipstream.costs.memory import MemoryLedger
 from slipstream.deaths import MAX_PAUSE_S, WINDOW_S, Deaths, describe_exit
 from slipstream.engine.core_client import (
     ChildLink,
@@ -51,7 +52,6 @@ from slipstream.frontend.control import (
     Totals,
 )
 from slipstream.hub import resolve_model
-from slipstream.plan.memory import MemoryLedger
 from slipstream.server.load import ServerLoad
 from slipstream.server.metrics import Metrics
 from slipstream.server.rates import forget_front_end

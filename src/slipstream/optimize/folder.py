@@ -20,12 +20,12 @@ from slipstream.config.engine_folder import (
     read_engine_folder,
     write_engine_folder,
 )
+from slipstream.costs.environment import versions
 from slipstream.engine.folder import this_machine
 from slipstream.engine.llm import LLM
 from slipstream.errors import ConfigError
 from slipstream.files import writing
 from slipstream.hub import resolve_model
-from slipstream.plan.environment import versions
 from slipstream.worker.local_executor import LocalExecutor
 
 KEPT_FILES = (

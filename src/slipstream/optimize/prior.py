@@ -1,5 +1,5 @@
 """What is expected of a candidate before it is measured: the engine's own scheduler over the traffic, on a virtual clock
-(`plan.simulate`), with steps as they were measured here, or estimated. `search` corrects whatever it is given."""
+(`simulate.simulator`), with steps as they were measured here, or estimated. `search` corrects whatever it is given."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slipstream.bench.load import parse_arrivals
 from slipstream.compress.recipe import Quantize, read_recipe
 from slipstream.compress.steps import PruneSettings, Sparsify
 from slipstream.config import EngineArgs
+from slipstream.costs.devices import Hardware
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.optimize.candidates import NOTHING, ONE_DEVICE, Candidate, Prediction, Prior
 from slipstream.optimize.traffic import RecordedTraffic
-from slipstream.plan.capacity import with_limits
-from slipstream.plan.devices import Hardware
-from slipstream.plan.engines import plan_engine
-from slipstream.plan.simulate import simulate
-from slipstream.plan.traffic import of_lengths
+from slipstream.simulate.capacity import with_limits
+from slipstream.simulate.engines import plan_engine
+from slipstream.simulate.simulator import simulate
+from slipstream.simulate.traffic import of_lengths
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
 

@@ -22,6 +22,7 @@ from slipstream.bench.adapters import parse_parallel
 from slipstream.compress.recipe import read_recipe
 from slipstream.compress.steps import DraftHead
 from slipstream.config import DeviceInfo, EngineArgs, num_ranks, resolve
+from slipstream.costs.environment import plain
 from slipstream.engine.folder import this_machine
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.files import digest
@@ -29,7 +30,6 @@ from slipstream.hub import resolve_model
 from slipstream.optimize.candidates import Candidate, Space, TrialResult
 from slipstream.optimize.prior import guessed_kl
 from slipstream.optimize.traffic import RecordedTraffic
-from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.process_executor import check_devices

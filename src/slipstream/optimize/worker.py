@@ -26,10 +26,10 @@ def speed(job: dict[str, Any]) -> dict[str, Any]:
     """The figures of the engine under the traffic; a row as a sweep has them."""
     from slipstream.bench.adapters.slipstream import AsyncSlipstream
     from slipstream.bench.load import parse_arrivals, run_load
-    from slipstream.bench.metrics import summarize
     from slipstream.bench.power import EnergyMeter
     from slipstream.bench.sweep.results import energy_figures, figures
     from slipstream.bench.workload import warmup
+    from slipstream.costs.metrics import summarize
     from slipstream.optimize.traffic import RecordedTraffic
 
     given = job["traffic"]

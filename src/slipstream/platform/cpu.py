@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.plan.hardware import host_memory
+from slipstream.costs.hardware import host_memory
 from slipstream.platform.base import Event, Platform
 from slipstream.spec.gpu_archs import HOPPER_SHARED_BYTES, INTERPRETER
 

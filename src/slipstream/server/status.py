@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream import __version__
-from slipstream.plan.html import head
+from slipstream.html import head
 from slipstream.server.errors import ApiError
 from slipstream.server.health import all_metrics, engine_stats
 from slipstream.server.metrics import Histogram, Metrics

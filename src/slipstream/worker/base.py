@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from slipstream.config import EngineConfig
-from slipstream.plan.memory import MemoryLedger
+from slipstream.costs.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
 from slipstream.kernels.metadata import AttentionMetadata, Steps
-from slipstream.plan.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs import Captured, Graphs
 from slipstream.worker.input_batch import gather_inputs

@@ -30,13 +30,13 @@ import numpy as np
 
 from slipstream import locks
 from slipstream.config import DType
+from slipstream.costs.hardware import available_cores, cpu_features, cpu_name
 from slipstream.files import write_whole
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.native import has_cpu_kernels, instruction_sets, library_path
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
-from slipstream.plan.hardware import available_cores, cpu_features, cpu_name
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import ModelSpec

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.config import DeviceInfo
+from slipstream.costs.hardware import available_cores, cpu_name, driver_sees_gpu, host_memory
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import available_cores, cpu_name, driver_sees_gpu, host_memory
 from slipstream.worker.cpu_choice import choose_cpu
 
 

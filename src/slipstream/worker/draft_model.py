@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.costs.graph_sizes import model_chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
 from slipstream.model.loader import load_model
-from slipstream.plan.graph_sizes import model_chain_bytes
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import ModelSpec

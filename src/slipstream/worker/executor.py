@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from slipstream.config import EngineArgs, num_ranks
-from slipstream.plan.hardware import wake_gpu
+from slipstream.costs.hardware import wake_gpu
 from slipstream.worker.base import Executor as Executor
 from slipstream.worker.base import Launched as Launched
 

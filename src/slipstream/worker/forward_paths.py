@@ -8,9 +8,9 @@ whose only path is the program.
 from __future__ import annotations
 
 from slipstream.config import EngineConfig
+from slipstream.costs.estimate import by_cpu_kernels
 from slipstream.kernels.native import CACHES, has_cpu_kernels
 from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
-from slipstream.plan.estimate import by_cpu_kernels
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason

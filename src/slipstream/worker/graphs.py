@@ -35,10 +35,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
-from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
-from slipstream.model.layers import one_of_each_kind
-from slipstream.plan.graph_sizes import (
+from slipstream.costs.graph_sizes import (
     MIXED_TOKENS,
     VERIFIED_ROWS,
     decode_rows,
@@ -46,6 +43,9 @@ from slipstream.plan.graph_sizes import (
     mixed_prompts,
     mixed_sequences,
 )
+from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.layers import one_of_each_kind
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan, StepShape

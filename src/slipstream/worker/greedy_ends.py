@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.plan.graph_sizes import end_sizes
+from slipstream.costs.graph_sizes import end_sizes
 from slipstream.platform import Graph
 from slipstream.worker.forward import Forwards
 from slipstream.worker.rows import RowTable

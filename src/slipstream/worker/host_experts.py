@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.model.layers import MoE
 from slipstream.model.loaded import LoadedModel
-from slipstream.plan.hardware import available_cores
 from slipstream.platform import Platform
 
 if TYPE_CHECKING:

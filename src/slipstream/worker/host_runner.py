@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.config import EngineConfig
+from slipstream.costs.hardware import host_memory
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels import sampling
 from slipstream.kernels.host_ops import HostOps
@@ -31,7 +32,6 @@ from slipstream.model.encoder import pool
 from slipstream.model.host_model import load_host_model
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.step_program import StepProgram, compile_step
-from slipstream.plan.hardware import host_memory
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.pooling import PoolingSpec

@@ -24,6 +24,15 @@ from slipstream.config import (
     split_setting,
 )
 from slipstream.config.engine_folder import packed_folder
+from slipstream.costs.fit import check_weights_fit
+from slipstream.costs.memory import (
+    MemoryLedger,
+    block_bytes,
+    peer_copy_bytes,
+    peer_copy_tokens,
+    size_cache,
+    staged_blocks,
+)
 from slipstream.errors import (
     AdapterError,
     CheckpointError,
@@ -33,15 +42,6 @@ from slipstream.errors import (
 )
 from slipstream.hub import machine_folder, resolve_model, tiles_folder, weights_folder
 from slipstream.model.layers import Partition
-from slipstream.plan.fit import check_weights_fit
-from slipstream.plan.memory import (
-    MemoryLedger,
-    block_bytes,
-    peer_copy_bytes,
-    peer_copy_tokens,
-    size_cache,
-    staged_blocks,
-)
 from slipstream.spec.autotune_table import NO_TILES, TileTable, load_tiles
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.draft_heads import HeadDescription, HeadMethod

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.costs.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.blocks import BlockRows
@@ -35,7 +36,6 @@ from slipstream.model.device_stream import DeviceStream
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
 from slipstream.model.loader import load_model
-from slipstream.plan.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.platform import hash_triton, platform_of
 from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.autotune_table import NO_TILES, TileTable

@@ -38,6 +38,10 @@ from slipstream.config import (
     stage_args,
 )
 from slipstream.config.engine_folder import SERVE_NAME, is_engine_folder, read_engine_folder
+from slipstream.costs.estimate import resident_weights_bytes, this_device
+from slipstream.costs.fit import check_weights_fit
+from slipstream.costs.hardware import available_cores, gpus
+from slipstream.costs.memory import MemoryLedger
 from slipstream.errors import (
     AdapterError,
     ConfigError,
@@ -46,10 +50,6 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.plan.estimate import resident_weights_bytes, this_device
-from slipstream.plan.fit import check_weights_fit
-from slipstream.plan.hardware import available_cores, gpus
-from slipstream.plan.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parallel import uneven_parts
 from slipstream.start_messages import Phase, Started

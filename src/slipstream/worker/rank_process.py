@@ -25,9 +25,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from slipstream import __version__
+from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
-from slipstream.plan.hardware import bound_spinning
 from slipstream.platform import Rendezvous
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.types import StepPlan, TextsPlan, TokenMask

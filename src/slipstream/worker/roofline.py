@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.costs.hardware import host_memory
+from slipstream.costs.operators import attention_bytes, attention_operations
 from slipstream.errors import ConfigError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
@@ -31,8 +33,6 @@ from slipstream.kernels.native import (
     ThreadPool,
 )
 from slipstream.model.program import CpuProgram, compile_program
-from slipstream.plan.hardware import host_memory
-from slipstream.plan.operators import attention_bytes, attention_operations
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner

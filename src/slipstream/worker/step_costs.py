@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.costs.step_cost import MeasuredStep, StepShape
 from slipstream.errors import ConfigError
-from slipstream.plan.step_cost import MeasuredStep, StepShape
 from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.base import Launched
 from slipstream.worker.local_executor import LocalExecutor

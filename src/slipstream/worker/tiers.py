@@ -11,10 +11,10 @@ import numpy as np
 
 from slipstream import __version__
 from slipstream.config import EngineConfig
+from slipstream.costs.hardware import host_memory
+from slipstream.costs.memory import staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.packed_cache import checkpoint_stamps
-from slipstream.plan.hardware import host_memory
-from slipstream.plan.memory import staged_blocks
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.block_store import BlockStore
 from slipstream.worker.disk_tier import IDENTITY_BYTES, DiskTier

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import ConfigError
 
 OnPhase = Callable[[str], None]

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.hardware import available_cores
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import ConfigError
-from slipstream.plan.hardware import available_cores
 
 BATCH_TOKENS = 2048
 

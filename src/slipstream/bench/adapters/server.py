@@ -20,8 +20,8 @@ import uvloop
 from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import Burst, run_load
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import ConfigError, EngineError
 
 ASK_EVERY_S = 0.2

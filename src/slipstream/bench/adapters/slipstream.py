@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
 from slipstream.bench.load import MeasuredAnswer
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import RequestRecord
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.llm import LLM
 from slipstream.types import Prompt, SamplingParams

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
-from slipstream.bench.metrics import RequestRecord
 from slipstream.bench.workload import BenchRequest
+from slipstream.costs.metrics import RequestRecord
 from slipstream.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.sweep.results import Row, columns_of
-from slipstream.plan.html import head
+from slipstream.html import head
 
 HERE = Path(__file__).parent
 LIBRARIES = ("vendor/d3.min.js", "vendor/plot.umd.min.js")

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.bench.adapters import AS_STORED, ENGINES, Parallel, parse_parallel
-from slipstream.bench.metrics import OBJECTIVES
 from slipstream.config import EngineArgs
+from slipstream.costs.metrics import OBJECTIVES
 from slipstream.errors import ConfigError
 from slipstream.files import digest
 from slipstream.spec.scheme import SCHEMES

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from slipstream.bench.adapters import AS_STORED
-from slipstream.bench.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.bench.power import Energy
+from slipstream.costs.metrics import DISTRIBUTIONS, PERCENTILES, Summary
 from slipstream.errors import ConfigError
 from slipstream.files import write_whole
 

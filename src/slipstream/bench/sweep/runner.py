@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bench.adapters import AS_STORED, ENGINES, EngineSetup, check
-from slipstream.bench.step_cost import decode_step
 from slipstream.bench.sweep.grid import Case, Grid, SetupSpec
 from slipstream.bench.sweep.results import Row, append, read_rows
+from slipstream.costs.decode_cost import decode_step
+from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.hub import resolve_model
-from slipstream.plan.environment import plain
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 

@@ -18,10 +18,10 @@ from typing import IO, Any
 
 from slipstream import __version__
 from slipstream.bench.adapters import ENGINES, Engine, EngineSetup, Parallel, make_engine
-from slipstream.bench.metrics import summarize
 from slipstream.bench.power import EnergyMeter
 from slipstream.bench.sweep.results import energy_figures, figures
 from slipstream.bench.workload import fixed, warmup
+from slipstream.costs.metrics import summarize
 from slipstream.errors import SlipstreamError
 
 

@@ -1,0 +1,1 @@
+"""Bytes, operations, step times, hardware, and the definitions of latencies. No torch."""

@@ -1,0 +1,59 @@
+"""Bytes and operations of a decode step, *estimated* from a model's description: the roofline's axis. No torch.
+
+They are counted by `costs.operators`, as the planner counts them. What is written, norms and activations are left out: together
+they are below a few percent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.costs.memory import weights_bytes
+from slipstream.costs.operators import attention_bytes, attention_operations, products, window_of
+from slipstream.spec.safetensors import weight_bytes
+from slipstream.spec.scheme import SCHEMES
+
+if TYPE_CHECKING:
+    from slipstream.spec.description import ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCost:
+    """Of one decode step of all its sequences together."""
+
+    num_bytes: float
+    num_flops: float
+
+
+def decode_step(
+    description: ModelDescription,
+    *,
+    batch_size: int,
+    context: float,
+    scheme: str | None = None,
+    kv_bytes: int = 2,
+) -> DecodeCost:
+    """A step of `batch_size` sequences that hold `context` tokens each. `scheme` rounds the weights at load; None: they are
+    held as the checkpoint stores them. `kv_bytes` is the size of a number in the cache."""
+    spec = description.spec
+    parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
+    stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
+    of_step = products(spec, {part: stored * size for part, size in parts.items()})
+    cached = [
+        (layer.attention, batch_size * min(context, window_of(layer.attention)))
+        for layer in spec.layers
+    ]
+    return DecodeCost(
+        num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
+        + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached),
+        num_flops=sum(p.count * p.operations(batch_size) for p in of_step)
+        + sum(attention_operations(a, num_tokens) for a, num_tokens in cached),
+    )
+
+
+def stored_bytes(description: ModelDescription) -> int:
+    """The bytes of a checkpoint's weights. One that is a config alone has 2 bytes a parameter."""
+    if description.stored:
+        return sum(kind.num_bytes for kind in description.stored)
+    return weight_bytes(description.path) or 2 * description.spec.num_parameters

@@ -1,0 +1,230 @@
+"""Estimates an engine on a device before it is started: its settings and its memory ledger. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from slipstream.config import (
+    DTYPE_BYTES,
+    DeviceInfo,
+    EngineArgs,
+    EngineConfig,
+    ParallelConfig,
+    native_products,
+    resolve,
+)
+from slipstream.costs.graph_sizes import graph_bytes, model_chain_bytes
+from slipstream.costs.hardware import available_cores, cpu_name, gpus, host_memory
+from slipstream.costs.memory import (
+    MemoryLedger,
+    adapter_bytes,
+    block_bytes,
+    native_weights_bytes,
+    peer_copy_bytes,
+    size_cache,
+    weights_bytes,
+)
+from slipstream.errors import ConfigError
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.drafts import check_draft_model
+from slipstream.spec.host_experts import host_weights
+from slipstream.spec.native_formats import native_weight_bytes
+from slipstream.spec.parallel import Shard, split_shapes, split_spec
+from slipstream.spec.scheme import SCHEMES
+
+
+def bytes_by_part(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> dict[str, int]:
+    """The weights' as an engine with these settings holds them; of several ranks, as that of `shard` does, or else that of
+    `largest_shard`."""
+    shard = shard or largest_shard(config, description)
+    spec, size, by_cpu = (
+        split_spec(description.spec, shard),
+        DTYPE_BYTES[config.model.dtype],
+        by_cpu_kernels(config),
+    )
+    shapes = split_shapes(description.spec, shard) if config.parallel.num_ranks > 1 else None
+    formats = description.native_formats(native_products(config.device.kernels, config.device.info))
+    if formats:
+        return native_weights_bytes(spec, size, formats, on_cpu=by_cpu, shapes=shapes)
+    scheme = SCHEMES[config.model.quantization] if config.model.quantization else None
+    if scheme is not None and scheme.experts_only and config.device.kernels == "torch":
+        scheme = None  # expanded
+    return weights_bytes(spec, size, scheme, on_cpu=by_cpu, shapes=shapes)
+
+
+def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
+    """The part of a rank that holds most parameters; where one is the host's CPU, the GPU's."""
+    how = config.parallel
+    if how.on_host:
+        return how.shard(1)
+    shards = [how.shard(first) for first in range(0, how.num_ranks, how.ranks_of_stage)]
+    return max(
+        shards,
+        key=lambda shard: sum(map(math.prod, split_shapes(description.spec, shard).values())),
+    )
+
+
+def by_cpu_kernels(config: EngineConfig) -> bool:
+    return not config.device.info.is_cuda and config.device.kernels in ("auto", "cpu")
+
+
+def this_device(device: str) -> DeviceInfo:
+    """What `device` of the settings is here, by the operating system alone.
+
+    Which type is faster on a CPU is measured at an engine's start; here it is bfloat16.
+    """
+    gpu = None if device == "cpu" else next(iter(gpus()), None)
+    if gpu is not None:
+        return DeviceInfo(
+            device="cuda:0",
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            free_bytes=gpu.free_bytes,
+            best_dtype="bfloat16",
+        )
+    if device in ("auto", "cpu"):
+        total, free = host_memory()
+        return DeviceInfo(
+            device="cpu",
+            name=cpu_name(),
+            memory_bytes=total,
+            free_bytes=free,
+            best_dtype="bfloat16",
+            num_threads=available_cores(),
+        )
+    raise ConfigError(f"device={device!r}: nvidia-smi shows no GPU; use 'cpu'", field="device")
+
+
+def estimate(
+    args: EngineArgs,
+    description: ModelDescription,
+    info: DeviceInfo | None = None,
+    *,
+    with_steps: bool = False,
+    draft: ModelDescription | None = None,
+    num_gpus: int = 1,
+) -> tuple[EngineConfig, MemoryLedger]:
+    """Settings and ledger that an engine would have on a device, by default this machine's, as far as they can be known without
+    starting one; of several ranks, rank 0's. `with_steps`: with an estimate of what a GPU's activations, graphs and rows
+    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too.
+    `num_gpus`: `info` is so many GPUs together, which share the model; each has the draft model. ConfigError if it can't be."""
+    info = info or this_device(args.device)
+    config = resolve(args, description, info)
+    spec = split_spec(description.spec, largest_shard(config, description))
+    block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
+    weights = resident_weights_bytes(config, description)
+    if draft is not None:
+        check_draft_model(draft.spec, spec, config.model.max_model_len)
+        own = config_of_draft(config)
+        weights += num_gpus * resident_weights_bytes(own, draft)
+        block += num_gpus * block_bytes(
+            draft.spec, own.cache.block_size, DTYPE_BYTES[own.cache.dtype]
+        )
+    activations, graphs, rows = (
+        _of_steps(config, description) if with_steps and info.is_cuda else (0, 0, 0)
+    )
+    if draft is not None and graphs:
+        graphs += model_chain_bytes(config, draft.spec, DTYPE_BYTES[config.model.dtype])
+    sharing = (
+        config
+        if num_gpus == 1
+        else dataclasses.replace(config, parallel=ParallelConfig(tensor=num_gpus))
+    )
+    adapters = num_gpus * adapter_bytes(config, description, largest_shard(sharing, description))
+    copies = num_gpus * peer_copy_bytes(sharing, description.spec)
+    _, ledger = size_cache(
+        config.of_rank,
+        spec,
+        block,
+        total_bytes=info.memory_bytes,
+        free_bytes=info.free_bytes,
+        weights_bytes=weights,
+        activation_bytes=activations,
+        graph_bytes=graphs,
+        rows_bytes=rows,
+        # What a host has free changes by the minute: there a model is described also where it would not fit just now.
+        taken_bytes=weights + activations + graphs + rows + adapters + copies
+        if info.is_cuda
+        else 0,
+        adapter_bytes=adapters,
+        peer_copy_bytes=copies,
+    )
+    config = config.with_memory_limits(ledger.num_blocks - 1, block)
+    return config, dataclasses.replace(
+        ledger, host_expert_bytes=host_expert_bytes(config, description)
+    )
+
+
+def config_of_draft(config: EngineConfig) -> EngineConfig:
+    """The settings by which an engine holds its draft model: the type and the blocks are those of the model. A rank has it
+    whole."""
+    assert config.speculation is not None
+    model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
+    cache = dataclasses.replace(config.cache, dtype=config.model.dtype)
+    return dataclasses.replace(config, model=model, cache=cache, parallel=ParallelConfig())
+
+
+def resident_weights_bytes(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> int:
+    """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does
+    (`bytes_by_part`)."""
+    total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
+    total -= host_expert_bytes(config, description, on_cpu=False) - config.model.hot_expert_bytes
+    return total if bound is None else min(total, bound)
+
+
+def host_expert_bytes(
+    config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True
+) -> int:
+    """Bytes of the experts that are on the host, as the host holds them or, without `on_cpu`, as the GPU would."""
+    size = DTYPE_BYTES[config.model.dtype]
+    formats = description.native_formats(native_products(config.device.kernels, config.device.info))
+    scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
+    total = 0
+    for name in host_weights(description.spec, config.model.host_experts):
+        total += native_weight_bytes(
+            name, description.shapes[name], scheme, formats, size, on_cpu=on_cpu
+        )
+    return total
+
+
+def all_weights_bytes(
+    config: EngineConfig, description: ModelDescription, shard: Shard | None = None
+) -> int:
+    """`resident_weights_bytes`, with layers that are read as they are needed."""
+    spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
+    held = description.native_formats(native_products(config.device.kernels, info))
+    scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
+    own_types = (
+        description.bytes_on_cpu(DTYPE_BYTES[config.model.dtype], scheme)
+        if by_cpu_kernels(config)
+        else None
+    )
+    if own_types is not None and not held:
+        return own_types // num_ranks
+    weights = sum(bytes_by_part(config, description, shard).values())
+    if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
+        # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
+        weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // num_ranks
+    return weights
+
+
+def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int, int, int]:
+    """Bytes of activations, graphs and rows. A step's widest activations are alive beside some of the hidden size, and the
+    logits of all sequences in the model's type and in float32."""
+    spec, element, scheduling = description.spec, DTYPE_BYTES[config.model.dtype], config.scheduling
+    widest = max(layer.mlp.width for layer in spec.layers)
+    activations = scheduling.max_num_batched_tokens * (widest + 8 * spec.hidden_size) * element
+    activations += scheduling.seqs_of_rank * spec.vocab_size * (element + 4)
+    tables = len(config.cache.groups) * config.max_blocks_per_seq
+    rows = (scheduling.seqs_of_rank + 1) * 4 * (config.model.max_model_len + 1 + tables)
+    graphs = (
+        0
+        if config.device.enforce_eager or spec.is_encoder
+        else graph_bytes(config.of_rank, spec, element)
+    )
+    return activations, graphs, rows

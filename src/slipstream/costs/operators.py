@@ -1,0 +1,125 @@
+"""Bytes and operations of a model's products and of its attention, from the spec and the memory ledger. No torch.
+
+The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the planner count alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.spec.model import (
+    ROUNDED,
+    AttentionKind,
+    LatentAttentionSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+)
+
+UNROUNDED = ("expand", "router", "shared_weight")
+"""Products of a layer that keep the model's type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A product [tokens, inner] × [inner, rows], `count` times in the model. Of `copies` experts a token passes `chosen`.
+    `weight_bytes` are all copies' of one; `rounded`: by the scheme."""
+
+    name: str
+    part: str
+    rows: int
+    inner: int
+    copies: int = 1
+    chosen: int = 1
+    count: int = 1
+    weight_bytes: float = 0.0
+    rounded: bool = True
+
+    @property
+    def num_weights(self) -> int:
+        """Of all copies of one."""
+        return self.rows * self.inner * self.copies
+
+    def operations(self, num_tokens: float) -> float:
+        """Of one, over so many tokens: a multiplication and an addition are two."""
+        return 2.0 * self.rows * self.inner * num_tokens * self.chosen
+
+    def share_read(self, num_tokens: float) -> float:
+        """Of the weights, what so many tokens need: of experts those that are expected to be chosen at all."""
+        return 1.0 if self.copies == 1 else 1 - math.pow(1 - self.chosen / self.copies, num_tokens)
+
+    def read_bytes(self, num_tokens: float) -> float:
+        return self.weight_bytes * self.share_read(num_tokens)
+
+
+def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:
+    """The products of a decoder's step, its output head last. A part's bytes in the ledger are shared out by size, so that the
+    products' weights are the ledger's."""
+    found: Counter[tuple[str, str, int, int, int, int]] = Counter()
+    for layer in spec.layers:
+        found.update(_of_layer(layer, spec.hidden_size))
+    numbers: Counter[str] = Counter()
+    for (_, part, rows, inner, copies, _), count in found.items():
+        numbers[part] += rows * inner * copies * count
+    made = [
+        Product(
+            name=name,
+            part=part,
+            rows=rows,
+            inner=inner,
+            copies=copies,
+            chosen=chosen,
+            count=count,
+            weight_bytes=bytes_by_part[part] * rows * inner * copies / numbers[part],
+            rounded=name not in UNROUNDED,
+        )
+        for (name, part, rows, inner, copies, chosen), count in found.items()
+    ]
+    head = bytes_by_part["output head"] or bytes_by_part["embeddings"]  # tied
+    made.append(
+        Product(
+            name="head",
+            part="output head",
+            rows=spec.vocab_size,
+            inner=spec.embed_width,
+            weight_bytes=head,
+        )
+    )
+    return tuple(made)
+
+
+def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, int, int, int]]:
+    found = []
+    for name, shape in layer.shapes(hidden_size).items():
+        *stem, product, kind = name.split(".")
+        named = product in ROUNDED or product in UNROUNDED
+        if kind != "weight" or not named or len(shape) != 2:
+            continue
+        experts = isinstance(layer.mlp, MoESpec) and stem == ["experts"]
+        copies = layer.mlp.num_experts if experts and isinstance(layer.mlp, MoESpec) else 1
+        chosen = (
+            layer.mlp.num_experts_per_token if experts and isinstance(layer.mlp, MoESpec) else 1
+        )
+        part = "attention" if stem and stem[0] in ("attention", "cross") else "mlp"
+        found.append((product, part, shape[0] // copies, shape[1], copies, chosen))
+    return found
+
+
+def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: int) -> float:
+    """Keys and values of so many cached tokens. A latent is read once as both."""
+    return num_cached * a.cached_size * element_bytes
+
+
+def attention_operations(a: AttentionKind, num_pairs: float) -> float:
+    """Of so many (token, token that it looks at): q·k and the weighed sum of v, over the heads."""
+    values = a.kv_rank if isinstance(a, LatentAttentionSpec) else a.head_dim
+    return num_pairs * 2 * a.num_heads * (a.head_dim + values)
+
+
+def window_of(a: AttentionKind) -> float:
+    """Tokens that a token looks at, at most."""
+    window = None if isinstance(a, LatentAttentionSpec) else a.window
+    return math.inf if window is None else window

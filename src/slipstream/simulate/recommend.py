@@ -1,0 +1,479 @@
+"""Recommends hardware and settings, with reasons: parallel size, limits of steps, memory share, replicas, weights of a
+balancer.
+
+What is recommended follows ENOVA (Huang et al. 2024, arXiv:2407.09486): as many sequences as the objectives allow, no more
+memory than these hold, replicas for the rest of the traffic, and each replica's weight by what it carries. Every candidate's
+capacity is simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.bench.load import ClosedLoop
+from slipstream.config import EngineArgs
+from slipstream.costs.analytic import binds
+from slipstream.costs.devices import Hardware
+from slipstream.costs.step_cost import StepShape, worst
+from slipstream.errors import ConfigError, OutOfMemoryError
+from slipstream.simulate.capacity import (
+    Capacity,
+    LatencyObjectives,
+    carried,
+    find_capacity,
+    saturated,
+    with_limits,
+)
+from slipstream.simulate.drafts import Acceptance
+from slipstream.simulate.engines import PlannedEngine, plan_engine
+from slipstream.simulate.routing import RouterName
+from slipstream.simulate.simulator import Simulation, simulate
+from slipstream.simulate.traffic import Workload
+from slipstream.spec.description import ModelDescription
+
+STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
+"""Tokens of steps with decodes that are tried, below the engine's own choice."""
+
+MORE = 1.1
+"""A setting is changed for a rate so many times as high: less is within what a simulation can tell."""
+
+SPARE = 1.25
+"""Room above the most sequences seen at once, and above the cache used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommended:
+    """A setting, its value and why."""
+
+    setting: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked
+    for, or none was."""
+
+    engine: PlannedEngine
+    capacity: Capacity
+    full: Simulation
+    limits: (
+        dict[str, int] | None
+    )  # of steps, where others than the engine's carry more; None: none were tried
+    replicas: int | None
+    run: (
+        Simulation | None
+    )  # at the load, of as few replicas as meet the objectives, or of as many as there may be
+    binds: str
+    settings: tuple[Recommended, ...]
+    notes: tuple[str, ...]
+    nearest: dict[str, float] | None
+
+    @property
+    def num_gpus(self) -> int:
+        """Of the run that figures are taken from."""
+        return self.engine.num_gpus * self.load.num_replicas
+
+    @property
+    def load(self) -> Simulation:
+        """The run that figures are taken from."""
+        return self.run or self.capacity.run or self.full
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens a second while the load lasts."""
+        summary = self.load.summary
+        return summary.steady_throughput or summary.output_throughput
+
+    def cost_per_million(self, price: float) -> float:
+        """Of output tokens, at `price` an hour for each device."""
+        rate = self.throughput
+        return self.num_gpus * price / 3600 / rate * 1e6 if rate else math.inf
+
+    @property
+    def joules_per_token(self) -> float | None:
+        """At the power of a device that is busy for its share of the time; None where that is not known."""
+        h, rate = self.engine.hardware, self.throughput
+        if h.watts is None or h.idle_watts is None or not rate:
+            return None
+        return (
+            self.num_gpus
+            * (h.idle_watts + (h.watts - h.idle_watts) * min(1.0, self.load.busy))
+            / rate
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedLoad:
+    """The load: `rate` requests a second, or `users` at once. With neither it is the load that one replica carries."""
+
+    workload: Workload
+    objectives: LatencyObjectives
+    rate: float | None = None
+    users: int | None = None
+    seed: int = 0
+    router: RouterName = "least-loaded"
+
+    def run(self, engine: PlannedEngine, replicas: int) -> Simulation:
+        count, limits = 400 * min(replicas, 4), self.objectives.limits
+        if self.rate is not None:
+            traffic = self.workload.at_rate(
+                self.rate, max(count, min(6000, math.ceil(self.rate * 15))), seed=self.seed
+            )
+        else:
+            assert self.users is not None
+            traffic = self.workload.traffic(
+                ClosedLoop(concurrency=self.users), max(count, 3 * self.users), seed=self.seed
+            )
+        return simulate(
+            engine.simulated, traffic, num_replicas=replicas, router=self.router, objectives=limits
+        )
+
+
+def plan_device(
+    args: EngineArgs,
+    description: ModelDescription,
+    hardware: Hardware,
+    load: OfferedLoad,
+    *,
+    max_gpus: int = 8,
+    search: bool = True,
+    acceptance: Acceptance | None = None,
+    on_run: Callable[[], None] = lambda: None,
+) -> DevicePlan:
+    """OutOfMemoryError if no parallel size up to `max_gpus` holds the model. `search`: of the limits of steps, too."""
+    engine, notes = smallest(args, description, hardware, max_gpus, acceptance)
+    capacity = find_capacity(
+        engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
+    )
+    for num_gpus in sizes(
+        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    ):
+        if capacity.rate is not None or num_gpus <= engine.num_gpus:
+            continue
+        wider = plan_engine(args, description, hardware, num_gpus=num_gpus, acceptance=acceptance)
+        found = find_capacity(
+            wider.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
+        )
+        if found.rate is not None:
+            engine, capacity = wider, found
+            notes.append(
+                f"one GPU alone does not meet the objectives; {num_gpus} that share the model do"
+            )
+    limits: dict[str, int] | None = None
+    if search and capacity.rate is not None:
+        engine, capacity, limits = best_limits(engine, capacity, load, on_run)
+    full = saturated(engine.simulated, load.workload, seed=load.seed)
+    on_run()
+    replicas, run, nearest = None, None, None
+    if capacity.rate is None:
+        nearest = load.objectives.reached(capacity.alone)
+    elif load.rate is not None or load.users is not None:
+        replicas, run = enough_replicas(engine, capacity, load, max_gpus, on_run)
+        if replicas is None and run is not None:
+            nearest = load.objectives.reached(run)
+    if engine.num_gpus > 1:
+        notes.append("figures of several devices are estimated: no step of theirs was measured")
+    found_run = run or capacity.run or full
+    bound = what_binds(engine, found_run)
+    return DevicePlan(
+        engine=engine,
+        capacity=capacity,
+        full=full,
+        limits=limits,
+        replicas=replicas,
+        run=run,
+        binds=bound,
+        settings=tuple(recommended(engine, capacity, found_run, replicas, bound, limits, load)),
+        notes=tuple(notes),
+        nearest=nearest,
+    )
+
+
+def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
+    """Parallel sizes that divide all heads."""
+    heads = [layer.attention.num_heads for layer in description.spec.layers]
+    return [n for n in (1, 2, 4, 8, 16) if n <= max_gpus and all(h % n == 0 for h in heads)]
+
+
+def smallest(
+    args: EngineArgs,
+    description: ModelDescription,
+    hardware: Hardware,
+    max_gpus: int,
+    acceptance: Acceptance | None,
+) -> tuple[PlannedEngine, list[str]]:
+    """The engine on as few devices as hold the model."""
+    refused: OutOfMemoryError | None = None
+    for num_gpus in sizes(
+        description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
+    ):
+        try:
+            engine = plan_engine(
+                args, description, hardware, num_gpus=num_gpus, acceptance=acceptance
+            )
+        except OutOfMemoryError as error:
+            refused = error
+            continue
+        return engine, [] if num_gpus == 1 else [
+            f"one GPU does not hold the model; {num_gpus} that share it do"
+        ]
+    assert refused is not None
+    raise OutOfMemoryError(
+        f"{hardware.title}: {refused}; {max_gpus} such devices are not enough either: take more (--max-gpus), larger ones, or "
+        "fewer bits (--quantization)",
+        field="max_gpus",
+    )
+
+
+def best_limits(
+    engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
+) -> tuple[PlannedEngine, Capacity, dict[str, int]]:
+    """Fewer tokens in steps with decodes, where that carries `MORE`: shorter steps make for even gaps, longer ones for more
+    tokens a second."""
+    scheduling, rate = engine.config.scheduling, capacity.rate
+    assert rate is not None
+    for tokens in STEP_TOKENS:
+        if not scheduling.max_num_seqs <= tokens < scheduling.max_num_batched_tokens:
+            continue
+        tried = with_limits(engine.simulated, max_num_mixed_tokens=tokens, mixed_chunk=None)
+        if (
+            carried(
+                tried, load.workload, load.objectives, rate * MORE, seed=load.seed, on_run=on_run
+            )
+            is not None
+        ):
+            limits = {"max_num_mixed_tokens": tokens}
+            found = find_capacity(
+                tried, load.workload, load.objectives, seed=load.seed, on_run=on_run
+            )
+            return (
+                engine.with_settings(**limits),
+                found if (found.rate or 0.0) > rate else capacity,
+                limits,
+            )
+    return engine, capacity, {}
+
+
+def enough_replicas(
+    engine: PlannedEngine,
+    capacity: Capacity,
+    load: OfferedLoad,
+    max_gpus: int,
+    on_run: Callable[[], None],
+) -> tuple[int | None, Simulation | None]:
+    """The fewest replicas that meet the objectives at the load; the run of the most there may be, if none do."""
+    most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
+    assert capacity.rate is not None
+    first = 1 if load.rate is None else max(1, math.ceil(load.rate / capacity.rate * 0.9))
+    run = None
+    for replicas in range(min(first, most), most + 1):
+        run = load.run(engine, replicas)
+        on_run()
+        if load.objectives.met_by(run):
+            return replicas, run
+    return None, run
+
+
+def what_binds(engine: PlannedEngine, run: Simulation) -> str:
+    """What keeps the load from growing: memory, host, or what steps take longest for."""
+    if run.num_preemptions or (run.max_waiting > 0 and run.peak_cache_usage > 0.97):
+        return "memory"
+    shape = mean_shape(run)
+    if engine.simulated.cost.host.seconds(shape.num_decodes) > engine.simulated.cost.seconds(shape):
+        return "host"
+    return binds(engine.analytic.parts(shape))
+
+
+def mean_shape(run: Simulation) -> StepShape:
+    """A step of the run's mean size."""
+    summary = run.summary
+    decodes, prompt = round(run.mean_decodes), round(run.mean_prompt_tokens)
+    count = max(1, summary.num_requests - summary.num_failed)
+    context = round((summary.input_tokens + summary.output_tokens / 2) / count)
+    shape = StepShape.of((context,) * decodes, ((0, prompt),) if prompt else ())
+    return shape if shape.num_tokens else StepShape.of((context,))
+
+
+def recommended(
+    engine: PlannedEngine,
+    capacity: Capacity,
+    run: Simulation,
+    replicas: int | None,
+    bound: str,
+    limits: dict[str, int] | None,
+    load: OfferedLoad,
+) -> list[Recommended]:
+    ledger, scheduling = engine.ledger, engine.config.scheduling
+    found: list[Recommended] = []
+    if run.summary.num_failed == run.summary.num_requests:
+        return found  # no request fits the context: the load says nothing of settings
+
+    def recommend(setting: str, value: Any, reason: str) -> None:
+        found.append(Recommended(setting=setting, value=value, reason=reason))
+
+    if engine.hardware.is_gpu:
+        why = "the fewest devices that hold the model and meet the objectives: replicas carry more than shared models do"
+        recommend("tensor_parallel_size", engine.num_gpus, why)
+    peak, seqs = peak_sequences(run), scheduling.max_num_seqs
+    wanted = min(seqs, max(8, -(-math.ceil(peak * SPARE) // 8) * 8))
+    why = f"at the load at most {peak} sequences run at once; a quarter more for bursts"
+    recommend("max_num_seqs", wanted, why if wanted < seqs else f"the load fills {peak} of {seqs}")
+    why = "prompts alone in a step keep the products busy"
+    recommend("max_num_batched_tokens", scheduling.max_num_batched_tokens, why)
+    why = "fewer tokens a step did not carry more requests within the objectives"
+    if limits is None:
+        why = "the engine's own choice; fewer were not tried"
+    elif limits:
+        why = (
+            "shorter steps keep the time between tokens within the objectives, and so more requests"
+        )
+    recommend("max_num_mixed_tokens", scheduling.max_num_mixed_tokens, why)
+    if engine.hardware.is_gpu:
+        longest = 2 * ledger.blocks_per_sequence * ledger.block_bytes
+        cache = min(ledger.kv_bytes, max(longest, ledger.kv_bytes * run.peak_cache_usage * SPARE))
+        used = ledger.used_bytes - ledger.kv_bytes + cache
+        share = min(0.95, max(0.1, math.ceil(used / ledger.total_bytes * 20) / 20))
+        why = f"the KV cache is filled to {run.peak_cache_usage:.0%} at most; the rest may serve other programs, or prefixes"
+        recommend("gpu_memory_utilization", max(share, 0.9) if bound == "memory" else share, why)
+    if replicas is not None:
+        why = (
+            f"one carries {capacity.rate:.3g} requests/s within the objectives"
+            if capacity.rate
+            else ""
+        )
+        recommend("replicas", replicas, why)
+    return found
+
+
+def peak_sequences(run: Simulation) -> int:
+    """The most requests that were open at once, each from its first token to its last."""
+    events = sorted(
+        [(r.first_token, 1) for r in run.records if r.first_token is not None]
+        + [(r.last_token, -1) for r in run.records if r.last_token is not None]
+    )
+    most = now = 0
+    for _, change in events:
+        now += change
+        most = max(most, now)
+    return -(-most // run.num_replicas)
+
+
+def balancer_weights(plans: Sequence[DevicePlan]) -> list[float]:
+    """Of kinds of replicas side by side: their shares of the traffic, by what each carries."""
+    rates = [p.capacity.rate or 0.0 for p in plans]
+    total = sum(rates)
+    return [rate / total if total else 0.0 for rate in rates]
+
+
+def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | None:
+    """Requests a second that one more GiB of KV cache would carry beside; None if the objectives are not met at all."""
+    if plan.capacity.rate is None:
+        return None
+    if plan.binds != "memory":
+        return 0.0
+    more = plan.engine.with_blocks(
+        plan.engine.ledger.num_blocks + gib * 2**30 // plan.engine.ledger.block_bytes
+    )
+    found = find_capacity(more.simulated, load.workload, load.objectives, seed=load.seed)
+    return max(0.0, (found.rate or 0.0) - plan.capacity.rate)
+
+
+def check_load(load: OfferedLoad) -> None:
+    if load.rate is not None and not 0 < load.rate < math.inf:
+        raise ConfigError(f"rate={load.rate} must be above 0", field="rate")
+    if load.users is not None and load.users < 1:
+        raise ConfigError(f"concurrency={load.users} must be above 0", field="concurrency")
+    if not 0 < load.objectives.attainment <= 1:
+        raise ConfigError("attainment must be above 0 and at most 1", field="attainment")
+
+
+def label_of(plan: DevicePlan) -> str:
+    host = plan.engine.simulated.cost.host.label
+    return worst(plan.load.label, host)
+
+
+def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[str, Any]:
+    """One device's plan, as the JSON and the page have it."""
+    engine, s, ledger = plan.engine, plan.load.summary, plan.engine.ledger
+    shape = mean_shape(plan.load)
+    table = engine.table
+    one_gib = more_memory(plan, load)
+    _, n_out = load.workload.mean_lengths
+    return {
+        "device": engine.hardware.name,
+        "title": engine.hardware.title,
+        "num_gpus": engine.num_gpus,
+        "replicas": plan.replicas,
+        "label": label_of(plan),
+        "steps": "from the analytic model"
+        if table is None
+        else ("from a shipped table" if table.shipped else "measured here"),
+        "fit_error": None if table is None else table.error,
+        "ledger": {
+            **{
+                f.name: getattr(ledger, f.name)
+                for f in dataclasses.fields(ledger)
+                if f.name not in ("forms", "groups")
+            },
+            "num_kv_tokens": ledger.num_kv_tokens,
+            "num_full_sequences": ledger.num_full_sequences,
+        },
+        "max_context": engine.config.model.max_model_len,
+        "max_concurrency": min(
+            engine.config.scheduling.max_num_seqs, concurrency_of(engine, load.workload)
+        ),
+        "alone": plan.capacity.alone.summary.as_dict(),
+        "capacity": {
+            "requests_per_s": plan.capacity.rate,
+            "output_tokens_per_s": None
+            if plan.capacity.rate is None
+            else plan.capacity.rate * n_out,
+        },
+        "saturated_output_tokens_per_s": plan.full.summary.steady_throughput
+        or plan.full.summary.output_throughput,
+        "throughput": plan.throughput,
+        "at_load": s.as_dict(),
+        "objectives_met": plan.capacity.rate is not None
+        and not (plan.replicas is None and plan.run is not None),
+        "nearest": plan.nearest,
+        "binds": plan.binds,
+        "step": {
+            "decodes": plan.load.mean_decodes,
+            "prompt_tokens": plan.load.mean_prompt_tokens,
+            "seconds": engine.simulated.cost.seconds(shape),
+            "parts_s": engine.analytic.parts(shape),
+        },
+        "busy": plan.load.busy,
+        "peak_cache_usage": plan.load.peak_cache_usage,
+        "prefix_hit_rate": plan.load.prefix_hit_rate,
+        "tokens_per_verification": plan.load.tokens_per_verification,
+        "num_preemptions": plan.load.num_preemptions,
+        "one_more_gib": {
+            "kv_tokens": 2**30 // ledger.block_bytes * ledger.block_size,
+            "requests_per_s": one_gib,
+        },
+        "one_more_device": {
+            "requests_per_s": None
+            if plan.capacity.rate is None
+            else plan.capacity.rate / engine.num_gpus
+        },
+        "cost_per_million_output_tokens": None if price is None else plan.cost_per_million(price),
+        "joules_per_output_token": plan.joules_per_token,
+        "recommended": [dataclasses.asdict(r) for r in plan.settings],
+        "notes": list(plan.notes),
+        "simulation_seconds": plan.load.seconds,
+    }
+
+
+def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:
+    """Requests of the workload's mean length that the KV cache holds at once."""
+    blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(
+        engine.config.cache.groups
+    )
+    return (engine.ledger.num_blocks - 1) // blocks
