@@ -50,7 +50,8 @@ class CacheScales:
     def __init__(
         self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None
     ) -> None:
-        """With a `shard`, only the scales of the rank's kv heads are kept."""
+        """Prepares for the scales of the family's tensors in `names`. A `shard` keeps only its
+        rank's kv heads."""
         inputs = [
             name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")
         ]

@@ -256,7 +256,7 @@ class Decoder:
         return finished(self.ops, self.final_norm, h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V]"""
+        """[N, E] → [N, V]."""
         return self.vocabulary.gathered(self.ops, self._own_logits(hidden))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:

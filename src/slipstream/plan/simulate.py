@@ -67,7 +67,7 @@ end at once.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
-    """What the simulator needs to know of an engine.
+    """Settings and costs that the simulator needs of an engine.
 
     `run_ahead` is the maximum number of sequences of a decode step that runs while the host goes
     on; None: every step does (GPU). `padded` maps (decodes, prompt tokens, prompts) to the
