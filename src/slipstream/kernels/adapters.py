@@ -37,11 +37,11 @@ TILES = (4, 64)
 class LoRAWeights:
     """The adapters of one product, one in each slot.
 
-    Part p of the product has the rows from `starts[p]` to the next part's start, and the rows [p ·
-    R, (p + 1) · R) of `down`. A smaller rank leaves zeros, and so does a part without an adapter.
-    The scale is multiplied into `up`. A slot's elements are contiguous; slots may be any distance
-    apart. `live` lists the parts that some adapter has weights for. The others are all zeros and
-    need not be read.
+    Part p of the product has the rows from `starts[p]` to the next part's start, and the rows
+    [p · R, (p + 1) · R) of `down`. A smaller rank leaves zeros, and so does a part without an
+    adapter. The scale is multiplied into `up`. A slot's elements are contiguous; slots may be any
+    distance apart. `live` lists the parts that some adapter has weights for. The others are all
+    zeros and need not be read.
     """
 
     down: Tensor  # [N, P · R, in]

@@ -47,8 +47,8 @@ class BlockRows:
         )
 
     def in_buffer(self, buffer: Tensor) -> BlockRows:
-        """Returns the parts of blocks that are side by side in `buffer`, uint8 [blocks,
-        num_bytes]."""
+        """Returns the parts of blocks that are side by side in `buffer`, uint8
+        [blocks, num_bytes]."""
         return BlockRows(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )

@@ -39,8 +39,8 @@ def add_latent_queries(
     params: MLAParams,
     new: NewBuffer,
 ) -> None:
-    """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R +
-    C)], and `layer`'s cache."""
+    """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries
+    [H · (R + C)], and `layer`'s cache."""
     keys, cos_sin, rotary = params.keys, params.cos_sin, params.rotary_dim
     num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)

@@ -140,8 +140,8 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Packs a `GroupedLinear`: its 4-bit codes unchanged, with scales and minima in float32 [out,
-    groups]."""
+    """Packs a `GroupedLinear`: its 4-bit codes unchanged, with scales and minima in float32
+    [out, groups]."""
 
     w: GroupedLinear
     kind: int

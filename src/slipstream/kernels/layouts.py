@@ -108,8 +108,8 @@ class MLAParams:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down` [X · E,
-    F], with their biases."""
+    """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down`
+    [X · E, F], with their biases."""
 
     up: Linear
     down: Linear

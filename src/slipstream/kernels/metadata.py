@@ -117,8 +117,8 @@ def shared_caches(
 
 
 def by_dim(v: Tensor) -> Tensor:
-    """Returns the same values [B, K, block_size, D] with the memory layout [B, K, D,
-    block_size]."""
+    """Returns the same values [B, K, block_size, D] with the memory layout
+    [B, K, D, block_size]."""
     return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 

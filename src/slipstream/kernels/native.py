@@ -1,9 +1,9 @@
 """Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves
 every Python and torch.
 
-The library lies in this package. `pip install .` builds it; in a source tree `python -m
-slipstream.kernels.build` does. It is given the addresses of arrays and checks nothing. So `Program`
-keeps the arrays alive, and shapes are checked here or by the callers.
+The library lies in this package. `pip install .` builds it; in a source tree
+`python -m slipstream.kernels.build` does. It is given the addresses of arrays and checks nothing.
+So `Program` keeps the arrays alive, and shapes are checked here or by the callers.
 
 An array (`Array`) is NumPy's or a CPU tensor. Nothing here imports torch. Arrays made here are
 NumPy's.

@@ -290,8 +290,8 @@ class OpSet(ABC):
         return rows, residual
 
     def scatter_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """Returns this rank's tokens of the sum of x over the ranks of `group`: [T, E] → [⌈T / n⌉,
-        E].
+        """Returns this rank's tokens of the sum of x over the ranks of `group`: [T, E] →
+        [⌈T / n⌉, E].
 
         The last ranks' tokens are padded with zeros.
         """
@@ -312,8 +312,8 @@ class OpSet(ABC):
         return self.filled_up(x[group.rank * each : (group.rank + 1) * each], each)
 
     def all_gather(self, x: Tensor, group: RankGroup, width: int) -> Tensor:
-        """Gathers the ranks' columns side by side, without those beyond `width`: [N, W] → [N,
-        width]."""
+        """Gathers the ranks' columns side by side, without those beyond `width`: [N, W] →
+        [N, width]."""
         parts = group.all_gather(x)
         if parts.shape[1] == 1:  # they are already side by side
             return parts.view(1, -1)[:, :width]
@@ -560,8 +560,8 @@ class OpSet(ABC):
         heads: QKVLayout,
         params: AttentionParams,
     ) -> Tensor:
-        """Runs `rope_and_cache` and `attention` in one for whole texts without a causal mask: [T,
-        (H + 2K) · D] → [T, H, D].
+        """Runs `rope_and_cache` and `attention` in one for whole texts without a causal mask:
+        [T, (H + 2K) · D] → [T, H, D].
 
         The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give
         finite values.
@@ -674,8 +674,8 @@ class OpSet(ABC):
         correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Makes the choice of `moe`: (weights float32, experts of any integer type), [T,
-        num_experts_per_token] each.
+        """Makes the choice of `moe`: (weights float32, experts of any integer type),
+        [T, num_experts_per_token] each.
 
         With `spec.held` an implementation may renumber the experts.
         """

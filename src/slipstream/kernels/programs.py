@@ -49,8 +49,8 @@ class LinearProgram:
 
 
 class LinearArgmax:
-    """A product and the first maximum of each row: float32 [T, in] → int64 [T]. The full rows [T,
-    out] are never stored."""
+    """A product and the first maximum of each row: float32 [T, in] → int64 [T]. The full rows
+    [T, out] are never stored."""
 
     def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
         (part,) = w.parts

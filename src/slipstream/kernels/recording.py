@@ -28,7 +28,7 @@ from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
 
 
-class Refused(Exception):  # noqa: N818 (no error: the reader of a recording catches it and returns the reason)
+class Refused(Exception):  # noqa: N818 (no error: the reader of a record catches it and returns the reason)
     """Raised when a recording has something that its reader lacks."""
 
     def __init__(self, text: str) -> None:

@@ -327,8 +327,8 @@ def attend(
 
 
 def biases(distance_bias: Tensor, distance: Tensor) -> Tensor:
-    """Looks up [H, 2R + 1] at key position − query position, a tensor of any shape → [H,
-    *shape]."""
+    """Looks up [H, 2R + 1] at key position − query position, a tensor of any shape →
+    [H, *shape]."""
     reach = distance_bias.shape[1] // 2
     return distance_bias[:, distance.clamp(-reach, reach) + reach]
 

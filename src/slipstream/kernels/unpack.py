@@ -99,8 +99,8 @@ def _twice_e2m1(codes: Tensor) -> Tensor:
 
 
 def _floats(data: Tensor, panels: int, num: int, size: int) -> Tensor:
-    """Reads scales, `num` for each row of a panel, `size` bytes each: float32 [experts, panels,
-    rows, num]."""
+    """Reads scales, `num` for each row of a panel, `size` bytes each: float32
+    [experts, panels, rows, num]."""
     kind = torch.float32 if size == 4 else torch.float16
     found = data[:, : panels * num * PANEL * size].view(kind).view(len(data), panels, num, PANEL)
     return found.float().transpose(2, 3)

@@ -166,8 +166,8 @@ class Decoder:
     def tapped(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Returns (the result of `forward`, the states of the step that a draft head reads [T,
-        E])."""
+        """Returns (the result of `forward`, the states of the step that a draft head reads
+        [T, E])."""
         return self.run(self.embedded(token_ids, meta), kv, meta)
 
     def run(

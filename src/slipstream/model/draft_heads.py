@@ -89,8 +89,8 @@ class HeadLayers:
     def remember(
         self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> None:
-        """Writes to their slots the keys and values that the layers make of a context's states [T,
-        E]."""
+        """Writes to their slots the keys and values that the layers make of a context's states
+        [T, E]."""
         rows = ops.norm(state, self.norms["hidden_norm"], inputs=self.layers[0].attention.inputs)[0]
         for layer, cache in zip(self.layers, kv, strict=True):
             assert isinstance(layer.attention, Attention)

@@ -52,8 +52,8 @@ class Classifier:
     out: Linear
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
-        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S,
-        labels]."""
+        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores
+        [S, labels]."""
         h = pool(ops, hidden, starts, self.spec.pooling)
         h = h if h.dtype == hidden.dtype else h.to(hidden.dtype)
         if self.dense is not None and self.spec.activation is not None:

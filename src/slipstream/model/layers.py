@@ -67,8 +67,8 @@ class Attention:
         return ops.linear(self.mixed(ops, x, kv, meta), self.out)
 
     def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """Attention over the queries, keys and values [T, (H + 2K) · D] of the QKV product → [T,
-        E]."""
+        """Attention over the queries, keys and values [T, (H + 2K) · D] of the QKV product →
+        [T, E]."""
         return ops.linear(self._mixed(ops, qkv, kv, meta), self.out)
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:

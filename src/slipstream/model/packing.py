@@ -21,8 +21,8 @@ ROWS_AT_ONCE = 1024
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes −2^(bits − 1) … 2^(bits − 1) − 1 of any integer type [rows, n] → int32 [rows, ceil(n ·
-    bits / 32)]."""
+    """Codes −2^(bits − 1) … 2^(bits − 1) − 1 of any integer type [rows, n] → int32
+    [rows, ceil(n · bits / 32)]."""
     if len(codes) > ROWS_AT_ONCE:
         return torch.cat([pack_words(rows, bits) for rows in codes.split(ROWS_AT_ONCE)])
     num_words = -(-codes.shape[1] * bits // 32)
@@ -71,8 +71,8 @@ def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tenso
 
 
 def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Codes [rows, inner], scales and zeros [rows, groups] (or a single scale) → float32 [rows,
-    inner]."""
+    """Codes [rows, inner], scales and zeros [rows, groups] (or a single scale) → float32
+    [rows, inner]."""
     if zeros is None and scales.numel() == 1:
         return codes.float() * scales.float()
     groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
