@@ -381,7 +381,7 @@ class Lowering:
             return buffer
         if buffer.form != F32:
             raise Refused(
-                "the C++ program has no product of rows that were rounded for another one"
+                "the C++ program has no product of rows that were quantized for another one"
             )
         known = self.converted.get((value.index, form))
         if known is None:
@@ -598,7 +598,7 @@ class Lowering:
 
     def _sigmoid(self, op: Op) -> None:
         if op.x.width != 1:
-            raise Refused("the C++ program has no sigmoid of more than a number a token")
+            raise Refused("the C++ program has no sigmoid of more than one value per token")
         self.put(op.out, Weighed(self.stored(op.x)))
 
     def _mul(self, op: Op) -> None:

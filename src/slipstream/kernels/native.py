@@ -225,7 +225,7 @@ def _runs_here(isa: str) -> bool:
     usable = load().ss_isa_usable(_names().index(isa))
     if usable < 0:
         _logger.warning(
-            "the instruction set %s is left out: this machine's small products by it came out wrong",
+            "the instruction set %s is left out: its small test products were wrong on this machine",
             isa,
         )
     return bool(usable > 0)

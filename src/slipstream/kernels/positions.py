@@ -105,9 +105,9 @@ def sectioned_positions(
 ) -> npt.NDArray[np.int64]:
     """Returns the three positions of each token of a text, int64 [3, num_tokens].
 
-    A text token's are one more than the previous token's, all three equal. A picture (offset, rows,
-    columns) has its first token's position, plus the row and the column. Text continues after the
-    largest.
+    A text token's are all one more than the previous token's. A picture's token has the position of
+    the picture's first token, that plus the token's row, and that plus its column. Text continues
+    after the largest. `images` has (offset, rows, columns) of each picture.
     """
     found = np.empty((3, num_tokens), np.int64)
     at = position = 0

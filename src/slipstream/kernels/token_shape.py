@@ -29,7 +29,7 @@ LACKS = {
     "clip": "clip_qkv: the one-token kernel has no clamp",
     "norm_qk": "qk_norm: the one-token kernel norms q and k of each head by one weight only",
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
-    "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
+    "bidirectional_attention": "the one-token kernel is for decoding, and an encoder reads whole texts",
     "add": "the one-token kernel has a norm before every branch and no other sums",
     "all_reduce": "the one-token kernel sums over ranks after attention and after the MLP, each",
 }
@@ -75,7 +75,7 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
     if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in inner_sizes(s)):
         found = ", ".join(map(str, inner_sizes(s)))
         return Reason(
-            f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of"
+            f"the one-token kernel reads {COLUMN} bytes of a row at once, and rows of {found} are not all multiples"
         )
     if s.head_dim not in (32, 64, 128, 256) or group > 8 or s.num_kv_heads * s.head_dim % 16:
         which = f"heads of {s.head_dim} with {group} queries to a key"
@@ -84,7 +84,7 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
         )
     if rotary is not None and rotary % 2:
         return Reason(
-            f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated"
+            f"the one-token kernel rotates pairs, and {rotary} elements of a head are rotated"
         )
     return None
 
@@ -199,7 +199,7 @@ def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     if beside and any(
         x.products[n].bias is not None for x in layers for n in names if n in x.products
     ):
-        raise Refused("the one-token kernel has no biases of experts and of an MLP beside them")
+        raise Refused("the one-token kernel has no biases of experts together with another MLP")
     one, shared = experts.expert, experts.shared
     if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (
         one.activation,
@@ -452,7 +452,7 @@ class Matcher:
     def _refused(self) -> Refused:
         name = self._next
         if name is None:
-            return Refused("the one-token kernel's layers have more parts than these")
+            return Refused("the one-token kernel's layers have more parts than this one")
         return Refused(
-            LACKS.get(name, f"the one-token kernel has no {name} at that place of a layer")
+            LACKS.get(name, f"the one-token kernel has no {name} at that point of a layer")
         )

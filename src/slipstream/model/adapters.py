@@ -145,7 +145,7 @@ class AdapterLayout:
         try:
             config = read_adapter_config(folder)
             if config.most_ranks > self.max_rank:
-                message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; start with more"
+                message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; raise max_lora_rank"
                 raise AdapterError(message, field="max_lora_rank")
             return self._filled(*self._read(folder, config), dtype, pinned)
         except (CheckpointError, UnsupportedModelError) as error:
@@ -165,7 +165,7 @@ class AdapterLayout:
             match = _TENSOR.fullmatch(name)
             if match is None:
                 raise AdapterError(
-                    f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)",
+                    f"the adapter has a tensor {name!r}, which is not a LoRA tensor (lora_A, lora_B)",
                     field=name,
                 )
             module, side = match[1], match[2]
@@ -175,8 +175,8 @@ class AdapterLayout:
             expected = (rank, inner) if side == "A" else (num_rows, rank)
             if tuple(value.shape) != expected:
                 raise AdapterError(
-                    f"the adapter's tensor {name!r} has shape {list(value.shape)}, and this model with rank {rank} asks for "
-                    f"{list(expected)}; it was trained for another base model, or its config is not its own",
+                    f"the adapter's tensor {name!r} has shape {list(value.shape)}, but this model with rank {rank} needs "
+                    f"{list(expected)}; it was trained for another base model, or its config belongs to another adapter",
                     field=name,
                 )
             sides.add((module, side))
@@ -202,7 +202,7 @@ class AdapterLayout:
             other = "B" if side == "A" else "A"
             if (module, other) not in sides:
                 raise AdapterError(
-                    f"the adapter has lora_{side} of {module}, and lacks its lora_{other}",
+                    f"the adapter has lora_{side} of {module}, but lacks its lora_{other}",
                     field=module,
                 )
         if not sides:
@@ -251,11 +251,11 @@ class AdapterLayout:
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
         elif part.target.startswith(("head.", "embed")):
-            why = "adapters of embeddings and output head are not built; train without it"
+            why = "adapters of embeddings and output head are not supported; train without it"
         elif part.target.startswith("vision."):
-            why = "adapters of the image encoder are not built; train without it"
+            why = "adapters of the image encoder are not supported; train without it"
         elif ".experts." in part.target:
-            why = "adapters of experts are not built; train without them"
+            why = "adapters of experts are not supported; train without them"
         else:
             why = "it is part of something computed in one piece here; train without it"
         raise AdapterError(f"the adapter has {name!r}: {why}", field=module)

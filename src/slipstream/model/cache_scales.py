@@ -119,7 +119,7 @@ class CacheScales:
             raise CheckpointError(
                 f"the checkpoint says that it has scales for the KV cache, and lacks {x}_scale of layer {layer}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + "; write it anew, or set kv_cache_dtype to the model's type",
+                + "; save it again, or set kv_cache_dtype to the model's type",
                 field=f"{x}_scale",
             )
         return [(self._found[i, "k"], self._found[i, "v"]) for i in range(len(self._heads))]

@@ -216,9 +216,7 @@ class LayeredHead:
         if ops.name == "cpu":
             pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
             if self._tokens_in.is_shared:
-                self.program = Reason(
-                    "the model's embeddings are shared out among ranks", notable=False
-                )
+                self.program = Reason("the model's embeddings are split over ranks", notable=False)
             else:
                 self._compile(pool)
             if isinstance(head, NativeLinear) and not self._tokens_out.is_shared:
@@ -613,6 +611,6 @@ def target_ids(
         )
     if chosen is not None and not chosen[ids].all():
         raise CheckpointError(
-            "the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d"
+            "the tensors 't2d' and 'd2t' disagree about the head's tokens", field="t2d"
         )
     return ids

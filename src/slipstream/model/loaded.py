@@ -95,7 +95,8 @@ def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps, *, ranks
         if ranks == 1:
             raise
         raise ConfigError(
-            f"each of {ranks} ranks has a part of the model. Of that: {error}", field=error.field
+            f"each of {ranks} ranks has a part of the model, and for that part {error}",
+            field=error.field,
         ) from None
 
 

@@ -98,9 +98,7 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         if not isinstance(ops, NativeOps):
             if device.type == "cpu" and ops.name != "reference":
-                message = (
-                    f"weights_bytes: on a CPU it needs the C++ kernels, and here {ops.name!r} run"
-                )
+                message = f"weights_bytes: on a CPU it needs the C++ kernels, but kernels={ops.name!r} run here"
                 raise ConfigError(message, field="weights_bytes")
             with torch.inference_mode():
                 return _device_loader(

@@ -73,19 +73,19 @@ def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
         return STREAMED
     if decoder.tap is not None:
         return Reason(
-            "the one-token kernel shows no states between layers, which the draft head reads"
+            "the one-token kernel does not return the states between layers that the draft head reads"
         )
     found = match_layers(trace(decoder).body)
     if isinstance(found, Reason):
         return found
     _, layers = found
     if not all(_as_it_is(w, layer.tensors["norm"]) for layer in layers for w in layer.plain):
-        return Reason("the one-token kernel reads routers in the model's type")
+        return Reason("the one-token kernel needs routers in the model's type")
     experts, products = _experts(layers), [w for layer in layers for w in layer.products.values()]
     if _apart(layers) is not None:
         products = [w for w in products if not any(w is x for x in experts)]
     if not (_alike(experts) and _alike(products)):
-        return Reason("the one-token kernel reads products that are all held alike")
+        return Reason("the one-token kernel needs all products in one format")
     return found
 
 

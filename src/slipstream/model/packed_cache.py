@@ -126,7 +126,9 @@ class PackedCacheFile:
                 _logger.warning("%s; it is made anew", error)
                 self.path.unlink(missing_ok=True)
         except OSError as error:
-            _logger.warning("kept weights are not read, the checkpoint's are: %s", error)
+            _logger.warning(
+                "the kept weights can't be read, so the checkpoint's are used: %s", error
+            )
         return None
 
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
@@ -151,7 +153,7 @@ class PackedCacheFile:
             free = shutil.disk_usage(self._folder).free
             if free < 2 * num_bytes:
                 raise OSError(
-                    f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half"
+                    f"{free:,} bytes are free, and the weights' {num_bytes:,} must not be more than half of them"
                 )
             written = self._ops.write_products(self.path, products)
             if written:
@@ -163,7 +165,7 @@ class PackedCacheFile:
                 self._clear(self._family)
         except OSError as error:
             _logger.warning(
-                "rounded weights are not kept for the next start (weights_cache='off' asks for that): %s",
+                "rounded weights are not kept for the next start (weights_cache='off' turns this off): %s",
                 error,
             )
 

@@ -31,7 +31,7 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
         return Reason(
-            f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False
+            f"the C++ program needs kernels='cpu', but kernels={ops.name!r} run here", notable=False
         )
     step = compile_step(decoder, ops.pool)
     return step if isinstance(step, Reason) else CpuProgram(decoder, step)

@@ -65,7 +65,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"out={str(out)!r} is there already; remove it or name another folder", field="out"
+            f"out={str(out)!r} already exists; remove it or name another folder", field="out"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -111,7 +111,7 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
         case other:
             raise UnsupportedModelError(
-                f"{type(other).__name__} is how GGUF files store weights, which aren't written"
+                f"{type(other).__name__} is a layout of GGUF files, which can't be written"
             )
 
 

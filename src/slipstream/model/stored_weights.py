@@ -111,7 +111,8 @@ def expanded(
             yield _expanded(module, fmt, waiting.pop(module), numbers)
     for module, parts in waiting.items():
         raise CheckpointError(
-            f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module
+            f"{module} has {', '.join(parts)}, but lacks the other parts of its weight",
+            field=module,
         )
 
 

@@ -219,7 +219,7 @@ def plan_engine(
         )
     if args.expert_parallel_size > 1 and args.tensor_parallel_size == 1:
         raise ConfigError(
-            "expert_parallel_size: plan shares a model by tensor parallelism, and has no rates of requests that are dealt out; "
+            "expert_parallel_size: plan supports only tensor parallelism, not requests divided over ranks; "
             "leave it at 1",
             field="expert_parallel_size",
         )
@@ -339,7 +339,7 @@ def _draft_model(
         what = "drafts need --draft-acceptance: how often a draft is right, by position, such as 0.8,0.6,0.5"
         raise ConfigError(what, field="draft_acceptance")
     if speculation.method not in ("ngram", "suffix", "draft"):
-        what = f"what a head of method {speculation.method!r} costs is not known; plan with ngram, suffix or draft"
+        what = f"the cost of a {speculation.method!r} head is not known; plan with ngram, suffix or draft"
         raise ConfigError(what, field="speculative_config")
     if speculation.model is None:
         return None

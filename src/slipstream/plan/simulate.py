@@ -231,7 +231,7 @@ class Replica:
             self._launch(plan)
         elif not self._in_flight and self._planned is None:
             raise ConfigError(
-                "the simulated scheduler stands still; please report this with the settings used"
+                "the simulated scheduler makes no progress; please report this with the settings used"
             )
         waits = plan is None or len(self._in_flight) >= limit
         while self._in_flight and (waits or self._in_flight[0].is_done):

@@ -239,7 +239,7 @@ def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
             or len(named) < 6
             or named != list(StepShape._fields)[: len(named)]
         ):
-            raise ValueError("it holds no step costs, or another version's")
+            raise ValueError("it has no step costs, or those of another version")
         points = [
             MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]
         ]
@@ -253,7 +253,7 @@ def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} is no table of step costs: {error}; remove it, and measure again",
+            f"{name} is not a table of step costs: {error}; remove it, and measure again",
             field="table",
         ) from None
 

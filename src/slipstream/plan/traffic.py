@@ -101,7 +101,7 @@ class Workload:
         if arrivals is None:
             if not self.recorded:
                 raise ConfigError(
-                    f"the workload {self.name} says nothing of when requests come; give --rate or --concurrency",
+                    f"the workload {self.name} has no arrival times; give --rate or --concurrency",
                     field="rate",
                 )
             return Traffic(name=self.name, requests=tuple(requests))
@@ -120,7 +120,7 @@ class Workload:
         own = self.traffic(None, count)
         if own.rate is None:
             raise ConfigError(
-                f"all requests of {self.name} come at once, so no --rate can be made of them",
+                f"all requests of {self.name} arrive at once, so they can't be scaled to --rate",
                 field="rate",
             )
         scale = own.rate / rate
