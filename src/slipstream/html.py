@@ -1,4 +1,4 @@
-"""HTML pages that are one file: they take nothing from outside, and open from the disk. No torch."""
+"""HTML pages in one file, without outside resources, which open from disk. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 
 def head(*, scripts: bool = False, connect: bool = False) -> str:
-    """How such a page begins. A template of one goes on with its title. The browser runs its scripts only with `scripts`, and
-    lets them ask the page's own server only with `connect`."""
+    """Returns the beginning of a page; the template continues with its title.
+
+    The content security policy allows the page's own scripts only with `scripts`, and requests to
+    its own server only with `connect`.
+    """
     allowed = "script-src 'unsafe-inline'; " if scripts else ""
     allowed += "connect-src 'self'; " if connect else ""
     return f"""<!doctype html>
@@ -23,7 +26,8 @@ def head(*, scripts: bool = False, connect: bool = False) -> str:
 
 
 def render(template: Path, filters: Mapping[str, Any], **values: object) -> str:
-    """The page of a Jinja template, without scripts. It escapes `values`; one that it names and is not given is an error."""
+    """Renders a Jinja template to a page without scripts. `values` are escaped; a missing one is an
+    error."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(

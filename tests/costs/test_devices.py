@@ -306,7 +306,7 @@ def test_workloads():
     found = parse_workload("uniform:4-8/2-3", seed=1).requests
     assert {r.input_tokens for r in found} == {4, 5, 6, 7, 8}
     assert len(parse_workload("sharegpt").requests) >= 2000
-    with pytest.raises(ConfigError, match="says nothing of when"):
+    with pytest.raises(ConfigError, match="has no arrival times"):
         parse_workload("sharegpt").traffic(None, 3)
 
 

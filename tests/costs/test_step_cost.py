@@ -97,7 +97,7 @@ def test_a_file_gives_the_same_table_again():
     "data", [{}, {"kind": "other"}, [], {"kind": "step costs", "shape": ["x"]}]
 )
 def test_another_file_is_named(data):
-    with pytest.raises(ConfigError, match=r"x\.json is no table of step costs"):
+    with pytest.raises(ConfigError, match=r"x\.json is not a table of step costs"):
         read_table(data, "x.json")
 
 

@@ -567,7 +567,7 @@ def test_other_heads_that_do_not_fit(tmp_path):
         ({"d2t": [0, 2, 2, 2], "t2d": [1, 0, 0, 1, 1, 0]}, "'t2d' must name 4 of 6 tokens"),
         ({"t2d": [1, 0, 0, 1, 1, 0]}, "'t2d' must name 4 of 6 tokens"),
         ({"t2d": [1, 0, 1, 1, 1]}, "'t2d' must name 4 of 6 tokens"),
-        ({"d2t": [0, 2, 2, 2], "t2d": [1, 1, 0, 0, 1, 1]}, "'t2d' says otherwise than 'd2t'"),
+        ({"d2t": [0, 2, 2, 2], "t2d": [1, 1, 0, 0, 1, 1]}, "'t2d' and 'd2t' disagree"),
         ({"d2t": [0, 2, 2, 3]}, "'d2t' names tokens beyond the model's 6, or some twice"),
         ({"d2t": [0, 2, 1, 1]}, "'d2t' names tokens beyond the model's 6, or some twice"),
         ({"d2t": [0, 2, 2]}, "'d2t' must be 4 whole numbers"),

@@ -309,7 +309,7 @@ def test_a_set_whose_products_come_out_wrong_is_left_out(monkeypatch, caplog):
             with pytest.raises(ConfigError, match="can't run here"):
                 native.ThreadPool(1, name)
         assert [r.getMessage() for r in caplog.records].count(
-            f"the instruction set {name} is left out: this machine's small products by it came out wrong"
+            f"the instruction set {name} is left out: its small test products were wrong on this machine"
         ) == 1
     finally:
         native._runs_here.cache_clear()

@@ -135,7 +135,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path):
     out.mkdir()
     with new_folder(out) as folder:
         (folder / "whole").write_text("a")
-    with pytest.raises(ConfigError, match="there already"), new_folder(out):
+    with pytest.raises(ConfigError, match="already exists"), new_folder(out):
         pass
     assert [f.name for f in out.iterdir()] == ["whole"]
 

@@ -1,10 +1,14 @@
-"""Estimates the time of a step on a machine where none was measured: from bytes, operations and the machine's ceilings. No
-torch.
+"""Estimates the time of a step on a machine without measured steps. No torch.
 
-A product takes as long as reading its weights or as multiplying, whichever is longer, a little more where both are alike, and
-a fixed time beside. Attention reads keys and values, or multiplies. Activations pass through memory between the operators. The
-constants were fitted to an H200's records (benchmarks/results: kernels_cuda_linear, mixed_steps, llama_table_*); everything
-that comes of it is *estimated*.
+The estimate uses bytes, operations and the machine's ceilings:
+
+1. A product takes the longer of reading its weights and multiplying, and slightly more where both
+   take about the same time. Each product adds a fixed time.
+2. Attention reads keys and values, or multiplies.
+3. Activations pass through memory between the operators.
+
+The constants were fitted to an H200's records (benchmarks/results: kernels_cuda_linear,
+mixed_steps, llama_table_*). Every result is labelled *estimated*.
 """
 
 from __future__ import annotations
@@ -19,34 +23,50 @@ from slipstream.costs.step_cost import HostCost, Label, StepShape
 from slipstream.spec.model import ModelSpec
 
 NEARNESS = 3.0
-"""The norm by which the two times of a product add up: the larger alone would be infinite."""
+"""Exponent of the norm that adds a product's reading and multiplying times. Infinity would give the
+larger one alone."""
 
 FIXED_OPS = 6.0
-"""Operators of a layer beside its products, each of which takes the fixed time: attention counts as two and a half."""
+"""Operators of a layer other than its products, in units of the fixed time. Attention counts as
+2.5.
+"""
 
 ACTIVATION_PASSES = 3.6
-"""How often an operator's inputs and outputs pass through memory, norms, rotation and rounding included."""
+"""Number of memory passes of an operator's inputs and outputs, including norms, rotary and
+rounding."""
 
 LAUNCH_S = 120e-6
-"""In which the host launches an operator where no graph does. In five runs of an engine beside H200s (benchmarks/results:
-beams, also that of November 23, beams_tiles, beams_16k, beams_16k_tiles) a prompt step of GPT-J took it 29 to 46 ms, 103 to
-165 µs an operator; in two loops that do nothing else 54 µs (mixed_steps, mixed_steps_h100). This is the median."""
+"""Seconds in which the host launches one operator outside a graph.
+
+Five engine runs next to H200s took 29 to 46 ms for a prompt step of GPT-J, which is 103 to 165 µs
+per operator (benchmarks/results: beams, also that of November 23, beams_tiles, beams_16k,
+beams_16k_tiles). The constant is their median. Two loops that do nothing else took 54 µs
+(mixed_steps, mixed_steps_h100).
+"""
 
 ONE_TOKEN_SHARE = 0.3
-"""Of the fixed times where a step of one token is one kernel."""
+"""Share of the fixed times in a GPU step of one token, which is one kernel."""
 
 DECODES_SHARE, MANY_DECODES = 0.6, 64
 MIXED_SHARE = 1.35
-"""Likewise of a GPU's step of few decodes (from so many on the whole), whose operators start while others end, and of steps of
-decodes beside prompts, which have two kernels of attention (benchmarks/results: step_costs_h200, mixed_steps)."""
+"""Shares of the fixed times in other GPU steps (benchmarks/results: step_costs_h200, mixed_steps).
+
+`DECODES_SHARE` is for a step of few decodes, whose operators start while others end. It rises to 1
+at `MANY_DECODES`. `MIXED_SHARE` is for a step of decodes and prompts, which has two attention
+kernels.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyticCost:
-    """A `StepCost` by calculation. `product_type` is what rounded products multiply in, `dtype` the others. `num_gpus`: weights
-    and heads are spread over so many by tensor parallelism, with two all-reduces a layer (Shoeybi et al. 2019). `read_s`: what
-    reading layers that are not kept on the device takes, beside the step. `dense_bytes`: of a number of a rounded weight
-    (experts' aside), as which a step of several tokens reads it, where that is not what the ledger has."""
+    """A calculated `StepCost`.
+
+    `product_type` is the type in which quantized products multiply; the others use `dtype`.
+    `num_gpus` is the tensor parallel size, with two all-reduces per layer (Shoeybi et al. 2019).
+    `read_s` is the time a step takes to read layers that are not kept on the device. It overlaps
+    with the rest. `dense_bytes` is the size in bytes of an element of a quantized weight (experts
+    excluded) in a step of several tokens, where it differs from the ledger's.
+    """
 
     spec: ModelSpec
     products: tuple[Product, ...]
@@ -54,12 +74,13 @@ class AnalyticCost:
     dtype: str
     dtype_bytes: int
     product_type: str
-    cache_bytes: int  # of a number
+    cache_bytes: int  # of one element
     num_gpus: int = 1
     read_s: float = 0.0
     dense_bytes: int | None = None
     host: HostCost = field(default_factory=HostCost)
-    # Of layers with alike attention: how many, bytes of a cached token, operations of a pair, and the window.
+    # One row per kind of attention: number of layers, bytes per cached token, operations per pair,
+    # window.
     _attentions: tuple[tuple[int, float, float, float], ...] = field(
         init=False, repr=False, compare=False
     )
@@ -80,7 +101,8 @@ class AnalyticCost:
         return replace(self, num_gpus=num_gpus)
 
     def seconds(self, shape: StepShape) -> float:
-        """The sum of `parts`. What hangs on a step's tokens alone is looked up: there are few sizes of graphs."""
+        """Returns the sum of `parts`. The time without attention is memoised, as it depends on the
+        token counts alone and graphs have few sizes."""
         key = (
             shape.num_tokens,
             shape.num_sampled,
@@ -94,8 +116,11 @@ class AnalyticCost:
         return max(others + self._attention(shape), self.read_s)
 
     def parts(self, shape: StepShape) -> dict[str, float]:
-        """Seconds by what they go to: reading, multiplying, attention, activations, fixed times, links; and "layers", what
-        reading layers that are not kept takes longer than the others together."""
+        """Returns seconds by cause: weights, products, attention, activations, fixed times, link.
+
+        With layers that are not kept, "layers" is the time by which reading them exceeds all the
+        others.
+        """
         found = self._computing(shape)
         return (
             {**found, "layers": max(0.0, self.read_s - sum(found.values()))}
@@ -153,7 +178,7 @@ class AnalyticCost:
             cached = shape.num_decodes * min(mean, window)
             each = (
                 1 + shape.num_drafts / shape.num_decodes if shape.num_decodes else 1.0
-            )  # tokens that look at them
+            )  # query tokens per decode
             pairs = shape.num_prompt_tokens * min(mean_prompt, window)
             decodes = cached * max(token_bytes / h.read_bytes_s, each * pair_operations / rate)
             seconds += count * (decodes + pairs * pair_operations / (rate * h.attention_share))
@@ -161,12 +186,12 @@ class AnalyticCost:
 
 
 def launch_s(spec: ModelSpec, products: Iterable[Product]) -> float:
-    """Of a GPU's step whose operators the host launches one by one."""
+    """Seconds in which the host launches the operators of a GPU step one by one."""
     return LAUNCH_S * (sum(p.count for p in products) + FIXED_OPS * len(spec.layers))
 
 
 def _fixed_share(shape: StepShape) -> float:
-    """Of the fixed times, on a GPU."""
+    """Share of the fixed times that a step of this shape takes on a GPU."""
     if shape.num_tokens == 1:
         return ONE_TOKEN_SHARE
     if shape.num_prompt_tokens:
@@ -175,8 +200,11 @@ def _fixed_share(shape: StepShape) -> float:
 
 
 def binds(parts: dict[str, float]) -> str:
-    """What a step's time goes to most: memory (reading weights, keys, values), products, host or link; or reading layers that
-    are not kept, if all else is done meanwhile."""
+    """Names the largest part of a step's time: bandwidth (weights, keys, values, activations),
+    products, fixed times or link.
+
+    It is "reading layers" if reading layers that are not kept takes longer than everything else.
+    """
     if parts.get("layers"):
         return "reading layers"
     groups = {

@@ -1,8 +1,9 @@
-"""Ceilings of machines: measured ones, and others by their data sheets. No torch.
+"""Rates of known machines: measured ones, and others from data sheets. No torch.
 
-`data/devices.json` has the rates that are reached, not the peaks on paper: an H200's and the two-core CPU box's were measured
-(benchmarks/results/roofline_cpu.json, docs/performance.md), the others are their data sheets times the shares that an H200
-reaches of its own, and are *estimated*.
+`data/devices.json` has the rates that are reached, not the peaks on paper. Those of an H200 and of
+the two-core CPU machine were measured (benchmarks/results/roofline_cpu.json, docs/performance.md).
+The others are the data sheet's rates times the shares that an H200 reaches of its own. They are
+labelled *estimated*.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REACHED = {
     "fp8": 0.73,
     "int8": 0.53,
 }
-"""Shares of its data sheet's rates that an H200 reached."""
+"""Shares of its data sheet's rates that an H200 reaches."""
 
 FALLBACKS = {
     "fp8": "bfloat16",
@@ -37,16 +38,18 @@ FALLBACKS = {
     "float16": "bfloat16",
     "bfloat16": "float32",
 }
-"""What multiplies instead where a machine has no products of a type. int6: weights of up to 6 bits by inputs of 8."""
+"""Type whose rate stands in where a machine has none for the key. int6 means weights of up to 6
+bits by 8-bit inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device: a GPU, or all threads of a CPU together. Rates are bytes and operations a second that are reached.
+    """One device: a GPU, or all threads of a CPU together. Rates are reached bytes and operations
+    per second.
 
-    `op_s` is the least time of an operator in a captured step. `link_bytes_s` is what a GPU sends and receives to others of its
-    machine; None where it has no link but the host's. `host_bytes_s` is what it copies from the host's memory. `watts` under
-    load; `idle_watts` at rest.
+    `op_s` is the minimum time of an operator in a captured step. `link_bytes_s` is a GPU's rate to
+    other GPUs of its machine; None where the only link is through the host. `host_bytes_s` is its
+    copy rate from host memory. `watts` is the power under load, `idle_watts` at rest.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Hardware:
     read_bytes_s: float
     operations_s: dict[str, float]
     op_s: float
-    attention_share: float = 0.6  # of the products' rate, that attention of prompts reaches
+    attention_share: float = 0.6  # share of the products' rate that attention over prompts reaches
     link_bytes_s: float | None = None
     host_bytes_s: float | None = None
     link_latency_s: float = 8e-6
@@ -76,12 +79,13 @@ class Hardware:
         return self.operations_s[kind]
 
     def all_reduce_s(self, num_bytes: float, num_gpus: int) -> float:
-        """A ring's: 2·(n − 1)/n of the bytes pass each link; small ones take the latency."""
+        """Seconds of a ring all-reduce: 2·(n − 1)/n of the bytes pass each link, plus the
+        latency."""
         link = self.link_bytes_s or 2e10
         return self.link_latency_s + 2 * (num_gpus - 1) / num_gpus * num_bytes / link
 
     def device_info(self) -> DeviceInfo:
-        """As an engine on such a device would find it, with nothing else on it."""
+        """Returns the device as an engine would find it with nothing else running."""
         return DeviceInfo(
             device="cuda:0" if self.is_gpu else "cpu",
             name=self.title,
@@ -96,7 +100,7 @@ class Hardware:
 
 @cache
 def known_devices() -> dict[str, Hardware]:
-    """By name, in the file's order."""
+    """Returns the devices by name, in the file's order."""
     found = {}
     for name, row in json.loads((DATA / "devices.json").read_text(encoding="utf-8"))[
         "devices"
@@ -116,7 +120,10 @@ def _device(name: str, row: dict[str, Any]) -> Hardware:
 
 
 def find_device(name: str) -> Hardware:
-    """By its name, an alias, or words of its title; case counts for nothing. Whole words: an A10 is no A100."""
+    """Finds a device by name, alias or words of its title, ignoring case.
+
+    Only whole words match: A10 does not find an A100. ConfigError if none or several match.
+    """
     wanted = _plain(name)
     devices = known_devices()
     for device in devices.values():

@@ -1,4 +1,5 @@
-"""The environment of a measurement: versions, machine, commit. Imports none of the packages it names."""
+"""The environment of a measurement: versions, machine, commit. Imports none of the packages it
+names."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def versions() -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """The commit this code was checked out from, with "+" if it was changed since; None outside a checkout."""
+    """Returns the commit of this checkout, with "+" if tracked files have changed. None outside a
+    checkout."""
     folder = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -59,7 +61,7 @@ def git_commit() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A form that `json` can write, of a value that it cannot."""
+    """Converts a value that `json` can't write into one that it can."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Path):

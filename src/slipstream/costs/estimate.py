@@ -1,4 +1,4 @@
-"""Estimates an engine on a device before it is started: its settings and its memory ledger. No torch."""
+"""Estimates an engine's settings and memory ledger on a device before it starts. No torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ from slipstream.spec.scheme import SCHEMES
 def bytes_by_part(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> dict[str, int]:
-    """The weights' as an engine with these settings holds them; of several ranks, as that of `shard` does, or else that of
-    `largest_shard`."""
+    """Bytes of the weights by part, as an engine with these settings holds them.
+
+    With several ranks they are those of `shard`, by default `largest_shard`.
+    """
     shard = shard or largest_shard(config, description)
     spec, size, by_cpu = (
         split_spec(description.spec, shard),
@@ -56,7 +58,8 @@ def bytes_by_part(
 
 
 def largest_shard(config: EngineConfig, description: ModelDescription) -> Shard:
-    """The part of a rank that holds most parameters; where one is the host's CPU, the GPU's."""
+    """Returns the shard of the rank with the most parameters. If one rank is the host's CPU, it is
+    the GPU's."""
     how = config.parallel
     if how.on_host:
         return how.shard(1)
@@ -72,9 +75,9 @@ def by_cpu_kernels(config: EngineConfig) -> bool:
 
 
 def this_device(device: str) -> DeviceInfo:
-    """What `device` of the settings is here, by the operating system alone.
+    """Describes the local device that the setting `device` means, from the operating system alone.
 
-    Which type is faster on a CPU is measured at an engine's start; here it is bfloat16.
+    The dtype is bfloat16 even for a CPU, where an engine measures at its start which is faster.
     """
     gpu = None if device == "cpu" else next(iter(gpus()), None)
     if gpu is not None:
@@ -107,10 +110,15 @@ def estimate(
     draft: ModelDescription | None = None,
     num_gpus: int = 1,
 ) -> tuple[EngineConfig, MemoryLedger]:
-    """Settings and ledger that an engine would have on a device, by default this machine's, as far as they can be known without
-    starting one; of several ranks, rank 0's. `with_steps`: with an estimate of what a GPU's activations, graphs and rows
-    take, which an engine measures. `draft`: the model of the settings' drafts, whose weights and keys and values count, too.
-    `num_gpus`: `info` is so many GPUs together, which share the model; each has the draft model. ConfigError if it can't be."""
+    """Returns the settings and ledger that an engine would have on a device, as far as they are
+    known before it starts.
+
+    `info` is the device, by default this machine's. With several ranks the result is rank 0's.
+    `with_steps` adds an estimate of a GPU's activations, graphs and rows, which an engine measures.
+    `draft` is the draft model, whose weights and KV blocks count too. With `num_gpus`, `info`
+    describes that many GPUs together, which share the model; each has the whole draft model.
+    ConfigError if the settings can't work.
+    """
     info = info or this_device(args.device)
     config = resolve(args, description, info)
     spec = split_spec(description.spec, largest_shard(config, description))
@@ -145,7 +153,8 @@ def estimate(
         activation_bytes=activations,
         graph_bytes=graphs,
         rows_bytes=rows,
-        # What a host has free changes by the minute: there a model is described also where it would not fit just now.
+        # A host's free memory changes by the minute, so a model is described even if it does not
+        # fit right now.
         taken_bytes=weights + activations + graphs + rows + adapters + copies
         if info.is_cuda
         else 0,
@@ -159,8 +168,8 @@ def estimate(
 
 
 def config_of_draft(config: EngineConfig) -> EngineConfig:
-    """The settings by which an engine holds its draft model: the type and the blocks are those of the model. A rank has it
-    whole."""
+    """Returns the settings that hold the draft model: the model's dtype and blocks, and no split
+    over ranks."""
     assert config.speculation is not None
     model = dataclasses.replace(config.model, quantization=config.speculation.quantization)
     cache = dataclasses.replace(config.cache, dtype=config.model.dtype)
@@ -170,8 +179,10 @@ def config_of_draft(config: EngineConfig) -> EngineConfig:
 def resident_weights_bytes(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> int:
-    """The weights that are in memory, as an engine with these settings holds them; of several ranks, as one does
-    (`bytes_by_part`)."""
+    """Bytes of the weights in memory, as an engine with these settings holds them.
+
+    With several ranks they are one rank's (`bytes_by_part`).
+    """
     total, bound = all_weights_bytes(config, description, shard), config.model.weights_bytes
     total -= host_expert_bytes(config, description, on_cpu=False) - config.model.hot_expert_bytes
     return total if bound is None else min(total, bound)
@@ -180,7 +191,8 @@ def resident_weights_bytes(
 def host_expert_bytes(
     config: EngineConfig, description: ModelDescription, *, on_cpu: bool = True
 ) -> int:
-    """Bytes of the experts that are on the host, as the host holds them or, without `on_cpu`, as the GPU would."""
+    """Bytes of the experts on the host, as the host holds them; without `on_cpu`, as the GPU would
+    hold them."""
     size = DTYPE_BYTES[config.model.dtype]
     formats = description.native_formats(native_products(config.device.kernels, config.device.info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
@@ -195,7 +207,7 @@ def host_expert_bytes(
 def all_weights_bytes(
     config: EngineConfig, description: ModelDescription, shard: Shard | None = None
 ) -> int:
-    """`resident_weights_bytes`, with layers that are read as they are needed."""
+    """Bytes of `resident_weights_bytes` plus the layers that are read when they are needed."""
     spec, info, num_ranks = description.spec, config.device.info, config.parallel.num_ranks
     held = description.native_formats(native_products(config.device.kernels, info))
     scheme = None if config.model.quantization is None else SCHEMES[config.model.quantization]
@@ -208,14 +220,18 @@ def all_weights_bytes(
         return own_types // num_ranks
     weights = sum(bytes_by_part(config, description, shard).values())
     if not info.is_cuda and spec.tied_embeddings and config.device.kernels != "reference":
-        # A tied head is held a second time, in the order in which its product reads it, if the table can't be read from there.
+        # A tied head is held a second time, in the order its product reads, if the table can't be
+        # used.
         weights += spec.vocab_size * spec.embed_width * DTYPE_BYTES[config.model.dtype] // num_ranks
     return weights
 
 
 def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int, int, int]:
-    """Bytes of activations, graphs and rows. A step's widest activations are alive beside some of the hidden size, and the
-    logits of all sequences in the model's type and in float32."""
+    """Returns the bytes of (activations, graphs, rows).
+
+    A step holds its widest activations, eight hidden states, and the logits of all sequences in the
+    model's type and in float32.
+    """
     spec, element, scheduling = description.spec, DTYPE_BYTES[config.model.dtype], config.scheduling
     widest = max(layer.mlp.width for layer in spec.layers)
     activations = scheduling.max_num_batched_tokens * (widest + 8 * spec.hidden_size) * element

@@ -1,4 +1,5 @@
-"""Checks before loading whether a model's weights fit a device, and suggests what would fit if they don't. No torch."""
+"""Checks before loading whether a model's weights fit a device, and suggests what would fit. No
+torch."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ from slipstream.spec.host_experts import mixtures
 from slipstream.spec.scheme import SCHEMES
 
 SMALLER = ("fp8", "int8", "int4")
-"""Schemes that are named as a remedy, if the device has products for them, the most exact first."""
+"""Schemes suggested as a remedy if the device has products for them, the most exact first."""
 
 MOST_RANKS = 8
 
 HOST_SHARE = 0.95
-"""Of what the host has free, that layers may take: the process needs some, too."""
+"""Share of the host's free memory that layers may take. The process needs some too."""
 
 
 def check_weights_fit(config: EngineConfig, description: ModelDescription) -> None:
-    """OutOfMemoryError if the weights of a rank are more than its device has free."""
+    """Checks the weights of a rank. OutOfMemoryError if they need more than its device has free."""
     free, need = free_for_weights(config), resident_weights_bytes(config, description)
     if need <= free:
         check_host_fits(config, description)
@@ -32,7 +33,7 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
         return
     info, ranks = config.device.info, config.parallel.num_ranks
     each = (
-        " beside the CPU's"
+        " besides the CPU's"
         if config.parallel.on_host
         else f" of each of {ranks} ranks"
         if ranks > 1
@@ -46,14 +47,15 @@ def check_weights_fit(config: EngineConfig, description: ModelDescription) -> No
 
 
 def check_host_fits(config: EngineConfig, description: ModelDescription) -> None:
-    """OutOfMemoryError if the layers that are copied to a GPU in each step are more than the host has free."""
+    """Checks the layers that are copied to a GPU in each step. OutOfMemoryError if the host has
+    less memory free."""
     plan = estimate_offload(config, description) if config.device.info.is_cuda else None
     if plan is None:
         return
     total, free = host_memory()
     free = max(
         0, int(HOST_SHARE * free) - (config.cache.host_bytes or 0)
-    )  # blocks of the cache are pinned, too
+    )  # the cache's blocks are pinned, too
     if plan.read_bytes <= free:
         return
     budget, more = config.model.weights_bytes, plan.read_bytes - free
@@ -72,7 +74,7 @@ def check_host_fits(config: EngineConfig, description: ModelDescription) -> None
 
 
 def _check_experts_fit(config: EngineConfig, description: ModelDescription) -> None:
-    """OutOfMemoryError if the experts on the host are more than it has free."""
+    """Checks the experts on the host. OutOfMemoryError if they need more than it has free."""
     need = host_expert_bytes(config, description)
     if need and need > (free := host_memory()[1]):
         raise OutOfMemoryError(
@@ -83,8 +85,11 @@ def _check_experts_fit(config: EngineConfig, description: ModelDescription) -> N
 
 
 def free_for_weights(config: EngineConfig) -> int:
-    """Bytes that a rank's weights can take, of what was free when the device was looked up. A cache of a given size is not
-    bounded by `gpu_memory_utilization`, and neither are weights beside it."""
+    """Bytes that a rank's weights can take, from the free memory when the device was looked up.
+
+    With `kv_cache_bytes` the cache is not bounded by `gpu_memory_utilization`, and neither are the
+    weights.
+    """
     info = config.device.info
     if not info.is_cuda:
         return info.free_bytes // config.parallel.num_ranks
@@ -95,7 +100,7 @@ def free_for_weights(config: EngineConfig) -> int:
 
 
 def _remedies(config: EngineConfig, description: ModelDescription) -> str:
-    """What would fit."""
+    """Lists the settings with which the model would fit."""
     free, info, found = free_for_weights(config), config.device.info, list[str]()
     for name, smaller in _smaller(config, description):
         if (size := resident_weights_bytes(smaller, description)) <= free:
@@ -134,7 +139,7 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
 def _smaller(
     config: EngineConfig, description: ModelDescription
 ) -> Iterator[tuple[str, EngineConfig]]:
-    """The schemes that weights could be rounded by, with the settings for it."""
+    """Yields the schemes that the weights could be quantized with, and the settings for each."""
     if (
         config.model.quantization is not None
         or description.quantization is not None

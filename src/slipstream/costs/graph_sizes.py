@@ -1,4 +1,5 @@
-"""The sizes of steps that a GPU's graphs have room for. `worker/graphs.py` captures them, the simulator pads to them."""
+"""Sizes of the steps for which there are GPU graphs. `worker/graphs.py` captures them; the
+simulator pads to them."""
 
 from __future__ import annotations
 
@@ -10,46 +11,57 @@ from slipstream.config import EngineConfig
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 
 MIXED_PROMPTS = 64
-"""Prompts that a mixed graph has room for, the padding's among them."""
+"""Maximum number of prompts in a mixed graph, including the padding's."""
 
 LONG_PROMPTS = 128
-"""The same where graphs have up to LONG_TOKENS. Some attention kernels start thread blocks for each of them."""
+"""Maximum number of prompts where graphs have up to LONG_TOKENS. Some attention kernels start
+thread blocks for each."""
 
 VERIFIED_PROMPTS = 256
-"""Of sequences with drafts a mixed graph has room for up to so many, and for the padding: it takes them for prompts."""
+"""Maximum number of sequences with drafts in a mixed graph, padding excluded. The graph treats them
+as prompts."""
 
 MIXED_TOKENS = 4096
-"""Prompt tokens of the largest mixed graph. A larger step keeps the GPU busy for longer than the host launches it."""
+"""Prompt tokens of the largest mixed graph. In a larger step the GPU is busy for longer than the
+host's launches take."""
 
 LONG_TOKENS = 8192
-"""The same for mixtures and for a layer's ranks. Their layers have more kernels, and a token multiplies only by the experts
-that it chose, or by a rank's part of the weights. On an H200 8,192 tokens of Qwen3-30B-A3B in FP8 take 68 ms, and the host
-launches them in 80; those of Llama-3-8B over two H200s take 63, and are launched in 80 to 100."""
+"""Prompt tokens of the largest mixed graph for mixtures and for tensor parallel ranks.
+
+Their layers have more kernels, and a token multiplies only with the experts it chose, or with a
+rank's share of the weights, so launches take relatively longer. On an H200, 8,192 tokens of
+Qwen3-30B-A3B in FP8 take 68 ms and are launched in 80. Those of Llama-3-8B on two H200s take 63 ms
+and are launched in 80 to 100.
+"""
 
 GRAPH_BYTES = 4 * 2**20
-"""The driver's own memory for one graph of some three hundred launches: 0 to 4 MiB on an H200 beside activations."""
+"""Driver memory of one graph of about 300 launches: 0 to 4 MiB on an H200, activations excluded."""
 
 END_BYTES = 2**18
-"""The same of a step's greedy end, which has some five launches."""
+"""Driver memory of the graph of a step's greedy end, which has about five launches."""
 
 GRAPH_LAYERS = 32
-"""A step of so many layers has some three hundred launches."""
+"""Number of layers whose step has about 300 launches."""
 
 CHAIN_SEQS = 256
-"""Sequences of the largest graph of a chain of drafts."""
+"""Sequences of the largest graph of a draft chain."""
 
 CHAIN_DEPTHS = (1, 2, 3, 5, 8)
-"""Lengths of chains where the number of drafts is chosen at each step. A chain runs in the next longer graph, or op by op
-if there is none."""
+"""Captured chain lengths where the number of drafts is chosen at each step. A chain runs in the
+next longer graph, or op by op if there is none."""
 
 CAUGHT_UP = 2
-"""Tokens that a verified step can leave to a draft model: the last draft, if all were right, and the token behind it."""
+"""Maximum tokens that a verified step leaves to the draft model: the last draft, if all were right,
+and the token after it."""
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: few enough to start fast, near enough that padding wastes little (≤ 1/8 from 16 on). Multiples of
-    128 are among them, since large products have tiles of 128 tokens: a step of 256 padded to 264 would take half as long
-    again."""
+    """Returns the batch sizes to capture.
+
+    They are few enough to start fast, and dense enough that padding wastes little (≤ 1/8 from 16
+    on). They include the multiples of 128, because large products have tiles of 128 tokens: a step
+    of 256 padded to 264 would take half as long again.
+    """
     sizes = [n for n in (1, 2, 4, 8) if n <= max_num_seqs]
     n = 16
     while n < max_num_seqs:
@@ -59,12 +71,16 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 VERIFIED_ROWS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512, 640, 768)
-"""Where drafts are verified, decode graphs have so many rows, too, up to a token and all drafts of each sequence. They are few,
-since all are captured at the start. From 256 on they are multiples of 128, as tiles of large products are."""
+"""Additional rows of decode graphs where drafts are verified, up to a token and all drafts of each
+sequence.
+
+They are few, since all are captured at the start. From 256 on they are multiples of 128, the tile
+size of large products.
+"""
 
 
 def decode_rows(config: EngineConfig) -> list[int]:
-    """Rows that decode graphs have room for: a sequence's token, or a token and each of its drafts."""
+    """Row counts of decode graphs. A row is a sequence's token or one of its drafts."""
     most = config.scheduling.max_num_seqs
     if config.speculation is None:
         return ladder(most)
@@ -73,7 +89,7 @@ def decode_rows(config: EngineConfig) -> list[int]:
 
 
 def mixed_decodes(max_num_seqs: int) -> list[int]:
-    """Decodes that mixed graphs have room for, each at most twice the one before."""
+    """Decode counts of mixed graphs, each at most twice the one before."""
     return [
         0,
         *(
@@ -85,8 +101,11 @@ def mixed_decodes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Prompt tokens that mixed graphs have room for; none behind an encoder. The padding, a sequence like others, may have to
-    hold them all."""
+    """Prompt token counts of mixed graphs; none for encoder-decoder models.
+
+    They are at most a sequence's length, because the padding, a sequence like others, may have to
+    hold all the tokens.
+    """
     if spec.encoder is not None:
         return []
     most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
@@ -115,8 +134,12 @@ def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
 
 
 def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Whether long steps are captured: those of mixtures and of a rank's part, without latent attention. Outside graphs latent
-    attention computes whole prompts without the cache, which is several times as fast and saves more than the launches cost."""
+    """Tells whether long steps are captured: those of mixtures and of tensor parallel ranks,
+    without latent attention.
+
+    Outside graphs, latent attention computes whole prompts without the cache. That is several times
+    as fast and saves more than the launches cost.
+    """
     if any(isinstance(layer.attention, LatentAttentionSpec) for layer in spec.layers):
         return False
     return config.parallel.ranks_of_stage > 1 or any(
@@ -125,7 +148,7 @@ def _takes_long_steps(config: EngineConfig, spec: ModelSpec) -> bool:
 
 
 def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
-    """Prompts, or sequences with drafts, that a mixed graph has room for, the padding's among them."""
+    """Maximum prompts, or sequences with drafts, in a mixed graph, including the padding's."""
     prompts = LONG_PROMPTS if _takes_long_steps(config, spec) else MIXED_PROMPTS
     if config.speculation is None:
         return prompts
@@ -133,18 +156,22 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 MOST_SAMPLED = 256
-"""Sampled tokens of the largest graph of a step's end. Logits of more are large, and such steps keep the GPU busy for longer
-than the host."""
+"""Sampled tokens of the largest graph of a step's end. Larger logits take much memory, and such
+steps keep the GPU busy for longer than the host."""
 
 
 def end_sizes(decodes: Sequence[int]) -> list[int]:
-    """Numbers of sampled tokens that there are graphs of a step's greedy end for, by the sizes of decode graphs, ascending."""
+    """Returns the numbers of sampled tokens with a graph of the greedy end, ascending, from the
+    sizes of decode graphs."""
     return [n for n in decodes if n <= MOST_SAMPLED]
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
-    """Memory to be left for a generator's graphs of every size: hidden states, activations and logits of the largest, and the
-    driver's own. With adapters there are graphs of every size for steps with some, too."""
+    """Bytes to reserve for a generator's graphs of all sizes.
+
+    They are the hidden states, activations and logits of the largest, and the driver's own memory.
+    With adapters the number of graphs doubles.
+    """
     decodes = decode_rows(config)
     prompts = mixed_prompts(config, spec)
     mixed = [d + p for d in mixed_decodes(config.scheduling.max_num_seqs) for p in prompts]
@@ -159,20 +186,21 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
 
 
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:
-    """Activations and logits of a step twice: in the graphs' pool, and of the run beside it that comes before a capture."""
+    """Elements of two copies of a step's activations and logits: in the graphs' pool, and in the
+    run before a capture."""
     of_token = max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size
     return 2 * (num_tokens * of_token + num_sampled * spec.vocab_size)
 
 
 def chain_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that graphs of chains have room for. They are few: a pass takes as long as its weights take to be
-    read."""
+    """Sequence counts of chain graphs. They are few: a pass takes as long as reading its
+    weights."""
     most = min(max_num_seqs, CHAIN_SEQS)
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def chain_depths(config: EngineConfig) -> tuple[int, ...]:
-    """The lengths of chains to capture: of the fixed number of drafts, or several."""
+    """Returns the chain lengths to capture: the fixed number of drafts, or `CHAIN_DEPTHS`."""
     assert config.speculation is not None
     fixed = config.speculation.num_speculative_tokens
     return tuple(
@@ -183,13 +211,14 @@ def chain_depths(config: EngineConfig) -> tuple[int, ...]:
 
 
 def chain_bytes(config: EngineConfig, num_layers: int) -> int:
-    """The driver's own memory for the graphs of all chains, whose passes have so many layers."""
+    """Bytes of driver memory for the graphs of all chains, with `num_layers` layers in a pass."""
     each = sum(-(-depth * num_layers // GRAPH_LAYERS) for depth in chain_depths(config))
     return each * len(chain_sizes(config.scheduling.max_num_seqs)) * GRAPH_BYTES
 
 
 def model_chain_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:
-    """Memory to be left for the graphs of a draft model's chains. A head's activations are small."""
+    """Bytes to reserve for the graphs of a draft model's chains. A draft head's activations are too
+    small to count."""
     most = chain_sizes(config.scheduling.max_num_seqs)[-1]
     return (
         chain_bytes(config, len(spec.layers))
@@ -201,12 +230,16 @@ class Padding(Protocol):
     def __call__(
         self, num_decodes: int, num_prompt_tokens: int, num_prompts: int, *, by_rows: bool = False
     ) -> tuple[int, int] | None:
-        """The decodes and prompt tokens that a step computes in its graph; None: no graph holds it. `by_rows`: the prompts are
-        sequences with drafts, which run in a decode graph with a row for each token if one has so many."""
+        """Returns the (decodes, prompt tokens) that the step's graph computes, or None if no graph
+        holds the step.
+
+        With `by_rows` the prompts are sequences with drafts. They run in a decode graph with a row
+        per token if one is large enough.
+        """
 
 
 def padding(config: EngineConfig, spec: ModelSpec) -> Padding:
-    """Of steps of an engine. All sizes are taken to be captured."""
+    """Returns the padding of an engine's steps. All sizes are assumed to be captured."""
     sizes, decode_sizes = decode_rows(config), mixed_decodes(config.scheduling.max_num_seqs)
     prompt_sizes, room = mixed_prompts(config, spec), mixed_sequences(config, spec)
 

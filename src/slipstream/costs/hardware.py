@@ -1,6 +1,7 @@
-"""This machine's hardware, by the operating system alone. No torch, so that `info`, `doctor` and reports are quick.
+"""This machine's hardware, from the operating system alone.
 
-A number that the system does not give is None, never a guess.
+No torch, so that `info`, `doctor` and reports are quick. A number that the system does not give is
+None, never a guess.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-CPU_FEATURES = {  # flag of /proc/cpuinfo: what it is called
+CPU_FEATURES = {  # flag of /proc/cpuinfo: display name
     "avx2": "AVX2",
     "avx512f": "AVX-512",
     "avx512_vnni": "AVX-512 VNNI",
@@ -27,7 +28,8 @@ CPU_FEATURES = {  # flag of /proc/cpuinfo: what it is called
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """`num_cores` are those that this process may use; `num_cpus` are the machine's."""
+    """The host. `num_cores` counts the cores that this process may use; `num_cpus` counts the
+    machine's."""
 
     system: str
     cpu: str
@@ -60,7 +62,7 @@ def host_info() -> HostInfo:
 
 
 def available_cores() -> int:
-    """Cores that this process may use by its affinity and its control group's quota."""
+    """Counts the cores that this process may use, by its affinity and its control group's quota."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -74,8 +76,11 @@ def available_cores() -> int:
 
 
 def host_memory() -> tuple[int, int]:
-    """Total and available bytes of host memory, within the control group's limit. Files that the system keeps in memory count
-    as available: it drops them when a program needs the room."""
+    """Returns (total, available) bytes of host memory, within the control group's limit.
+
+    The system's file cache counts as available, because it is dropped when a program needs the
+    memory.
+    """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = total
     try:
@@ -90,7 +95,7 @@ def host_memory() -> tuple[int, int]:
                 used -= int(number) if name in ("active_file", "inactive_file") else 0
             total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
     except (OSError, ValueError):
-        pass  # not Linux, or no control group: the physical size stands
+        pass  # not Linux, or no control group: the physical size is used
     return total, available
 
 
@@ -99,13 +104,14 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> tuple[str, ...]:
-    """The `CPU_FEATURES` that this CPU has; empty where the system does not list them."""
+    """Returns the `CPU_FEATURES` that this CPU has; empty where the system does not list them."""
     flags = set(_cpuinfo("flags").split())
     return tuple(name for flag, name in CPU_FEATURES.items() if flag in flags)
 
 
 def gpus() -> tuple[GpuInfo, ...]:
-    """NVIDIA GPUs as nvidia-smi lists them; empty if there is no driver or it does not answer."""
+    """Returns the NVIDIA GPUs that nvidia-smi lists; empty if there is no driver or it does not
+    answer."""
     import shutil
     import subprocess
 
@@ -139,7 +145,7 @@ def gpus() -> tuple[GpuInfo, ...]:
 
 
 def driver_sees_gpu() -> bool:
-    """Whether NVIDIA's driver is there and lists a GPU. Where it does not, torch need not be asked."""
+    """Tells whether NVIDIA's driver is present and lists a GPU. If not, torch need not be asked."""
     try:
         driver = _gpu_driver()
         count = ctypes.c_int(0)
@@ -153,8 +159,12 @@ def driver_sees_gpu() -> bool:
 
 
 def wake_gpu(device: str) -> threading.Thread | None:
-    """Begin to start the driver and a context of the GPU that `device` (as in `EngineArgs`) means, beside Python's imports:
-    0.4 s on an H200. Who needs them first waits for the rest, and is told what is wrong. None: `device` means no GPU."""
+    """Starts the driver and a context of the GPU named by `device` (as in `EngineArgs`) in a
+    thread.
+
+    It overlaps with Python's imports and saves 0.4 s on an H200. The first user of the driver waits
+    for the rest and gets any error. Returns None if `device` names no GPU.
+    """
     kind, _, ordinal = device.partition(":")
     if not (kind in ("auto", "cuda") and not ordinal) and not (
         kind == "cuda" and ordinal.isdigit()
@@ -163,7 +173,8 @@ def wake_gpu(device: str) -> threading.Thread | None:
 
     def make_context() -> None:
         if driver_sees_gpu() and _torch_has_cuda():
-            # torch's runtime takes this context, the device's primary one, which holds until the process ends.
+            # torch's runtime takes this context, the device's primary one, which holds until the
+            # process ends.
             _gpu_driver().cuDevicePrimaryCtxRetain(
                 ctypes.byref(ctypes.c_void_p()), ctypes.c_int(int(ordinal or 0))
             )
@@ -174,7 +185,8 @@ def wake_gpu(device: str) -> threading.Thread | None:
 
 
 def _torch_has_cuda() -> bool:
-    """As far as its version says, since torch itself is not loaded yet."""
+    """Tells whether the installed torch has CUDA, from its version string. torch itself is not
+    loaded yet."""
     from importlib import metadata
 
     try:
@@ -188,19 +200,23 @@ def _gpu_driver() -> ctypes.CDLL:
 
 
 def bound_spinning() -> None:
-    """Let OpenMP's idle threads sleep after about 50 µs, unless the user said otherwise. Call it before torch loads.
+    """Lets OpenMP's idle threads sleep after about 50 µs, unless the user set otherwise. Call it
+    before torch loads.
 
-    By default idle threads spin for milliseconds. On shared cores they then hold the core that the thread they wait for needs:
-    beside a busy process SmolLM2 decoded 5 tokens/s instead of 35. A shorter spin than an operator lasts halves the speed of an
-    idle machine. This one costs nothing that could be measured.
+    By default idle threads spin for milliseconds. On shared cores they hold the core of the thread
+    that they wait for: next to a busy process SmolLM2 decoded 5 tokens/s instead of 35. A spin
+    shorter than an operator halves the speed of an idle machine. This one has no measurable cost.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def import_numpy() -> None:
-    """Load NumPy with one thread for its matrix products, which nothing here waits for, unless the user said otherwise. By
-    default they get a thread for each core, whose start takes 30 to 80 ms. Only for a process of our own: this is for good."""
+    """Imports NumPy with one thread for its matrix products, unless the user set otherwise.
+
+    By default it starts a thread for each core, which takes 30 to 80 ms, and nothing here needs
+    them. The setting is permanent, so call it only in a process of our own.
+    """
     if "OPENBLAS_NUM_THREADS" in os.environ or "numpy" in sys.modules:
         return
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -211,9 +227,10 @@ def import_numpy() -> None:
 
 
 def seconds_since_process_start() -> float | None:
-    """The age of this process to a hundredth of a second; None where there is no /proc."""
+    """Returns the age of this process to a hundredth of a second; None where there is no /proc."""
     try:
-        # The name, in parentheses, may itself hold spaces; the start time is the 20th field after it.
+        # The name, in parentheses, may itself contain spaces. The start time is the 20th field
+        # after it.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -222,7 +239,8 @@ def seconds_since_process_start() -> float | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP has stopped the process; a debugger's stop is none. False where there is no /proc."""
+    """Tells whether a signal such as SIGSTOP has stopped the process. A debugger's stop does not
+    count. False where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -1,4 +1,5 @@
-"""The memory ledger: where a device's bytes go, computed in one place for engine, planner and reports. No torch."""
+"""The memory ledger: where a device's bytes go, computed in one place for engine, planner and
+reports. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 
 
 def part_of(name: str) -> str:
-    """The part of a model that the parameter belongs to, as the ledger and `info` count it."""
+    """Returns the part of a model that a parameter belongs to, as the ledger and `info` count
+    it."""
     if name.startswith("vision."):
         return "image encoder"
     of_layer = name.removeprefix("encoder.").removeprefix("layers.")
@@ -42,9 +44,13 @@ def weights_bytes(
     on_cpu: bool = False,
     shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
-    """Bytes of the parameters by part, the layers' products (and the head, if it says so) held by `scheme`. `on_cpu`: as
-    the C++ kernels hold them, but for what they save where a weight is full of zeros, which is known once it is loaded.
-    `shapes`: those of the parameters, where `spec` is a rank's part (`spec.parallel`)."""
+    """Bytes of the parameters by part.
+
+    The layers' products are held in `scheme`, and the head too if the scheme says so. `on_cpu`
+    counts the C++ kernels' formats. It leaves out what they save on weights full of zeros, which is
+    known only after loading. `shapes` are the parameters' shapes where `spec` is a rank's part
+    (`spec.parallel`).
+    """
     found = dict.fromkeys(("embeddings", "attention", "mlp", "output head", "norms"), 0)
     shapes = parameters(spec) if shapes is None else shapes
     if spec.vision is not None:
@@ -82,8 +88,11 @@ def native_weights_bytes(
     on_cpu: bool = False,
     shapes: Mapping[str, Shape] | None = None,
 ) -> dict[str, int]:
-    """`weights_bytes` of a checkpoint that says weight by weight how it is rounded: `formats` are those of the weights held as
-    they are stored (`ModelDescription.native_formats`), the others are expanded."""
+    """Bytes by part of a checkpoint that says weight by weight how it is quantized.
+
+    `formats` are those of the weights held as they are stored (`ModelDescription.native_formats`).
+    The others are expanded.
+    """
     shapes = parameters(spec) if shapes is None else shapes
     found = weights_bytes(spec, dtype_bytes, shapes=shapes)
     for name, fmt in formats.items():
@@ -104,74 +113,86 @@ def native_weights_bytes(
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one KV block over the layers of a group: 2 · layers · kv_heads · head_dim · bytes · block_size; of latent
-    attention layers · (kv_rank + rotary_dim) · bytes · block_size."""
+    """Bytes of one KV block over the layers of a group.
+
+    It is 2 · layers · kv_heads · head_dim · bytes · block_size. With latent attention it is layers
+    · (kv_rank + rotary_dim) · bytes · block_size.
+    """
     return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
 MOST_BLOCKS = 2**22
-"""Each costs the host some 100 bytes. Only a toy of a model on a large device has room for more: 67 million tokens."""
+"""Maximum number of blocks, as each costs the host about 100 bytes. Only a toy model on a large
+device could have more: 67 million tokens."""
 
 
 def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
-    """Whole blocks that fit in `budget_bytes`, the null block included, MOST_BLOCKS at most; 0 if the budget is spent
-    already."""
+    """Number of whole blocks that fit in `budget_bytes`, including the null block, at most
+    MOST_BLOCKS. It is 0 if the budget is already spent."""
     return min(MOST_BLOCKS, max(0, budget_bytes) // block_bytes)
 
 
 def scratch_blocks(config: EngineConfig) -> int:
-    """Blocks that an encoder uses, the null block included: those of one step, since steps run one after another."""
+    """Number of blocks that an encoder uses, including the null block. One step's blocks suffice,
+    since steps run one after another."""
     size, scheduling = config.cache.block_size, config.scheduling
     return -(-scheduling.max_num_batched_tokens // size) + scheduling.max_num_seqs + 1
 
 
 MAX_HOST_CACHE_BYTES = 4 * 2**30
-"""The most host memory the KV cache takes unasked."""
+"""Maximum default size of a KV cache in host memory."""
 
 HOST_CACHE_SHARE = 0.4
-"""And the largest share of what is free."""
+"""Maximum share of the free host memory that the KV cache takes by default."""
 
 
 def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
-    """Bytes for a KV cache in host memory, where other programs live too; `wanted_bytes` would serve all sequences."""
+    """Bytes for a KV cache in host memory, which other programs need too. `wanted_bytes` would
+    serve all sequences."""
     return min(MAX_HOST_CACHE_BYTES, int(free_bytes * HOST_CACHE_SHARE), wanted_bytes)
 
 
 def kv_budget(
     config: EngineConfig, block: int, *, total_bytes: int, free_bytes: int, taken_bytes: int
 ) -> tuple[int, int]:
-    """(bytes that the engine may use, bytes for the KV cache), with blocks of `block` bytes on a device that has
-    `free_bytes` of `total_bytes` left, of which the engine will take `taken_bytes` for other things."""
+    """Returns (bytes that the engine may use, bytes for the KV cache).
+
+    The device has `free_bytes` of `total_bytes` left, of which the engine takes `taken_bytes` for
+    other things. A block has `block` bytes. OutOfMemoryError if `kv_cache_bytes` is more than what
+    is left.
+    """
     left = free_bytes - taken_bytes
     if config.device.info.is_cuda:
         allowed = int(total_bytes * config.cache.gpu_memory_utilization)
         budget = allowed - (total_bytes - free_bytes) - taken_bytes
     else:
         allowed = total_bytes
-        # Blocks that windows have released count as well: they stay in the prefix cache. And the null block.
+        # Blocks released by windows count too, since they stay in the prefix cache. One is the null
+        # block.
         per_seq = len(config.cache.groups) * config.max_blocks_per_seq
         full = (config.scheduling.max_num_seqs * per_seq + 1) * block
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
         raise OutOfMemoryError(
-            f"kv_cache_bytes={given} is more than the {left} bytes that are free beside the model; lower it",
+            f"kv_cache_bytes={given} is more than the {left} bytes that are free next to the model; lower it",
             field="kv_cache_bytes",
         )
     return allowed, budget if given is None else given
 
 
 STAGED_BYTES = 128 * 2**20
-"""Of the device, for blocks between the cache and the host's memory."""
+"""Device bytes of the staging buffer for blocks on their way between the cache and host memory."""
 
 
 def staged_blocks(config: EngineConfig, block: int) -> int:
-    """Blocks of the buffer in which a GPU brings together what it copies to the host's memory, of `block` bytes each."""
+    """Number of blocks of `block` bytes in the buffer where a GPU gathers what it copies to host
+    memory."""
     return 0 if config.cache.host_bytes is None else max(1, min(64, STAGED_BYTES // block))
 
 
 def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Shard = ALONE) -> int:
-    """Bytes of the adapters' slots on a device that has the `shard`'s part of the model."""
+    """Bytes of the adapter slots on a device that holds the `shard` of the model."""
     if config.lora is None:
         return 0
     slot = SlotLayout(description, config.lora.max_lora_rank, shard).size
@@ -179,12 +200,12 @@ def adapter_bytes(config: EngineConfig, description: ModelDescription, shard: Sh
 
 
 def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
-    """Tokens of the largest step for which two GPUs have memory to copy their parts of sums to each other, padding included.
-    0: they don't."""
+    """Tokens, padding included, of the largest step in which two GPUs can copy partial sums to each
+    other. 0: they don't."""
     how, reads_sums = (
         config.parallel,
         config.speculation is not None and config.speculation.by_head,
-    )  # and each is read once
+    )  # a draft head reads sums, each once
     if (
         not config.device.info.is_cuda
         or how.tensor != 2
@@ -198,19 +219,20 @@ def peer_copy_tokens(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def peer_copy_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bytes, on each of the two, of two places for the rows of that step."""
+    """Bytes on each of the two GPUs of two buffers for the rows of that step."""
     return 2 * peer_copy_tokens(config, spec) * spec.hidden_size * DTYPE_BYTES[config.model.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
-    """Where the memory of `device` goes. `allowed_bytes` is the share of it that the engine may use.
+    """Breakdown of the memory of `device`. `allowed_bytes` is what the engine may use.
 
-    `activation_bytes` and `graph_bytes` are measured. `other_bytes` are the sequences' rows (tokens and block tables),
-    `adapter_bytes` the adapters' slots, `peer_copy_bytes` what arrives from another GPU in sums beside products. One of
-    `num_blocks` is the null block, which holds no sequence's tokens. `forms` are of the products among the weights, as loaded;
-    empty in an estimate. A sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
-    The tiers' bytes are bounds of what lies below the cache, in the host's memory and on a disk; none of it is the device's.
+    `activation_bytes` and `graph_bytes` are measured. `other_bytes` counts the sequences' rows
+    (tokens and block tables), `adapter_bytes` the adapter slots, and `peer_copy_bytes` the buffers
+    for partial sums from another GPU. `num_blocks` includes the null block, which holds no tokens
+    of a sequence. `forms` describes the products' weights as loaded; it is empty in an estimate. A
+    sequence has blocks in each of `groups`; with windows their number depends on `max_step_tokens`.
+    The tiers' bytes are upper bounds in host memory and on disk, not on the device.
     """
 
     device: str
@@ -230,11 +252,11 @@ class MemoryLedger:
     max_step_tokens: int = 0
     adapter_bytes: int = 0
     peer_copy_bytes: int = 0
-    image_cache_bytes: int = 0  # at most
+    image_cache_bytes: int = 0  # upper bound
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
-    host_expert_bytes: int = 0  # of the host's memory, beside a GPU
-    num_caches: int = 1  # ranks with requests of their own, each with a cache of `num_blocks`
+    host_expert_bytes: int = 0  # in the host's memory, next to a GPU
+    num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
 
     @property
     def used_bytes(self) -> int:
@@ -253,30 +275,33 @@ class MemoryLedger:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """The most blocks that a sequence of the longest length holds."""
+        """Maximum blocks of a sequence of `max_model_len` tokens."""
         return blocks_of_sequence(
             self.groups, self.max_model_len, self.block_size, self.max_step_tokens
         )
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that the caches hold of sequences of the longest length, prompts that an encoder read among them."""
+        """Tokens that the caches hold in sequences of maximum length, including prompts that an
+        encoder reads."""
         tables = -(-self.max_model_len // self.block_size) * (1 + self.has_cross)
         blocks = self.num_caches * max(0, self.num_blocks - 1)
         return blocks * self.block_size * tables // self.blocks_per_sequence
 
     @property
     def num_full_sequences(self) -> int:
-        """How many sequences of the longest length the KV caches hold at once; one lies in one cache."""
+        """Number of sequences of maximum length that the KV caches hold at once. A sequence lies in
+        one cache."""
         return self.num_caches * (max(0, self.num_blocks - 1) // self.blocks_per_sequence)
 
     @property
     def has_cross(self) -> bool:
-        """A sequence's prompt, of up to `max_model_len` tokens, has blocks of its own beside its answer's."""
+        """True if prompts, of up to `max_model_len` tokens, have blocks of their own apart from the
+        answers' (cross attention)."""
         return any(group.kind == "cross" for group in self.groups)
 
     def describe(self) -> list[str]:
-        """Lines for a person: each part in bytes and GiB, and what the cache buys."""
+        """Returns lines for a person: each part in bytes and GiB, and the cache's capacity."""
         parts = {
             "weights": self.weights_bytes,
             "activations": self.activation_bytes,
@@ -342,9 +367,13 @@ def size_cache(
     forms: tuple[WeightForm, ...] = (),
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> tuple[EngineConfig, MemoryLedger]:
-    """The settings with the context that the KV cache has room for, and the ledger. `block`: bytes of a KV block.
-    `taken_bytes`: what the engine will still take of `free_bytes` for other things than the cache. Several ranks on a CPU
-    share what is free. All must have as many blocks: `agree` gives, of one's number, the smallest of all."""
+    """Returns the settings with the context that the KV cache has room for, and the ledger.
+
+    `block` is the size of a KV block in bytes. `taken_bytes` is what the engine will still take of
+    `free_bytes` for other things. Several ranks on a CPU share the free memory. All ranks need the
+    same number of blocks: `agree` takes one rank's number and returns the minimum. OutOfMemoryError
+    names the setting to lower.
+    """
     name = config.device.info.name
     if (ranks := config.parallel.num_ranks) > 1 and not config.device.info.is_cuda:
         free_bytes, total_bytes = free_bytes // ranks, total_bytes // ranks

@@ -1,4 +1,5 @@
-"""The cost of weights that are not all kept in memory (`spec.offload` decides which are read in each step). No torch."""
+"""The cost of weights that are not all kept in memory. `spec.offload` decides which are read in
+each step. No torch."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ PROBE_BYTES = 256 * 2**20
 
 
 def estimate_offload(config: EngineConfig, description: ModelDescription) -> OffloadPlan | None:
-    """What an engine with `weights_bytes` would read, as far as it can be known before the layers are packed. None: nothing."""
+    """Plans what an engine with `weights_bytes` would read in each step, as far as it is known
+    before the layers are packed. None without that setting."""
     budget, spec = config.model.weights_bytes, description.spec
     if budget is None:
         return None
     total = all_weights_bytes(config, description)
     numbers = [layer.num_parameters(spec.hidden_size) for layer in spec.layers]
-    if config.device.info.is_cuda:  # where embeddings and head are in another type than the layers
+    if config.device.info.is_cuda:  # embeddings and head have another type than the layers
         parts = bytes_by_part(config, description)
         of_layers = sum(
             size
@@ -37,8 +39,8 @@ def estimate_offload(config: EngineConfig, description: ModelDescription) -> Off
 
 
 def copy_rate(name: str) -> float | None:
-    """Bytes a second that a GPU of this name copies from the host's memory, as the table of devices has it; None if it doesn't
-    know the GPU."""
+    """Returns a GPU's copy rate from host memory in bytes per second, from the table of devices.
+    None if it doesn't have the GPU."""
     try:
         return find_device(name).host_bytes_s
     except ConfigError:
@@ -46,8 +48,11 @@ def copy_rate(name: str) -> float | None:
 
 
 def read_rate(path: Path) -> float | None:
-    """Bytes a second of reading the largest file of a checkpoint from where it lies, without what the system keeps of it in
-    memory, measured now. None: there is no file large enough, or it can't be told."""
+    """Measures the read rate of a checkpoint's largest file in bytes per second, without the
+    system's file cache.
+
+    None if no file is large enough or the system can't drop its cache.
+    """
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     if largest is None or largest.stat().st_size < 4 * CHUNK or not hasattr(os, "posix_fadvise"):

@@ -1,6 +1,12 @@
-"""Bytes and operations of a model's products and of its attention, from the spec and the memory ledger. No torch.
+"""Bytes and operations of a model's products and attention, from the spec and the memory ledger. No
+torch.
 
+<<<<<<< HEAD:src/slipstream/costs/operators.py
 The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the planner count alike.
+=======
+The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the
+planner share these counts.
+>>>>>>> prose2:src/slipstream/costs/operators.py
 """
 
 from __future__ import annotations
@@ -25,8 +31,11 @@ UNROUNDED = ("expand", "router", "shared_weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A product [tokens, inner] × [inner, rows], `count` times in the model. Of `copies` experts a token passes `chosen`.
-    `weight_bytes` are all copies' of one; `rounded`: by the scheme."""
+    """A product [tokens, inner] × [inner, rows], `count` times in the model.
+
+    A token passes `chosen` of `copies` experts. `weight_bytes` covers all copies of one product.
+    `rounded` means quantized by the scheme.
+    """
 
     name: str
     part: str
@@ -40,15 +49,16 @@ class Product:
 
     @property
     def num_weights(self) -> int:
-        """Of all copies of one."""
+        """Elements in all copies of one product."""
         return self.rows * self.inner * self.copies
 
     def operations(self, num_tokens: float) -> float:
-        """Of one, over so many tokens: a multiplication and an addition are two."""
+        """FLOPs of one product over `num_tokens` tokens (a multiply-add is two)."""
         return 2.0 * self.rows * self.inner * num_tokens * self.chosen
 
     def share_read(self, num_tokens: float) -> float:
-        """Of the weights, what so many tokens need: of experts those that are expected to be chosen at all."""
+        """Share of the weights that `num_tokens` tokens read. For experts it is the expected share
+        that is chosen at all."""
         return 1.0 if self.copies == 1 else 1 - math.pow(1 - self.chosen / self.copies, num_tokens)
 
     def read_bytes(self, num_tokens: float) -> float:
@@ -56,8 +66,10 @@ class Product:
 
 
 def products(spec: ModelSpec, bytes_by_part: Mapping[str, float]) -> tuple[Product, ...]:
-    """The products of a decoder's step, its output head last. A part's bytes in the ledger are shared out by size, so that the
-    products' weights are the ledger's."""
+    """Returns the products of a decoder's step, the output head last.
+
+    A part's bytes in the ledger are divided by size, so that the weights add up to the ledger's.
+    """
     found: Counter[tuple[str, str, int, int, int, int]] = Counter()
     for layer in spec.layers:
         found.update(_of_layer(layer, spec.hidden_size))
@@ -109,17 +121,18 @@ def _of_layer(layer: LayerSpec, hidden_size: int) -> list[tuple[str, str, int, i
 
 
 def attention_bytes(a: AttentionKind, num_cached: float, element_bytes: int) -> float:
-    """Keys and values of so many cached tokens. A latent is read once as both."""
+    """Bytes of the keys and values of `num_cached` tokens. A latent is read once as both."""
     return num_cached * a.cached_size * element_bytes
 
 
 def attention_operations(a: AttentionKind, num_pairs: float) -> float:
-    """Of so many (token, token that it looks at): q·k and the weighed sum of v, over the heads."""
+    """FLOPs of `num_pairs` (query token, key token) pairs: q·k and the weighted sum of v, over all
+    heads."""
     values = a.kv_rank if isinstance(a, LatentAttentionSpec) else a.head_dim
     return num_pairs * 2 * a.num_heads * (a.head_dim + values)
 
 
 def window_of(a: AttentionKind) -> float:
-    """Tokens that a token looks at, at most."""
+    """Maximum number of tokens that a token attends to."""
     window = None if isinstance(a, LatentAttentionSpec) else a.window
     return math.inf if window is None else window

@@ -1,18 +1,26 @@
 """Predicts the time of a step from measured steps. No torch.
 
-A step's time is a sum of parts, each of which grows with one count of `StepShape` and never falls:
+A step's time is a sum of parts. Each part grows with one count of `StepShape` and never falls:
 
-    tokens             the products, over all tokens of the step (a graph's padding among them)
-    sampled            the output head and the sampler, over the tokens sampled
-    decode_context     attention of decodes, over the cached tokens that they look at
-    prompt_attention   attention of prompts, over the pairs (token, token that it looks at)
-    num_prompts        what each prompt of a step costs by itself
-    num_drafts         what guessed tokens, which are verified, cost beside being tokens
+  tokens             the products, over all tokens of the step (a graph's padding among them)
+  sampled            the output head and the sampler, over the tokens sampled
+  decode_context     attention of decodes, over the cached tokens that they attend to
+  prompt_attention   attention of prompts, over the pairs (token, token that it attends to)
+  num_prompts        fixed cost of each prompt of a step
+  num_drafts         cost of drafts to verify, on top of their cost as tokens
 
+<<<<<<< HEAD:src/slipstream/costs/step_cost.py
 A part is linear between knots. The slopes are fitted by least squares of relative errors, none of them negative (`fit_steps`),
 so that shapes between the measured ones are interpolated and noise can't make a larger step faster. Every answer says what it
 is: *measured* (this very shape was), *interpolated* (between measured ones) or *estimated* (beyond them, or from a model of the
 machine, `costs/analytic.py`).
+=======
+A part is linear between knots. The slopes are fitted by least squares of relative errors, none of
+them negative (`fit_steps`). So shapes between the measured ones are interpolated, and noise can't
+make a larger step faster. Every answer has a label: *measured* (this very shape was),
+*interpolated* (between measured ones) or *estimated* (beyond them, or from the analytic model,
+`costs/analytic.py`).
+>>>>>>> prose2:src/slipstream/costs/step_cost.py
 """
 
 from __future__ import annotations
@@ -30,18 +38,19 @@ LABELS: tuple[Label, ...] = ("measured", "interpolated", "estimated")
 
 
 def worst(*labels: Label) -> Label:
-    """The label of a figure that is made of figures with these."""
+    """Returns the label of a figure that is made of figures with these labels."""
     return max(labels, key=LABELS.index)
 
 
 class StepShape(NamedTuple):
-    """What a step's time depends on. A sequence whose drafts are verified counts as a decode, and its context once."""
+    """The counts that a step's time depends on. A sequence with drafts to verify counts as one
+    decode, and its context once."""
 
     num_decodes: int = 0
-    decode_context: int = 0  # cached tokens that decodes look at, of all together
+    decode_context: int = 0  # cached tokens that all decodes together attend to
     num_prompt_tokens: int = 0
     num_prompts: int = 0
-    prompt_attention: int = 0  # pairs (token, token that it looks at) of prompts
+    prompt_attention: int = 0  # pairs (token, token that it attends to) of prompts
     num_sampled: int = 0
     num_drafts: int = 0
 
@@ -56,8 +65,12 @@ class StepShape(NamedTuple):
         prompts: Sequence[tuple[int, int]] = (),
         verified: Sequence[tuple[int, int]] = (),
     ) -> StepShape:
-        """`decodes`: the computed tokens of each. `prompts`: (computed, tokens) of each, whose last is sampled. `verified`:
-        (computed, tokens) of each decode with drafts, all sampled."""
+        """Makes the shape of a step.
+
+        `decodes` has the computed tokens of each decode. `prompts` has (computed, tokens) of each
+        prompt, whose last token is sampled. `verified` has (computed, tokens) of each decode with
+        drafts, all sampled.
+        """
         pairs = sum(attention_pairs(computed, count) for computed, count in prompts)
         num_drafts = sum(count - 1 for _, count in verified)
         return cls(
@@ -72,7 +85,7 @@ class StepShape(NamedTuple):
 
 
 def attention_pairs(computed: int, count: int) -> int:
-    """How many (token, token that it looks at) there are of `count` tokens behind `computed` ones."""
+    """Number of (token, token that it attends to) pairs of `count` tokens after `computed` ones."""
     return count * computed + count * (count + 1) // 2
 
 
@@ -89,10 +102,14 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCost:
-    """Time of the host beside the steps. `step_s` and `sequence_s` are the engine's, of a step and of each sequence in it: the
-    device waits for them unless steps overlap. `ahead_s`: how much longer an overlapping step takes on a CPU, where the
-    host works on the same cores. `request_s` is on the way of a request's first token, outside the engine. `launch_s`:
-    launching a step's operators one by one, where no graph does; the step takes as long at least."""
+    """Host time in addition to the steps.
+
+    `step_s` and `sequence_s` are the engine's, per step and per sequence in it. The device waits
+    for them unless steps overlap. `ahead_s` is how much longer an overlapping step takes on a CPU,
+    where the host works on the same cores. `request_s` delays a request's first token outside the
+    engine. `launch_s` is the time to launch a step's operators one by one, without a graph; the
+    step takes at least that long.
+    """
 
     step_s: float = 0.0
     sequence_s: float = 0.0
@@ -112,7 +129,8 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseLinear:
-    """A function that is linear between `knots` and goes on beyond the last; `values[i]` is that at knot i, the first is 0."""
+    """A function that is linear between `knots` and continues after the last. `values[i]` is its
+    value at knot i; the first is 0."""
 
     knots: tuple[float, ...]
     values: tuple[float, ...]
@@ -141,15 +159,21 @@ MOST_KNOTS = {
     "num_prompts": 2,
     "num_drafts": 2,
 }
-"""Knots of each part: as many as can be told apart by measuring."""
+"""Number of knots of each part: as many as measurements can tell apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """Measured steps of one model with one set of settings on one kind of machine, and what was fitted to them.
+    """Measured steps of one model with one set of settings on one kind of machine, and the fit to
+        them.
 
-    `identity` says of what (`costs/tables.py` compares it), `made_by` how and when. `error` is the mean relative error of the
-    fit at the measured steps.
+    <<<<<<< HEAD:src/slipstream/costs/step_cost.py
+        `identity` says of what (`costs/tables.py` compares it), `made_by` how and when. `error` is the mean relative error of the
+        fit at the measured steps.
+    =======
+        `identity` says what was measured (`costs/tables.py` compares it), `made_by` how and when.
+        `error` is the mean relative error of the fit at the measured steps.
+    >>>>>>> prose2:src/slipstream/costs/step_cost.py
     """
 
     identity: dict[str, Any]
@@ -159,11 +183,11 @@ class StepTable:
     parts: dict[str, PiecewiseLinear]
     host: HostCost
     error: float
-    shipped: bool = False  # with the program, so not measured on this very machine
+    shipped: bool = False  # comes with the program, so not measured on this very machine
     _known: dict[StepShape, float] = field(default_factory=dict, repr=False, compare=False)
     _most: dict[str, int] = field(
         default_factory=dict, repr=False, compare=False
-    )  # that was measured; 0: the part never was
+    )  # largest measured value; 0: never measured
 
     def __post_init__(self) -> None:
         self._known.update((p.shape, p.seconds) for p in self.points)
@@ -191,7 +215,7 @@ class StepTable:
         return "interpolated" if inside else "estimated"
 
     def scaled(self, factor: float) -> StepTable:
-        """All steps `factor` times as long."""
+        """Returns the table with all steps `factor` times as long."""
         parts = {
             n: PiecewiseLinear(p.knots, tuple(v * factor for v in p.values))
             for n, p in self.parts.items()
@@ -205,7 +229,7 @@ class StepTable:
         return dataclasses.replace(self, host=host, _known={}, _most={})
 
     def as_data(self) -> dict[str, Any]:
-        """For a JSON file; `read_table` reads it."""
+        """Returns the table for a JSON file, which `read_table` reads."""
         return {
             "kind": "step costs",
             "identity": self.identity,
@@ -218,15 +242,16 @@ class StepTable:
 
 
 def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
-    """A table that `as_data` wrote. The fit is made anew from its steps. ConfigError names what is wrong with the file."""
+    """Reads a table that `as_data` wrote, and fits its steps anew. ConfigError names what is wrong
+    with the file."""
     try:
-        named = data["shape"]  # tables without drafts lack the last
+        named = data["shape"]  # tables without drafts lack the last column
         if (
             data["kind"] != "step costs"
             or len(named) < 6
             or named != list(StepShape._fields)[: len(named)]
         ):
-            raise ValueError("it holds no step costs, or another version's")
+            raise ValueError("it has no step costs, or those of another version")
         points = [
             MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]
         ]
@@ -240,7 +265,7 @@ def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} is no table of step costs: {error}; remove it, and measure again",
+            f"{name} is not a table of step costs: {error}; remove it, and measure again",
             field="table",
         ) from None
 
@@ -253,7 +278,8 @@ def fit_steps(
     host: HostCost | None = None,
     shipped: bool = False,
 ) -> StepTable:
-    """The non-negative slopes whose sum is nearest to the measured times, in the sense of relative errors."""
+    """Fits the non-negative slopes with the least squared relative errors. ValueError with fewer
+    than two steps."""
     if len(points) < 2:
         raise ValueError("at least two steps are needed")
     if any(p.seconds <= 0 for p in points):
@@ -293,7 +319,8 @@ def fit_steps(
 
 
 def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:
-    """0 and up to `most` of the distinct values, the largest always, spread evenly over them."""
+    """Returns 0 and up to `most` of the distinct values, spread evenly over them, the largest
+    included."""
     distinct = sorted({float(v) for v in values if v > 0}) or [1.0]
     if len(distinct) > most:
         distinct = [distinct[round(i * (len(distinct) - 1) / (most - 1))] for i in range(most)]
@@ -301,7 +328,8 @@ def _knots(values: Sequence[int], most: int) -> tuple[float, ...]:
 
 
 def _ramp(knots: Sequence[float], i: int, x: float) -> float:
-    """How much of the stretch from knot i to the next lies below x; the last stretch has no end."""
+    """Length of the stretch from knot i to the next that lies below x. The last stretch has no
+    end."""
     end = float("inf") if i == len(knots) - 2 else knots[i + 1]
     return max(0.0, min(x, end) - knots[i])
 
@@ -312,8 +340,12 @@ SWEEPS = 4000
 def non_negative_least_squares(
     rows: Sequence[Sequence[float]], targets: Sequence[float]
 ) -> list[float]:
-    """The x ≥ 0 with the least |rows·x − targets|², by coordinate descent on the normal equations (Franc et al. 2005,
-    "Sequential coordinate-wise algorithm for the non-negative least squares problem"). Columns are scaled to length 1 first."""
+    """Returns the x ≥ 0 with the least |rows·x − targets|².
+
+    The method is coordinate descent on the normal equations (Franc et al. 2005, "Sequential
+    coordinate-wise algorithm for the non-negative least squares problem"). Columns are scaled to
+    length 1 first.
+    """
     count = len(rows[0])
     scales = [sum(row[j] ** 2 for row in rows) ** 0.5 or 1.0 for j in range(count)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]

@@ -1,7 +1,8 @@
-"""Step tables on disk: this machine's own in the user's cache folder, and those shipped. No torch.
+"""Step tables on disk: this machine's own in the user's cache folder, and shipped ones. No torch.
 
-A table is of one model's sizes with one form of weights and cache on one kind of device. One that was measured by another
-version of the program is not used: kernels change. Shipped tables are used whatever the version, and say *interpolated*.
+A table covers one model's sizes with one format of weights and cache on one kind of device. A table
+measured by another version of the program is not used, because kernels change. Shipped tables are
+used whatever the version, and their times are labelled *interpolated*.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from slipstream.spec.model import ModelSpec
 
 
 def identity(config: EngineConfig, spec: ModelSpec, weights_bytes: int) -> dict[str, Any]:
-    """The identity of a table. `weights_bytes` distinguishes weight formats that have no name, such as a GGUF file's."""
+    """Returns the identity of a table. `weights_bytes` distinguishes weight formats without a name,
+    such as a GGUF file's."""
     info = config.device.info
     digest = hashlib.blake2b(repr(spec).encode(), digest_size=8).hexdigest()
     return {
         "device": info.name,
         "num_threads": None if info.is_cuda else config.device.num_threads,
         "model": digest,
-        # A CPU's type is measured at an engine's start, so that before it only the user's is known.
+        # A CPU's type is measured at an engine's start. Before that only a user's choice is known.
         "dtype": config.model.dtype
         if info.is_cuda or config.origins["dtype"].source == "user"
         else None,
@@ -46,7 +48,7 @@ def table_path(of: dict[str, Any]) -> Path:
 
 
 def find_table(of: dict[str, Any]) -> StepTable | None:
-    """This machine's, else a shipped one, else None."""
+    """Returns this machine's table, or a shipped one, or None."""
     path = table_path(of)
     if path.is_file():
         return _read(path, shipped=False)
@@ -58,7 +60,7 @@ def find_table(of: dict[str, Any]) -> StepTable | None:
 
 
 def keep_table(table: StepTable) -> Path:
-    """Written whole or not at all."""
+    """Writes a table, completely or not at all, and returns its path."""
     path = table_path(table.identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(table.as_data(), default=plain) + "\n")
@@ -78,12 +80,13 @@ def write_ceilings(device: str, num_threads: int, found: dict[str, float]) -> Pa
 
 
 def read_ceilings(device: str, num_threads: int) -> dict[str, float]:
-    """What `write_ceilings` kept of this machine; empty if it was not measured."""
+    """Returns the ceilings that `write_ceilings` stored for this machine; empty if it was not
+    measured."""
     try:
         data = json.loads(ceilings_path(device, num_threads).read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in data["found"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # not measured, or by something else: then the data sheet stands
+        return {}  # not measured, or the file is not ours: the data sheet's rates are used
 
 
 def _read(path: Path, *, shipped: bool) -> StepTable:

@@ -1,9 +1,11 @@
-"""Adapters of low rank on the products of a model (Hu et al. 2021, arXiv:2106.09685): weights by slot, and a step's tokens.
+"""Low-rank adapters on a model's products (Hu et al. 2021, arXiv:2106.09685): weights by slot, and
+a step's tokens.
 
-`AdapterOps` is an op set whose products add what the tokens' adapters give. Everything else is the op set's that it stands
-before. So a decoder runs with adapters by `Decoder.with_ops`, and its layers do not know of them.
+`AdapterOps` wraps an op set and adds the adapters' results to its products. All else is passed
+through. So a decoder runs with adapters by `Decoder.with_ops`, and its layers do not know of them.
 
-Shapes: T tokens in the step, N slots, P parts of a product (q, k and v of one weight), R the most ranks of a part.
+Shapes: T tokens in the step, N slots, P parts of a product (q, k and v of one weight), R the
+maximum rank of a part.
 """
 
 from __future__ import annotations
@@ -25,17 +27,22 @@ if TYPE_CHECKING:
     from slipstream.platform import RankGroup
 
 FEW_TOKENS = 256
-"""Steps of up to so many tokens are cut into tiles of TILES[0] tokens, larger ones into tiles of TILES[1]."""
+"""Steps of at most this many tokens have tiles of TILES[0] tokens, larger ones tiles of
+TILES[1]."""
 
 TILES = (4, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAWeights:
-    """The adapters of one product, one in each slot. Part p of the product has the rows from `starts[p]` to the next part's
-    start, and the rows [p · R, (p + 1) · R) of `down`. A smaller rank leaves zeros, and so does a part without an adapter.
-    The scale is multiplied into `up`. A slot's numbers are contiguous; slots may be any distance apart. `live` are the parts
-    that some adapter has weights for; those of others are all zeros, and need not be read."""
+    """The adapters of one product, one in each slot.
+
+    Part p of the product has the rows from `starts[p]` to the next part's start, and the rows
+    [p · R, (p + 1) · R) of `down`. A smaller rank leaves zeros, and so does a part without an
+    adapter. The scale is multiplied into `up`. A slot's elements are contiguous; slots may be any
+    distance apart. `live` lists the parts that some adapter has weights for. The others are all
+    zeros and need not be read.
+    """
 
     down: Tensor  # [N, P · R, in]
     up: Tensor  # [N, out, R]
@@ -55,22 +62,24 @@ class LoRAWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoRATokens:
-    """Which adapter each token of a step has. Those with one are sorted by slot, and cut into tiles of one slot each.
+    """The adapter of each token in a step. Tokens with one are sorted by slot, and cut into tiles
+    of one slot each.
 
-    Tensors are on the model's device. In a graph they are as long as its step may need: tiles too many are empty (begin = end).
+    Tensors are on the model's device. In a graph they have the maximum length of its steps, and
+    unused tiles are empty (begin = end).
     """
 
     slots: Tensor  # int32 [T]; NO_ADAPTER for a token without one
-    order: Tensor  # int32 [T]: tokens by slot; those without an adapter are not among the tiles
+    order: Tensor  # int32 [T]: tokens by slot; tiles leave out those without an adapter
     tiles: Tensor  # int32 [M, 3]: slot, and begin and end in `order`
-    tile_tokens: int  # the most tokens of a tile
+    tile_tokens: int  # maximum tokens of a tile
     groups: tuple[
         tuple[int, int, int], ...
-    ] = ()  # on the host: (slot, begin, end) in `order`; not in a graph
+    ] = ()  # on the host, not in a graph: (slot, begin, end) in `order`
 
 
 def most_tiles(num_tokens: int, num_slots: int) -> int:
-    """The most tiles that a step of so many tokens has."""
+    """Maximum number of tiles of a step with `num_tokens` tokens."""
     return min(num_tokens, -(-num_tokens // tile_tokens(num_tokens)) + num_slots)
 
 
@@ -81,7 +90,7 @@ def tile_tokens(num_tokens: int) -> int:
 def sort_tokens(
     slots: npt.NDArray[np.int32],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], tuple[tuple[int, int, int], ...]]:
-    """Of each token's slot [T]: `LoRATokens`' order [T], tiles [M, 3] and groups."""
+    """Sorts each token's slot [T] into `LoRATokens`' order [T], tiles [M, 3] and groups."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     first = int(np.searchsorted(slots[order], 0))
     order = np.concatenate((order[first:], order[:first]))
@@ -98,7 +107,7 @@ def sort_tokens(
 
 
 def tokens_of(slots: Sequence[int] | npt.NDArray[np.int32], device: torch.device) -> LoRATokens:
-    """A step whose tokens have the adapters in `slots` [T]."""
+    """Makes the tokens of a step with the adapters in `slots` [T]."""
     given = np.asarray(slots, np.int32)
     order, tiles, groups = sort_tokens(given)
     on_host = (torch.from_numpy(a) for a in (given, order, tiles))
@@ -109,7 +118,10 @@ def tokens_of(slots: Sequence[int] | npt.NDArray[np.int32], device: torch.device
 
 
 class AdapterOps:
-    """The op set `ops`, whose products add what adapters give. `weights` are by the `id` of the product's `Linear`."""
+    """The op set `ops` with the adapters' results added to its products.
+
+    `weights` are by the `id` of the product's `Linear`.
+    """
 
     def __init__(self, ops: OpSet, weights: Mapping[int, LoRAWeights], tokens: LoRATokens) -> None:
         self._ops, self._weights, self._tokens = ops, weights, tokens
@@ -118,7 +130,7 @@ class AdapterOps:
         return getattr(self._ops, name)
 
     def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
-        """None: `tokens` are the whole step's."""
+        """Returns no pieces: `tokens` belong to the whole step, so sums are not split."""
         return ()
 
     def linear(self, x: Activations, w: Linear) -> Tensor:

@@ -1,4 +1,5 @@
-"""torch's CPU tensors as NumPy's arrays and back, over the same memory. NumPy's bfloat16 is `ml_dtypes`'."""
+"""Converts torch's CPU tensors to NumPy arrays and back, over the same memory. NumPy's bfloat16 is
+from `ml_dtypes`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ AnyLinear = TypeVar("AnyLinear", bound=Linear)
 
 
 def to_array(x: Tensor) -> npt.NDArray[Any]:
-    """The same memory, of a tensor on the CPU; of one on the meta device an array without memory."""
+    """Returns an array over the memory of a CPU tensor. A meta tensor gives an array without
+    memory."""
     kind = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}.get(
         x.dtype
     )
@@ -33,7 +35,8 @@ def to_array(x: Tensor) -> npt.NDArray[Any]:
 
 
 def to_tensor(x: npt.NDArray[Any]) -> Tensor:
-    """The same memory. A read-only array is copied, since torch knows none."""
+    """Returns a tensor over the memory of an array. A read-only array is copied, since torch has
+    none."""
     x = x if x.flags.writeable else x.copy()
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -43,7 +46,7 @@ def to_tensor(x: npt.NDArray[Any]) -> Tensor:
 
 
 def as_arrays(w: AnyLinear) -> AnyLinear:
-    """A weight with arrays in the place of its tensors."""
+    """Returns the weight with arrays in place of its tensors."""
     found: dict[str, Any] = {
         f.name: to_array(v)
         for f in dataclasses.fields(w)
@@ -55,5 +58,5 @@ def as_arrays(w: AnyLinear) -> AnyLinear:
 
 
 def meta(x: npt.NDArray[Any]) -> Tensor:
-    """A tensor of that shape and type without memory."""
+    """Returns a tensor of that shape and type without memory."""
     return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="meta")

@@ -1,9 +1,11 @@
 """The op set for training: plain torch that autograd differentiates, over whole sequences.
 
-1. It computes the same as `reference.py`, with products in the type of their operands (under autocast: its type).
-2. It needs a *flat* cache: one block a sequence, as long as the longest of the step, new for each layer and each pass
-   (`model.sequences` makes them). Such a cache is this pass's keys and values in the layout of attention.
-3. It has no steps that read an earlier step's cache, and no rounded weights.
+1. It computes the same as `reference.py`, with products in the type of their operands (under
+   autocast: its type).
+2. It needs a *flat* cache: one block per sequence, as long as the longest of the step, new for each
+   layer and each pass (`model.sequences` makes them). Such a cache is this pass's keys and values
+   in the layout of attention.
+3. It has no steps that read an earlier step's cache, and no quantized weights.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from slipstream.spec.scheme import Scheme
 
 
 class AutogradOps(ReferenceOps):
-    """`ReferenceOps` with other products and another attention."""
+    """The `ReferenceOps` with differentiable products and attention."""
 
     name = "autograd"
 
@@ -68,7 +70,7 @@ class AutogradOps(ReferenceOps):
         rows = meta.slot_mapping // length, meta.slot_mapping % length
         padded = q.new_zeros(
             len(k), length, *q.shape[1:]
-        )  # [S, L, H, D]; rows beyond a sequence's end see what they like
+        )  # [S, L, H, D]; results of rows beyond a sequence's end are not used
         padded[rows] = q
         mask = _mask(length, s.window, s.alibi_slopes, q)
         seen = F.scaled_dot_product_attention(
@@ -78,8 +80,10 @@ class AutogradOps(ReferenceOps):
 
 
 class WatchedOps(AutogradOps):
-    """Calls `watch(weight, x)` with the input [T, E] of every product and norm. The weight identifies the product; an expert's
-    is a view of all experts'."""
+    """Calls `watch(weight, x)` with the input [T, E] of every product and norm.
+
+    The weight identifies the product. An expert's weight is a view of all experts' weights.
+    """
 
     def __init__(self, watch: Callable[[Tensor, Tensor], None]) -> None:
         self.watch = watch
@@ -96,7 +100,8 @@ class WatchedOps(AutogradOps):
 
 
 def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> Tensor | None:
-    """The attention mask [1 or H, L, L]; None: a token sees itself and all before it."""
+    """Returns the attention mask [1 or H, L, L]. None means plain causal: a token sees itself and
+    all before it."""
     if slopes is None and (window is None or window >= length):
         return None
     at = torch.arange(length, device=q.device)
@@ -110,7 +115,7 @@ def _mask(length: int, window: int | None, slopes: Tensor | None, q: Tensor) -> 
 
 
 def _each(q: Tensor, kv: LayerKV, meta: AttentionMetadata, s: AttentionParams) -> Tensor:
-    """Attention sequence by sequence: there is no fused one with a soft cap or sinks."""
+    """Computes attention sequence by sequence, as no fused op has a soft cap or sinks."""
     found = [
         attend(part, kv.k[i, :, : len(part)], kv.v[i, :, : len(part)], s)
         for i, part in enumerate(q.split(meta.seq_lens.tolist()))

@@ -1,4 +1,4 @@
-"""The numbers of KV blocks, which lie in many tensors: what is copied from block to block."""
+"""KV blocks as rows of many tensors, for copying from block to block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from slipstream.kernels.metadata import LayerKV
 
 
 class BlockRows:
-    """Row b of each tensor in `rows`, [B, n] in numbers as wide as possible, is a part of block b."""
+    """The parts of blocks in several tensors. Row b of each tensor in `rows`, [B, n] of the widest
+    possible type, is a part of block b."""
 
     def __init__(self, rows: Sequence[Tensor]) -> None:
         self.rows = list(rows)
@@ -20,14 +21,16 @@ class BlockRows:
             for part in self.rows
         ]
         self.places = torch.tensor(places, dtype=torch.int64, device=self.rows[0].device)
-        """int64 [parts, 3], for a kernel: where each begins, the bytes from row to row, and the bytes of a row."""
+        """Table for a kernel, int64 [parts, 3]: start address, bytes from row to row, bytes of a
+        row."""
         self.row_bytes = [num_bytes for _, _, num_bytes in places]
         self.num_bytes = sum(self.row_bytes)
         self.is_aligned = all(number % 16 == 0 for place in places for number in place)
 
     @classmethod
     def of(cls, caches: Iterable[Tensor]) -> BlockRows:
-        """Of tensors [B, …]. The last two dimensions may lie in memory in the other order. What is there twice counts once."""
+        """Makes the rows of tensors [B, …]. The last two dimensions may be swapped in memory. A
+        tensor that occurs twice counts once."""
         once = {cache.data_ptr(): cache for cache in caches}.values()
         whole = [cache if cache.is_contiguous() else cache.mT for cache in once]
         return cls(
@@ -36,7 +39,7 @@ class BlockRows:
 
     @classmethod
     def of_layers(cls, layers: Iterable[LayerKV]) -> BlockRows:
-        """Layers of different groups may share tensors."""
+        """Makes the rows of layers' caches. Layers of different groups may share tensors."""
         return cls.of(
             cache
             for layer in layers
@@ -44,7 +47,8 @@ class BlockRows:
         )
 
     def in_buffer(self, buffer: Tensor) -> BlockRows:
-        """The parts of blocks that lie side by side in `buffer`, uint8 [blocks, num_bytes]."""
+        """Returns the parts of blocks that are side by side in `buffer`, uint8
+        [blocks, num_bytes]."""
         return BlockRows(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )

@@ -1,9 +1,9 @@
-"""Build libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize] [--into FOLDER]`.
+"""Builds libslipstream_cpu into this package: `python -m slipstream.kernels.build [--sanitize]
+[--into FOLDER]`.
 
-For source trees that are run without being installed, with the compiler and CMake that are there. `pip install .` does the same
-through scikit-build-core, and installs the package without the library where there is no compiler: `remedy` says what
-to do then.
-No torch.
+It is for source trees that run without being installed, and uses the compiler and CMake of the
+machine. `pip install .` does the same through scikit-build-core. Without a compiler it installs the
+package without the library; `remedy` says what to do then. No torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def remedy() -> str:
-    """The command that gets the library where it is missing or of another version, with what it needs."""
+    """Returns the command that installs the library where it is missing or outdated, with its
+    requirements."""
     if (SOURCE / "CMakeLists.txt").is_file():
         command = BUILD
-    else:  # pip keeps a wheel that it built without a compiler, and would install that again
+    else:  # pip caches a wheel that it built without a compiler, and would install that again
         command = f"pip install --force-reinstall --no-deps --no-cache-dir {_origin()}"
     return (
         command
@@ -38,13 +39,13 @@ def remedy() -> str:
 
 
 def has_compiler() -> bool:
-    """Whether CMake would find one: what CXX names, or one by its usual names."""
+    """Tells whether CMake would find a compiler: the one in CXX, or one by its usual names."""
     named = os.environ.get("CXX", "").split()
     return any(shutil.which(name) for name in (*named[:1], *COMPILERS))
 
 
 def _origin() -> str:
-    """What this package was installed from, as pip takes it (PEP 610)."""
+    """Returns what this package was installed from, as an argument of pip (PEP 610)."""
     try:
         recorded = distribution("slipstream").read_text("direct_url.json")
     except PackageNotFoundError:
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--into: {args.into} is no folder", file=sys.stderr)
         return 1
     if not (SOURCE / "CMakeLists.txt").is_file():
-        print(f"{SOURCE} is not there: this is no source tree; {remedy()}", file=sys.stderr)
+        print(f"{SOURCE} is missing: this is not a source tree; {remedy()}", file=sys.stderr)
         return 1
     if not has_compiler():
         print(f"there is no C++ compiler on the PATH: {remedy()}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the passes of a chain of drafts compute. `worker/chain_graphs.py` runs the chains."""
+"""Places where the passes of a draft chain compute. `worker/chain_graphs.py` runs the chains."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ChainPlaces:
-    """A chain of K drafts of S sequences computes tokens [T]: in its first pass [again, S], then padding up to a multiple of 4,
-    then [K − 1, room], one a sequence in each pass. `room` is S up to a multiple of 4. Tensors are int32."""
+    """Inputs of a chain of K drafts for S sequences, which computes tokens [T].
 
-    rows: (
-        Tensor  # [T]: the null row for padding, and behind the first pass where no draft is wanted
-    )
+    1. The first pass has [again, S] tokens, padded to a multiple of 4.
+    2. The other passes have [K − 1, room], one token per sequence in each pass. `room` is S padded
+       to a multiple of 4.
+
+    Tensors are int32.
+    """
+
+    rows: Tensor  # [T]; the null row for padding, and after pass 1 where no draft is wanted
     positions: Tensor  # [T]
-    seq_lens: Tensor  # [T]: tokens that end with each
-    draft_rows: Tensor  # [K · S]: where drafts go; the null row where none is wanted
+    seq_lens: Tensor  # [T]: length of the sequence up to and including the token
+    draft_rows: (
+        Tensor  # [K · S]: rows that drafts are written to; the null row where none is wanted
+    )
     draft_positions: Tensor  # [K · S]
-    begin: int  # where the second pass begins
+    begin: int  # start of the second pass
     room: int
 
 
 def num_places(size: int, room: int, num_drafts: int, num_again: int) -> tuple[int, int]:
-    """(where the second pass begins, T)"""
+    """Returns (start of the second pass, T)."""
     begin = -(-num_again * size // 4) * 4
     return begin, begin + (num_drafts - 1) * room
 
@@ -40,17 +46,18 @@ def chain_places(
     num_again: int,
     first: int,
 ) -> ChainPlaces:
-    """`OpSet.chain_places`"""
+    """Computes `OpSet.chain_places`."""
     rows, known, wanted, sampled = inputs.unbind(0)
     null = tokens.shape[0] - 1
     steps = torch.arange(num_drafts, dtype=torch.int32, device=rows.device)
-    # Of the tokens drawn behind the known ones those count that are right drafts, and the one behind them.
+    # Of the tokens drawn after the known ones, the correct drafts and the token after them count.
     places = (known[:, None] + 1 + steps).clamp(max=tokens.shape[1] - 1)
     right = (tokens[rows[:, None], places] == kept[rows, :num_drafts]) & (
         steps < sampled[:, None] - 1
     )
     last = known + (right.int().cumprod(1).sum(1) + 1).minimum(sampled).int()
-    # A sequence has no blocks beyond the drafts that it wants, and their places may be beyond the context.
+    # A sequence has no blocks beyond the drafts that it wants, and further positions may exceed the
+    # context.
     idle = wanted <= steps[:, None]
     own = rows.expand_as(idle).masked_fill(idle, null)
     places = (last + 1 + steps[:, None]).masked_fill(idle, 0)
@@ -68,6 +75,6 @@ def chain_places(
     all_rows[begin:] = own[1:].flatten()
     positions[begin:] = (
         (places[1:] - 1 - first).clamp(min=0).flatten()
-    )  # a token's keys stand `first` positions before it
+    )  # a token's keys are `first` positions before it
     drafts = own[:, :size].flatten(), places[:, :size].flatten()
     return ChainPlaces(all_rows, positions, positions + 1, *drafts, begin, room)

@@ -1,10 +1,9 @@
-"""The CPU's op set for torch's tensors: C++ kernels (csrc/cpu), and NumPy's sampler. Mixtures of experts are in `cpu_moe.py`,
-latent attention is in `cpu_mla.py`.
+"""The CPU's op set for torch tensors: C++ kernels (csrc/cpu), and NumPy's sampler.
 
-A whole step runs as one program without returning to Python (`model/program.py`). Called one by one, the ops here use the same
-kernels. These compute in float32: a bfloat16 tensor is converted, and the result is rounded.
-
-How weights are packed is `host_ops.py`'s, which knows no torch.
+Mixtures of experts are in `cpu_moe.py`, latent attention is in `cpu_mla.py`. A whole step runs as
+one program without returning to Python (`model/program.py`). Called one by one, the ops here use
+the same kernels. These compute in float32: a bfloat16 tensor is converted, and the result is
+rounded. `host_ops.py`, which needs no torch, packs the weights.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
 
 
 class NativeOps(CpuOps):
-    """`isa` is the instruction set; by default the machine's best. `sparse_from` replaces `SPARSE_FROM`."""
+    """The op set of the C++ kernels. `isa` is the instruction set, by default the machine's best.
+    `sparse_from` overrides `SPARSE_FROM`."""
 
     name = "cpu"
     rounded = NATIVE_PRODUCTS["cpu"]
@@ -66,7 +66,7 @@ class NativeOps(CpuOps):
         super().__init__()
         self.host = HostOps(num_threads, isa, sparse_from, dense_copies=dense_copies)
         self.pool = self.host.pool
-        self._argmax: dict[int, Argmax] = {}  # by vocabulary
+        self._argmax: dict[int, Argmax] = {}  # by vocabulary size
 
     def describe(self) -> str:
         return self.host.describe()
@@ -74,7 +74,7 @@ class NativeOps(CpuOps):
     def eight_bits(self, device: torch.device) -> str | None:
         return self.host.eight_bits
 
-    # --- Weights ----------------------------------------------------------------------------------------------------
+    # --- Weights ---
 
     def quantize_weight(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
@@ -135,7 +135,7 @@ class NativeOps(CpuOps):
             return super().forms_of(w)
         return self.host.forms_of(w)
 
-    # --- Layers -----------------------------------------------------------------------------------------------------
+    # --- Layers ---
 
     def linear(self, x: Activations, w: Linear) -> Tensor:
         assert isinstance(x, Tensor)
@@ -210,7 +210,7 @@ class NativeOps(CpuOps):
         p, gathered = begun(counts, up.form)
         if isinstance(
             spec.expert.activation, OwnActivation
-        ):  # torch's, between two programs that choose alike
+        ):  # torch computes it, between two programs with the same choice
             wide = torch.empty(len(x) * k, up.rows)
             add_expert_linear(p, gathered, p.bound(wide), up)
             p.run(step)
@@ -275,7 +275,7 @@ class NativeOps(CpuOps):
         self._run_cached(p, kv, meta)
         return out.to(q.dtype)
 
-    # --- Sampling ---------------------------------------------------------------------------------------------------
+    # --- Sampling ---
 
     def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
         size = logits.shape[1]
@@ -284,7 +284,7 @@ class NativeOps(CpuOps):
         return self._argmax[size](np.ascontiguousarray(logits))
 
     def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Run a program whose layer 0 has this cache."""
+        """Runs a program with this cache as its layer 0."""
         inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
         program.run(inputs)
         del kept
@@ -294,11 +294,11 @@ class NativeOps(CpuOps):
 
 
 def _held(w: AnyLinear) -> AnyLinear:
-    """With a stand-in of torch's."""
+    """Returns the weight with a torch placeholder instead of NumPy's."""
     return replace(w, weight=meta(to_array(w.weight) if isinstance(w.weight, Tensor) else w.weight))
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The tensor in float32, with contiguous rows."""
+    """Returns the tensor in float32 with contiguous rows."""
     x = x.float()
     return x if x.stride(-1) == 1 else x.contiguous()

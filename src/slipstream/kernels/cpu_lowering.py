@@ -1,17 +1,20 @@
-"""Lowers a record of ops to the operators of a C++ program, with fusion. Nothing here imports torch.
+"""Lowers a recording of ops to the operators of a C++ program, with fusion. Nothing here imports
+torch.
 
-`lower` walks the record once. It chooses a buffer for each value and decides what is fused; an `Emitter` writes the operators.
-The base `Emitter` writes nothing: with it `lower` only tests whether a model can be lowered.
+`lower` walks the recording once. It chooses a buffer for each value and decides what is fused; an
+`Emitter` writes the operators. The base `Emitter` writes nothing: with it `lower` only tests
+whether a model can be lowered.
 
-What is fused:
+Fusions:
 
-1. A product whose result is only added to a sum adds into that sum's buffer. So do embeddings of positions and mixtures of
-   experts.
+1. A product whose result is only added to a sum adds into that sum's buffer. So do embeddings of
+   positions and mixtures of experts.
 2. Gate and up are one product, with their activation as its epilogue.
-3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of `kernels.native`). If their readers
-   want several forms they write float32, which is converted once for each other form.
+3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of
+   `kernels.native`). If their readers want several forms they write float32, which is converted
+   once for each other form.
 
-A buffer is free for another value after the last read of its own.
+A buffer can take another value after the last read of its current one.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
 F32 = 0
-"""`native.FORM_F32`"""
+"""Copy of `native.FORM_F32`."""
 
 LACKS = {
     "clip": "clip_qkv: the C++ program has no clamp",
@@ -35,13 +38,14 @@ LACKS = {
     "embed_token_types": "the C++ program has no embeddings of token types",
     "softcap": "the C++ program has no soft cap of hidden states",
 }
-"""Ops that the program does not have."""
+"""Reasons for ops that the program does not have."""
 
 SUM = "the C++ program has no sum of two normed results (a branch without a norm before it)"
 
 
 class Emitter:
-    """Writes operators into a program; this one into none. Buffers are numbers, -1 for none; forms are `native.FORM_*`."""
+    """Base emitter, which writes no operators. Buffers are numbers, -1 for none; forms are
+    `native.FORM_*`."""
 
     def __init__(self) -> None:
         self.num_buffers = 0
@@ -51,15 +55,16 @@ class Emitter:
         return self.num_buffers - 1
 
     def bound(self) -> int:
-        """A buffer that the caller binds."""
+        """Makes a buffer that the caller binds."""
         return self.buffer(F32, 0)
 
     def form(self, w: Any) -> int:
-        """The form of rows that a product reads. `Refused` if the program can't hold it."""
+        """Returns the form of rows that a product reads. `Refused` if the program can't hold the
+        weight."""
         return F32
 
     def gates(self, w: Any) -> bool:
-        """Whether the weight's layout allows its activation as an epilogue."""
+        """Tells whether the weight's layout allows its activation as an epilogue."""
         return False
 
     def embed(
@@ -99,10 +104,13 @@ class Emitter:
     def mla_attention(
         self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
     ) -> None:
-        """`size`: of the queries, all heads'."""
+        """Writes latent attention. `size` is the size of all heads' queries."""
 
     def experts(self, x: int, logits: int, counts: int, experts: Any, scratch: Scratch) -> int:
-        """Route, gather and multiply; where each token's results stand, one row for each of its experts."""
+        """Writes routing, gathering and products.
+
+        Returns the buffer of the results, with a row for each of a token's experts.
+        """
         return scratch("results", F32, 0, 1)
 
     def combine(
@@ -111,7 +119,10 @@ class Emitter:
 
 
 class Scratch:
-    """Gives buffers that are free again when the op is written. Called as (name, form, size, rows a token) → a buffer."""
+    """Gives an op temporary buffers, which are free again when the op is written.
+
+    Called as (name, form, size, rows per token) → a buffer.
+    """
 
     def __init__(self, lowering: Lowering) -> None:
         self._lowering = lowering
@@ -122,7 +133,7 @@ class Scratch:
         return self.taken[-1].number
 
     def take(self, number: int) -> Buffer:
-        """Keep this buffer for good."""
+        """Takes this buffer out of the temporary ones, so that it is not freed."""
         found = next(b for b in self.taken if b.number == number)
         self.taken.remove(found)
         return found
@@ -145,7 +156,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The value stands in a buffer."""
+    """The value is in a buffer."""
 
     buffer: Buffer
 
@@ -156,7 +167,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The value was added into a buffer that holds another one."""
+    """The value was added into the buffer of another one."""
 
     into: Buffer
     buffers: tuple[Buffer, ...] = ()
@@ -164,7 +175,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The results of a token's experts, not summed yet."""
+    """The results of a token's experts, not yet summed."""
 
     results: Buffer
 
@@ -175,7 +186,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """x · sigmoid(weight), not multiplied yet; without x the sigmoid alone."""
+    """x · sigmoid(weight), not yet multiplied; without x the sigmoid alone."""
 
     weight: Buffer
     x: Buffer | None = None
@@ -190,8 +201,12 @@ Place: TypeAlias = Stored | Added | Routed | Weighed
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """`given`: the buffer of the value that the caller binds before a run, if there is one; `out`: the result's. `counts`: by
-    layer, where its tokens are counted by expert; while that is not bound, they are not. `more`: those of further results."""
+    """The buffers of a lowered program.
+
+    `given` is that of the value that the caller binds before a run, if any. `out` is the result's,
+    and `more` those of further results. `counts` has, by layer, the counters of tokens by expert.
+    Tokens are counted only while it is bound.
+    """
 
     given: int | None
     out: int | None
@@ -206,8 +221,11 @@ def lower(
     emit: Emitter,
     more: Sequence[Value] = (),
 ) -> Lowered | Reason:
-    """Write `ops` with `emit`. `given` is the program's input; `result` and copies of `more` go to the caller. Returns a
-    `Reason` if the program lacks something."""
+    """Writes `ops` with `emit`. `given` is the program's input; `result` and copies of `more` go to
+    the caller.
+
+    Returns a `Reason` if the program lacks something.
+    """
     try:
         return Lowering(sums_of_norms(ops), given, result, emit, more).run()
     except Refused as refused:
@@ -215,11 +233,14 @@ def lower(
 
 
 def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
-    """The same ops, without sums that a later norm makes of the same two values. The ops that read such a sum are moved
-    behind the norm. So a tap between layers costs no sum, and a product can still add into the residual."""
+    """Returns the ops without sums that a later norm makes from the same two values.
+
+    The ops that read such a sum are moved after the norm. So a tap between layers costs no sum, and
+    a product can still add into the residual.
+    """
     norms = {op.inputs: op for op in reversed(ops) if op.name == "norm" and len(op.inputs) == 2}
-    same: dict[int, Value] = {}  # sums that are made by a norm
-    late: dict[int, list[Op]] = {}  # by a norm's sum: what waits for it
+    same: dict[int, Value] = {}  # sums that a norm makes
+    late: dict[int, list[Op]] = {}  # by a norm's sum: the ops that wait for it
     found: list[Op] = []
     for op in ops:
         if op.name == "add" and op.inputs in norms:
@@ -241,18 +262,19 @@ def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
 
 
 def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
-    """Whether the value is the sum, or comes from what waits for it."""
+    """Tells whether the value is the sum, or comes from an op that waits for it."""
     return x.index == total or any(x == out for op in waiting for out in op.outputs)
 
 
 def refusal(head: Sequence[Op]) -> Reason | None:
-    """Why hidden states can't become logits behind a program. Factor and soft cap of the logits are no part of it."""
+    """Returns the reason why a program's hidden states can't become logits, or None. The logits'
+    factor and soft cap are not part of the program."""
     names = [op.name for op in head]
     if names.count("linear") > 1:
-        return Reason("embed_size: the C++ program has no projection behind the last layer")
+        return Reason("embed_size: the C++ program has no projection after the last layer")
     unknown = set(names) - {"linear", "scale", "softcap"}
     return (
-        Reason(f"the C++ program has no {min(unknown)} behind the last layer") if unknown else None
+        Reason(f"the C++ program has no {min(unknown)} after the last layer") if unknown else None
     )
 
 
@@ -274,7 +296,7 @@ class Lowering:
         self.converted: dict[tuple[int, int], Buffer] = {}  # by value and form
         self.unused: dict[tuple[int, int, int], list[Buffer]] = {}
         self.counts: dict[int, int] = {}
-        self.done: set[int] = set()  # ops that were fused into an earlier one
+        self.done: set[int] = set()  # ops fused into an earlier one
         self.at = 0
         self.given = None if given is None else Buffer(emit.bound(), F32, given.width, bound=True)
         self.out = None if result is None else Buffer(emit.bound(), F32, result.width, bound=True)
@@ -303,7 +325,7 @@ class Lowering:
         given, out = (None if b is None else b.number for b in (self.given, self.out))
         return Lowered(given, out, self.counts, tuple(copies))
 
-    # --- Buffers and values -----------------------------------------------------------------------------------------
+    # --- Buffers and values ---
 
     @property
     def _out(self) -> Buffer:
@@ -327,7 +349,7 @@ class Lowering:
             buffer.values.add(value.index)
 
     def lives(self, value: int) -> bool:
-        """Whether the value is read after this op."""
+        """Tells whether the value is read after this op."""
         return (
             self._is_result(value)
             or self._is_kept(value)
@@ -350,7 +372,7 @@ class Lowering:
                     self.free(buffer)
 
     def stored(self, value: Value, form: int = F32) -> Buffer:
-        """The buffer that has the value in that form."""
+        """Returns the buffer that has the value in that form."""
         place = self.places.get(value.index)
         if not isinstance(place, Stored):
             raise Refused(SUM)
@@ -359,7 +381,7 @@ class Lowering:
             return buffer
         if buffer.form != F32:
             raise Refused(
-                "the C++ program has no product of rows that were rounded for another one"
+                "the C++ program has no product of rows that were quantized for another one"
             )
         known = self.converted.get((value.index, form))
         if known is None:
@@ -369,7 +391,7 @@ class Lowering:
         return known
 
     def form_for(self, value: Value) -> int:
-        """The one form in which all readers of the value want it, else float32."""
+        """Returns the one form in which all readers want the value, else float32."""
         if self._is_result(value.index) or self._is_kept(value.index):
             return F32
         readers = [self.ops[i] for i in self.uses.get(value.index, ())]
@@ -377,7 +399,8 @@ class Lowering:
         return forms.pop() if len(forms) == 1 else F32
 
     def target(self, value: Value) -> tuple[int, bool]:
-        """The buffer to which an op writes the value, in float32, and whether it adds to the buffer's value."""
+        """Returns the buffer to which an op writes the value in float32, and whether it adds to the
+        buffer's value."""
         if (into := self._sum_of(value)) is not None:
             self.put(value, Added(into))
             return into.number, True
@@ -386,8 +409,10 @@ class Lowering:
         return buffer.number, False
 
     def _sum_of(self, value: Value) -> Buffer | None:
-        """The buffer of the sum that the value is added to, if nothing else reads the value, and nothing reads that buffer
-        before."""
+        """Returns the buffer of the sum that the value is added to.
+
+        None if something else reads the value, or reads that buffer before the addition.
+        """
         uses = self.uses.get(value.index, [])
         if len(uses) != 1 or self._is_result(value.index) or self._is_kept(value.index):
             return None
@@ -408,7 +433,7 @@ class Lowering:
         alone = place.buffer.values == {other.index} and not others and not wanted
         return place.buffer if alone and place.buffer.form == F32 else None
 
-    # --- Ops --------------------------------------------------------------------------------------------------------
+    # --- Ops ---
 
     def _embed(self, op: Op) -> None:
         buffer, accumulate = self.target(op.out)
@@ -489,7 +514,7 @@ class Lowering:
         write(out.number, form, activation)
 
     def _rope_and_cache(self, op: Op) -> None:
-        """The queries stay in place, at the beginning of the rows."""
+        """Writes rotary and cache. The queries stay in place, at the beginning of the rows."""
         rows = self.stored(op.x)
         self.emit.rope_and_cache(
             rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True
@@ -564,7 +589,7 @@ class Lowering:
         self.emit.linear(inner, out, down, False)
 
     def _summed(self, value: Value, shared: int, weight: int) -> tuple[int, int, int, int, bool]:
-        """The rest of `combine`'s arguments."""
+        """Returns the remaining arguments of `combine`."""
         out, accumulate = self.target(value)
         return out, value.width, shared, weight, accumulate
 
@@ -573,7 +598,7 @@ class Lowering:
 
     def _sigmoid(self, op: Op) -> None:
         if op.x.width != 1:
-            raise Refused("the C++ program has no sigmoid of more than a number a token")
+            raise Refused("the C++ program has no sigmoid of more than one value per token")
         self.put(op.out, Weighed(self.stored(op.x)))
 
     def _mul(self, op: Op) -> None:
@@ -601,5 +626,5 @@ def _known(activation: Activation) -> Activation:
 
 
 def _cache_of(op: Op) -> tuple[int, int]:
-    """The layer whose cache it uses, and the group whose block tables it uses."""
+    """Returns the layer whose cache the op uses, and the group whose block tables it uses."""
     return op.arguments["kv"].layer, op.arguments["meta"].group

@@ -1,8 +1,9 @@
-"""Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before it and the one after it.
+"""Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before
+it and the one after it.
 
-A small product for each head (`heads` below) expands latents to keys and values. These weights are packed like those of
-experts, in float32 or bfloat16, and one operator multiplies all heads. The cache is read in place: a token's row is read
-once, as key and value of all heads.
+A small product per head (`heads` below) expands latents to keys and values. These weights are
+packed like those of experts, in float32 or bfloat16, and one operator multiplies all heads. The
+cache is read in place: a token's row is read once, as key and value of all heads.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from slipstream.kernels.native import Arena, Program
 from slipstream.kernels.weights import Linear
 
 NewBuffer = Callable[[str, int, int], int]
-"""(name, form, size) → a buffer of the program"""
+"""(name, form, size) → a buffer of the program."""
 
 
 def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
-    """[H, in, out], a product for each head."""
+    """Packs a weight [H, in, out], a product per head."""
     below: Any = np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(-1, weight.shape[1])
     return pack_expert_weight(Linear(weight=below), len(weight), arena)
 
@@ -38,7 +39,8 @@ def add_latent_queries(
     params: MLAParams,
     new: NewBuffer,
 ) -> None:
-    """`OpSet.mla_queries` of float32 rows q [H · (P + R)] and row [C + R] → queries [H · (R + C)], and `layer`'s cache."""
+    """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries
+    [H · (R + C)], and `layer`'s cache."""
     keys, cos_sin, rotary = params.keys, params.cos_sin, params.rotary_dim
     num_heads, nope_dim = _num_heads(keys), keys.inner
     plain = new("plain", keys.form, num_heads * nope_dim)
@@ -51,7 +53,8 @@ def add_latent_queries(
 def add_latent_attention(
     p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer
 ) -> None:
-    """`OpSet.mla_paged_attention` of float32 rows [H · (R + C)] → [H · V], over `layer`'s cache."""
+    """Adds `OpSet.mla_paged_attention`: float32 rows [H · (R + C)] → [H · V], over `layer`'s
+    cache."""
     values = params.values
     num_heads, rank = _num_heads(values), values.inner
     seen = new("seen latents", native.FORM_F32, num_heads * rank)

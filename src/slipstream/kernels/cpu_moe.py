@@ -1,11 +1,13 @@
-"""Mixtures of experts in the C++ kernels (csrc/cpu/experts.cpp): the layout of their weights, and a layer's operators.
+"""Mixtures of experts in the C++ kernels (csrc/cpu/experts.cpp): the layout of their weights, and a
+layer's operators.
 
-An expert's weight is packed like any product's, in every form except the sparse one. The experts follow one another. A layer's
-operators do this:
+An expert's weight is packed like any product's, in every format except the sparse one. The experts
+follow one another. A layer's operators do this:
 
 1. Choose each token's experts, and sort the token–expert pairs by expert.
 2. Run each product over all rows of an expert, cut into tasks of about the same cost.
-3. Sum a token's rows in the order of its choices, so that the sum does not depend on what else is in the batch.
+3. Sum a token's rows in the order of its choices, so that the sum does not depend on the rest of
+   the batch.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ if TYPE_CHECKING:
     from slipstream.kernels.native import Array
 
 ROWS_AT_ONCE = 4096
-"""Rows of a weight whose float32 values are held while it is rounded."""
+"""Rows of a weight whose float32 values are held at once while it is quantized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeExperts(Linear):
-    """All experts' weights. `parts` follow one another in each expert's rows; several where a checkpoint mixes types. `weight`
-    gives only the shape and type. `bias` is float32."""
+    """The weights of all experts.
+
+    `parts` follow one another in each expert's rows; there are several if a checkpoint mixes types.
+    `weight` gives only the shape and type. `bias` is float32.
+    """
 
     parts: tuple[PackedExperts, ...]
 
@@ -45,7 +50,7 @@ class NativeExperts(Linear):
 
     @property
     def form(self) -> int:
-        """The form of the inputs, which is the same for every part."""
+        """Form of the inputs, the same for every part."""
         return native.form_of(self.parts[0].kind)
 
     @property
@@ -61,8 +66,12 @@ class NativeExperts(Linear):
 def pack_expert_weight(
     w: Linear, num_experts: int, arena: Arena, *, rounded: int | None = None
 ) -> NativeExperts:
-    """The weights of all experts (arrays), one below the other, in any form that a checkpoint or `round_groups` has; dense ones
-    in their own type, or `rounded` to a kind that `Packed.put_dense` makes."""
+    """Packs the stacked weights of all experts (arrays), in any format that a checkpoint or
+    `round_groups` has.
+
+    Dense weights keep their type, or are quantized to the kind `rounded`, one that
+    `Packed.put_dense` makes.
+    """
     rows, weight, kept = w.out_features // num_experts, _array(w.weight), _array(w.weight)
     if isinstance(w, BlockLinear):
         parts = _of_blocks(w, num_experts, arena)
@@ -101,7 +110,8 @@ def _array(x: Any) -> npt.NDArray[Any]:
 
 
 def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedExperts, ...]:
-    """One part if all rows of an expert have one type, else a part for each tensor of the checkpoint."""
+    """Packs blocks: one part if all rows of an expert have one type, else a part for each tensor of
+    the checkpoint."""
     rows, inner = w.out_features // num_experts, w.weight.shape[1]
     pieces = sorted(w.pieces, key=lambda piece: piece.start)
     assert all(piece.copies == num_experts and piece.order is None for piece in pieces)
@@ -125,12 +135,13 @@ def _of_blocks(w: BlockLinear, num_experts: int, arena: Arena) -> tuple[PackedEx
     return (whole,) if whole is not None else tuple(parts)
 
 
-# --- Groups -----------------------------------------------------------------------------------------------------------
+# --- Groups ---
 
 
 @dataclass(frozen=True, slots=True)
 class GroupForm:
-    """Pack a `GroupedLinear`: its 4-bit codes unchanged, with scales and minima in float32 [out, groups]."""
+    """Packs a `GroupedLinear`: its 4-bit codes unchanged, with scales and minima in float32
+    [out, groups]."""
 
     w: GroupedLinear
     kind: int
@@ -138,7 +149,7 @@ class GroupForm:
     minima: npt.NDArray[np.float32] | None
 
     def put(self, packed: Packed, first: int = 0) -> None:
-        """The weight's rows from `first` on, as many as `packed` has."""
+        """Packs the weight's rows from `first` on, as many as `packed` has."""
         for row in range(0, packed.rows, ROWS_AT_ONCE):
             at = slice(first + row, first + min(packed.rows, row + ROWS_AT_ONCE))
             codes = unpack4(_array(self.w.weight)[at], self.w.chunk)
@@ -148,15 +159,18 @@ class GroupForm:
 
 
 def group_form(w: GroupedLinear) -> GroupForm:
-    """Scales are held in float32; in groups of 32 in float16, if that holds them exactly, as GGUF's Q4_0; of floats (e2m1)
-    their exponents."""
+    """Chooses the packed format of a grouped weight.
+
+    Scales are held in float32. In groups of 32 they are in float16 if that is exact, as in GGUF's
+    Q4_0. For floats (e2m1) their exponents are held.
+    """
     scales = np.ascontiguousarray(_array(w.scales).astype(np.float32).T)
     if w.codes == "e2m1":
         return GroupForm(w, native.MX, scales, None)
     minima = None if w.zeros is None else -_array(w.zeros).astype(np.float32).T * scales
     kind = native.W4 if minima is None else native.W4M
     if w.group_size == 32:
-        if minima is None:  # of a group of zeros any scale is right
+        if minima is None:  # for a group of zeros any scale is right
             parts = (
                 _array(w.weight)[at : at + ROWS_AT_ONCE]
                 for at in range(0, len(w.weight), ROWS_AT_ONCE)
@@ -175,8 +189,11 @@ def group_form(w: GroupedLinear) -> GroupForm:
 
 
 def round_groups(weight: npt.NDArray[Any], bias: Any, scheme: Scheme) -> GroupedLinear:
-    """`quantize.round_linear` of a dense weight [out, in] by mxfp4, in arrays, some rows at a time. Scales are of the weight's
-    type."""
+    """Quantizes a dense weight [out, in] to mxfp4, as `quantize.round_linear` does, in arrays and
+    some rows at a time.
+
+    Scales have the weight's type.
+    """
     size = scheme.group_size
     assert size is not None
     assert scheme.name == "mxfp4"
@@ -195,8 +212,11 @@ def round_groups(weight: npt.NDArray[Any], bias: Any, scheme: Scheme) -> Grouped
 def _round_floats(
     weight: npt.NDArray[Any], size: int, kind: np.dtype[Any]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[Any]]:
-    """The same to e2m1, scaled so that the largest magnitude's power of two falls on 4, the largest code's (OCP Microscaling
-    Formats 1.0, section 6.3); of two codes as near, the larger."""
+    """Quantizes groups to e2m1, and returns (codes, scales).
+
+    The scale moves the power of two of the largest magnitude to 4, that of the largest code (OCP
+    Microscaling Formats 1.0, section 6.3). Of two equally near codes the larger is taken.
+    """
     groups = weight.astype(np.float32).reshape(len(weight), -1, size)
     exponents = np.floor(
         np.log2(np.maximum(np.abs(groups).max(-1), np.float32(1e-12)))
@@ -225,10 +245,10 @@ def unpack4(words: npt.NDArray[np.int16], chunk: int) -> npt.NDArray[np.uint8]:
     return codes.astype(np.uint8).reshape(len(words), -1)
 
 
-# --- A layer's operators ----------------------------------------------------------------------------------------------
+# --- A layer's operators ---
 
 NewBuffer = Callable[[str, int, int, int], int]
-"""(name, form, size, rows a token) → a buffer of the program"""
+"""(name, form, size, rows per token) → a buffer of the program."""
 
 
 def add_choice(
@@ -242,8 +262,12 @@ def add_choice(
     form: int,
     size: int,
 ) -> None:
-    """Choose each token's experts by the router's `logits` (float32), and write the tokens' rows x (float32), sorted by
-    expert, to `rows` in `form`. `counts`: a buffer for int64 [experts], bound if tokens are counted."""
+    """Adds the choice of each token's experts by the router's `logits` (float32), and the gathering
+    of their rows.
+
+    The tokens' rows x (float32), sorted by expert, are written to `rows` in `form`. `counts` is a
+    buffer for int64 [experts], bound if tokens are counted.
+    """
     g = spec.groups
     groups = (0, 0, False) if g is None else (g.num_groups, g.num_chosen, g.by == "best_two")
     sizes = (spec.num_experts, spec.num_experts_per_token)
@@ -257,8 +281,11 @@ def add_choice(
 def add_made_choice(
     p: Program, x: int, choice: int, spec: MoESpec, rows: int, form: int, size: int
 ) -> None:
-    """`add_choice` where the choice is made already: `choice` has a token's experts and then their weights, float32 [2 · k]. An
-    expert below 0 is none."""
+    """Adds the gathering of rows for a choice made elsewhere, as `add_choice` does.
+
+    `choice` has a token's experts and then their weights, float32 [2 · k]. A negative expert means
+    none.
+    """
     p.add("choice", choice, spec.num_experts, spec.num_experts_per_token)
     p.add("gather", x, rows, form, size, -1)
 
@@ -266,7 +293,8 @@ def add_made_choice(
 def add_experts(
     p: Program, x: int, up: NativeExperts, down: NativeExperts, spec: MoESpec, new: NewBuffer
 ) -> int:
-    """The two products and the activation between them, over gathered rows in `up.form`. Returns the results' buffer."""
+    """Adds the two products and the activation between them, over gathered rows in `up.form`.
+    Returns the results' buffer."""
     e, k = spec.expert, spec.num_experts_per_token
     activation = native.activation_of(e.activation)
     assert activation is not None
@@ -294,7 +322,8 @@ def add_expert_linear(
     form: int = -1,
     activation: tuple[int, float, float] = (0, 0.0, 0.0),
 ) -> None:
-    """A product, part by part. With a form it is gate and up, and the result is their activation in that form."""
+    """Adds a product, part by part. With a form it is gate and up, and the result is their
+    activation in that form."""
     for column, part in _columns(w.parts):
         bias = None if w.bias is None else w.bias[column:]
         weight = (part.kind, part.rows, part.inner, part.data, part.stride)

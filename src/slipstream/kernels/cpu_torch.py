@@ -1,16 +1,22 @@
-"""Torch ops that are fast on a CPU, in bfloat16 and float32. They run where the C++ kernels (`cpu.py`) are not built, and
-for ops that the C++ kernels lack. Ops that are not here are the reference's, which is as fast.
+"""Torch ops that are fast on a CPU, in bfloat16 and float32.
+
+They run where the C++ kernels (`cpu.py`) are not built, and for ops that the C++ kernels lack. Ops
+that are not here are the reference's, which is as fast.
 
 Choices, measured by `benchmarks/kernels.py --op torch`:
 
-1. Products go through oneDNN, with the weight reordered once: 1.3 to 4 × as fast as `F.linear`, in both types. The packed
-   weight replaces the dense one. A tied embedding keeps its table for look-ups, and a packed copy serves as the head.
-2. Attention is `scaled_dot_product_attention` over gathered blocks. The query heads of a kv head are packed as rows, since
-   `enable_gqa` expands the cache. Scores stay in float32: in bfloat16 they are up to 1.6 × as fast and a fifth less exact.
-3. The sampler is NumPy's (`sampling.py`), which a process without torch has, too.
-4. Freed temporaries are kept (`keep_freed_memory`): giving their pages back costs more than filling them.
+1. Products go through oneDNN, with the weight reordered once: 1.3 to 4 × as fast as `F.linear`, in
+   both types. The packed weight replaces the dense one. A tied embedding keeps its table for
+   look-ups, and a packed copy serves as the head.
+2. Attention is `scaled_dot_product_attention` over gathered blocks. The query heads of a kv head
+   are packed as rows, since `enable_gqa` expands the cache. Scores stay in float32: bfloat16 is up
+   to 1.6 × as fast and a fifth less exact.
+3. The sampler is NumPy's (`sampling.py`), which a process without torch also has.
+4. Freed temporaries are kept (`keep_freed_memory`), because giving their pages back costs more than
+   filling them.
 
-Limits: keys and values beyond a sequence's end are masked, but multiplied by 0. So the cache must be finite.
+Limits: keys and values beyond a sequence's end are masked, but multiplied by 0. So the cache must
+be finite.
 """
 
 from __future__ import annotations
@@ -50,24 +56,27 @@ from slipstream.spec.model import Activation, OwnNorm
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
 MAX_TEMPORARY_BYTES = 4 * 2**20
-"""Prefill is cut into pieces of queries, decodes of sequences, whose mask, scores or gathered keys stay below this."""
+"""Maximum size of a mask, of scores or of gathered keys. Prefill is split by queries and decodes by
+sequences to stay below it."""
 
 PACK_BATCH = 32
-"""The number of tokens that oneDNN lays weights out for; the layout serves other numbers as well."""
+"""Number of tokens that oneDNN lays weights out for. The layout works for other numbers too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear(Linear):
-    """`packed` is the weight in oneDNN's layout. `weight` is on the meta device and only has the shape and type."""
+    """A dense weight in oneDNN's layout, `packed`. `weight` is on the meta device and only has the
+    shape and type."""
 
     packed: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeGroup:
-    """Decodes of like length, computed together and padded to the longest: N sequences of n gathered blocks each."""
+    """Decodes of similar length, computed together and padded to the longest: N sequences of n
+    gathered blocks each."""
 
-    rows: Tensor | None  # int64 [N]: which sequences; None for all of the step
+    rows: Tensor | None  # int64 [N]: the sequences; None for all of the step
     lens: Tensor  # int [N, 1]
     num_blocks: int
     blocks: Tensor  # int64 [N · K · n]: rows of a cache seen as [B · K, block_size · D]
@@ -77,7 +86,8 @@ class DecodeGroup:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's torch has oneDNN for the type; without, weights stay dense and go through `F.linear`."""
+    """Tells whether this machine's torch has oneDNN for the type. Without it, weights stay dense
+    and go through `F.linear`."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -86,8 +96,11 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to reuse freed memory of this process instead of giving it back: blocks under 32 MiB come from the
-    heap, and up to 256 MiB stay at its end. False where the C library has no such setting (it changes speed only)."""
+    """Makes glibc reuse this process's freed memory instead of giving it back.
+
+    Blocks under 32 MiB come from the heap, and up to 256 MiB stay at its end. Returns False where
+    the C library has no such setting, which only affects speed.
+    """
     trim_threshold, mmap_threshold = -1, -3  # names in malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(
@@ -102,11 +115,9 @@ class CpuOps(ReferenceOps):
     def __init__(self) -> None:
         keep_freed_memory()
 
-    # --- Layers -----------------------------------------------------------------------------------------------------
+    # --- Layers ---
 
-    packed_attention = (
-        OpSet.packed_attention
-    )  # by torch's own kernel; the reference's is the oracle
+    packed_attention = OpSet.packed_attention  # torch's own kernel; the reference's is the oracle
 
     def quantize_weight(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
@@ -130,7 +141,7 @@ class CpuOps(ReferenceOps):
         )
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
-        """Those of `mxfp4` become dense: torch has no product with them."""
+        """Packs experts. Those in `mxfp4` become dense, as torch has no product with them."""
         if isinstance(w, GroupedLinear) and w.codes == "e2m1":
             return Linear(weight=dequantize(w, w.scales.dtype), bias=w.bias)
         return self.pack_weight(w)
@@ -154,12 +165,15 @@ class CpuOps(ReferenceOps):
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
     ) -> Tensor:
-        """Rows are put in the order of their experts, so that each product is one call over all of them."""
+        """Computes a mixture. Rows are sorted by expert, so that each product is one call over all
+        of them."""
         up, down, spec = experts.up, experts.down, experts.spec
         weights, chosen = route(router_logits, spec, experts.correction)
         count_experts(chosen, load)
         held = spec.num_local_experts
-        if spec.held is not None:  # others come behind all that are here, and get no product
+        if (
+            spec.held is not None
+        ):  # experts of other ranks come after the local ones, and get no product
             here = (chosen >= spec.held[0]) & (chosen < spec.held[0] + held)
             chosen, weights = (
                 torch.where(here, chosen - spec.held[0], held),
@@ -197,7 +211,8 @@ class CpuOps(ReferenceOps):
         return F.linear(x, w.weight, w.bias)
 
     def lora(self, y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-        """One adapter's tokens after another's: a batched product over gathered weights took 1.3 to 30 times as long."""
+        """Adds adapters one after another. A batched product over gathered weights took 1.3 to 30
+        times as long."""
         assert isinstance(x, Tensor)
         rank, parts = w.rank, w.parts
         for slot, begin, end in tokens.groups:
@@ -255,7 +270,7 @@ class CpuOps(ReferenceOps):
             normed = ((qk[:, : h.num_heads], h.q_norm), (qk[:, h.num_heads :], h.k_norm))
             qk = torch.cat([rms(t, w, h.norm_eps, h.norm_offset) for t, w in normed], dim=1)
         if cos_sin is not None:
-            # The value holds the tensor, too, so that its id is not used again within the step.
+            # The value holds the tensor too, so that its id is not reused within the step.
             _, cos, sin = meta.once(
                 (id(cos_sin), h.interleaved),
                 lambda: (cos_sin, *_turning(cos_sin[meta.positions], h.interleaved)),
@@ -272,7 +287,7 @@ class CpuOps(ReferenceOps):
             )
         return qk[:, : h.num_heads]
 
-    # --- Attention --------------------------------------------------------------------------------------------------
+    # --- Attention ---
 
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
@@ -299,7 +314,7 @@ class CpuOps(ReferenceOps):
             prefill(out[begin:end], q[begin:end], keys, values, params)
         return out
 
-    # --- Sampling ---------------------------------------------------------------------------------------------------
+    # --- Sampling ---
 
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         sampling.mask_logits(to_array(logits), rows.numpy(), bits.numpy())
@@ -308,21 +323,22 @@ class CpuOps(ReferenceOps):
         return torch.from_numpy(sampling.sample(logits.float().numpy(), params, self._largest))
 
     def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        """The first largest of each row [S, V]."""
+        """Returns the first largest of each row [S, V]."""
         found: npt.NDArray[np.int64] = np.argmax(logits, axis=1)
         return found
 
 
-# --- Rotation -------------------------------------------------------------------------------------------------------
+# --- Rotary ---
 
 
 def _native_instead() -> str:
-    """How the C++ kernels come in the place of these."""
+    """Words the remedy: how to get the C++ kernels instead."""
     return "leave kernels at 'auto'" if has_cpu_kernels() else f"get the C++ ones: {remedy()}"
 
 
 def _turning(table: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """From [T, rotary_dim] (cos, then sin) the factors of x and of its swapped partner, [T, 1, rotary_dim] each."""
+    """Splits cos and sin [T, rotary_dim] into the factors of x and of its swapped partner,
+    [T, 1, rotary_dim] each."""
     cos, sin = table[:, None].chunk(2, dim=-1)
     if interleaved:
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
@@ -341,20 +357,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _head_slots(slot_mapping: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
-    """[T] slots → [T · K] rows of a cache seen as [B · K · block_size, D]."""
+    """Slots [T] → rows [T · K] of a cache seen as [B · K · block_size, D]."""
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     return (
         (block[:, None] * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset[:, None]
     ).flatten()
 
 
-# --- Decodes --------------------------------------------------------------------------------------------------------
+# --- Decodes ---
 
 
 def decode_groups(
     meta: AttentionMetadata, lens: list[int], kv: LayerKV, window: int | None, dtype: torch.dtype
 ) -> list[DecodeGroup]:
-    """The step's decodes, in groups with little padding. Blocks before the window are not gathered."""
+    """Groups the step's decodes so that there is little padding. Blocks before the window are not
+    gathered."""
     _, num_kv_heads, block_size, _ = kv.k.shape
     count, block_bytes = meta.num_decodes, kv.k[0].nbytes
     firsts = [
@@ -370,7 +387,7 @@ def decode_groups(
         index = torch.tensor(rows)
         group_lens = meta.seq_lens[index][:, None]
         first = torch.tensor([firsts[i] for i in rows])[:, None]
-        # Blocks beyond a shorter sequence's end are masked, so they may be any.
+        # Blocks beyond a shorter sequence's end are masked, so any will do.
         columns = (first + torch.arange(n)).clamp(max=meta.block_table.shape[1] - 1)
         blocks = meta.block_table[index].gather(1, columns).long()
         at = first * block_size + torch.arange(n * block_size)
@@ -396,8 +413,11 @@ def decode_groups(
 
 
 def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
-    """Sequences grouped by the blocks they need: all together if padding them to the longest costs little, else so that
-    none is padded to more than twice its own; and no group of several with more than `max_blocks`."""
+    """Groups sequences by the number of blocks they need.
+
+    All are together if padding them to the longest costs little. Otherwise none is padded to more
+    than twice its own length. A group of several sequences has at most `max_blocks`.
+    """
     groups: dict[int, list[int]] = {}
     even = max(needed, default=0) * len(needed) <= 1.5 * sum(needed) + 8 * len(needed)
     for i, count in enumerate(needed):
@@ -410,10 +430,11 @@ def _alike(needed: list[int], max_blocks: int) -> list[list[int]]:
 
 
 def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: AttentionParams) -> Tensor:
-    """q [N, H, D], one token of each sequence of the group → [N, H, D]."""
+    """Attention for q [N, H, D], one token of each sequence of the group → [N, H, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, size = kv.k.shape[1:3]
-    # One gather lays a head's blocks end to end; the query heads of a kv head are rows of one product.
+    # One gather lays a head's blocks end to end. The query heads of a kv head are rows of one
+    # product.
     shape = (num_seqs, num_kv_heads, group.num_blocks * size, head_dim)
     gathered = (kv.k,) if kv.latent else (kv.k, kv.v)
     keys, *others = (
@@ -441,18 +462,19 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, s: AttentionParams) -> T
     return torch.where(group.lens[:, :, None] > 0, out, 0.0) if group.any_empty else out
 
 
-# --- Prefill --------------------------------------------------------------------------------------------------------
+# --- Prefill ---
 
 
 def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams) -> None:
-    """q [n, H, D] at the end of keys, values [K, L, D], of a layer that `scales_only`; writes into `out`."""
+    """Computes attention of q [n, H, D] at the end of keys and values [K, L, D] into `out`, for a
+    layer that `scales_only`."""
     scale, window, causal = s.scale, s.window, s.causal
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length, _ = keys.shape
     group, latent = (
         num_heads // num_kv_heads,
         values.shape[2] < head_dim,
-    )  # whose single kv head is not copied for each of many
+    )  # a latent's single kv head is not copied for each of many heads
     if (not causal or (num_queries == length and not latent)) and (
         window is None or window >= length
     ):
@@ -503,7 +525,7 @@ def _prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionP
 
 
 def _tiled(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams) -> None:
-    """The reference's attention, a few queries at a time, so that the scores stay small."""
+    """Computes the reference's attention a few queries at a time, so that the scores stay small."""
     num_queries, num_heads, _ = q.shape
     length = keys.shape[1]
     step = max(1, MAX_TEMPORARY_BYTES // (length * num_heads * 4))

@@ -1,6 +1,7 @@
-"""Where one expert's numbers lie in the weights of all, in every layout, so that two experts can change places.
+"""Views of one expert's elements in the stacked weights of all, in every layout, so that two
+experts can swap places.
 
-All writing is in place: graphs and programs hold the addresses.
+All writing is in place, because graphs and programs hold the addresses.
 """
 
 from __future__ import annotations
@@ -26,20 +27,25 @@ from slipstream.kernels.weights import (
 from slipstream.spec.scheme import FP8_TILE
 
 BY_ROWS = (Linear, ScaledLinear, TileScaledLinear, GroupedLinear, Mxfp4Linear)
-"""Layouts whose tensors have a weight's rows in their first dimension, or tiles or slabs of rows; but the scales of groups,
-which have them in their second."""
+"""Layouts whose tensors have a weight's rows, tiles or slabs of rows in the first dimension.
+
+The exception is the scales of groups, which have the rows in the second.
+"""
 
 
 def swap_rows(x: Tensor, a: int, b: int) -> None:
-    """x[a] ↔ x[b], without a word to the host."""
+    """Swaps x[a] and x[b] without synchronizing with the host."""
     kept = x[a].clone()
     x[a].copy_(x[b])
     x[b].copy_(kept)
 
 
 def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
-    """All numbers of a stacked weight, as views [num_experts, …]: row i has expert i's. None: an expert's can't be told from
-    others', or not be written."""
+    """Returns all elements of a stacked weight as views [num_experts, …]; row i belongs to expert
+    i.
+
+    None if an expert's elements can't be separated from others' or can't be written.
+    """
     if isinstance(w, NativeExperts):
         arrays = [part.data for part in w.parts] + ([] if w.bias is None else [w.bias])
         found = [_writable(x) for x in arrays]
@@ -65,7 +71,8 @@ def expert_rows(w: Linear, num_experts: int) -> list[Tensor] | None:
 
 
 def layout(w: Linear, num_experts: int) -> str:
-    """What must be the same of two weights if one's expert is to take the place of the other's: the bytes mean the same."""
+    """Returns a description that must be equal for two weights to exchange experts: their bytes
+    then mean the same."""
     kinds = [part.kind for part in w.parts] if isinstance(w, NativeExperts | NativeLinear) else []
     own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
     said = [(name, x) for name, x in own.items() if isinstance(x, int | float | str)]
@@ -74,19 +81,19 @@ def layout(w: Linear, num_experts: int) -> str:
 
 
 def can_swap_outputs(w: Linear) -> bool:
-    """Whether `swap_outputs` covers the layout of a router."""
+    """Tells whether `swap_outputs` supports the layout of a router."""
     if isinstance(w, NativeLinear):
         return len(w.parts) == 1 and w.parts[0].kind in (native.F32, native.BF16)
     return isinstance(w, PackedLinear) or expert_rows(w, w.out_features) is not None
 
 
 def swap_outputs(w: Linear, a: int, b: int) -> None:
-    """Let two outputs of a router change places."""
+    """Swaps two outputs of a router."""
     if isinstance(w, NativeLinear):
         (part,) = w.parts
         rows = part.rows_of(np.arange(part.rows))
         rows[[a, b]] = rows[[b, a]]
-        part.put_dense(rows)  # exact: the numbers were of its type
+        part.put_dense(rows)  # exact, as the values were of its type
     elif isinstance(w, PackedLinear):
         dense = w.packed.to_dense()
         swap_rows(dense, a, b)
@@ -102,7 +109,7 @@ def swap_outputs(w: Linear, a: int, b: int) -> None:
 
 
 def _writable(x: Array) -> Tensor | None:
-    """The same memory."""
+    """Returns a tensor over the same memory, or None if it is read-only."""
     return None if isinstance(x, np.ndarray) and not x.flags.writeable else _tensor(x)
 
 

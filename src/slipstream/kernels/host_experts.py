@@ -1,15 +1,17 @@
-"""Mixtures whose experts stay in the host's memory, beside a device that does the rest.
+"""Mixtures whose experts stay in host memory, next to a device that does the rest.
 
-`HostExpertOps` is the device's op set, but for mixtures whose experts were packed by the C++ kernels (`NativeExperts`). A step
-of one of those goes like this, without the host's Python waiting for anything:
+`HostExpertOps` is the device's op set, except for mixtures whose experts were packed by the C++
+kernels (`NativeExperts`). Such a step runs like this, without the host's Python waiting for
+anything:
 
-1. The device chooses each token's experts, and copies tokens and choice to the host's memory.
-2. The device's queue calls the host, whose C++ kernels compute the experts on all cores. The device computes a shared expert
-   meanwhile.
-3. The device copies the result back, and goes on.
+1. The device chooses each token's experts, and copies tokens and choice to host memory.
+2. The device's queue calls the host, whose C++ kernels compute the experts on all cores. Meanwhile
+   the device computes a shared expert.
+3. The device copies the result back, and continues.
 
-All of it is recorded in graphs. A step reads only the chosen experts' weights, and the host's memory is what bounds it. For
-steps of many tokens it is faster to copy the layer's weights to the device and to compute there (`copy_from`).
+All of it is recorded in graphs. A step reads only the chosen experts' weights, and host memory
+bandwidth is the limit. For steps of many tokens it is faster to copy the layer's weights to the
+device and compute there (`copy_from`).
 """
 
 from __future__ import annotations
@@ -45,10 +47,11 @@ from slipstream.platform import Platform
 _logger = logging.getLogger("slipstream.engine")
 
 SLICE = 1024
-"""The most tokens that the host computes at a time. Longer steps are cut, so that the copies need little memory."""
+"""Maximum number of tokens that the host computes at a time. Longer steps are cut, so that the
+copies need little memory."""
 
 LEAST_COPIED = 32
-"""Steps of fewer tokens are always the host's."""
+"""Minimum tokens of a step whose weights may be copied. The host always computes smaller ones."""
 
 
 class HostExpertOps:
@@ -61,7 +64,7 @@ class HostExpertOps:
         self.arena = PinnedArena(host, platform)
         host.host.arena = self.arena
         self.copy_from: int | None = (
-            None  # steps of so many tokens are the device's; None: all are the host's
+            None  # minimum tokens of a step that the device computes; None: the host computes all
         )
         self._queue = platform.copy_queue()
         self._memory = SharedMemory(platform)
@@ -91,7 +94,7 @@ class HostExpertOps:
             return self._ops.forms_of(w)
         return [(f"{name} of the host", num_bytes) for name, num_bytes in self.host.forms_of(w)]
 
-    # --- Steps --------------------------------------------------------------------------------------------------------
+    # --- Steps ---
 
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
@@ -122,7 +125,7 @@ class HostExpertOps:
     def _begin(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None
     ) -> Begun:
-        """Queue the host's work beside what the device queues next."""
+        """Queues the host's work, which overlaps with what the device queues next."""
         weights, chosen = self._ops.route(router_logits, experts.spec, experts.correction, load)
         hot, here = self._hot.get(id(experts.up)), None
         if hot is not None:
@@ -142,7 +145,7 @@ class HostExpertOps:
         return Begun(result, given, None if hot is None or here is None else (hot, *here))
 
     def _finished(self, x: Tensor, begun: Begun, added: Tensor | None) -> Tensor:
-        """The result of the host, with that of experts on the device, and `added` [T, E]."""
+        """Returns the host's result plus that of experts on the device plus `added` [T, E]."""
         if begun.here is not None:
             hot, weights, places = begun.here
             own = self._ops.moe_of_choice(x, weights, places, hot.experts)
@@ -158,13 +161,14 @@ class HostExpertOps:
             )
         return found
 
-    # --- Steps of many tokens -----------------------------------------------------------------------------------------
+    # --- Steps of many tokens ---
 
     def _copies_for(self, num_tokens: int) -> bool:
         return self.copy_from is not None and num_tokens >= self.copy_from
 
     def copied(self, experts: Experts, dtype: torch.dtype) -> Experts:
-        """The experts as dense weights of `dtype` on the device. They are overwritten by the next layer's."""
+        """Returns the experts as dense weights of `dtype` on the device. The next layer's overwrite
+        them."""
         made = []
         for name, w in (("up", experts.up), ("down", experts.down)):
             assert isinstance(w, NativeExperts)
@@ -185,13 +189,14 @@ class HostExpertOps:
         return Linear(weight=out.flatten(0, 1), bias=self._bias(w, dtype))
 
     def _bias(self, w: NativeExperts, dtype: torch.dtype) -> Tensor | None:
-        """On the device. It stays there: a graph can't copy from memory that moves."""
+        """Returns the bias on the device. It stays there, because a graph can't copy from memory
+        that moves."""
         if w.bias is not None and id(w) not in self._biases:
             self._biases[id(w)] = torch.as_tensor(w.bias).to(self._platform.device, dtype)
         return self._biases.get(id(w))
 
     def _place(self, use: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """Memory of the device that is used again for each layer."""
+        """Returns device memory that is reused for each layer."""
         size = math.prod(shape) * dtype.itemsize
         held = self._copies.get(use)
         if held is None or held.numel() < size:
@@ -202,20 +207,23 @@ class HostExpertOps:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device that copies take, and experts that it holds."""
+        """Bytes on the device of copies and of the experts that it holds."""
         return sum(x.numel() for x in self._copies.values()) + sum(
             hot.num_bytes for hot in self._hot.values()
         )
 
-    # --- Experts that the device holds --------------------------------------------------------------------------------
+    # --- Experts that the device holds ---
 
     @property
     def holds_experts(self) -> bool:
         return bool(self._turns)
 
     def hold(self, mixtures: Mapping[int, Experts], num_bytes: int, dtype: torch.dtype) -> int:
-        """Hold experts of the host's mixtures (by layer) on the device as well, as many of each as fit in so many bytes.
-        Returns how many of each."""
+        """Holds experts of the host's mixtures (by layer) on the device too, as many of each as fit
+        in `num_bytes`.
+
+        Returns the number per mixture.
+        """
         own = {
             i: e for i, e in mixtures.items() if isinstance(e.up, NativeExperts) and _can_copy(e)
         }
@@ -229,7 +237,8 @@ class HostExpertOps:
         return count
 
     def follow(self, load: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Of one layer, the next in turn, let the experts on the device follow the load. Returns how many changed."""
+        """Updates the experts on the device by the load, for one layer, the next in turn. Returns
+        how many changed."""
         if not self._turns:
             return 0
         self._turns.append(self._turns.pop(0))
@@ -238,8 +247,11 @@ class HostExpertOps:
         return 0 if counts is None else hot.follow(counts)
 
     def choose(self, mixtures: Iterable[Experts], dtype: torch.dtype, most_tokens: int) -> None:
-        """Measure from how many tokens on copying the first mixture's experts is faster: of two runs each, the faster. Never,
-        if the device has no room for a layer's."""
+        """Measures from how many tokens on it is faster to copy the first mixture's experts, by the
+        faster of two runs each.
+
+        It is never if the device has no memory for a layer's.
+        """
         experts = next((e for e in mixtures if isinstance(e.up, NativeExperts)), None)
         if experts is None or not _can_copy(experts) or not self.arena.is_pinned:
             return
@@ -271,19 +283,22 @@ class HostExpertOps:
 
 
 UNPACKED_AT_ONCE = 64 * 2**20
-"""Numbers of a weight that are float32 for a moment."""
+"""Maximum elements of a weight that are float32 at a time."""
 
 
 def _can_copy(experts: Experts) -> bool:
-    """Whether the experts lie in forms that `unpack` knows."""
+    """Tells whether `unpack` supports the formats of the experts."""
     ways = cast("tuple[NativeExperts, NativeExperts]", (experts.up, experts.down))
     return all(part.kind in BITS for w in ways for part in w.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Work that the host was given. `result`, float32 [T, E], is there when the queue was joined; until then `given` must live.
-    `here`: experts on the device, and the choice of them."""
+    """Work that the host was given.
+
+    `result`, float32 [T, E], is valid after the queue was joined; until then `given` must live.
+    `here` has the experts on the device, and the choice of them.
+    """
 
     result: Tensor
     given: Tensor
@@ -291,8 +306,11 @@ class Begun:
 
 
 class HostMixture:
-    """A layer's experts as a program over memory that device and host share: `given`, float32 [SLICE, E + 2k], has a token's
-    row, its experts and their weights; `result`, float32 [SLICE, E], what they give."""
+    """A layer's experts as a program over memory that device and host share.
+
+    `given`, float32 [SLICE, E + 2k], has a token's row, its experts and their weights. `result`,
+    float32 [SLICE, E], has the output.
+    """
 
     def __init__(
         self, experts: Experts, host: NativeOps, memory: SharedMemory, platform: Platform
@@ -322,7 +340,7 @@ class HostMixture:
         self._jobs: dict[int, Job] = {}
 
     def call(self, num_tokens: int) -> None:
-        """Queue a call of the host for so many tokens of `given`."""
+        """Queues a call of the host for `num_tokens` tokens of `given`."""
         job = self._jobs.get(num_tokens)
         if job is None:
             job = self._jobs[num_tokens] = self.program.job(num_tokens)
@@ -330,13 +348,13 @@ class HostMixture:
 
 
 def _numbers(experts: Experts) -> int:
-    """Of one expert's weights and biases."""
+    """Number of elements in one expert's weights and biases."""
     ways = cast("tuple[NativeExperts, NativeExperts]", (experts.up, experts.down))
     return sum(w.rows * (w.inner + (w.bias is not None)) for w in ways)
 
 
 class SharedMemory:
-    """Memory of the host that all layers use, one after the other. What the layers have in common is there once."""
+    """Host memory that all layers use, one after another. Buffers of equal shape are shared."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -344,14 +362,15 @@ class SharedMemory:
         self._scratch: dict[tuple[str, int, int], Bytes] = {}
 
     def pinned(self, name: str, width: int) -> Tensor:
-        """float32 [SLICE, width]"""
+        """Returns pinned float32 [SLICE, width]."""
         if (name, width) not in self._pinned:
             made = self._platform.pinned(SLICE * width * 4)
             self._pinned[name, width] = made.view(torch.float32).view(SLICE, width).zero_()
         return self._pinned[name, width]
 
     def scratch(self, name: str, form: int, width: int, rows_a_token: int) -> Bytes:
-        """Rows of `width` numbers in `form`, `rows_a_token` for each token, as bytes."""
+        """Returns a buffer of bytes with `rows_a_token` rows per token, of `width` elements in
+        `form`."""
         row = int(native.load().ss_form_bytes(form, width))
         key = name, row, rows_a_token
         if key not in self._scratch:
@@ -361,8 +380,11 @@ class SharedMemory:
 
 
 class PinnedArena(Arena):
-    """An arena of whole pages, large ones where the system has them, which `pin` makes readable for the device itself. A copy
-    from there is several times as fast."""
+    """An arena of whole pages, huge ones where the system has them.
+
+    `pin` page-locks them, so that the device reads them directly. A copy from there is several
+    times as fast.
+    """
 
     def __init__(self, host: NativeOps, platform: Platform) -> None:
         super().__init__(host.pool)
@@ -384,8 +406,10 @@ class PinnedArena(Arena):
         return memory[:num_bytes]
 
     def pin(self) -> None:
-        """Page-lock all memory that was taken. Where the system does not allow it, a warning is logged, and nothing is copied
-        from here."""
+        """Page-locks all memory that was taken.
+
+        If the system does not allow it, a warning is logged, and nothing is copied from here.
+        """
         try:
             while self._waiting and self.is_pinned:
                 self._platform.pin(self._waiting.pop())
@@ -395,4 +419,4 @@ class PinnedArena(Arena):
 
 
 HUGE = 2 * 2**20
-"""Bytes of a large page."""
+"""Bytes of a huge page."""

@@ -1,15 +1,17 @@
-"""Packs weights for a CPU's C++ kernels, in NumPy's arrays: the part of an op set that building a decoder needs.
+"""Packs weights for a CPU's C++ kernels, in NumPy arrays: the part of an op set that building a
+decoder needs.
 
-So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are `cpu.py`'s.
+So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are
+in `cpu.py`. Weights are packed once, and the packed form replaces the dense one:
 
-Weights are packed once, and the packed form replaces the dense one:
-
-1. `int8` has a scale a row. Its inputs are rounded to 8 bits with a scale for every 32 of a token.
-2. An int8 weight with enough zeros (`SPARSE_FROM`) is held sparse: a bit for each place and the numbers that are not zero.
-   Patterns (2:4, N:M) are no case of their own.
-3. GGUF's types are used as they are (`CPU_BLOCK_BYTES`), and so are 4-bit weights by groups of 128 or 32 (GPTQ, AWQ). What is
-   rounded to 4 bits here has a scale and a minimum a group, which are searched for (csrc/cpu/round4.h). Their inputs are
-   rounded as `int8`'s are (docs/quantization.md).
+1. `int8` has a scale per row. Its inputs are quantized to 8 bits with a scale for every 32 of a
+   token.
+2. An int8 weight with enough zeros (`SPARSE_FROM`) is held sparse: a bit per element and the
+   non-zero elements. Patterns (2:4, N:M) are not treated specially.
+3. GGUF's types are used as they are (`CPU_BLOCK_BYTES`), and so are 4-bit weights by groups of 128
+   or 32 (GPTQ, AWQ). Weights that are quantized to 4 bits here have a scale and a minimum per
+   group, found by search (csrc/cpu/round4.h). Their inputs are quantized as for `int8`
+   (docs/quantization.md).
 """
 
 from __future__ import annotations
@@ -39,22 +41,30 @@ from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, Scheme
 Weights = npt.NDArray[Any]
 
 SPARSE_FROM, SPARSE_FROM_ELSEWHERE = 0.4, 0.8
-"""The share of zeros from which an int8 weight is held sparse: where an instruction expands bytes (`vpexpandb`), and elsewhere.
-A sparse weight takes (1 − zeros) + 1/8 of the dense one's bytes. With it a product of one token spends some 8 instructions on
-64 numbers, as few as keep ahead of the memory. Without it, some 60, so the bytes must be few, or the cores many, before it pays
-(`benchmarks/kernels.py`)."""
+"""Share of zeros from which an int8 weight is held sparse: where an instruction expands bytes
+(`vpexpandb`), and elsewhere.
+
+A sparse weight takes (1 − zeros) + 1/8 of the dense one's bytes. With the instruction, a product of
+one token spends about 8 instructions on 64 elements, few enough to keep ahead of memory. Without
+it, it spends about 60, so sparsity pays only with few bytes or many cores
+(`benchmarks/kernels.py`).
+"""
 
 
 TOKENS, ROUNDS = (2, 4, 8, 12, 16, 24, 32, 64), 3
-"""Of `faster_from`."""
+"""Tried token counts, and rounds of measurement, in `faster_from`."""
 
 COPIES_BYTES, MAX_COPIES = 32 * 2**20, 64
-"""Copies of a dense weight that are multiplied in turn fill so much, since in a step a product's weights come from memory."""
+"""Bytes to fill with copies of a dense weight that are multiplied in turn, because in a step a
+product's weights come from memory."""
 
 
 class HostOps:
-    """`isa` forces an instruction set; by default the machine's best. `sparse_from`: instead of `SPARSE_FROM`. `dense_copies`:
-    sparse weights are held dense as well."""
+    """Packs weights for the kernels.
+
+    `isa` forces an instruction set; the default is the machine's best. `sparse_from` overrides
+    `SPARSE_FROM`. With `dense_copies`, sparse weights are held dense as well.
+    """
 
     name = "cpu"
     has_host_experts = False
@@ -76,7 +86,7 @@ class HostOps:
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
         self._dense_from: int | None = (
-            0  # 0: not measured yet, which the first sparse weight is for; None: never
+            0  # 0: not measured yet, which the first sparse weight triggers; None: never
         )
 
     def describe(self) -> str:
@@ -121,7 +131,8 @@ class HostOps:
         )
 
     def _eight_bits(self, weight: Weights, scales: Any) -> Packed:
-        """Codes with their scales, or numbers that are rounded here, in the form that is faster."""
+        """Packs codes with their scales, or quantizes values, in the faster of the dense and the
+        sparse form."""
         dense = Packed.empty(native.I8, weight.shape[0], weight.shape[1], Arena(self.pool, 0))
         if scales is None:
             dense.put_dense(weight)
@@ -133,7 +144,8 @@ class HostOps:
         return self._with_copy(sparse, dense) if self._dense_copies else sparse
 
     def _with_copy(self, sparse: Packed, dense: Packed) -> Packed:
-        """The sparse weight, held dense as well for the steps in which that is faster on this machine, if there are any."""
+        """Adds a dense copy to the sparse weight for the steps in which that is faster on this
+        machine, if there are any."""
         if self._dense_from == 0:
             self._dense_from = faster_from(self.pool, sparse, dense)
         if self._dense_from is None:
@@ -165,7 +177,7 @@ class HostOps:
     def pack_latent(
         self, expand: Weights, spec: LatentAttentionSpec
     ) -> tuple[NativeExperts, NativeExperts]:
-        """`OpSet.pack_latent`"""
+        """Packs weights for `OpSet.pack_latent`."""
         heads = expand.reshape(spec.num_heads, -1, expand.shape[1])
         keys, values = heads[:, : spec.nope_dim], heads[:, spec.nope_dim :]
         return self.pack_heads(keys), self.pack_heads(values.swapaxes(1, 2))
@@ -177,7 +189,7 @@ class HostOps:
         if isinstance(tied, NativeLinear) and all(
             p.kind not in (native.I8, native.S8) for p in tied.parts
         ):
-            return tied  # the head's rows are the table's, exactly
+            return tied  # the head's rows are exactly the table's
         return self.pack_weight(table) if isinstance(table, Linear) else table
 
     def place_of(self, table: Weights | Linear) -> tuple[None, Any]:
@@ -190,7 +202,7 @@ class HostOps:
         return np.zeros(num_experts, np.int64)
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """For messages: the formats of a product's weight, with their bytes."""
+        """Returns the formats of a product's weight with their bytes, for messages."""
         assert isinstance(w, NativeLinear | NativeExperts)
         found = [(native.KIND_NAMES[part.kind], part.data.size) for part in w.parts]
         copies = [
@@ -198,7 +210,7 @@ class HostOps:
         ]
         return found + [("int8 beside sparse int8", copy.size) for copy in copies]
 
-    # --- The file of packed products ----------------------------------------------------------------------------------
+    # --- The file of packed products ---
 
     @property
     def layout(self) -> str:
@@ -239,7 +251,8 @@ def _native(weight: Weights, bias: Any, parts: tuple[Packed, ...]) -> NativeLine
 
 
 def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
-    """One part if all rows have one type, else a part for each run of rows that a tensor of the checkpoint fills."""
+    """Packs blocks: one part if all rows have one type, else a part for each run of rows that a
+    tensor of the checkpoint fills."""
     rows, inner = w.weight.shape
     if len({piece.type for piece in w.pieces}) == 1:
         packed = Packed.empty(native.BLOCK_KINDS[w.pieces[0].type], rows, inner, arena)
@@ -258,7 +271,8 @@ def _pack_blocks(w: BlockLinear, arena: Arena) -> tuple[Packed, ...]:
 
 
 def four_bits(scheme: Scheme) -> int:
-    """The kind of weights that are rounded by an `int4` scheme: groups of 32 as GGUF's Q4_1, or of 128. ConfigError: others."""
+    """Returns the kind of an `int4` scheme's weights: groups of 32 as in GGUF's Q4_1, or of 128.
+    ConfigError for others."""
     kinds = {32: native.Q4M, 128: native.W4M}
     if scheme.group_size not in kinds:
         raise _no_product(scheme)
@@ -266,9 +280,11 @@ def four_bits(scheme: Scheme) -> int:
 
 
 def faster_from(pool: ThreadPool, sparse: Packed, dense: Packed) -> int | None:
-    """The tokens of a step from which a product with the dense form of a weight is faster: one of `TOKENS`, or None if the
-    sparse form is faster with all of them. It is measured now, in 0.1 to 0.5 s, by bisection: if dense is faster with some
-    number of tokens, it is taken to be so with more."""
+    """Measures the number of tokens from which a product with the dense form of a weight is faster.
+
+    Returns one of `TOKENS`, or None if the sparse form is faster with all of them. Bisection takes
+    0.1 to 0.5 s; it assumes that if dense is faster with some number of tokens, it is so with more.
+    """
     copies, arena = min(MAX_COPIES, -(-COPIES_BYTES // dense.data.size)), Arena(pool)
     shape = np.broadcast_to(np.float32(0), (dense.rows, dense.inner))
 

@@ -1,7 +1,9 @@
-"""The parts of an encoder outside its layers' program, on NumPy's arrays: embeddings, pooling, a classifier. No torch.
+"""The parts of an encoder outside its layers' program, on NumPy arrays: embeddings, pooling, a
+classifier. No torch.
 
-`HostTextOps` has those of `OpSet`'s methods that `Decoder.embedded`, `encoder.pool` and `encoder.Classifier` call. Values are
-float32 between them, so in bfloat16 they are rounded less often than torch's.
+`HostTextOps` has the `OpSet` methods that `Decoder.embedded`, `encoder.pool` and
+`encoder.Classifier` call. Values are float32 between them, so in bfloat16 they are rounded less
+often than torch's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class HostTextOps:
         self._pool = pool
 
     def embed(self, token_ids: Array, table: Array | NativeLinear, scale: float = 1.0) -> Floats:
-        """[T] → float32 [T, E]"""
+        """[T] → float32 [T, E]."""
         kept: Any = table.weight if isinstance(table, NativeLinear) else table
         rows: Floats = (
             table.parts[0].rows_of(token_ids)
@@ -87,7 +89,7 @@ class HostTextOps:
         return found
 
     def mean_of_texts(self, hidden: Floats, starts: Array) -> Floats:
-        """Of texts that have tokens."""
+        """Returns the means of texts, each with at least one token."""
         found: Any = np.add.reduceat(hidden, starts[:-1], axis=0) / np.diff(starts)[:, None].astype(
             np.float32
         )

@@ -1,7 +1,7 @@
-"""Single experts of a mixture on the host that a device holds as well: those that tokens choose most.
+"""Holds the most often chosen experts of a host's mixture on a device as well.
 
-Their weights are dense on the device. Which ones they are follows the measured load, a few experts at a time. All tensors stay
-where they are, so graphs stay right.
+Their weights are dense on the device. The set follows the measured load, a few experts at a time.
+All tensors stay in place, so graphs stay valid.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from slipstream.kernels.weights import Linear
 from slipstream.platform import Platform
 
 MOST_MOVES = 4
-"""Experts that change places at a time: some milliseconds of copying."""
+"""Maximum experts swapped at a time, which takes some milliseconds of copying."""
 
 GAIN = 1.25
-"""An expert takes another's place if it was chosen so many times as often, lest near ones go to and fro."""
+"""Minimum ratio of load for an expert to replace another, so that similar ones don't alternate."""
 
 KEPT = 0.5
-"""Of the load seen before, at each look: what counts is the recent load."""
+"""Share of the earlier load that is kept at each update, so that recent load counts more."""
 
 
 class HotExperts:
-    """`count` of a layer's experts on the device. `experts` are they, numbered by their places. `place_of`, int32 [X], says
-    each expert's place, or `count`, if it is the host's."""
+    """The `count` experts of a layer on the device. `experts` has them, numbered by place.
+
+    `place_of`, int32 [X], is each expert's place, or `count` if only the host has it.
+    """
 
     def __init__(self, source: Experts, count: int, platform: Platform, dtype: torch.dtype) -> None:
         up, down = source.up, source.down
@@ -67,22 +69,26 @@ class HotExperts:
         return sum(x.nbytes for x in (*self._weights, *self._biases) if x is not None)
 
     def follow(self, counts: Sequence[int]) -> int:
-        """Let experts that tokens chose more take the places of others, by the counts since the start. Returns how many did."""
+        """Lets experts chosen more often replace others, by the counts since the start. Returns how
+        many changed."""
         now = np.asarray(counts, np.int64)
-        fresh = now - self._seen if (now >= self._seen).all() else now  # they began anew
+        fresh = (
+            now - self._seen if (now >= self._seen).all() else now
+        )  # if smaller, the counts were reset
         self._seen, self._load = now, KEPT * self._load + fresh
         moves = best_moves(self._load, self.held)
         self._move(moves)
         return len(moves)
 
     def split(self, weights: Tensor, chosen: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Of a choice [T, k]: the host's experts, −1 for others; and the device's weights and places."""
+        """Splits a choice [T, k] into the host's experts (−1 for others) and the device's (weights,
+        places)."""
         places = self.place_of[chosen.long()]
         here = places < self.count
         return chosen.masked_fill(here, -1), (weights.masked_fill(~here, 0.0), places)
 
     def _move(self, moves: dict[int, int]) -> None:
-        """Put experts in places: {place: expert}."""
+        """Puts experts in places: {place: expert}."""
         if not moves:
             return
         for place, expert in moves.items():
@@ -105,8 +111,11 @@ class HotExperts:
 
 
 def best_moves(load: npt.NDArray[np.float64], held: Sequence[int]) -> dict[int, int]:
-    """{place: expert}: the experts outside `held` that were chosen most take the places of those in it that were chosen least,
-    the best `MOST_MOVES` of them, each with `GAIN`."""
+    """Returns {place: expert}: the most chosen experts outside `held` replace the least chosen
+    inside.
+
+    At most `MOST_MOVES`, each with a load ratio above `GAIN`.
+    """
     outside = np.setdiff1d(np.arange(len(load)), held)
     coming = outside[np.argsort(-load[outside], kind="stable")]
     leaving = np.argsort(load[list(held)], kind="stable")

@@ -1,5 +1,8 @@
-"""Parameters of ops: norms, heads, attention, experts; and the shape of a layer for the one-token kernel. Nothing here imports
-torch, so that a model can be described without it."""
+"""Parameters of ops (norms, heads, attention, experts), and the shape of a layer for the one-token
+kernel.
+
+Nothing here imports torch, so that a model can be described without it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ if TYPE_CHECKING:
     from slipstream.kernels.weights import Linear
 
 LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
-"""A layer's tensors for `OpSet.one_token`, by name, with numbers of its own: `window`, `table`, `up_factor`, `down_factor`."""
+"""A layer's tensors for `OpSet.one_token`, by name, and its own numbers: `window`, `table`,
+`up_factor`, `down_factor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormParams:
-    """A norm over rows, in float32. `rms`: x / rms(x) · (weight + offset). `layer`: (x − mean) / std · weight + bias. Or a
-    function of the caller's."""
+    """A norm over rows, in float32.
+
+    `rms` is x / rms(x) · (weight + offset). `layer` is (x − mean) / std · weight + bias. An
+    `OwnNorm` is the caller's function.
+    """
 
     kind: Literal["rms", "layer"] | OwnNorm
     weight: Tensor  # [E]
@@ -32,17 +39,19 @@ class NormParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKVLayout:
-    """The heads in a row of q, k and v, and how `rope_and_cache` norms and rotates them. Without `q_norm` and `k_norm` heads
-    are not normed, without `cos_sin` not rotated."""
+    """The heads in a row of q, k and v, and how `rope_and_cache` norms and rotates them.
+
+    Without `q_norm` and `k_norm` heads are not normed; without `cos_sin` they are not rotated.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     cos_sin: Tensor | None = (
-        None  # float32 [max_position, rotary_dim]: cos in the first half of a row, sin in the second
+        None  # float32 [max_position, rotary_dim]: cos in a row's first half, sin in the second
     )
     interleaved: bool = False
-    q_norm: Tensor | None = None  # [D], and k's
+    q_norm: Tensor | None = None  # [D], as k's
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
@@ -54,7 +63,7 @@ class QKVLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """How a layer's `attention` computes scores, and which keys it masks."""
+    """Parameters of a layer's `attention`: how it computes scores, and which keys it masks."""
 
     scale: float
     window: int | None = None
@@ -66,20 +75,24 @@ class AttentionParams:
 
     @property
     def reach(self) -> int:
-        """R: keys at a larger distance have the bias of distance R."""
+        """Largest distance R with a bias of its own. Keys farther away have the bias of distance
+        R."""
         return 0 if self.distance_bias is None else self.distance_bias.shape[1] // 2
 
     @property
     def scales_only(self) -> bool:
-        """Scores are q · k times `scale`, possibly masked, and nothing else."""
+        """True if scores are q · k times `scale`, possibly masked, and nothing else."""
         others = self.softcap, self.alibi_slopes, self.sinks, self.distance_bias
         return all(other is None for other in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAParams:
-    """A layer's latent attention. H heads; a query head has P non-rotary and R rotary numbers, a latent has C, a value V.
-    `norm` [C] is the RMS norm of latents."""
+    """A layer's latent attention with H heads.
+
+    A query head has P non-rotary and R rotary elements, a latent has C, a value V. `norm` [C] is
+    the RMS norm of latents.
+    """
 
     keys: Any  # [H, P, C], in the layout of the op set's `pack_latent`
     values: Any  # [H, C, V], the same
@@ -95,7 +108,8 @@ class MLAParams:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down` [X · E, F], with their biases."""
+    """A layer's experts, stacked: `up` [X · 2F, E] (without a gate [X · F, E]) and `down`
+    [X · E, F], with their biases."""
 
     up: Linear
     down: Linear
@@ -115,14 +129,17 @@ class MLAShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShape:
-    """What all layers of a decoder have in common, for `OpSet.one_token`. An MLP is dense, or the mixture `experts` with the
-    same activation. `intermediate_size` is 0 if no MLP is dense."""
+    """The sizes that all layers of a decoder share, for `OpSet.one_token`.
+
+    An MLP is dense, or the mixture `experts` with the same activation. `intermediate_size` is 0 if
+    no MLP is dense.
+    """
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int  # as many as heads with latents, which have none
-    head_dim: int  # of the output of attention
+    num_kv_heads: int  # equal to num_heads with latents, which have no kv heads
+    head_dim: int  # of attention's output
     latent: MLAShape | None
     gated: bool
     activation: NamedActivation | ClampedSwiglu
@@ -130,7 +147,7 @@ class TokenShape:
     norm: Literal["rms", "layer"]
     norm_eps: float
     norm_offset: float
-    mlp_norm: bool  # whether the MLP has its own norm
+    mlp_norm: bool  # the MLP has a norm of its own
     mlp_norm_eps: float
     interleaved: bool
     qk_eps: float

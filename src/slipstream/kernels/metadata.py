@@ -1,9 +1,11 @@
-"""Parameters of a step for the ops: where its tokens are in the paged cache, and how its rows are sampled.
+"""Parameters of a step for the ops: where its tokens are in the paged cache, and how its rows are
+sampled.
 
-A step is *ragged*: the tokens of all sequences are concatenated. Sequence i has tokens query_start_loc[i] :
-query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads, D head dim, B blocks, X experts, V vocabulary.
+A step is *ragged*: the tokens of all sequences are concatenated. Sequence i has tokens
+query_start_loc[i] : query_start_loc[i + 1]. Shapes: T tokens in the step, S sequences, K kv heads,
+D head dim, B blocks, X experts, V vocabulary.
 
-On a CPU the tensors may be NumPy's arrays. Torch is imported only by what makes tensors.
+On a CPU the tensors may be NumPy arrays. Torch is imported only by functions that make tensors.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 NO_ADAPTER = -1
-"""In the place of an adapter's slot: there is none."""
+"""Slot number of a token without an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedParts:
-    """T tokens in parts, one behind another. A token attends to its own part, whole (`OpSet.packed_attention`)."""
+    """T tokens in parts, one after another. A token attends to all tokens of its own part
+    (`OpSet.packed_attention`)."""
 
     by_length: tuple[
         tuple[int, Tensor | None], ...
-    ]  # for each length the tokens of all its parts, int64; None: all tokens
-    positions: Tensor  # int64 [T]: a token's place in its part
-    ends: Tensor  # int32 [T]: where its part ends
+    ]  # by length: the tokens of all its parts, int64; None: all tokens
+    positions: Tensor  # int64 [T]: position in the token's part
+    ends: Tensor  # int32 [T]: end of the token's part
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedParts:
-        """Parts of these lengths, none of them 0."""
+        """Makes parts of these lengths, none of them 0."""
         import torch
 
         each = torch.tensor(lengths)
@@ -59,12 +62,12 @@ class PackedParts:
 class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
-    In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored number times its head's scale. The op set chooses the
-    memory layout of `v` (`OpSet.values_by_dim`).
+    In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
+    The op set chooses the memory layout of `v` (`OpSet.values_by_dim`).
     """
 
     k: Tensor  # [B, K, block_size, D]
-    v: Tensor  # [B, K, block_size, D], or of latent attention the last numbers of each key: a view of `k`
+    v: Tensor  # [B, K, block_size, D]; with latent attention a view of each key's last elements
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
 
@@ -74,7 +77,7 @@ class LayerKV:
 
     @property
     def latent(self) -> bool:
-        """Values are a part of the keys, and are not written separately."""
+        """True if values are a part of the keys and are not written separately."""
         return self.v.shape[3] < self.k.shape[3]
 
 
@@ -86,7 +89,7 @@ def cache_tensors(
     *,
     values_by_dim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`LayerKV`'s k and v for a layer. `new` allocates tensors."""
+    """Makes `LayerKV`'s k and v for a layer. `new` allocates tensors."""
     shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
     k = new(shape)
     if isinstance(attention, LatentAttentionSpec):
@@ -100,8 +103,11 @@ def shared_caches(
     new: Callable[[int], tuple[Tensor, Tensor]],
     scales: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> list[LayerKV]:
-    """The caches of `layers`, with an 8-bit cache's `scales`. `places` (`ModelSpec.cache_places`) are those of all layers:
-    layers at one place, of different groups, share what `new` makes for the first of them."""
+    """Makes the caches of `layers`, with an 8-bit cache's `scales`.
+
+    `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
+    place share what `new` makes for the first of them.
+    """
     held = {i: places[i] for i in layers}
     made = {place: new(i) for i, place in reversed(held.items())}
     caches = [made[place] for place in held.values()]
@@ -111,43 +117,50 @@ def shared_caches(
 
 
 def by_dim(v: Tensor) -> Tensor:
-    """The same values [B, K, block_size, D], with the memory layout [B, K, D, block_size]."""
+    """Returns the same values [B, K, block_size, D] with the memory layout
+    [B, K, D, block_size]."""
     return v.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which decodes of a step begin with the same blocks: int32 [num_decodes] each. A group's members stand side by side."""
+    """The decodes of a step that begin with the same blocks: int32 [num_decodes] each. A group's
+    members are adjacent."""
 
-    begins: Tensor  # the first member of each sequence's group, which is itself where it has none
-    ends: Tensor  # the one behind the group's last member
-    num_tokens: Tensor  # that the group shares: whole blocks, fewer tokens than any member has
+    begins: Tensor  # first member of each sequence's group; the sequence itself if it has none
+    ends: Tensor  # one past the group's last member
+    num_tokens: Tensor  # tokens that the group shares: whole blocks, fewer than any member has
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """One of several steps that are known at once."""
 
-    all: AttentionMetadata  # the sequences of all, those of the steps at equal distances
-    index: int  # of the step
+    all: AttentionMetadata  # the sequences of all steps, each step's at equal distances
+    index: int  # of this step
     count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where this step's tokens are. Tensors are on the model's device, ints on the host.
+    """The places of this step's tokens. Tensors are on the model's device, ints on the host.
 
-    1. The first `num_decodes` sequences have one token each, so their queries are tokens 0 … num_decodes − 1.
-    2. `from_start`: the other sequences have nothing in the cache before this step. False: unknown.
-    3. `groups`: the metadata for each cache group (`CacheGroup`), this one first. Empty: all layers use these tables. In a
-       `cross` group positions and slots are unused.
-    4. `shared`: what decodes share, for layers that look at all tokens. An op may leave it out of account.
-    5. `derived`: what ops made of the others (`once`). So these don't change, except in a graph, which makes it anew.
-    6. `of_steps`: what ops make of this step's lengths is made for all of these steps at once. So who changes the lengths
-       leaves it out.
-    7. `most_tokens`: where each of several ranks has requests of its own, the most tokens that one of them has in this step.
-       None: all have as many as this one.
-    8. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to slot 0 of the null block.
+    1. The first `num_decodes` sequences have one token each, so their queries are tokens 0 …
+       num_decodes − 1.
+    2. `from_start`: the other sequences have nothing in the cache before this step. False means
+       unknown.
+    3. `groups`: the metadata for each cache group (`CacheGroup`), this one first. If empty, all
+       layers use these tables. In a `cross` group positions and slots are unused.
+    4. `shared`: prefixes that decodes share, for layers that attend to all tokens. An op may ignore
+       it.
+    5. `derived`: values that ops computed from the other fields (`once`). So those must not change,
+       except in a graph, which computes the values anew.
+    6. `of_steps`: values that ops derive from this step's lengths are computed for all of these
+       steps at once. Code that changes the lengths drops it.
+    7. `most_tokens`: where each of several ranks has its own requests, the maximum tokens of a rank
+       in this step. None: all have as many as this one.
+    8. In a captured graph ints are upper bounds, and padded sequences have seq_len 0 and write to
+       slot 0 of the null block.
     """
 
     query_start_loc: Tensor  # int32 [S + 1]
@@ -163,7 +176,7 @@ class AttentionMetadata:
         None  # int64 [T], for texts of two parts; None: all tokens have type 0
     )
     text_ends: Tensor | None = (
-        None  # int32 [T]: where each token's text ends; None: unknown, or no whole texts
+        None  # int32 [T]: end of each token's text; None: unknown, or no whole texts
     )
     shared: SharedPrefixes | None = None
     of_steps: Steps | None = None
@@ -172,28 +185,29 @@ class AttentionMetadata:
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of_group(self, group: int) -> AttentionMetadata:
-        """The metadata for the layers of a group."""
+        """Returns the metadata for the layers of a group."""
         return self.groups[group] if self.groups else self
 
     def of_tokens(self, rows: slice) -> AttentionMetadata:
-        """For ops that look at some of the tokens one by one, and not at sequences."""
+        """Returns metadata for ops that process some of the tokens one by one, and don't use
+        sequences."""
         return dataclasses.replace(
             self, positions=self.positions[rows], slot_mapping=self.slot_mapping[rows]
         )
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
-        """What `make` makes of this, for all layers of the step."""
+        """Returns the result of `make`, computed once for all layers of the step."""
         if key not in self.derived:
             self.derived[key] = make()
         made: Made = self.derived[key]
         return made
 
     def with_groups(self, *others: AttentionMetadata) -> AttentionMetadata:
-        """The metadata of a model with more groups, of which this is the first."""
+        """Returns the metadata of a model with more groups, of which this is the first."""
         return dataclasses.replace(self, groups=(self, *others)) if others else self
 
     def sharing(self, shared: SharedPrefixes) -> AttentionMetadata:
-        """The same in every group."""
+        """Returns the metadata with `shared` in every group."""
         groups = tuple([dataclasses.replace(group, shared=shared) for group in self.groups])
         return dataclasses.replace(self, shared=shared, groups=groups)
 
@@ -207,8 +221,10 @@ class AttentionMetadata:
         device: torch.device,
         num_groups: int = 1,
     ) -> AttentionMetadata:
-        """One sequence, in blocks 1, 2, … which the groups take in turn. Its tokens are start … start + num_tokens − 1, and
-        those before are in the cache."""
+        """Makes the metadata of one sequence, in blocks 1, 2, … which the groups take in turn.
+
+        Its tokens are start … start + num_tokens − 1. Those before are in the cache.
+        """
         return cls.uniform(
             1,
             num_tokens,
@@ -229,8 +245,10 @@ class AttentionMetadata:
         device: torch.device | None = None,
         num_groups: int = 1,
     ) -> AttentionMetadata:
-        """`num_seqs` sequences of `length` tokens, the last `num_new` of them new; each has its own blocks in every group, from
-        block 1 on."""
+        """Makes `num_seqs` sequences of `length` tokens, the last `num_new` of them new.
+
+        Each has its own blocks in every group, from block 1 on.
+        """
         import torch
 
         num_blocks = -(-length // block_size)
@@ -266,8 +284,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """Where `moe` counts, for one layer, the tokens that each expert was chosen for. A token that is written to the null block
-    is padding and doesn't count."""
+    """Counters of one layer's tokens by expert, which `moe` updates.
+
+    A token that is written to the null block is padding and doesn't count.
+    """
 
     counts: Tensor  # int64 [X]
     slots: Tensor  # int64 [T]: the step's `slot_mapping`
@@ -276,10 +296,11 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
-    """How to sample S rows of logits. Flags let an op skip what no row asks for.
+    """Sampling parameters of S rows of logits. Flags let an op skip what no row asks for.
 
-    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them, of which the first
-    prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r], history_lens[r]) and its logits.
+    `history` holds for each row the tokens so far, prompt first: row r has history_lens[r] of them,
+    of which the first prompt_lens[r] are prompt. The draw of a row depends only on (seeds[r],
+    history_lens[r]) and its logits.
     """
 
     temperature: Tensor  # float32 [S], 0 is greedy

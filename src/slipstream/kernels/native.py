@@ -1,9 +1,12 @@
-"""Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves every Python and torch.
+"""Bindings of libslipstream_cpu (csrc/cpu): ctypes over its C interface, so that one binary serves
+every Python and torch.
 
-The library lies in this package. `pip install .` builds it, in a source tree `python -m slipstream.kernels.build`. It is given
-the addresses of arrays and checks nothing: `Program` keeps the arrays alive, and shapes are checked here or by the callers.
+The library lies in this package. `pip install .` builds it; in a source tree
+`python -m slipstream.kernels.build` does. It is given the addresses of arrays and checks nothing.
+So `Program` keeps the arrays alive, and shapes are checked here or by the callers.
 
-An array (`Array`) is NumPy's or a tensor of torch's on the CPU. Nothing here imports torch. What is made here is NumPy's.
+An array (`Array`) is NumPy's or a CPU tensor. Nothing here imports torch. Arrays made here are
+NumPy's.
 """
 
 from __future__ import annotations
@@ -47,13 +50,14 @@ ABI = 26
 LIBRARY = "libslipstream_cpu" + (".dylib" if sys.platform == "darwin" else ".so")
 
 F32, BF16, I8, Q8, Q4, Q4M, S8, Q5, Q5M, Q4K, Q5K, Q6K, W4, W4M, W4M32, MX, Q2K, Q3K = range(18)
-"""Kinds of weights: csrc/cpu/formats.h."""
+"""Kinds of weights, as in csrc/cpu/formats.h."""
 
 CEILINGS = ("read", "int8", "bfloat16", "float32", "int6")
-"""The work of `add_ceiling`: csrc/cpu/formats.h. int6: codes of up to 6 bits, whose products are faster on some processors."""
+"""Kinds of work of `add_ceiling`, as in csrc/cpu/formats.h. int6 means codes of up to 6 bits, whose
+products are faster on some processors."""
 
 ROWS_F32, ROWS_BF16 = -1, -2
-"""Tables that only `embed` reads, in torch's layout."""
+"""Kinds of tables that only `embed` reads, in torch's layout."""
 
 BLOCK_KINDS = {
     "Q8_0": Q8,
@@ -96,20 +100,21 @@ CACHES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 def activation_of(activation: Activation) -> tuple[int, float, float] | None:
-    """The operators' arguments (kind, alpha, limit). None: they do not have this activation."""
+    """Returns the operators' arguments (kind, alpha, limit), or None if they do not have this
+    activation."""
     if isinstance(activation, ClampedSwiglu):
         return CLAMPED_SWIGLU, activation.alpha, activation.limit
     return None if isinstance(activation, OwnActivation) else (ACTIVATIONS[activation], 0.0, 0.0)
 
 
 def address(x: Array) -> int:
-    """Where an array's first number stands."""
-    # not `x.ctypes.data`, which makes an object of its own and takes twice as long
+    """Returns the address of an array's first element."""
+    # not `x.ctypes.data`, which creates an object and takes twice as long
     return int(x.__array_interface__["data"][0] if isinstance(x, np.ndarray) else x.data_ptr())
 
 
 def type_name(x: Array) -> str:
-    """The type of an array's numbers, such as "bfloat16"."""
+    """Returns the name of an array's type, such as "bfloat16"."""
     return _type_name(x.dtype)
 
 
@@ -119,24 +124,24 @@ def _type_name(dtype: Any) -> str:
 
 
 def float32(x: Array) -> Array:
-    """The same numbers in float32, in rows that lie together."""
+    """Returns the same values in float32, contiguous."""
     return (
         np.ascontiguousarray(x, np.float32) if isinstance(x, np.ndarray) else x.float().contiguous()
     )
 
 
 def contiguous(x: Array) -> Array:
-    """The same numbers, in rows that lie together."""
+    """Returns the same values, contiguous."""
     return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
 
 
 def row_bytes(x: Array) -> int:
-    """From one row of an array [n, m] to the next."""
+    """Bytes from one row of an array [n, m] to the next."""
     return int(x.strides[0] if isinstance(x, np.ndarray) else x.stride(0) * x.element_size())
 
 
 def _lies_together(x: Array, *, rows_only: bool = False) -> bool:
-    """Whether an array, or with `rows_only` each of its rows, has its numbers one behind the other."""
+    """Tells whether an array, or with `rows_only` each of its rows, is contiguous."""
     if isinstance(x, np.ndarray):
         rows = x.strides[-1] == x.itemsize or x.shape[-1] == 1 or not x.size
         return rows if rows_only else x.flags.c_contiguous
@@ -144,7 +149,8 @@ def _lies_together(x: Array, *, rows_only: bool = False) -> bool:
 
 
 def library_path() -> Path | None:
-    """The library's path: beside this file, or in an editable install's build folder. None if it is not built."""
+    """Returns the library's path: next to this file, or in an editable install's build folder. None
+    if it is not built."""
     import slipstream.kernels
 
     folders = [str(Path(__file__).parent), *slipstream.kernels.__path__]
@@ -152,19 +158,19 @@ def library_path() -> Path | None:
 
 
 def has_cpu_kernels() -> bool:
-    """Whether the C++ kernels are built."""
+    """Tells whether the C++ kernels are built."""
     return library_path() is not None
 
 
 def _remedy() -> str:
-    from slipstream.kernels.build import remedy  # late: it imports what a build needs
+    from slipstream.kernels.build import remedy  # late, as it imports what a build needs
 
     return remedy()
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library. ConfigError with the remedy if it is missing or of another version."""
+    """Loads the library. ConfigError with the remedy if it is missing or of another version."""
     path = library_path()
     if path is None:
         raise ConfigError(
@@ -191,14 +197,17 @@ def load() -> ctypes.CDLL:
 
 @cache
 def library_digest() -> str:
-    """A digest that differs between builds of the library."""
+    """Returns a digest that differs between builds of the library."""
     path = library_path()
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def instruction_sets(*, emulated: bool = False) -> list[str]:
-    """The instruction sets that the library was built for and this machine runs, the fastest last. With `emulated` those too
-    that run on any machine for tests alone."""
+    """Returns the instruction sets that the library was built for and this machine runs, fastest
+    last.
+
+    With `emulated` they include those that run on any machine, only for tests.
+    """
     return [
         name for name in _names() if (emulated or not CPU_ISAS[name].emulated) and _runs_here(name)
     ]
@@ -206,7 +215,7 @@ def instruction_sets(*, emulated: bool = False) -> list[str]:
 
 @cache
 def _names() -> list[str]:
-    """All instruction sets of the library, by number."""
+    """Returns all instruction sets of the library, by number."""
     library = load()
     return [library.ss_isa_name(i).decode() for i in range(library.ss_num_isas())]
 
@@ -216,15 +225,18 @@ def _runs_here(isa: str) -> bool:
     usable = load().ss_isa_usable(_names().index(isa))
     if usable < 0:
         _logger.warning(
-            "the instruction set %s is left out: this machine's small products by it came out wrong",
+            "the instruction set %s is left out: its small test products were wrong on this machine",
             isa,
         )
     return bool(usable > 0)
 
 
 class ThreadPool:
-    """`num_threads` threads, the caller's included, and an instruction set: `isa`, or the fastest. `num_used` of the threads
-    work (`use`)."""
+    """A pool of `num_threads` threads, the caller's included, with an instruction set: `isa`, or
+    the fastest.
+
+    `num_used` of the threads work (`use`).
+    """
 
     def __init__(self, num_threads: int, isa: str | None = None) -> None:
         usable = instruction_sets(
@@ -237,14 +249,15 @@ class ThreadPool:
         self.pointer = load().ss_engine_create(num_threads, _names().index(self.isa))
 
     def use(self, num_threads: int) -> None:
-        """From now on so many of the threads work. Results stay the same, bit by bit."""
+        """Sets the number of threads that work. Results stay the same, bit by bit."""
         assert 1 <= num_threads <= self.num_threads
         self.num_used = num_threads
         load().ss_engine_use(self.pointer, num_threads)
 
     @property
     def last_s(self) -> float:
-        """Seconds that the last step took, from its beginning to its end, once it was waited for."""
+        """Seconds that the last step took, from its beginning to its end, after it was waited
+        for."""
         return int(load().ss_engine_last_ns(self.pointer)) * 1e-9
 
     def __del__(self) -> None:
@@ -252,13 +265,15 @@ class ThreadPool:
             load().ss_engine_destroy(self.pointer)
 
 
-# --- Weights ----------------------------------------------------------------------------------------------------------
+# --- Weights ---
 
 
 class Arena:
-    """Memory for weights, allocated in pieces that are large enough for the system's huge pages. (With small pages a thread
-    waits for the page table as long as for the weights.) Unwritten pages take no memory. The threads of `pool` pack the
-    weights; without a pool the caller's thread does."""
+    """Memory for weights, allocated in pieces large enough for huge pages.
+
+    With small pages a thread waits for the page table as long as for the weights. Unwritten pages
+    take no memory. The threads of `pool` pack the weights; without a pool the caller's thread does.
+    """
 
     SIZE = 64 * 2**20
 
@@ -267,7 +282,7 @@ class Arena:
         self._rest = np.empty(0, np.uint8)
 
     def take(self, num_bytes: int) -> Bytes:
-        """Zeros, from an address that is a multiple of 64."""
+        """Returns zeroed memory whose address is a multiple of 64."""
         if num_bytes > self._rest.size:
             fresh = np.zeros(max(self._size, num_bytes) + 64, np.uint8)
             self._rest = fresh[-address(fresh) % 64 :]
@@ -277,14 +292,16 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight [rows, inner] in the kernels' order. A sparse one may also be held as I8, `dense`, which steps of `dense_from`
-    tokens and more read."""
+    """A weight [rows, inner] in the kernels' order.
+
+    A sparse one may also be held as I8, `dense`, which steps of `dense_from` tokens and more read.
+    """
 
     kind: int
     rows: int
     inner: int
     data: Bytes
-    pool: ThreadPool | None = None  # whose threads pack it
+    pool: ThreadPool | None = None  # its threads pack the weight
     dense: Bytes | None = None
     dense_from: int = 0
 
@@ -303,8 +320,11 @@ class Packed:
         return None if self.pool is None else int(self.pool.pointer)
 
     def put_dense(self, values: Array) -> None:
-        """Pack the first n rows: float32, bfloat16 or other floats [n, inner]. I8 is rounded with a scale a row, Q4M and W4M
-        with a scale and a minimum a group that are searched for (csrc/cpu/round4.h)."""
+        """Packs the first n rows: float32, bfloat16 or other floats [n, inner].
+
+        I8 is quantized with a scale per row. Q4M and W4M are quantized with a scale and a minimum
+        per group, found by search (csrc/cpu/round4.h).
+        """
         if type_name(values) not in ("float32", "bfloat16") or not _lies_together(
             values, rows_only=True
         ):
@@ -317,7 +337,7 @@ class Packed:
         )
 
     def put_codes(self, codes: Bytes, scales: npt.NDArray[np.float32]) -> None:
-        """Pack the first n rows: int8 [n, inner] with scales float32 [n]."""
+        """Packs the first n rows: int8 [n, inner] with scales float32 [n]."""
         codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales, np.float32)
         self._check(codes.shape[0], codes.shape[1], 0, None)
         at = [address(t) for t in (self.data, codes, scales)]
@@ -330,7 +350,8 @@ class Packed:
         minima: npt.NDArray[np.float32] | None,
         row0: int = 0,
     ) -> None:
-        """Pack rows from row0 on: codes 0 … 15, uint8 [n, inner]; a number is code · scale + minimum, float32 [n, groups]."""
+        """Packs rows from row0 on: codes 0 … 15, uint8 [n, inner]. A value is code · scale +
+        minimum, float32 [n, groups]."""
         codes, scales = np.ascontiguousarray(codes), np.ascontiguousarray(scales)
         minima = None if minima is None else np.ascontiguousarray(minima)
         self._check(codes.shape[0], codes.shape[1], row0, None)
@@ -347,7 +368,8 @@ class Packed:
     def put_blocks(
         self, blocks: int, count: int, row0: int = 0, to: npt.NDArray[np.int32] | None = None
     ) -> None:
-        """Pack `count` rows of GGUF's blocks at the address `blocks`, from row0 on, or to the rows `to`, int32 [count]."""
+        """Packs `count` rows of GGUF's blocks at the address `blocks`, from row0 on, or to the rows
+        `to`, int32 [count]."""
         self._check(count, self.inner, row0, to)
         at = address(self.data)
         load().ss_pack_blocks(
@@ -356,13 +378,13 @@ class Packed:
 
     @property
     def zeros(self) -> float:
-        """The share of zeros in an I8 weight."""
+        """Share of zeros in an I8 weight."""
         assert self.kind == I8
         found: int = load().ss_num_zeros(self.rows, self.inner, address(self.data))
         return found / max(1, self.rows * self.inner)
 
     def sparse(self, arena: Arena) -> Packed:
-        """An I8 weight without its zeros."""
+        """Returns an I8 weight without its zeros."""
         assert self.kind == I8
         packed = Packed(
             S8,
@@ -374,7 +396,7 @@ class Packed:
         return packed
 
     def unfolded(self, arena: Arena) -> Packed:
-        """An S8 weight with its zeros."""
+        """Returns an S8 weight with its zeros."""
         assert self.kind == S8
         packed = Packed.empty(I8, self.rows, self.inner, arena)
         load().ss_unpack_sparse(self.rows, self.inner, address(self.data), address(packed.data))
@@ -386,7 +408,7 @@ class Packed:
         return packed
 
     def rows_of(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """float32 [n, inner] of int64 [n]."""
+        """Unpacks the rows in int64 [n] to float32 [n, inner]."""
         which = np.ascontiguousarray(which, np.int64)
         if len(which) and not (which.min() >= 0 and which.max() < self.rows):
             raise IndexError(f"rows {which.min()} to {which.max()} of {self.rows}")
@@ -406,13 +428,13 @@ class Packed:
 
 
 def form_of(kind: int) -> int:
-    """The form of activations that products with such weights read."""
+    """Returns the form of activations that products with such weights read."""
     return {F32: FORM_F32, BF16: FORM_BF16}.get(kind, FORM_Q)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """The same rows of all experts' weights, [rows, inner] each, one weight after the other."""
+    """The same rows of all experts' weights, [rows, inner] each, one weight after another."""
 
     kind: int
     rows: int
@@ -439,14 +461,17 @@ class PackedExperts:
 
 
 def is_rounded(parts: Sequence[Packed | PackedExperts]) -> bool:
-    """Whether no part holds numbers of the model's own type."""
+    """Tells whether no part holds values of the model's own type."""
     return all(part.kind not in (F32, BF16) for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLinear(Linear):
-    """`parts` follow one another in the rows; several where a checkpoint mixes types. `weight` gives only the shape and type.
-    `bias` is float32."""
+    """A packed weight.
+
+    `parts` follow one another in the rows; there are several if a checkpoint mixes types. `weight`
+    gives only the shape and type. `bias` is float32.
+    """
 
     parts: tuple[Packed, ...]
 
@@ -456,7 +481,7 @@ class NativeLinear(Linear):
 
     @property
     def form(self) -> int:
-        """The form of the inputs, which is the same for every part."""
+        """Form of the inputs, the same for every part."""
         return self.parts[0].form
 
 
@@ -465,42 +490,42 @@ def _at(x: Array | None) -> int | None:
 
 
 def stand_in(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array of that shape and type that takes no memory."""
+    """Returns an array of that shape and type that takes no memory."""
     return np.broadcast_to(np.empty((), dtype), shape)
 
 
-# --- Programs ---------------------------------------------------------------------------------------------------------
+# --- Programs ---
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`weights`: what a product reads."""
+    """An operator of a program. `weights` is what a product reads."""
 
     name: str
     weights: Packed | PackedExperts | None = None
 
 
 class Program:
-    """A list of operators over buffers. `add` passes arrays as addresses and keeps them."""
+    """A list of operators over buffers. `add` passes arrays as addresses and keeps them alive."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self._library, self._pool, self._kept = load(), pool, list[Array]()
         self._pointer = self._library.ss_program_create(pool.pointer)
         self.operators: list[Operator] = []
-        self.token_bytes = 0  # bytes of its own buffers for each token
+        self.token_bytes = 0  # bytes of its own buffers per token
 
     def __del__(self) -> None:
         if pointer := self.__dict__.pop("_pointer", None):
             self._library.ss_program_destroy(pointer)
 
     def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
-        """A buffer with one or several rows of `size` values for each token, in `form`."""
+        """Makes a buffer with one or several rows of `size` values per token, in `form`."""
         num_bytes = self._library.ss_form_bytes(form, size)
         self.token_bytes += num_bytes * rows_a_token
         return int(self._library.ss_buffer(self._pointer, num_bytes, rows_a_token))
 
     def bound(self, x: Array | None = None) -> int:
-        """A buffer of the caller's: `x` [T, n], or what `bind` gives later."""
+        """Makes a buffer of the caller's: `x` [T, n], or what `bind` sets later."""
         buffer = int(self._library.ss_buffer(self._pointer, 0, 1))
         if x is not None:
             self.bind(buffer, x)
@@ -522,14 +547,18 @@ class Program:
         self.operators.append(Operator(name, weights))
 
     def run(self, step: StepInputs, then: Program | None = None) -> None:
-        """Run the program, and then the program `then` over the same tokens, without a return to Python in between."""
+        """Runs the program, and then the program `then` over the same tokens, without returning to
+        Python in between."""
         self._library.ss_run(
             self._pointer, None if then is None else then._pointer, ctypes.byref(step)
         )
 
     def begin(self, step: StepInputs, then: Program | None, kept: object) -> RunningStep:
-        """`run` without waiting: the pool's other threads compute while the caller does other work. `kept`: the memory that
-        the step reads and writes."""
+        """Starts `run` without waiting. The pool's other threads compute while the caller does
+        other work.
+
+        `kept` is the memory that the step reads and writes.
+        """
         running = RunningStep(
             self, then, kept
         )  # made before the step begins, in case Ctrl-C comes in between
@@ -539,19 +568,24 @@ class Program:
         return running
 
     def wait(self) -> None:
-        """Wait until the pool's last job is done. The caller computes meanwhile, as one of its threads."""
+        """Waits until the pool's last job is done. The caller computes meanwhile, as one of its
+        threads."""
         if pointer := self.__dict__.get(
             "_pointer"
-        ):  # the garbage collector may have destroyed it, which waits, too
+        ):  # the garbage collector may have destroyed it, which waits too
             self._library.ss_wait(pointer)
 
     def job(self, num_tokens: int) -> Job:
-        """What `run_job` runs: a step of so many tokens. Program and job must live as long as it may be called."""
+        """Returns a job for `run_job`: a step of `num_tokens` tokens. Program and job must live as
+        long as it may be called."""
         return Job(self._pointer, num_tokens)
 
     def profile(self, clock: Literal["wall", "processor"] | None) -> list[int]:
-        """Nanoseconds of each operator since the last call, and start a clock: wall time, or the processor time of all
-        threads, which other processes do not change."""
+        """Returns the nanoseconds of each operator since the last call, and starts a clock.
+
+        The clock is wall time, or the processor time of all threads, which other processes do not
+        change.
+        """
         ns = (c_int64 * len(self.operators))()
         self._library.ss_profile(
             self._pointer, {None: 0, "wall": 1, "processor": 2}[clock], ns, len(self.operators)
@@ -560,7 +594,8 @@ class Program:
 
 
 class RunningStep:
-    """A step that was begun, with the memory that must live until it is done. Its deletion waits for the step."""
+    """A running step, with the memory that must live until it is done. Its deletion waits for the
+    step."""
 
     _program: Program | None = None
 
@@ -568,7 +603,7 @@ class RunningStep:
         self._kept, self._program = kept, program
 
     def synchronize(self) -> None:
-        """Compute with the other threads until the step is done."""
+        """Computes with the other threads until the step is done."""
         if self._program is not None:
             self._program.wait()
             self._program, self._kept = None, ()
@@ -578,12 +613,12 @@ class RunningStep:
 
 
 def run_job() -> int:
-    """The address of the C function that runs a `Job`, given its address."""
+    """Returns the address of the C function that runs a `Job`, given its address."""
     return int(ctypes.cast(load().ss_run_job, ctypes.c_void_p).value or 0)
 
 
 def layer_pointers(kv: Sequence[LayerKV]) -> Any:
-    """An array of the layers' caches, which must live as long as it is used."""
+    """Returns an array of the layers' caches, which must live as long as it is used."""
     array = (LayerPointers * len(kv))()
     for pointers, layer in zip(array, kv, strict=True):
         assert _lies_together(layer.k)
@@ -601,7 +636,10 @@ def step_inputs(
     token_ids: Array | None = None,
     num_groups: int = 1,
 ) -> tuple[StepInputs, object]:
-    """The step as the library reads it, for operators of up to `num_groups` groups, and what must live while it runs."""
+    """Returns the step as the library reads it, and an object that must live while it runs.
+
+    The step serves operators of up to `num_groups` groups.
+    """
     cache = type_name(kv.k)
     if cache not in CACHES:
         raise ConfigError(

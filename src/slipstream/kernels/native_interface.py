@@ -1,4 +1,5 @@
-"""The C interface (csrc/cpu/slipstream_cpu.h) for ctypes: structures, and the functions' signatures without `ss_`."""
+"""The C interface (csrc/cpu/slipstream_cpu.h) for ctypes: structures, and the functions' signatures
+without `ss_`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class LayerPointers(ctypes.Structure):
 
 
 class GroupInputs(ctypes.Structure):
-    """`ss_group`"""
+    """The struct `ss_group`."""
 
     _fields_ = (
         ("seq_lens", c_void_p),
@@ -23,7 +24,7 @@ class GroupInputs(ctypes.Structure):
 
 
 class StepInputs(ctypes.Structure):
-    """`ss_step`"""
+    """The struct `ss_step`."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_seqs", "num_decodes", "block_size")),
@@ -35,7 +36,7 @@ class StepInputs(ctypes.Structure):
 
 
 class Job(ctypes.Structure):
-    """`ss_job`"""
+    """The struct `ss_job`."""
 
     _fields_ = (("program", c_void_p), ("num_tokens", c_int64))
 

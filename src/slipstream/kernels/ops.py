@@ -1,14 +1,17 @@
-"""The op set: the ops that a model is computed with. `OpSet` has every op's signature, shapes and meaning.
+"""The op set: the ops that a model is computed with. `OpSet` has every op's signature, shapes and
+meaning.
 
-1. Implementations are `reference.py` (the oracle), `cpu.py` (C++), `cpu_torch.py` (torch's fast ops, where the C++ kernels are
-   not built) and `triton/` (GPUs). The decoder gets an `OpSet` and does not ask which.
+1. Implementations are `reference.py` (the oracle), `cpu.py` (C++), `cpu_torch.py` (torch's fast
+   ops, where the C++ kernels are not built) and `triton/` (GPUs). The decoder gets an `OpSet` and
+   does not know which.
 2. An op that few models need has a default in plain torch here.
-3. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py` those of a step.
-4. A step's keys and values are written to the cache, and then attention reads the cache. So prefill, chunked prefill and
-   decode are one op.
+3. `weights.py` has the weights of products, `layouts.py` the parameters of layers, `metadata.py`
+   those of a step.
+4. A step's keys and values are written to the cache, and then attention reads the cache. So
+   prefill, chunked prefill and decode are one op.
 
-Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V vocabulary, E hidden size, F
-feed-forward size.
+Shapes: T tokens in the step, S sequences, H query heads, K kv heads, D head dim, B blocks, V
+vocabulary, E hidden size, F feed-forward size.
 """
 
 from __future__ import annotations
@@ -51,69 +54,86 @@ from slipstream.spec.scheme import InputFormat, Scheme
 
 
 class OpSet(ABC):
-    """Every op of decoder and sampler. Implementations have no state but tuned choices."""
+    """The ops of a decoder and sampler. Implementations have no state except tuned choices."""
 
     name: str
     block_types: frozenset[str] = frozenset()
-    """GGUF types that `pack_weight` takes without dequantising."""
+    """GGUF types that `pack_weight` takes without dequantizing."""
     rounded: frozenset[str] = frozenset()
-    """The products, of `spec.scheme.NATIVE_PRODUCTS`, whose quantised weights `pack_weight` and `pack_experts` take. Other
-    weights are expanded first."""
+    """Products (of `spec.scheme.NATIVE_PRODUCTS`) whose quantized weights `pack_weight` and
+    `pack_experts` take. Other weights are expanded first."""
 
     has_host_experts = False
-    """Whether the host computes experts beside another device (`host_experts.HostExpertOps`)."""
+    """True if the host computes experts next to another device (`host_experts.HostExpertOps`)."""
 
     shares_prefixes = False
-    """Whether `attention` reads what decodes share (`AttentionMetadata.shared`) once."""
+    """True if `attention` reads shared prefixes once (`AttentionMetadata.shared`)."""
 
     output_multiple = 1
-    """8-bit products of a weight [out, in] need `out` in multiples of this."""
+    """Multiple of `out` that 8-bit products of a weight [out, in] need."""
 
     def eight_bits(self, device: torch.device) -> str | None:
-        """The 8-bit scheme whose products take the least time on `device`; None if none is faster than a dense product."""
+        """Returns the 8-bit scheme with the fastest products on `device`, or None if none is faster
+        than a dense product."""
         return None
 
     @property
     def layout(self) -> str | None:
-        """A name for this op set's layout of packed products, if keeping them in a file makes a start faster; else None."""
+        """Name of this op set's layout of packed products, if keeping them in a file makes a start
+        faster; else None."""
         return None
 
     def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
-        """Write rounded products, by name, to a file, which appears complete. Returns its bytes; 0, without a file, if one
-        is not in this op set's form. OSError if there is no room. Only with a `layout`."""
+        """Writes quantized products, by name, to a file, which appears complete. Only with a
+        `layout`.
+
+        Returns the file's size in bytes. It is 0, without a file, if a product is not in this op
+        set's format. OSError if there is no space.
+        """
         raise NotImplementedError
 
     def read_products(self, path: Path) -> dict[str, Linear]:
-        """The products that `write_products` wrote, without biases. CheckpointError if the file is damaged."""
+        """Reads the products that `write_products` wrote, without biases. CheckpointError if the
+        file is damaged."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """The op set's name for messages."""
+        """Returns the op set's name for messages."""
         return self.name
 
     def values_by_dim(self, dtype: torch.dtype) -> bool:
-        """Whether values of a cache of type `dtype` have the layout `by_dim`; otherwise they have the keys'."""
+        """Tells whether values of a cache of type `dtype` have the layout `by_dim`. Otherwise they
+        have the keys' layout."""
         return False
 
     @abstractmethod
     def quantize_weight(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
     ) -> Linear:
-        """Lay a dense weight [out, in] out as this op set's `linear` reads it best, rounded by `scheme` if one is given.
-        May return the weight as it is."""
+        """Lays out a dense weight [out, in] as this op set's `linear` reads it best, quantized if a
+        `scheme` is given.
+
+        May return the weight as it is.
+        """
 
     def pack_weight(self, w: Linear) -> Linear:
-        """Lay out a weight that a checkpoint, or this op set's own file, holds rounded already."""
+        """Lays out a weight that a checkpoint, or this op set's own file, holds already
+        quantized."""
         return w
 
     def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
-        """The table that `embed` or a compiled step reads. `tied` is the output head that was made of it; the result may be
-        this head."""
+        """Returns the table that `embed` or a compiled step reads.
+
+        `tied` is the output head that was made from it. The result may be this head.
+        """
         return table
 
     def place_of(self, table: Tensor | Linear) -> tuple[torch.device, torch.dtype]:
-        """The device of a model with this embedding table, and the type of its hidden states. A table in a checkpoint's own
-        blocks is on the CPU; its `weight` is only a stand-in."""
+        """Returns the device of a model with this embedding table, and the type of its hidden
+        states.
+
+        A table in a checkpoint's own blocks is on the CPU; its `weight` is only a placeholder.
+        """
         if isinstance(table, Linear):
             return torch.device("cpu"), table.weight.dtype
         return table.device, table.dtype
@@ -122,23 +142,26 @@ class OpSet(ABC):
         return PositionTables(max_model_len, device)
 
     def new_counts(self, num_experts: int, device: torch.device) -> Tensor:
-        """Counters of a layer's tokens by expert: int64 [X] zeros."""
+        """Makes counters of a layer's tokens by expert: int64 [X] zeros."""
         return torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def pack_latent(self, expand: Tensor, spec: LatentAttentionSpec) -> tuple[Any, Any]:
-        """Split the weight [H · (P + V), C] that expands latents into those of keys [H, P, C] and values [H, C, V], both in the
-        layout of `pack_heads`."""
+        """Splits the weight [H · (P + V), C] that expands latents into keys [H, P, C] and values
+        [H, C, V].
+
+        Both have the layout of `pack_heads`.
+        """
         keys, values = expand.unflatten(0, (spec.num_heads, -1)).split(
             (spec.nope_dim, spec.value_dim), dim=1
         )
         return self.pack_heads(keys), self.pack_heads(values.transpose(1, 2))
 
     def pack_heads(self, weight: Tensor) -> Any:
-        """Lay out a weight [H, in, out] that `mla_attention` multiplies head by head."""
+        """Lays out a weight [H, in, out] that `mla_attention` multiplies head by head."""
         return weight.contiguous()
 
     def pack_experts(self, w: Linear, *, num_experts: int) -> Linear:
-        """`pack_weight` for the weights of all experts."""
+        """Lays out the stacked quantized weights of all experts, as `pack_weight` does."""
         return w
 
     def quantize_experts(
@@ -149,7 +172,8 @@ class OpSet(ABC):
         *,
         num_experts: int,
     ) -> Linear:
-        """`quantize_weight` for the stacked weights and biases of all experts, which `moe` reads."""
+        """Lays out the stacked dense weights and biases of all experts for `moe`, as
+        `quantize_weight` does."""
         return (
             Linear(weight=weight, bias=bias)
             if scheme is None
@@ -165,16 +189,21 @@ class OpSet(ABC):
         group: RankGroup | None = None,
         experts: Linear | None = None,
     ) -> Callable[[Tensor, Sequence[LayerKV], AttentionMetadata], Tensor] | Reason:
-        """A function for all layers of a step of one token, x [1, E] → the residual after the last layer [1, E]; or a `Reason`
-        why this op set has none. `layers` are each layer's tensors by name; a layer with a "router" has experts. `product` is
-        any of the products, since all have the same format; `experts`, if given, any of the experts', which then have another.
-        Of a `group` this rank has a part of each layer, and all ranks make this call, and those of the function."""
+        """Makes a function for all layers of a one-token step: x [1, E] → the residual after the
+        last layer [1, E].
+
+        Returns a `Reason` if this op set has none. `layers` are each layer's tensors by name; a
+        layer with a "router" has experts. `product` is any of the products, as all have the same
+        format. `experts`, if given, is any of the experts', which have another format. With a
+        `group` this rank has a part of each layer, and all ranks must make this call and those of
+        the function.
+        """
         return Reason(
             f"kernels={self.name!r} has no kernel for a whole step of one token", notable=False
         )
 
     def forms_of(self, w: Linear) -> list[tuple[str, int]]:
-        """The formats of a product's weight and their bytes, for messages."""
+        """Returns the formats of a product's weight and their bytes, for messages."""
         tensors = [
             v
             for f in fields(w)
@@ -187,14 +216,16 @@ class OpSet(ABC):
         return [(name, sum(t.numel() * t.element_size() for t in tensors))]
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as Gemma does)."""
+        """[T] int → [T, E]: rows of `table` [V, E], times `scale` rounded to the table's dtype (as
+        Gemma does)."""
         rows = F.embedding(token_ids, table)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=table.dtype).item()
 
     def embed_part(
         self, token_ids: Tensor, table: Any, scale: float = 1.0, *, first: int, size: int
     ) -> Tensor:
-        """`embed` where `table` has the `size` rows from token `first` on: [T, E], zeros for all other tokens."""
+        """Runs `embed` with a `table` of the `size` rows from token `first` on: [T, E], zeros for
+        all other tokens."""
         local = token_ids - first
         mine = (local >= 0) & (local < size)
         return self.embed(local.masked_fill(~mine, 0), table, scale).masked_fill(
@@ -202,11 +233,11 @@ class OpSet(ABC):
         )
 
     def all_reduce(self, x: Tensor, group: RankGroup) -> Tensor:
-        """The sum of x over the ranks of `group`; x may be written. [T, E] → [T, E]"""
+        """Sums x [T, E] over the ranks of `group` → [T, E]. x may be overwritten."""
         return group.all_reduce(x)
 
     def sum_of_parts(self, x: Tensor, group: RankGroup) -> Tensor:
-        """`all_reduce`, but x stays as it is."""
+        """Runs `all_reduce` without overwriting x."""
         return self.all_reduce(x.clone(), group)
 
     def all_reduce_norm(
@@ -218,23 +249,28 @@ class OpSet(ABC):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        """`norm` of `all_reduce`, which rounds the sum to the model's type; x may be written. Without `residual` the second
-        value is the sum."""
+        """Runs `norm` on the result of `all_reduce`, which rounds the sum to the model's type. x
+        may be overwritten.
+
+        Without `residual` the second result is the sum.
+        """
         return self.norm(self.all_reduce(x, group), norm, residual=residual, inputs=inputs)
 
     def pieces(self, x: Tensor, group: RankGroup) -> Sequence[slice]:
-        """The pieces of the tokens of x [T, E] whose sums over `group` go on beside products; none: sums are made at once."""
+        """Returns the pieces of the tokens of x [T, E] whose sums over `group` overlap with
+        products; empty if sums are made at once."""
         return () if group.beside is None else group.beside.pieces(len(x))
 
     def begin_sum(
         self, x: Tensor, group: RankGroup, *, place: int, index: int, rows: slice
     ) -> OverlappedSum:
-        """Begin the sum over `group` of x, this rank's part for a piece of the step's tokens (`OverlappedSums.begin`)."""
+        """Begins the sum over `group` of x, this rank's part for a piece of the step's tokens
+        (`OverlappedSums.begin`)."""
         assert group.beside is not None
         return group.beside.begin(x, place=place, index=index, rows=rows)
 
     def sum_arriving(self, sums: Sequence[OverlappedSum]) -> Tensor:
-        """The sums of neighbouring pieces: [T, E]"""
+        """Returns the sums of neighbouring pieces: [T, E]."""
         whole = [functools.reduce(torch.add, s.parts()) for s in sums]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
@@ -246,35 +282,40 @@ class OpSet(ABC):
         residual: Tensor,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        """`norm` of `sum_arriving`, which rounds the sums to the model's type. The new residual is where the old one was."""
+        """Runs `norm` on the result of `sum_arriving`, which rounds the sums to the model's type.
+        The new residual overwrites the old one."""
         rows, total = self.norm(self.sum_arriving(sums), norm, residual=residual, inputs=inputs)
         if total.data_ptr() != residual.data_ptr():
             residual.copy_(total)
         return rows, residual
 
     def scatter_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """This rank's tokens of the sum of x over the ranks of `group`, the last ones' filled up with zeros: [T, E] → [⌈T / n⌉,
-        E]"""
+        """Returns this rank's tokens of the sum of x over the ranks of `group`: [T, E] →
+        [⌈T / n⌉, E].
+
+        The last ranks' tokens are padded with zeros.
+        """
         return group.reduce_scatter(self.filled_up(x, len(x) + -len(x) % group.size))
 
     def gather_tokens(self, x: Tensor, group: RankGroup, num_tokens: int) -> Tensor:
-        """All ranks' tokens: [⌈T / n⌉, E] → [T, E]"""
+        """Gathers all ranks' tokens: [⌈T / n⌉, E] → [T, E]."""
         return group.all_gather(x).flatten(0, 1)[:num_tokens]
 
     def filled_up(self, x: Tensor, num_tokens: int) -> Tensor:
-        """x [T, …] and zeros behind it: [num_tokens, …]"""
+        """Pads x [T, …] with zeros to [num_tokens, …]."""
         missing = num_tokens - len(x)
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def own_tokens(self, x: Tensor, group: RankGroup) -> Tensor:
-        """This rank's of x [T, …], which all ranks have: [⌈T / n⌉, …]"""
+        """Returns this rank's part of x [T, …], which all ranks have: [⌈T / n⌉, …]."""
         each = -(-len(x) // group.size)
         return self.filled_up(x[group.rank * each : (group.rank + 1) * each], each)
 
     def all_gather(self, x: Tensor, group: RankGroup, width: int) -> Tensor:
-        """The ranks' columns side by side, without those beyond `width`: [N, W] → [N, width]."""
+        """Gathers the ranks' columns side by side, without those beyond `width`: [N, W] →
+        [N, width]."""
         parts = group.all_gather(x)
-        if parts.shape[1] == 1:  # they lie side by side
+        if parts.shape[1] == 1:  # they are already side by side
             return parts.view(1, -1)[:, :width]
         out = x.new_empty(len(x), width)
         for start, part in zip(range(0, width, x.shape[1]), parts, strict=False):
@@ -282,13 +323,16 @@ class OpSet(ABC):
         return out
 
     def best_of_ranks(self, logits: Tensor, group: RankGroup, width: int) -> Tensor:
-        """The ranks' columns [N, W] side by side, without those beyond `width` → int64 [N]: where a row is largest, of equals
-        the first. A rank sends two numbers a row."""
+        """Returns the index of the first maximum in the ranks' columns side by side: [N, W] → int64
+        [N].
+
+        Columns beyond `width` are ignored. A rank sends two numbers per row.
+        """
         first = group.rank * logits.shape[1]
         own = logits[:, : max(1, width - first)]
         best = self.argmax(own)
         values = own.gather(1, best[:, None])[:, 0].float()
-        if first >= width:  # it has zeros only
+        if first >= width:  # only padding
             values.fill_(float("-inf"))
         every = group.all_gather(torch.stack((values.view(torch.int32), (best + first).int())))
         ranks = every[:, 0].view(torch.float32).argmax(0, keepdim=True)
@@ -299,30 +343,36 @@ class OpSet(ABC):
         return self.embed(meta.positions + offset, table)
 
     def embed_token_types(self, meta: AttentionMetadata, table: Tensor) -> Tensor:
-        """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type: [E], for all of them."""
+        """Rows of `table` by the tokens' types, [T, E]. If all tokens have the first type, it is
+        [E], for all of them."""
         return table[0] if meta.token_types is None else self.embed(meta.token_types, table)
 
     def place(self, x: Tensor, into: Tensor | None, *, column: int, width: int) -> Tensor:
-        """x [T, E] in the columns of `into` [T, width] from `column` on; `into` is written and returned. None: new rows, whose
-        other columns are not set."""
+        """Writes x [T, E] to the columns of `into` [T, width] from `column` on, and returns `into`.
+
+        With None it makes new rows, whose other columns are not set.
+        """
         rows = x.new_empty(len(x), width) if into is None else into
         rows[:, column : column + x.shape[1]] = x
         return rows
 
     @abstractmethod
     def linear(self, x: Activations, w: Linear) -> Tensor:
-        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8). x is quantised to the format
-        `w.inputs` if it is not yet. The result has the model's type."""
+        """[T, in] → [T, out]: x · weightᵀ + bias, accumulated in float32 (int32 for int8).
+
+        x is quantized to the format `w.inputs` if it is not yet. The result has the model's type.
+        """
 
     def linear_added(self, x: Activations, w: Linear, added: Tensor) -> Tensor:
-        """`linear` plus `added` [T, out], which may be overwritten."""
+        """Returns `linear` plus `added` [T, out], which may be overwritten."""
         return self.linear(x, w) + added
 
     def lora(self, y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:
-        """y [T, out] + what the tokens' adapters make of x [T, in]: of a token with slot s, up[s] · (down[s] · x) in each part
-        of the product; of a token without one, y. Products are rounded to the model's type; `y` may be overwritten.
+        """Adds the adapters' results for x [T, in] to y [T, out].
 
-        8-bit rows of x are read as the product itself reads them, rounded.
+        A token with slot s gets up[s] · (down[s] · x) in each part of the product; one without a
+        slot keeps y. Products are rounded to the model's type. `y` may be overwritten. 8-bit rows
+        of x are read as the product itself reads them, quantized.
         """
         rows = numbers(x) if isinstance(x, Quantized) else x.float()
         for t, slot in enumerate(tokens.slots.tolist()):
@@ -335,17 +385,18 @@ class OpSet(ABC):
     def adapted_linear(
         self, x: Activations, w: Linear, own: LoRAWeights, tokens: LoRATokens
     ) -> Tensor:
-        """`linear`, and what adapters add to it."""
+        """Returns `linear` plus the adapters' results."""
         return self.lora(self.linear(x, w), x, own, tokens)
 
     def split_linear(self, x: Tensor, w: SplitLinear) -> Tensor:
-        """`linear` with a `SplitLinear`, by the op set's 8-bit product and a dense one."""
+        """Computes `linear` with a `SplitLinear`, by the op set's 8-bit product and a dense one."""
         rest = self.linear(x.index_fill(1, w.columns, 0.0), w.rest)
         return torch.addmm(rest, x[:, w.columns], w.dense.T)
 
     @abstractmethod
     def quantize(self, x: Tensor, inputs: InputFormat) -> Quantized:
-        """[T, E] → 8 bits with a scale a row, or for each 128 numbers of it. Its largest magnitude becomes the largest code."""
+        """[T, E] → 8 bits with a scale per row, or per 128 elements of it. The largest magnitude
+        becomes the largest code."""
 
     @abstractmethod
     def norm(
@@ -356,14 +407,16 @@ class OpSet(ABC):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        """[T, E] → (normed [T, E], sum [T, E]). `inputs`: the format that normed rows are quantised to.
+        """[T, E] → (normed [T, E], sum [T, E]). `inputs` is the format that normed rows are
+        quantized to.
 
-        With `residual`, x + residual is normed, and returned as the second value, which may reuse residual's memory. Without
-        it the second value is x.
+        With `residual`, x + residual is normed, and returned as the second value, which may reuse
+        residual's memory. Without it the second value is x.
         """
 
     def joined(self, x: Tensor, y: Tensor) -> Tensor | Pair:
-        """x + y of two branches of a layer, for a norm. A `Pair` if that takes less time for `norm_pair`."""
+        """Returns x + y of two branches of a layer, for a norm. It is a `Pair` if `norm_pair` is
+        faster."""
         return x + y
 
     def norm_pair(
@@ -374,13 +427,13 @@ class OpSet(ABC):
         residual: Tensor | None = None,
         inputs: InputFormat | None = None,
     ) -> tuple[Activations, Tensor]:
-        """`norm` of the pair's sum."""
+        """Runs `norm` on the pair's sum."""
         return self.norm(pair.x + pair.y, norm, residual=residual, inputs=inputs)
 
     def _own_norm(
         self, x: Tensor, norm: NormParams, residual: Tensor | None, inputs: InputFormat | None
     ) -> tuple[Activations, Tensor]:
-        """`norm` with the user's function."""
+        """Runs `norm` with the user's function."""
         assert isinstance(norm.kind, OwnNorm)
         total = x if residual is None else x + residual
         normed: Tensor = norm.kind.function(total.float(), norm.weight, norm.bias, norm.eps).to(
@@ -389,12 +442,15 @@ class OpSet(ABC):
         return normed if inputs is None else self.quantize(normed, inputs), total
 
     def clip(self, x: Tensor, limit: float) -> Tensor:
-        """Clamp each number to ±limit."""
+        """Clamps each element to ±limit."""
         return x.clamp(-limit, limit)
 
     def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Norm q and k in rows [T, (H + 2K) · D] by `spec.qk_norm` over the row of all heads, or over each head with its own
-        weight. (`rope_and_cache` norms heads that share one weight.)"""
+        """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`, over the row of all heads or
+        over each head with its own weight.
+
+        `rope_and_cache` norms heads that share one weight.
+        """
         norm = spec.qk_norm
         assert norm is not None
         q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
@@ -415,8 +471,11 @@ class OpSet(ABC):
     def norm_qk_part(
         self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup
     ) -> Tensor:
-        """`norm_qk` over rows of which each rank of `group` has the heads of `spec`. A kv head counts as often as it is held,
-        which is the same for all; heads of zeros do not count."""
+        """Runs `norm_qk` on rows of which each rank of `group` has the heads of `spec`.
+
+        A kv head counts as often as it is held, which is the same for all. Padding heads do not
+        count.
+        """
         norm = spec.qk_norm
         assert norm is not None
         assert spec.of_heads is not None
@@ -443,11 +502,12 @@ class OpSet(ABC):
     def rope_and_cache(
         self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> Tensor:
-        """[T, (H + 2K) · D] → q [T, H, D]; k and v go to their slots of the cache. Without the values, [T, (H + K) · D], if
-        `kv.latent`.
+        """[T, (H + 2K) · D] → q [T, H, D]. k and v go to their slots of the cache.
 
-        q and k of each head are RMS-normed first, then rotated by `cos_sin` as it stands at `meta.positions`; dimensions beyond
-        rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its scale.
+        If `kv.latent`, rows have no values: [T, (H + K) · D]. q and k of each head are RMS-normed
+        first, then rotated by the row of `cos_sin` at `meta.positions`. Dimensions beyond
+        rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its
+        scale.
         """
 
     def packed_attention(
@@ -471,7 +531,7 @@ class OpSet(ABC):
     def cache_kv(
         self, rows: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
     ) -> None:
-        """Keys and values [T, 2K · D], without queries, go to their slots of the cache."""
+        """Writes keys and values [T, 2K · D], without queries, to their slots of the cache."""
         q = rows.new_zeros(len(rows), heads.num_heads * heads.head_dim)
         self.rope_and_cache(torch.cat((q, rows), dim=1), kv, meta, heads)
 
@@ -479,14 +539,17 @@ class OpSet(ABC):
     def attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
     ) -> Tensor:
-        """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own sequence's cache.
+        """q [T, H, D] → [T, H, D] (as wide as the values): attention of each token over its own
+        sequence's cache.
 
-        Token j of a sequence with seq_len L and query length n stands at position p = L − n + j and sees cache positions
-        max(0, p − window + 1) … p; without `causal` (in an encoder, or of one) all L of them, or those less than window away.
-        alibi_slopes add slope · (key position − p) to the scores, distance_bias adds distance_bias[h, R + (key position − p cut
-        to −R … R)]. sinks join the softmax as the scores (scaled already, never capped) of a key more, whose value is 0 (Xiao
-        et al. 2023, arXiv:2309.17453, learned). Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax in
-        float32.
+        1. Token j of a sequence with seq_len L and query length n is at position p = L − n + j. It
+           sees cache positions max(0, p − window + 1) … p. Without `causal` (in an encoder, or over
+           one) it sees all L of them, or those less than window away.
+        2. alibi_slopes add slope · (key position − p) to the scores. distance_bias adds
+           distance_bias[h, R + (key position − p clamped to −R … R)].
+        3. sinks join the softmax as the scores (already scaled, never capped) of an extra key whose
+           value is 0 (Xiao et al. 2023, arXiv:2309.17453, learned).
+        4. Rows of padded sequences (seq_len 0) are unspecified but finite. Softmax is in float32.
         """
 
     def bidirectional_attention(
@@ -497,31 +560,42 @@ class OpSet(ABC):
         heads: QKVLayout,
         params: AttentionParams,
     ) -> Tensor:
-        """`rope_and_cache` and `attention` in one, [T, (H + 2K) · D] → [T, H, D], for whole texts without a causal mask.
-        The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give finite numbers."""
+        """Runs `rope_and_cache` and `attention` in one for whole texts without a causal mask:
+        [T, (H + 2K) · D] → [T, H, D].
+
+        The cache's contents are unspecified afterwards. Tokens of no text (a graph's padding) give
+        finite values.
+        """
         return self.attention(self.rope_and_cache(qkv, kv, meta, heads), kv, meta, params)
 
     def mean_of_texts(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """States [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]) → each text's mean, float32 [S, E];
-        zeros for a text without tokens."""
+        """States [T, E], text i at starts[i] : starts[i + 1] (int32 or int64 [S + 1]) → each text's
+        mean, float32 [S, E].
+
+        The mean of a text without tokens is zeros.
+        """
         num_texts = len(starts) - 1
         tokens = torch.arange(len(hidden), dtype=starts.dtype, device=starts.device)
-        text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of none
+        text = torch.bucketize(tokens, starts[1:], right=True)  # num_texts: of no text
         sums = hidden.new_zeros(num_texts + 1, hidden.shape[1], dtype=torch.float32).index_add_(
             0, text, hidden.float()
         )
         return sums[:num_texts] / starts.diff().clamp(min=1)[:, None]
 
     def states_at(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """Rows of hidden [T, E] at index [S], float32 [S, E]. An index behind the end (of a graph's padding) gives any row."""
+        """Rows of hidden [T, E] at index [S], float32 [S, E]. An index beyond the end (of a graph's
+        padding) gives any row."""
         return hidden[index.long().clamp(max=len(hidden) - 1)].float()
 
     def mla_attention(
         self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
-        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries`, then `mla_paged_attention`,
-        or an equivalent. All rows are written to the cache before any is read: a decode may share blocks with a prompt of
-        this step."""
+        """Latent attention of q [T, H, P + R] and row [T, C + R] → [T, H · V]: `mla_queries`, then
+        `mla_paged_attention`, or an equivalent.
+
+        All rows are written to the cache before any is read, because a decode may share blocks with
+        a prompt of this step.
+        """
         return self.mla_paged_attention(
             self.mla_queries(q, row, kv, meta, params), kv, meta, params
         )
@@ -529,11 +603,12 @@ class OpSet(ABC):
     def mla_queries(
         self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
-        """The queries of latent attention, and its rows of the cache.
+        """Computes the queries of latent attention, and writes its rows to the cache.
 
-        q [T, H, P + R] has the non-rotary and rotary numbers of each head, row [T, C + R] the latent and the rotary key. The
-        queries [T, H, R + C] are rotated, and their non-rotary part is multiplied into the latents' space by `params.keys`. The
-        rotated key and the normed latent go into the cache.
+        q [T, H, P + R] has the non-rotary and rotary elements of each head, row [T, C + R] the
+        latent and the rotary key. The queries [T, H, R + C] are rotated, and their non-rotary part
+        is multiplied into the latents' space by `params.keys`. The rotated key and the normed
+        latent go into the cache.
         """
         (num_heads, nope_dim, rank), rotary = params.keys.shape, params.rotary_dim
         plain, turned = q.split((nope_dim, rotary), dim=2)
@@ -554,8 +629,10 @@ class OpSet(ABC):
     def mla_paged_attention(
         self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
     ) -> Tensor:
-        """`attention` of `mla_queries`' q over a cache of latents. `params.values` takes its sums [T, H, C] to values [T, H
-        · V]."""
+        """Computes `attention` of `mla_queries`' q over a cache of latents.
+
+        `params.values` maps its sums [T, H, C] to values [T, H · V].
+        """
         seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
 
@@ -568,16 +645,23 @@ class OpSet(ABC):
         gated: bool = False,
         inputs: InputFormat | None = None,
     ) -> Activations:
-        """[T, F] → [T, F], quantised if `inputs` says so. `gated`: [T, 2F] → [T, F], act(first half) · second half (or as the
-        activation has it)."""
+        """[T, F] → [T, F], quantized if `inputs` is given.
+
+        With `gated`, [T, 2F] → [T, F]: act(first half) · second half (or the activation's own
+        formula).
+        """
 
     def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
-        """A step's `ExpertLoad` for `moe`."""
+        """Makes a step's `ExpertLoad` for `moe`."""
         return ExpertLoad(counts, meta.slot_mapping, kv.block_size)
 
     def own_expert_load(self, load: ExpertLoad, group: RankGroup, num_tokens: int) -> ExpertLoad:
-        """`load` of this rank's tokens, for a `moe` over the tokens of all ranks of `group`, `num_tokens` places each: those of
-        others count as padding here, and are counted by the others."""
+        """Returns `load` for a `moe` over the tokens of all ranks of `group`, `num_tokens` places
+        each.
+
+        Only this rank's tokens count here. The others' count as padding, and are counted by their
+        own ranks.
+        """
         slots = load.slots.new_zeros(group.size, num_tokens)
         slots[group.rank, : len(load.slots)] = load.slots
         return replace(load, slots=slots.flatten())
@@ -590,23 +674,31 @@ class OpSet(ABC):
         correction: Tensor | None = None,
         load: ExpertLoad | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The choice of `moe`: (weights float32, experts of any integer type), [T, num_experts_per_token] each. Of `spec.held`
-        experts an implementation may number them anew."""
+        """Makes the choice of `moe`: (weights float32, experts of any integer type),
+        [T, num_experts_per_token] each.
+
+        With `spec.held` an implementation may renumber the experts.
+        """
 
     @abstractmethod
     def moe_of_choice(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        """`moe` with a choice that was made: weights float32 and experts int32, [T, k] each. The experts that are here
-        (`MoESpec.num_local_experts`) count from 0; a number behind them is none, and has the weight 0."""
+        """Computes `moe` with a given choice: weights float32 and experts int32, [T, k] each.
+
+        The local experts (`MoESpec.num_local_experts`) count from 0. A larger number means none,
+        and has the weight 0.
+        """
 
     @abstractmethod
     def moe(
         self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
     ) -> Tensor:
-        """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with their weights in float32.
+        """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with
+        their weights in float32.
 
-        With p the softmax (or logistic function) of a row of router_logits in float32, the experts are the
-        num_experts_per_token with the largest p (+ `correction`), within spec.groups; their weights are p, divided by their sum
-        if spec.normalize, times spec.weight_scale. What was chosen is added to `load`.
+        With p the softmax (or logistic function) of a row of router_logits in float32, the experts
+        are the num_experts_per_token with the largest p (+ `correction`), within spec.groups. Their
+        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. The chosen
+        experts are added to `load`.
         """
 
     def moe_and_shared(
@@ -617,11 +709,12 @@ class OpSet(ABC):
         shared: tuple[Linear, Linear],
         load: ExpertLoad | None = None,
     ) -> Tensor:
-        """`moe`, plus a shared expert of all tokens with the products `shared` and the same activation."""
+        """Computes `moe` plus a shared expert of all tokens with the products `shared` and the same
+        activation."""
         return self.moe(x, router_logits, experts, load) + self._always(x, experts, shared)
 
     def _always(self, x: Tensor, experts: Experts, shared: tuple[Linear, Linear]) -> Tensor:
-        """The shared expert of all tokens."""
+        """Computes the shared expert of all tokens."""
         (up, down), expert = shared, experts.spec.expert
         inner = self.activation(
             self.linear(x, up), expert.activation, gated=expert.gated, inputs=down.inputs
@@ -631,9 +724,12 @@ class OpSet(ABC):
     def gather_inputs(
         self, tokens: Tensor, block_table: Tensor, rows: Tensor, positions: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens at (rows, positions), int32 or int64 [T] both, of sequences whose tokens are the rows of `tokens` int32 [R, L]
-        and whose blocks those of `block_table` int32 [R, B]: (their ids int32, positions int64, slots int64), [T] each.
-        `rows` and `positions` are contiguous."""
+        """Gathers the tokens at (rows, positions), int32 or int64 [T] each, and returns (ids int32,
+        positions int64, slots int64), [T] each.
+
+        A sequence's tokens are a row of `tokens` int32 [R, L] and its blocks a row of `block_table`
+        int32 [R, B]. `rows` and `positions` are contiguous.
+        """
         rows, positions = rows.long(), positions.long()
         slots = (
             block_table[rows, positions // block_size].long() * block_size + positions % block_size
@@ -641,8 +737,11 @@ class OpSet(ABC):
         return tokens[rows, positions], positions, slots
 
     def write_tokens(self, tokens: Tensor, rows: Tensor, positions: Tensor, new: Tensor) -> None:
-        """tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice, int64 [N]. No place comes twice but
-        those of the null row, where any of its tokens may stay."""
+        """Writes tokens[rows[i], positions[i]] = new[i]: int32 [R, L], int32 or int64 [N] twice,
+        int64 [N].
+
+        No place occurs twice except those of the null row, where any of its tokens may stay.
+        """
         tokens[rows.long(), positions.long()] = new.int()
 
     def chain_places(
@@ -656,28 +755,38 @@ class OpSet(ABC):
         num_again: int,
         first: int,
     ) -> ChainPlaces:
-        """Where a chain of `num_drafts` drafts of `size` sequences computes. `inputs` int32 [4, room], where room is `size` up
-        to a multiple of 4, has of each sequence: its row, the position of its last known token, how many drafts it wants, and
-        how many tokens were drawn behind the known ones. `kept` int32 [R, C]: the last drafts of the rows of `tokens` int32
-        [R, L], the last of which is the null row. The first pass computes `num_again` tokens of each; a token's keys and values
-        stand `first` positions before it."""
+        """Computes the places of a chain of `num_drafts` drafts of `size` sequences.
+
+        `inputs` int32 [4, room], where room is `size` padded to a multiple of 4, has for each
+        sequence: its row, the position of its last known token, the number of drafts it wants, and
+        the number of tokens drawn after the known ones. `kept` int32 [R, C] has the last drafts of
+        the rows of `tokens` int32 [R, L], the last of which is the null row. The first pass
+        computes `num_again` tokens of each sequence. A token's keys and values are `first`
+        positions before it.
+        """
         return chain_places(
             tokens, kept, inputs, num_drafts=num_drafts, size=size, num_again=num_again, first=first
         )
 
     @abstractmethod
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature, min_p, top_k, top_p, draw.
+        """[S, V] logits (any float dtype) → int64 [S]. Order: logit bias, penalties, temperature,
+        min_p, top_k, top_p, draw.
 
-        `logits` may be overwritten. The draw inverts the cumulative distribution at one uniform number
-        u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no state and is the same in any batch.
+        `logits` may be overwritten. The draw inverts the cumulative distribution at one uniform
+        number u = uniform(seed, history_len) per row (see `reference.uniform`), so it needs no
+        state and is the same in any batch.
         """
 
     def best_logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Raw logits [N, V] and a token for each row, int64 [N] → (its log-probability [N], its rank int64 [N], the likeliest
-        tokens int64 [N, num_top], their log-probabilities [N, num_top]), float32. Which of equal tokens comes first is open."""
+        """Log-probabilities of raw logits [N, V] and of a token for each row, int64 [N].
+
+        Returns float32 (the token's log-probability [N], its rank int64 [N], the most likely tokens
+        int64 [N, num_top], their log-probabilities [N, num_top]). The order of equal tokens is
+        unspecified.
+        """
         scores = logits.float()
         log_z = scores.logsumexp(dim=-1, keepdim=True)
         chosen = scores.gather(1, tokens.long()[:, None])
@@ -686,14 +795,18 @@ class OpSet(ABC):
         return (chosen - log_z)[:, 0], rank, ids, values - log_z
 
     def argmax(self, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """[S, V] → int64 [S]: the largest of each row, the first of equals. `token_ids` int64 [V]: the token of each column."""
+        """[S, V] → int64 [S]: the first maximum of each row. `token_ids` int64 [V] maps each column
+        to a token."""
         best = logits.argmax(-1)
         return best if token_ids is None else token_ids[best]
 
     def mask_logits(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Write −inf to the logits of tokens that are not allowed. Row `rows[i]` (int64 [M], without duplicates) of logits
-        [S, V] keeps the tokens whose bits are set in bits[i] (int32 [M, words], as in `TokenMask`). Tokens beyond the last
-        word are not allowed."""
+        """Writes −inf to the logits of tokens that are not allowed.
+
+        Row `rows[i]` (int64 [M], without duplicates) of logits [S, V] keeps the tokens whose bits
+        are set in bits[i] (int32 [M, words], as in `TokenMask`). Tokens beyond the last word are
+        not allowed.
+        """
         shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
@@ -703,5 +816,8 @@ class OpSet(ABC):
     def copy_blocks(
         self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor
     ) -> None:
-        """Copy whole blocks: target[targets[i]] = source[sources[i]] in all parts, for int64 [N] each. Both have the same parts
-        and may be one; then no target is also a source."""
+        """Copies whole blocks: target[targets[i]] = source[sources[i]] in all parts, for int64 [N]
+        each.
+
+        Both have the same parts and may be the same; then no target is also a source.
+        """

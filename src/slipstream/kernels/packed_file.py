@@ -1,8 +1,8 @@
-"""A file of packed products, which a load rounded and packed and the next start reads back.
+"""A file of packed products, which one load quantized and packed and the next start reads back.
 
-It is a safetensors file of bytes, whose metadata has each part's kind and shape. It appears under its name when it is
-complete. It is read into an `Arena`, not mapped: products read an arena's large pages faster than a file's small ones, and
-a mapping would count as the process's memory a second time.
+It is a safetensors file of bytes, whose metadata has each part's kind and shape. It appears under
+its name only when it is complete. It is read into an `Arena`, not mapped: products read an arena's
+huge pages faster than a file's small ones, and a mapping would count twice as the process's memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ CHUNK = 16 * 2**20
 
 
 def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts]) -> int:
-    """Write a file. Returns its bytes; 0, and no file, without products."""
+    """Writes a file and returns its size in bytes. Without products it returns 0 and writes
+    none."""
     if not products:
         return 0
     header: dict[str, Any] = {
@@ -58,7 +59,7 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(
         f".{path.name}.{os.getpid()}-{threading.get_ident()}"
-    )  # nobody else's
+    )  # unique to this thread
     try:
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # a link that somebody made there is not followed
@@ -68,7 +69,7 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
             file.flush()
             os.fsync(
                 file.fileno()
-            )  # or a lost machine might leave a file of the right length without the numbers
+            )  # otherwise a crashed machine might leave a file of the right length without the data
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -77,8 +78,11 @@ def write_packed(path: Path, products: Mapping[str, NativeLinear | NativeExperts
 
 
 def read_packed(path: Path, arena: Arena, num_threads: int) -> dict[str, Linear]:
-    """The products of `write_packed`, in `arena`, without biases. CheckpointError if the file is cut off or its header is
-    wrong; OSError if it can't be opened or read."""
+    """Reads the products of `write_packed` into `arena`, without biases.
+
+    CheckpointError if the file is cut off or its header is wrong; OSError if it can't be opened or
+    read.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     try:

@@ -1,4 +1,5 @@
-"""Rotary tables, ALiBi slopes and biases by distance, made once, by NumPy: all devices have the same numbers."""
+"""Rotary tables, ALiBi slopes and distance biases, made once by NumPy, so that all devices have the
+same values."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ Floats = npt.NDArray[np.float32]
 
 
 def rope_table(spec: RopeSpec, num_positions: int) -> Tensor:
-    """`rope_angles` as a tensor."""
+    """Makes `rope_angles` as a tensor."""
     import torch
 
     return torch.from_numpy(rope_angles(spec, num_positions))
 
 
 def rope_angles(spec: RopeSpec, num_positions: int) -> Floats:
-    """float32 [num_positions, rotary_dim]: cos of each angle in the first half of a row, sin in the second."""
+    """Returns float32 [num_positions, rotary_dim]: cos of each angle in the first half of a row,
+    sin in the second."""
     frequencies, factor = _frequencies(spec, num_positions)
     half = len(frequencies)
     table = np.empty((num_positions, 2 * half), np.float32)
@@ -47,12 +49,12 @@ def rope_angles(spec: RopeSpec, num_positions: int) -> Floats:
 
 
 def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
-    """float32 [rotary_dim / 2] angles per position, and what cos and sin are multiplied by."""
+    """Returns (angles per position, float32 [rotary_dim / 2]; factor of cos and sin)."""
     dim, one = spec.rotary_dim, np.float32(1.0)
     powers = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     base: Floats = one / np.power(np.float64(spec.theta), powers).astype(
         np.float32
-    )  # NumPy's float32 powers are 2 ulp off
+    )  # NumPy's float32 powers are off by 2 ulp
     match spec.scaling:
         case None:
             return base, 1.0
@@ -101,8 +103,12 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
 def sectioned_positions(
     num_tokens: int, images: Sequence[tuple[int, int, int]]
 ) -> npt.NDArray[np.int64]:
-    """The three positions of each token of a text, int64 [3, num_tokens]: of text one more than before, all alike; of a picture
-    (offset, rows, columns) that of its first token, its row's and its column's. Text goes on behind the largest."""
+    """Returns the three positions of each token of a text, int64 [3, num_tokens].
+
+    A text token's are all one more than the previous token's. A picture's token has the position of
+    the picture's first token, that plus the token's row, and that plus its column. Text continues
+    after the largest. `images` has (offset, rows, columns) of each picture.
+    """
     found = np.empty((3, num_tokens), np.int64)
     at = position = 0
     for offset, rows, columns in (*images, (num_tokens, 0, 0)):
@@ -116,11 +122,12 @@ def sectioned_positions(
 
 
 def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Floats:
-    """float32 [num_heads]: factor · 2^(−max_bias · i / n), n the next power of two, odd ones first (Press et al. 2021)."""
+    """Returns float32 [num_heads]: factor · 2^(−max_bias · i / n), n the next power of two, odd
+    ones first (Press et al. 2021)."""
     if spec.part is not None:
         first, total = spec.part
         own = alibi_slopes(replace(spec, part=None), total)[first : first + num_heads]
-        return np.pad(own, (0, num_heads - len(own)))  # heads of zeros
+        return np.pad(own, (0, num_heads - len(own)))  # padding heads
     n = 2 ** math.ceil(math.log2(num_heads))
     steps = np.float32(-spec.max_bias) * np.arange(1, n + 1, dtype=np.float32) / np.float32(n)
     slopes: Floats = np.float32(spec.factor) * np.exp2(steps)
@@ -128,8 +135,12 @@ def alibi_slopes(spec: AlibiSpec, num_heads: int) -> Floats:
 
 
 def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
-    """weight [num_buckets, H] → float32 [H, 2R + 1], R = max_distance: the bias at each key position − query position, which
-    beyond R is that of R. A causal stack has one bucket for all keys ahead, which are not seen."""
+    """weight [num_buckets, H] → float32 [H, 2R + 1], R = max_distance: the bias at each key
+    position − query position.
+
+    Beyond R the bias is that of R. A causal stack has one bucket for all keys ahead, which are not
+    seen.
+    """
     distance = np.arange(-spec.max_distance, spec.max_distance + 1)
     buckets = spec.num_buckets // 2 if spec.both_directions else spec.num_buckets
     ahead = (distance > 0) * buckets if spec.both_directions else np.zeros_like(distance)
@@ -142,9 +153,11 @@ def distance_bias(spec: BucketSpec, weight: Floats) -> Floats:
 
 
 class PositionTables:
-    """Rotary tables, ALiBi slopes and biases by distance, one of each for all layers that have the same. They are tensors on
-    `device`, or without one NumPy's arrays. `distances` are the stack's own weights [buckets, H], set before its layers are
-    built."""
+    """Rotary tables, ALiBi slopes and distance biases, shared by all layers with the same ones.
+
+    They are tensors on `device`, or without one NumPy arrays. `distances` are the stack's own
+    weights [buckets, H], set before its layers are built.
+    """
 
     def __init__(self, max_model_len: int, device: torch.device | None) -> None:
         self.max_model_len, self.device = max_model_len, device
@@ -155,7 +168,8 @@ class PositionTables:
     def of(
         self, spec: AttentionSpec, own: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(cos_sin, slopes, distance_bias) of a layer; `own`: the layer's weights of distances."""
+        """Returns (cos_sin, slopes, distance_bias) of a layer. `own` is the layer's own weight of
+        distances."""
         position = spec.position
         match position:
             case None:

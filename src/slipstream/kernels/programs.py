@@ -1,4 +1,5 @@
-"""Pieces of the C++ kernels' programs: a layer's operators, and products as programs of their own."""
+"""Parts of the C++ kernels' programs: a layer's operators, and products as programs of their
+own."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ Floats = npt.NDArray[np.float32]
 
 
 class LinearProgram:
-    """One product as a program of its own: float32 [T, in] → [T, out]. To measure, `more` weights of the same shape may be
-    multiplied after it; the results are then the last one's."""
+    """One product as a program of its own: float32 [T, in] → [T, out].
+
+    For measurements, `more` weights of the same shape may be multiplied after it; the result is
+    then the last one's.
+    """
 
     def __init__(
         self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()
@@ -45,8 +49,8 @@ class LinearProgram:
 
 
 class LinearArgmax:
-    """Where a product's rows are largest, of equals the first: float32 [T, in] → int64 [T]. The rows themselves, [T, out], are
-    never there as a whole."""
+    """A product and the first maximum of each row: float32 [T, in] → int64 [T]. The full rows
+    [T, out] are never stored."""
 
     def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
         (part,) = w.parts
@@ -74,7 +78,8 @@ class LinearArgmax:
         return found
 
     def of(self, x: Floats) -> npt.NDArray[np.int64]:
-        """What `program`, when it runs next, finds for `x`. Both must live until then."""
+        """Binds `x` and returns the array that the next run of `program` fills. Both must live
+        until then."""
         assert x.dtype == np.float32
         assert x.shape[1] == self._size
         found = np.empty((len(x), 1), np.int64)
@@ -84,7 +89,7 @@ class LinearArgmax:
 
 
 class Argmax:
-    """The first largest of each row, float32 [T, V] → int64 [T]."""
+    """The first maximum of each row, float32 [T, V] → int64 [T]."""
 
     def __init__(self, pool: ThreadPool, size: int) -> None:
         self._program = p = Program(pool)
@@ -102,7 +107,7 @@ class Argmax:
 def add_linear(
     program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False
 ) -> None:
-    """A product, part by part: x in the weight's form, y float32."""
+    """Adds a product, part by part: x in the weight's form, y float32."""
     row = 0
     for part in w.parts:
         bias = None if w.bias is None else w.bias[row : row + part.rows]
@@ -125,7 +130,8 @@ def add_linear(
 def add_norm(
     program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
 ) -> None:
-    """float32 rows → rows in `form`. With a residual (else -1) x is added to it and the sum is normed."""
+    """Adds a norm: float32 rows → rows in `form`. With a residual (else -1), x is added to it and
+    the sum is normed."""
     how = float32(norm.weight), _floats(norm.bias), norm.eps, norm.offset
     program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
@@ -133,7 +139,8 @@ def add_norm(
 def add_rope_and_cache(
     program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
 ) -> None:
-    """float32 rows: q is turned where it stands, k and v go to the step's slots of `group` in the layer's cache."""
+    """Adds rotary and cache for float32 rows. q is rotated in place; k and v go to the step's slots
+    of `group` in the layer's cache."""
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
@@ -152,8 +159,11 @@ def add_attention(
     *,
     group: int = 0,
 ) -> None:
-    """float32 rows that begin with q → what they see. `sizes`: heads, kv heads, head dim, values'. `group`: whose tables say
-    where the keys and values are."""
+    """Adds attention of float32 rows that begin with q.
+
+    `sizes` are heads, kv heads, head dim and value dim. `group` is the cache group whose block
+    tables are used.
+    """
     of_heads = [_floats(t) for t in (s.alibi_slopes, s.sinks, s.distance_bias)]
     masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal
     program.add("attention", q, out, layer, group, *sizes, s.scale, *masks)

@@ -1,5 +1,5 @@
-"""Rounding to the schemes of `spec.scheme`, and back. Plain torch, on any device: it runs once, at load (and in the
-reference)."""
+"""Quantization to the schemes of `spec.scheme`, and back. Plain torch, on any device. It runs once,
+at load (and in the reference)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.kernels.weights import (
 from slipstream.spec.scheme import E2M1, FORMAT_MAX, FP8_TILE, InputFormat, Scheme
 
 SMALLEST = 1e-12
-"""The least magnitude that a row is scaled by, so that a row of zeros has a scale."""
+"""Minimum magnitude that a row is scaled by, so that a row of zeros has a scale."""
 
 DTYPES: dict[InputFormat, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
@@ -28,12 +28,12 @@ DTYPES: dict[InputFormat, torch.dtype] = {
 }
 
 ROWS_AT_ONCE = 4096
-"""Rows of a weight whose float32 values are held while it is rounded."""
+"""Rows of a weight whose float32 values are held at once while it is quantized."""
 
 
 def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
-    """[T, E] → values and a scale a row (of `fp8-block`: for each 128 of it): the largest magnitude falls on 448 (fp8) or 127
-    (int8)."""
+    """[T, E] → values and a scale per row (in `fp8-block` per 128 elements). The largest magnitude
+    becomes 448 (fp8) or 127 (int8)."""
     if inputs == "fp8-block":
         groups = quantize_rows(x.reshape(-1, FP8_TILE), "fp8")
         return Quantized(
@@ -48,7 +48,7 @@ def quantize_rows(x: Tensor, inputs: InputFormat) -> Quantized:
 
 
 def numbers(x: Quantized) -> Tensor:
-    """The values of quantised rows, float32."""
+    """Returns the values of quantized rows, float32."""
     groups: Tensor = x.values.float().unflatten(1, (x.scales.shape[1], -1))
     return (groups * x.scales[..., None]).flatten(1)
 
@@ -56,8 +56,10 @@ def numbers(x: Quantized) -> Tensor:
 def round_linear(
     weight: Tensor, bias: Tensor | None, scheme: Scheme, scales_dtype: torch.dtype | None = None
 ) -> Linear:
-    """A dense weight [out, in] by `scheme`, rounded to nearest, some rows at a time. The scales of groups are of the weight's
-    type unless another is given."""
+    """Quantizes a dense weight [out, in] by `scheme`, to nearest, some rows at a time.
+
+    The scales of groups have the weight's type unless another is given.
+    """
     if scheme.name == "fp8-block":
         codes, scales = zip(
             *(_round_tiles(rows) for rows in weight.split(ROWS_AT_ONCE)), strict=True
@@ -96,7 +98,7 @@ def round_linear(
 
 
 def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes [out, in], scales [⌈out / 128⌉, in / 128])."""
+    """Quantizes tiles and returns (codes [out, in], scales [⌈out / 128⌉, in / 128])."""
     rows, inner = weight.shape
     n, across = FP8_TILE, inner // FP8_TILE
     tiles = torch.nn.functional.pad(weight.float(), (0, 0, 0, -rows % n)).view(-1, n, across, n)
@@ -113,16 +115,23 @@ def _round_tiles(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _round_groups(
     weight: Tensor, size: int, chunk: int, scales_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(int16 words [out, in / 4], scales [in / size, out]).
+    """Quantizes groups and returns (int16 words [out, in / 4], scales [in / size, out]).
 
-    A group's scale is searched for. Its number of the largest magnitude is put at several distances from 0, of `_STEPS` codes,
-    on the side that has a code more; for the codes of each the scale with the least squared error is known, and the best of all
-    is taken. Of normally distributed numbers the error is a quarter below that of the largest magnitude over 7.5."""
+    A group's scale is found by search:
+
+    1. The element of the largest magnitude is mapped to several distances from 0, those of
+       `_STEPS`, on the side with one code more.
+    2. For the resulting codes, the scale with the least squared error is computed.
+    3. The best of all is taken.
+
+    For normally distributed values the error is a quarter below that of the largest magnitude over
+    7.5.
+    """
     groups = weight.float().unflatten(1, (-1, size))
     kind = torch.finfo(scales_dtype)
     least = max(
         SMALLEST, 7.5 * kind.smallest_normal * kind.eps
-    )  # a group of zeros has a scale, in float16 too
+    )  # so that a group of zeros has a scale, in float16 too
     largest = -groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     largest = torch.where(largest.abs() < least, least, largest)
     gain = torch.full_like(largest, -1.0)
@@ -132,7 +141,7 @@ def _round_groups(
         products, squares = ((codes * x).sum(-1, keepdim=True) for x in (groups, codes))
         found = (
             products * products / squares.clamp(min=1.0)
-        )  # by how much the squared error is less than without any code
+        )  # reduction of the squared error, compared with all codes 0
         better = found > gain
         gain, scales = (
             torch.where(better, found, gain),
@@ -149,8 +158,11 @@ _STEPS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 8.75, 9.0)
 def _round_floats(
     weight: Tensor, size: int, chunk: int, kind: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`_round_groups` to e2m1. The scale takes the largest magnitude's power of two to 4, the largest code's (OCP Microscaling
-    Formats 1.0, section 6.3). Of two codes that are equally near the larger is taken."""
+    """Quantizes groups to e2m1, as `_round_groups` does to int4.
+
+    The scale moves the power of two of the largest magnitude to 4, that of the largest code (OCP
+    Microscaling Formats 1.0, section 6.3). Of two equally near codes the larger is taken.
+    """
     groups = weight.float().unflatten(1, (-1, size))
     exponents = groups.abs().amax(-1).clamp(min=SMALLEST).log2().floor() - 2
     scaled = groups / exponents.exp2()[..., None]
@@ -178,7 +190,7 @@ def unpack4(words: Tensor, chunk: int) -> Tensor:
 def dequantize(
     w: ScaledLinear | TileScaledLinear | GroupedLinear, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The weight [out, in], computed in float32."""
+    """Returns the weight [out, in], computed in float32."""
     if isinstance(w, TileScaledLinear):
         scales = w.scales.repeat_interleave(FP8_TILE, dim=0)[: len(w.weight)]
         return numbers(Quantized(w.weight, scales)).to(dtype)

@@ -1,9 +1,11 @@
-"""An op set that records ops instead of computing them: symbolic values in, a flat list of ops out. No torch.
+"""An op set that records ops instead of computing them: symbolic values in, a flat list of ops out.
+No torch.
 
-1. Fast forward paths (the C++ program, the one-token kernel) are compiled from a record of the eager loop, so they compute the
-   same.
-2. A record refers to the weights as the objects that the loop passed.
-3. A model without weights can be recorded too: `NamedWeight` and `NamedLinear` stand for tensors by name and shape.
+1. Fast forward paths (the C++ program, the one-token kernel) are compiled from a recording of the
+   eager loop, so they compute the same.
+2. A recording refers to the weights as the objects that the loop passed.
+3. A model without weights can be recorded too: `NamedWeight` and `NamedLinear` stand in for tensors
+   by name and shape.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from slipstream.spec.scheme import InputFormat, Scheme
 
 
 class Refused(Exception):  # noqa: N818 (no error: the reader of a record catches it and returns the reason)
-    """A record has something that its reader lacks."""
+    """Raised when a recording has something that its reader lacks."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -36,7 +38,7 @@ class Refused(Exception):  # noqa: N818 (no error: the reader of a record catche
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands for a tensor [T, *shape]. `inputs`: the format that its rows are quantised to."""
+    """Symbolic tensor [T, *shape]. `inputs` is the format that its rows are quantized to."""
 
     index: int
     shape: tuple[int, ...]
@@ -57,7 +59,7 @@ class Value:
         return self._shaped(tuple(self.width // known if n == -1 else n for n in sizes))
 
     def _shaped(self, shape: tuple[int, ...]) -> Value:
-        """A view: another value with the same index."""
+        """Returns a view: another value with the same index."""
         return Value(self.index, shape, self.inputs, self.recorder)
 
     def __add__(self, other: Value) -> Value:
@@ -76,8 +78,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of a record. `name` is that of the `OpSet` method, or add, mul or scale. `arguments` are its other arguments, by
-    name. `layer`: the index of its layer; None before and after the layers."""
+    """One op of a recording.
+
+    `name` is that of the `OpSet` method, or add, mul or scale. `arguments` are its other arguments
+    by name. `layer` is the index of its layer; None before and after the layers.
+    """
 
     name: str
     inputs: tuple[Value, ...]
@@ -96,7 +101,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class TracedKV:
-    """Stands for a layer's cache."""
+    """Placeholder of a layer's cache."""
 
     layer: int
     num_kv_heads: int
@@ -104,7 +109,7 @@ class TracedKV:
 
 @dataclass(frozen=True, slots=True)
 class TracedMeta:
-    """Stands for a step's metadata for the layers of a group."""
+    """Placeholder of a step's metadata for the layers of a group."""
 
     group: int = 0
 
@@ -113,12 +118,12 @@ class TracedMeta:
 
 
 TOKENS = "tokens"
-"""Stands for the step's token ids."""
+"""Placeholder of the step's token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedWeight:
-    """Stands for a tensor of a model that is not loaded."""
+    """Placeholder of a tensor in a model that is not loaded."""
 
     name: str
     shape: tuple[int, ...]
@@ -126,7 +131,7 @@ class NamedWeight:
 
 @dataclass(frozen=True, slots=True)
 class NamedLinear:
-    """Stands for a `Linear` of such a model."""
+    """Placeholder of a `Linear` in such a model."""
 
     weight: NamedWeight
     bias: NamedWeight | None = None
@@ -138,7 +143,7 @@ class NamedLinear:
 
 
 class NamedTables:
-    """Stands for `PositionTables`."""
+    """Placeholder of `PositionTables`."""
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
@@ -165,7 +170,8 @@ class NamedTables:
 
 
 class RecordingOps:
-    """The methods of `OpSet` that layers use, with the same parameters. `layer` is the `layer` of the ops recorded next."""
+    """Recorder with the `OpSet` methods that layers use, and the same parameters. `layer` is the
+    `layer` of the ops recorded next."""
 
     name = "recording"
 
@@ -187,12 +193,13 @@ class RecordingOps:
         form: InputFormat | None = None,
         **arguments: Any,
     ) -> Value:
-        """Add an op with an output of `shape` in the format `form`, and `more` outputs. Returns the first."""
+        """Records an op with an output of `shape` in the format `form`, and `more` outputs. Returns
+        the first."""
         outputs = (self.value(shape, form), *(self.value(s) for s in more))
         self.ops.append(Op(op, inputs, outputs, arguments, self.layer))
         return outputs[0]
 
-    # --- Weights ----------------------------------------------------------------------------------------------------
+    # --- Weights ---
 
     def quantize_weight(
         self, weight: NamedWeight, bias: NamedWeight | None, scheme: Scheme | None = None
@@ -229,10 +236,11 @@ class RecordingOps:
     def position_tables(self, max_model_len: int, device: None) -> NamedTables:
         return NamedTables(max_model_len)
 
-    # --- Ops --------------------------------------------------------------------------------------------------------
+    # --- Ops ---
 
     def __getattr__(self, op: str) -> Callable[..., Value]:
-        """An op without a method here has an output of the shape of its first input, and other arguments by keyword."""
+        """Records an op without a method here. Its output has the shape of its first input; other
+        arguments are keywords."""
         if op.startswith("_"):
             raise AttributeError(op)
 
@@ -292,7 +300,7 @@ class RecordingOps:
         return x + y
 
     def pieces(self, x: Value, group: Any) -> tuple[slice, ...]:
-        """What is recorded is a short step."""
+        """Returns no pieces, because the recorded step is a short one."""
         return ()
 
     def all_reduce_norm(
@@ -340,7 +348,7 @@ class RecordingOps:
     def mla_attention(
         self, q: Value, row: Value, kv: TracedKV, meta: TracedMeta, params: MLAParams
     ) -> Value:
-        # In the layout of the op set: a tensor [H, C, V], or a weight with the stacked rows of all heads.
+        # in the op set's layout: a tensor [H, C, V], or a weight with the stacked rows of all heads
         values = params.values
         width = (
             values.out_features
@@ -363,7 +371,7 @@ class RecordingOps:
         )
 
     def expert_load(self, counts: Any, kv: TracedKV, meta: TracedMeta) -> Any:
-        """The counts themselves."""
+        """Returns the counts themselves."""
         return counts
 
     def moe(self, x: Value, router_logits: Value, experts: Experts, load: Any = None) -> Value:
@@ -383,6 +391,6 @@ class RecordingOps:
 
 
 def _inner(table: Any) -> int:
-    """The width of a table, which is a tensor or a product's weight."""
+    """Returns the width of a table, which is a tensor or a product's weight."""
     shape: Sequence[int] = getattr(table, "weight", table).shape
     return shape[1]

@@ -1,4 +1,5 @@
-"""The oracle: every op in plain torch, on any device. It is written to be read and checked, not to be fast.
+"""The oracle: every op in plain torch, on any device. It is written to be read and checked, not to
+be fast.
 
 All arithmetic is in float32, whatever the type of the inputs. Results are rounded once, at the end.
 """
@@ -34,11 +35,11 @@ from slipstream.kernels.weights import (
 from slipstream.spec.model import Activation, ClampedSwiglu, MoESpec, OwnActivation, OwnNorm
 from slipstream.spec.scheme import NATIVE_PRODUCTS, InputFormat, Scheme
 
-# --- Layers ---------------------------------------------------------------------------------------------------------
+# --- Layers ---
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """The inputs of the second product, float32."""
+    """Returns the inputs of the second product, float32."""
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
@@ -49,7 +50,8 @@ def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The activation functions by name. A new one is a line here and in `triton/pointwise.py`."""
+    """Applies an activation function by name. A new one is a line here and in
+    `triton/pointwise.py`."""
     match activation:
         case ClampedSwiglu():
             raise AssertionError("gated only")
@@ -71,7 +73,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def route(
     router_logits: Tensor, spec: MoESpec, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights float32, experts int64), [T, num_experts_per_token] each."""
+    """Returns (weights float32, experts int64), [T, num_experts_per_token] each."""
     logits = router_logits.float()
     scores = logits.softmax(dim=-1) if spec.scores == "softmax" else logits.sigmoid()
     merits = scores if correction is None else scores + correction
@@ -90,14 +92,14 @@ def route(
 
 
 def count_experts(chosen: Tensor, load: ExpertLoad | None) -> None:
-    """Add the choices [T, k] to `load.counts`. Padded tokens do not count."""
+    """Adds the choices [T, k] to `load.counts`. Padded tokens do not count."""
     if load is not None:
         there = (load.slots >= load.block_size).long()[:, None].expand(chosen.shape)
         load.counts.index_add_(0, chosen.flatten(), there.flatten())
 
 
 LEAST_WEIGHT = 1e-20
-"""Added to the sum that weights are divided by, since logistic functions may all be 0."""
+"""Added to the sum that weights are divided by, since all logistic functions may be 0."""
 
 
 ROUNDED = (ScaledLinear, TileScaledLinear, GroupedLinear)
@@ -267,11 +269,11 @@ class ReferenceOps(OpSet):
             ours[targets] = theirs[sources]
 
 
-# --- Attention ------------------------------------------------------------------------------------------------------
+# --- Attention ---
 
 
 def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """One sequence's keys and values, [K, length, D] each, copied out of its blocks."""
+    """Copies one sequence's keys and values, [K, length, D] each, out of its blocks."""
     count = -(-length // kv.block_size)
     index = blocks[:count].long()
     keys, values = (t[index].transpose(0, 1).flatten(1, 2)[:, :length] for t in (kv.k, kv.v))
@@ -281,7 +283,8 @@ def gather_sequence(kv: LayerKV, blocks: Tensor, length: int) -> tuple[Tensor, T
 
 
 def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[T, K, D] in the cache's type. For 8 bits it is divided by each head's scale, cut to the range and rounded."""
+    """Converts [T, K, D] to the cache's type. For 8 bits it is divided by each head's scale,
+    clamped and rounded."""
     if scale is None:
         return x.to(dtype)
     x = x.float() / scale[None, :, None]
@@ -295,8 +298,11 @@ def to_cache(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, s: AttentionParams, *, first: int | None = None
 ) -> Tensor:
-    """Attention in float32: q [n, H, D] over keys, values [K, L, D] → [n, H, D]. The queries stand at positions `first` …, or
-    at the last n. Values may have another width than keys."""
+    """Attention in float32: q [n, H, D] over keys, values [K, L, D] → [n, H, D].
+
+    The queries are at positions `first` …, by default at the last n. Values may have another width
+    than keys.
+    """
     num_queries, num_heads, _ = q.shape
     num_kv_heads, length, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -321,13 +327,15 @@ def attend(
 
 
 def biases(distance_bias: Tensor, distance: Tensor) -> Tensor:
-    """[H, 2R + 1] read at key position − query position, a tensor of any shape: [H, *shape]"""
+    """Looks up [H, 2R + 1] at key position − query position, a tensor of any shape →
+    [H, *shape]."""
     reach = distance_bias.shape[1] // 2
     return distance_bias[:, distance.clamp(-reach, reach) + reach]
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the last dimension of float32 scores, with a score more for each row that gets no weight."""
+    """Softmax over the last dimension of float32 scores, with an extra score per row (`sinks`) that
+    gets no weight."""
     if sinks is None:
         return scores.softmax(dim=-1)
     return torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[
@@ -336,7 +344,8 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
-    """Turn the first rotary_dim dimensions of float32 x [T, heads, D] by `table` [T, rotary_dim] (cos, then sin)."""
+    """Rotates the first rotary_dim dimensions of float32 x [T, heads, D] by `table` [T, rotary_dim]
+    (cos, then sin)."""
     rotary = table.shape[-1]
     cos, sin = table[:, None].chunk(2, dim=-1)
     turned, passed = x[..., :rotary], x[..., rotary:]
@@ -356,14 +365,16 @@ def rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
     return h * (weight.float() + weight_offset)
 
 
-# --- Sampling -------------------------------------------------------------------------------------------------------
+# --- Sampling ---
 
 
 def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """The allowed tokens, logit bias, then repetition, frequency and presence penalties, in place on float32 [S, V].
+    """Applies allowed tokens, logit bias, then repetition, frequency and presence penalties, in
+    place on float32 [S, V].
 
-    No [S, V] table of counts is made: the tokens so far are gathered, changed and scattered back. Where a token occurs
-    twice both write the same value, so that the order of writing does not matter; only the frequency penalty adds up.
+    No [S, V] table of counts is made: the tokens so far are gathered, changed and scattered back.
+    Where a token occurs twice both write the same value, so that the order of writing does not
+    matter. Only the frequency penalty adds up.
     """
     if (
         params.limited_rows is not None
@@ -389,12 +400,13 @@ def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
     assert params.frequency_penalty is not None
     lens, prompt_lens = params.history_lens[:, None], params.prompt_lens[:, None]
     at = torch.arange(params.history.shape[1], device=logits.device)[None, :]
-    # Places that do not count are pointed at a token that does: beyond the end at the first token, ...
+    # Positions that do not count are redirected to a token that does: beyond the end to the first
+    # token, ...
     tokens = torch.where(at < lens, params.history, params.history[:, :1]).long()
     before = logits.gather(1, tokens)
     penalty = params.repetition_penalty[:, None]
     logits.scatter_(1, tokens, torch.where(before > 0, before / penalty, before * penalty))
-    # ... and in the prompt at the last one, which is in the answer if there is an answer.
+    # ... and in the prompt to the last token, which is in the answer if there is one.
     in_answer = (at >= prompt_lens) & (at < lens)
     last = params.history.gather(1, (lens - 1).clamp(min=0).long())
     tokens = torch.where(in_answer, params.history, last).long()
@@ -404,15 +416,18 @@ def apply_bias_and_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
 
 
 def scaled_probs(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """softmax(logits / temperature) in float32; greedy rows, whose result is not used, as at temperature 1."""
+    """Returns softmax(logits / temperature) in float32. Greedy rows, whose result is not used, have
+    temperature 1."""
     temperature = params.temperature[:, None]
     return (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(dim=-1)
 
 
 def filter_probs(logits: Tensor, probs: Tensor, params: SamplingTensors) -> Tensor:
-    """[S, V] probabilities with the tokens that min_p, top_k or top_p drop set to 0; not normalised again.
+    """Returns probabilities [S, V] with the tokens that min_p, top_k or top_p drop set to 0,
+    without normalizing again.
 
-    Each filter keeps all tokens at or above a threshold, so whole ties are kept and no order of sorting matters.
+    Each filter keeps all tokens at or above a threshold, so ties are kept together and no sorting
+    order matters.
     """
     if params.any_min_p:
         probs = probs.where(probs >= params.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
@@ -429,9 +444,12 @@ def filter_probs(logits: Tensor, probs: Tensor, params: SamplingTensors) -> Tens
 
 
 def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
-    """The least probability [S, 1] that top_p keeps. `ordered` holds the largest of each row of `probs`, descending, as
-    many as make up top_p of the row's mass. A token is needed while the mass before it is short of that; the first is
-    always, and with top_p = 1 all are."""
+    """Returns the smallest probability [S, 1] that top_p keeps.
+
+    `ordered` holds the largest of each row of `probs`, descending, as many as make up top_p of the
+    row's mass. A token is needed while the mass before it is less than that. The first is always
+    needed, and with top_p = 1 all are.
+    """
     wanted = top_p[:, None] * probs.sum(-1, keepdim=True, dtype=torch.float64)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     last = (before < wanted).sum(-1, keepdim=True).clamp(min=1) - 1
@@ -439,15 +457,19 @@ def nucleus(ordered: Tensor, probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """For each row of weights [S, V] ≥ 0 the first kept token, in id order, where the running sum exceeds u · total."""
+    """Draws for each row of weights [S, V] ≥ 0 the first kept token, in id order, where the running
+    sum exceeds u · total."""
     return first_beyond(
         weights, u.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
     )
 
 
 def first_beyond(weights: Tensor, target: Tensor) -> Tensor:
-    """The first token with a weight at which the running sum exceeds target [S, 1]; the last one should rounding leave
-    none. A token without a weight is never returned."""
+    """Returns the first token with a weight at which the running sum exceeds target [S, 1].
+
+    If rounding leaves none, it is the last one with a weight. A token without a weight is never
+    returned.
+    """
     kept = weights > 0
     reached = kept & (weights.cumsum(dim=-1, dtype=torch.float64) > target)
     last = weights.shape[-1] - 1 - kept.flip(-1).int().argmax(-1)
@@ -455,11 +477,12 @@ def first_beyond(weights: Tensor, target: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Numbers in (0, 1), float32 [S], that depend on (seed, counter) alone.
+    """Returns numbers in (0, 1), float32 [S], that depend on (seed, counter) alone.
 
-    The counter-th state of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) that
-    started at the seed, passed twice through its finaliser since seeds and counters are both small and consecutive.
-    The upper 23 bits, plus a half, are a float32 exactly. Wrapping int64 arithmetic: the same bits on every device.
+    The generator is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    2014), started at the seed, in its counter-th state. The state passes twice through the
+    finaliser, since seeds and counters are both small and consecutive. The upper 23 bits plus a
+    half are exact in float32. Int64 arithmetic wraps, so all devices give the same bits.
     """
     x = seeds.long() + counters.long() * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
@@ -476,5 +499,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """A logical right shift; torch's is arithmetic."""
+    """Shifts right logically; torch's shift is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

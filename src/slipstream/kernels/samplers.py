@@ -1,7 +1,8 @@
-"""Samplers of one row of logits, over NumPy's arrays. No torch.
+"""Samplers of one row of logits, over NumPy arrays. No torch.
 
-Each works on float32 logits [V], in place. What a sampler leaves out is −∞ afterwards, so samplers can follow each other in any
-order. Where several tokens are equal, all but XTC keep all of them. None leaves nothing.
+Each works on float32 logits [V], in place. Dropped tokens become −∞, so samplers can follow each
+other in any order. Where several tokens are equal, all samplers but XTC keep all of them. No
+sampler drops every token.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import numpy.typing as npt
 from slipstream.kernels.sampling import Floats, Longs, least_of_top_p
 
 LEAST_LOGIT = np.float32(-1e29)
-"""What is at or below it was forbidden before: it is not drawn while something else is there."""
+"""Logits at or below this were forbidden before: they are not drawn while another token is left."""
 
 NEAREST = (256, 4096)
-"""How many tokens `typical` looks at before it sorts all of them."""
+"""Numbers of tokens that `typical` looks at before it sorts all of them."""
 
 MOST_MATCH = 1024
-"""Tokens of a repeated run that DRY counts."""
+"""Maximum tokens of a repeated run that DRY counts."""
 
 
 def drop_forbidden(logits: Floats) -> None:
-    """What was forbidden by a finite number is −∞, unless everything is forbidden."""
+    """Sets tokens forbidden by a finite logit to −∞, unless everything is forbidden."""
     forbidden = logits <= LEAST_LOGIT
     if not forbidden.all():
         logits[forbidden] = -np.inf
@@ -37,7 +38,8 @@ def penalties(
     presence: float,
     frequency: float,
 ) -> None:
-    """`tokens` [L] so far, of which the first `num_prompt` are the prompt. As `sampling.apply_bias_and_penalties`."""
+    """Applies penalties as `sampling.apply_bias_and_penalties` does. `tokens` [L] are all so far,
+    the first `num_prompt` the prompt."""
     seen = np.unique(tokens)
     logits[seen] = np.where(
         logits[seen] > 0,
@@ -59,9 +61,12 @@ def dry(
     last_n: int,
     breakers: npt.NDArray[np.int64],
 ) -> None:
-    """ "Don't repeat yourself" (p-e-w 2024, as in llama.cpp): where the last n tokens, n ≥ `allowed_length`, stood before, what
-    followed them there loses multiplier · base ** (n − allowed_length), of the longest such run. Runs hold no token of
-    `breakers`. The last `last_n` tokens are looked at; −1: all."""
+    """Applies "don't repeat yourself" (p-e-w 2024, as in llama.cpp).
+
+    Where the last n tokens, n ≥ `allowed_length`, occurred before, the token that followed them
+    there loses multiplier · base ** (n − allowed_length), for the longest such run. Runs contain no
+    token of `breakers`. Only the last `last_n` tokens count; −1 means all.
+    """
     if last_n >= 0:
         tokens = tokens[len(tokens) - min(last_n, len(tokens)) :]
     last = len(tokens) - 1
@@ -88,8 +93,8 @@ def dry(
 
 
 def no_repeat_ngram(logits: Floats, tokens: Longs, size: int) -> None:
-    """No token that would end a run of `size` tokens that is there already (as transformers). If it leaves nothing, it does
-    nothing."""
+    """Drops tokens that would end a run of `size` tokens that already occurred (as in
+    transformers). It does nothing if no token would be left."""
     if len(tokens) < size:
         return
     tail = tokens[len(tokens) - size + 1 :]
@@ -109,7 +114,7 @@ def temperature(logits: Floats, value: float) -> None:
 
 
 def top_n_sigma(logits: Floats, n: float) -> None:
-    """Tokens within n standard deviations of the largest logit (Tang et al. 2024)."""
+    """Keeps tokens within n standard deviations of the largest logit (Tang et al. 2024)."""
     there = logits[logits > -np.inf]
     least = (
         there.max(initial=-np.inf) - np.float32(n) * there.std(dtype=np.float64)
@@ -120,7 +125,7 @@ def top_n_sigma(logits: Floats, n: float) -> None:
 
 
 def min_p(logits: Floats, least: float) -> None:
-    """Tokens at least this likely, relative to the likeliest."""
+    """Keeps tokens at least this likely, relative to the most likely one."""
     weights = _weights(logits)
     logits[weights < np.float32(least)] = -np.inf
 
@@ -136,12 +141,16 @@ def top_p(logits: Floats, mass: float) -> None:
 
 
 def typical(logits: Floats, mass: float) -> None:
-    """Tokens whose surprise is nearest to the entropy, until they hold `mass` (Meister et al. 2023, as transformers)."""
+    """Keeps the tokens whose surprise is nearest to the entropy, until they hold `mass` (Meister et
+    al. 2023, as in transformers)."""
     at = np.flatnonzero(logits > -np.inf)
     p = _probabilities(logits[at])
     surprise = -np.log(p, out=np.full(len(p), -np.inf), where=p > 0)
     far = np.abs(surprise - (p * surprise).sum(where=p > 0))
-    for count in (*(n for n in NEAREST if n < len(far)), len(far)):  # the nearest few, as a rule
+    for count in (
+        *(n for n in NEAREST if n < len(far)),
+        len(far),
+    ):  # the nearest few usually suffice
         order = np.argpartition(far, count - 1)[:count]
         order = order[np.argsort(far[order], kind="stable")]
         before = p[order].cumsum()
@@ -152,8 +161,11 @@ def typical(logits: Floats, mass: float) -> None:
 
 
 def xtc(logits: Floats, probability: float, threshold: float, u: float) -> None:
-    """ "Exclude top choices" (p-e-w 2024, as in llama.cpp): if the uniform number `u` is below `probability`, only the least
-    likely stays of the tokens with a probability of `threshold` or more."""
+    """Applies "exclude top choices" (p-e-w 2024, as in llama.cpp).
+
+    If the uniform number `u` is below `probability`, only the least likely of the tokens with a
+    probability of at least `threshold` stays.
+    """
     if u >= probability:
         return
     at = np.flatnonzero(logits > -np.inf)
@@ -165,7 +177,8 @@ def xtc(logits: Floats, probability: float, threshold: float, u: float) -> None:
 
 
 def mirostat(logits: Floats, mu: float) -> None:
-    """Tokens of a surprise up to `mu` bits, at least the likeliest (Basu et al. 2021, version 2)."""
+    """Keeps tokens with a surprise of at most `mu` bits, at least the most likely (Basu et al.
+    2021, version 2)."""
     p = _probabilities(logits)
     with np.errstate(divide="ignore"):
         kept = -np.log2(p) <= mu
@@ -174,12 +187,12 @@ def mirostat(logits: Floats, mu: float) -> None:
 
 
 def mirostat_mu(logits: Floats, token: int, mu: float, tau: float, eta: float) -> float:
-    """`mu` behind a token that was drawn of what `mirostat` left."""
+    """Returns the next `mu` after a token drawn from what `mirostat` left."""
     return mu - eta * (-float(np.log2(_probabilities(logits)[token])) - tau)
 
 
 def _weights(logits: Floats) -> Floats:
-    """Of which the largest is 1."""
+    """Returns unnormalized weights, the largest of which is 1."""
     with np.errstate(invalid="ignore"):
         weights: Floats = np.exp(logits - logits.max())
     return weights

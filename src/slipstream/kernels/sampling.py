@@ -1,7 +1,7 @@
-"""A CPU's sampler, over NumPy's arrays: `OpSet.sample`, a row at a time. No torch.
+"""A CPU's sampler over NumPy arrays: `OpSet.sample`, a row at a time. No torch.
 
-Each filter keeps what is at or above a threshold, so a row's weights need not add up to 1: they are exp((logit − largest) /
-temperature). With top_k later filters read only the tokens that it keeps.
+Each filter keeps values at or above a threshold, so a row's weights need not add up to 1: they are
+exp((logit − largest) / temperature). With top_k, later filters read only the tokens that it keeps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
 NUCLEUS_STEPS = (64, 1024)
-"""How many of the likeliest tokens top-p looks at before it sorts all of them."""
+"""Numbers of most likely tokens that top-p looks at before it sorts all of them."""
 
 
 def sample(logits: Floats, params: SamplingTensors, argmax: Callable[[Floats], Longs]) -> Longs:
-    """float32 [S, V], which are overwritten, → int64 [S]. `params` has arrays. `argmax`: the first largest of each row."""
+    """Samples from float32 [S, V], which is overwritten → int64 [S]. `params` has arrays. `argmax`
+    gives the first maximum of each row."""
     apply_bias_and_penalties(logits, params)
     tokens = argmax(logits)
     if params.all_greedy:
@@ -41,8 +42,11 @@ def sample(logits: Floats, params: SamplingTensors, argmax: Callable[[Floats], L
 def apply_bias(
     logits: Floats, limits: tuple[Any, Any, Any] | None, biases: tuple[Any, Any, Any] | None
 ) -> None:
-    """The allowed tokens (the rows that are limited, and each allowed token with its row), then biases (rows, tokens, values),
-    in place."""
+    """Applies allowed tokens, then biases, in place.
+
+    `limits` is (limited rows, row of each allowed token, allowed token); `biases` is (rows, tokens,
+    values).
+    """
     if limits is not None:
         limited, *allowed = map(array, limits)
         at = tuple(allowed)
@@ -55,7 +59,8 @@ def apply_bias(
 
 
 def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
-    """The allowed tokens, logit bias, then repetition, frequency and presence penalties, in place."""
+    """Applies allowed tokens, logit bias, then repetition, frequency and presence penalties, in
+    place."""
     limits = params.limited_rows, params.allowed_rows, params.allowed_tokens
     biases = params.bias_rows, params.bias_tokens, params.bias_values
     apply_bias(logits, None if limits[0] is None else limits, None if biases[0] is None else biases)
@@ -76,7 +81,7 @@ def apply_bias_and_penalties(logits: Floats, params: SamplingTensors) -> None:
 
 
 def mask_logits(logits: Floats, rows: Longs, bits: npt.NDArray[np.int32]) -> None:
-    """`OpSet.mask_logits`: −∞ where the row's bit of `bits` [N, ⌈V / 32⌉] is 0."""
+    """Applies `OpSet.mask_logits`: −∞ where the row's bit in `bits` [N, ⌈V / 32⌉] is 0."""
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     for row, own in zip(rows.tolist(), allowed, strict=True):
         logits[row, own == 0] = -np.inf
@@ -85,8 +90,11 @@ def mask_logits(logits: Floats, rows: Longs, bits: npt.NDArray[np.int32]) -> Non
 def best_logprobs(
     logits: Floats, tokens: Longs, num_top: int
 ) -> tuple[Floats, Longs, Longs, Floats]:
-    """Of raw logits [N, V] and a token for each row: (its log-probability, its rank, the best ids, their log-probabilities),
-    the last two [N, num_top]; of equals the lower id stands first."""
+    """Returns (log-probability, rank, best ids, their log-probabilities) of raw logits [N, V] and a
+    token for each row.
+
+    The last two are [N, num_top]. Among equal tokens the lower id comes first.
+    """
     count, num_top = len(logits), min(num_top, logits.shape[1])
     chosen, rank = np.empty(count, np.float32), np.empty(count, np.int64)
     ids, values = np.empty((count, num_top), np.int64), np.empty((count, num_top), np.float32)
@@ -102,14 +110,15 @@ def best_logprobs(
 
 
 def uniform(seeds: npt.NDArray[Any], counters: npt.NDArray[Any]) -> Floats:
-    """`reference.uniform`: numbers in (0, 1) that depend on (seed, counter) alone; the same bits."""
+    """Returns `reference.uniform`'s numbers in (0, 1), which depend on (seed, counter) alone, with
+    the same bits."""
     x = seeds.astype(np.int64).view(np.uint64) + counters.astype(np.int64).view(np.uint64) * _GOLDEN
     x = _mix(_mix(x) + _GOLDEN)
     return ((x >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(1.0 / 2**23)
 
 
 def array(x: Any) -> npt.NDArray[Any]:
-    """Of what `SamplingTensors` holds: an array, or a tensor."""
+    """Returns a field of `SamplingTensors`, an array or a tensor, as an array."""
     return x if isinstance(x, np.ndarray) else np.asarray(x.cpu().numpy())
 
 
@@ -125,13 +134,13 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def draw(
     row: Floats, temperature: np.float32, top_k: int, top_p: float, min_p: float, u: float
 ) -> int:
-    """A token of logits [V]."""
+    """Draws a token from logits [V]."""
     at: Longs | None = None
     if 0 < top_k < len(row):
         at = np.flatnonzero(row >= np.partition(row, -top_k)[-top_k])
         row = row[at]
     scaled = row / temperature
-    with np.errstate(invalid="ignore"):  # where nothing is allowed
+    with np.errstate(invalid="ignore"):  # if nothing is allowed
         weights: Floats = np.exp(scaled - scaled.max())
     if min_p > 0.0:
         weights[weights < np.float32(min_p)] = 0.0  # the largest is 1
@@ -139,13 +148,16 @@ def draw(
         weights[weights < least_of_top_p(weights, top_p)] = 0.0
     running = weights.cumsum(dtype=np.float64)
     chosen = int(np.searchsorted(running, u * running[-1], side="right"))
-    if chosen == len(weights):  # rounding left none: the last that can be drawn
+    if chosen == len(weights):  # rounding left none: take the last that can be drawn
         chosen = int(np.flatnonzero(weights)[-1])
     return chosen if at is None else int(at[chosen])
 
 
 def least_of_top_p(weights: Floats, top_p: float) -> np.float32:
-    """The least weight that top_p keeps. A token is needed while the mass before it is short; the first is always."""
+    """Returns the smallest weight that top_p keeps.
+
+    A token is needed while the mass before it is too small. The first is always needed.
+    """
     wanted = np.float64(np.float32(top_p)) * weights.sum(dtype=np.float64)
     for count in (*(c for c in NUCLEUS_STEPS if c < len(weights)), len(weights)):
         ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]

@@ -1,4 +1,4 @@
-"""Chooses the op set for a device. Each is imported when it is chosen."""
+"""Chooses the op set for a device. Each is imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ def select_ops(
     deterministic: bool = False,
     dense_copies: bool = False,
 ) -> OpSet:
-    """The op set for a device. `implementation` is auto, reference, cpu, torch or triton; one that can't run there raises. On a
-    CPU auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the last that the machine has), or
-    torch where they are not built (`slipstream doctor` says so). `tiles` are for triton, and so is `deterministic` (the result
-    for a token depends on nothing but the tokens before it). `dense_copies`: 4-bit weights (triton) and sparse ones (cpu) are
-    kept dense as well."""
+    """Returns the op set for a device.
+
+    `implementation` is auto, reference, cpu, torch or triton. ConfigError if it can't run there. On
+    a CPU, auto is cpu, the C++ kernels with `num_threads` and the instruction set `isa` (None: the
+    machine's best), or torch where they are not built (`slipstream doctor` says so). `tiles` and
+    `deterministic` are for triton; deterministic means that a token's result depends on nothing but
+    the tokens before it. With `dense_copies`, 4-bit weights (triton) and sparse ones (cpu) are kept
+    dense as well.
+    """
     if implementation == "auto":
         implementation = (
             "triton" if device.type == "cuda" else "cpu" if has_cpu_kernels() else "torch"

@@ -1,13 +1,15 @@
-"""Finds out whether the one-token kernel can run a model's layers, from a record of their ops.
+"""Tests whether the one-token kernel can run a model's layers, from a recording of their ops.
 
 `match_layers` compares each layer's ops with the pattern that the kernel implements:
 
-    norm, attention, norm, MLP                      or, parallel: norm, [norm], attention, MLP, sum
-    attention: qkv product, rope_and_cache, attention (with a window, sinks), out product
-               or latent attention, with queries of one product
-    MLP:       up product, activation, down product      or router, experts, [a shared expert, [weighed]]
+  norm, attention, norm, MLP                      or, parallel: norm, [norm], attention, MLP, sum
+  attention: qkv product, rope_and_cache, attention (with a window, sinks), out product
+             or latent attention, with queries of one product
+  MLP:       up product, activation, down product
+             or router, experts, [a shared expert, [weighted]]
 
-A match has the layers' products and small tensors, by the kernel's names. Nothing here imports torch.
+A match has the layers' products and small tensors, by the kernel's names. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ LACKS = {
     "clip": "clip_qkv: the one-token kernel has no clamp",
     "norm_qk": "qk_norm: the one-token kernel norms q and k of each head by one weight only",
     "scale": "residual_scale: the one-token kernel has no factor for a branch",
-    "bidirectional_attention": "the one-token kernel writes text, and an encoder reads it whole",
+    "bidirectional_attention": "the one-token kernel is for decoding, and an encoder reads whole texts",
     "add": "the one-token kernel has a norm before every branch and no other sums",
     "all_reduce": "the one-token kernel sums over ranks after attention and after the MLP, each",
 }
@@ -37,17 +39,18 @@ OTHER_RANK = Reason("another rank can't run the one-token kernel")
 COLUMN = 64
 """Bytes of a row that a warp multiplies at once."""
 MOST_EXPERTS = 512
-"""Each lane of a warp holds 1/32 of the router's logits."""
+"""Maximum experts: each lane of a warp holds 1/32 of the router's logits."""
 MOST_CHOSEN = 16
-"""Chosen experts of a token: each consumer thread loads a tile's row for one of them."""
+"""Maximum chosen experts of a token: each consumer thread loads a tile's row for one of them."""
 MOST_MIDS = 32768
-"""Inputs of a token's down products together, which the consumer threads hold in registers."""
+"""Maximum inputs of a token's down products together, which the consumer threads hold in
+registers."""
 MOST_TABLES = 2
-"""Block tables that the kernel is given."""
+"""Number of block tables that the kernel is given."""
 
 
 def widths(s: TokenShape) -> tuple[int, int, int]:
-    """The intermediate sizes of a dense MLP, an expert and the shared expert; 0: there is none."""
+    """Intermediate sizes of a dense MLP, an expert and the shared expert; 0 if there is none."""
     shared = None if s.experts is None else s.experts.shared
     return (
         s.intermediate_size,
@@ -57,12 +60,13 @@ def widths(s: TokenShape) -> tuple[int, int, int]:
 
 
 def inner_sizes(s: TokenShape) -> list[int]:
-    """The products' numbers of inputs."""
+    """Numbers of inputs of the products."""
     return [n for n in (s.hidden_size, s.num_heads * s.head_dim, *widths(s)) if n]
 
 
 def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
-    """Why the kernel can't run layers of these sizes with weights of so many bits; None if it can."""
+    """Returns why the kernel can't run layers of these sizes with weights of `bits` bits; None if
+    it can."""
     group = s.num_heads // s.num_kv_heads
     if s.experts is not None and not _takes_experts(s.experts, s):
         return Reason(
@@ -71,7 +75,7 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
     if not all(n % 16 == 0 and n * bits // 8 % COLUMN == 0 for n in inner_sizes(s)):
         found = ", ".join(map(str, inner_sizes(s)))
         return Reason(
-            f"the one-token kernel reads {COLUMN} bytes of a row at once, which rows of {found} are no multiples of"
+            f"the one-token kernel reads {COLUMN} bytes of a row at once, and rows of {found} are not all multiples"
         )
     if s.head_dim not in (32, 64, 128, 256) or group > 8 or s.num_kv_heads * s.head_dim % 16:
         which = f"heads of {s.head_dim} with {group} queries to a key"
@@ -80,13 +84,13 @@ def size_refusal(s: TokenShape, bits: int, rotary: int | None) -> Reason | None:
         )
     if rotary is not None and rotary % 2:
         return Reason(
-            f"the one-token kernel turns pairs, and {rotary} numbers of a head are rotated"
+            f"the one-token kernel rotates pairs, and {rotary} elements of a head are rotated"
         )
     return None
 
 
 def ranks_refusal(s: TokenShape) -> Reason | None:
-    """Why several ranks can't run such layers together; None if they can."""
+    """Returns why several ranks can't run such layers together; None if they can."""
     if s.parallel or s.experts is not None or s.latent is not None:
         return Reason(
             "the one-token kernel of several ranks has no experts, no latents and no parallel blocks"
@@ -107,24 +111,25 @@ def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
 
 @dataclass(slots=True)
 class LayerMatch:
-    """A layer that the kernel runs: its shape, as if all layers were like it, its products, and the other tensors that it
-    reads, by the kernel's names."""
+    """A layer that the kernel runs: its shape (as if all layers were like it), products and other
+    tensors, by the kernel's names."""
 
     shape: TokenShape
     products: dict[str, Any]
     tensors: dict[str, Any]
-    plain: list[
-        Any
-    ]  # the router and the weight of a shared expert: products that are never rounded
+    plain: list[Any]  # never quantized: the router and the weight of a shared expert
     cos_sin: Any
     window: int | None = None
     cache_group: int = 0
-    group: Any = None  # the ranks whose parts are summed, after attention and after the MLP
+    group: Any = None  # ranks whose parts are summed, after attention and after the MLP
 
 
 def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Reason:
-    """The shape that all layers share, and each layer; or the reason why the kernel can't run them. `body`: a trace's
-    layers and the ops behind them."""
+    """Returns the shape that all layers share, and each layer; or the reason why the kernel can't
+    run them.
+
+    `body` has the ops of a trace's layers and those after them.
+    """
     try:
         of_layers = (
             (i, list(ops))
@@ -138,7 +143,8 @@ def match_layers(body: Sequence[Op]) -> tuple[TokenShape, list[LayerMatch]] | Re
 
 
 def _sums_apart(body: Sequence[Op]) -> Iterator[Op]:
-    """The ops, with a sum over ranks and the norm of it as two: the sum belongs to the layer that made its parts."""
+    """Yields the ops, with a sum over ranks and its norm as two ops. The sum belongs to the layer
+    that made its parts."""
     made: dict[int, int | None] = {}  # by value
     for op in body:
         made |= {x.index: op.layer for x in op.outputs}
@@ -193,7 +199,7 @@ def _check_biases(layers: Sequence[LayerMatch], experts: MoESpec) -> None:
     if beside and any(
         x.products[n].bias is not None for x in layers for n in names if n in x.products
     ):
-        raise Refused("the one-token kernel has no biases of experts and of an MLP beside them")
+        raise Refused("the one-token kernel has no biases of experts together with another MLP")
     one, shared = experts.expert, experts.shared
     if shared is not None and (shared.mlp.activation, shared.mlp.gated) != (
         one.activation,
@@ -222,13 +228,13 @@ class Matcher:
     window: int | None = None
     cache_group: int = 0
     groups: list[Any] = field(default_factory=list)
-    """Of the sums over ranks so far."""
+    """Rank groups of the sums so far."""
 
     def layer(self) -> LayerMatch:
         if self._next != "norm":
             raise Refused(LACKS["add"])
         first, second = self._norm("norm"), None
-        if self._next == "norm":  # the MLP's own, in a parallel block
+        if self._next == "norm":  # the MLP's own norm, in a parallel block
             second = self._norm("mlp_norm")
             if second.inputs != first.outputs[1:] and second.inputs != (first.x,):
                 raise self._refused()
@@ -279,10 +285,10 @@ class Matcher:
             raise Refused(reason)
         return LayerMatch(*own, self.groups[0])
 
-    # --- Parts ------------------------------------------------------------------------------------------------------
+    # --- Parts ---
 
     def _summed(self, x: Value) -> Value:
-        """A sum over ranks, if one follows."""
+        """Reads a sum over ranks, if one follows."""
         if self._next != "all_reduce":
             return x
         op = self._take("all_reduce")
@@ -298,7 +304,7 @@ class Matcher:
         return op
 
     def _same(self, first: Op, second: Op | None) -> None:
-        """The kernel has one kind of norm for both places."""
+        """Checks that both norms are of the same kind, because the kernel has only one."""
 
         def kind(op: Op) -> tuple[object, ...]:
             norm = op.arguments["norm"]
@@ -308,7 +314,7 @@ class Matcher:
             raise Refused("a layer's norms are of two kinds, and the one-token kernel has one")
 
     def _attention(self, x: Value) -> tuple[Value, dict[str, Any]]:
-        """(its result, what it adds to a `TokenShape`)."""
+        """Reads attention and returns (its result, its fields of `TokenShape`)."""
         qkv = self._linear("qkv", x)
         if self._next == "norm":
             raise Refused("q_lora_rank: the one-token kernel has no latents of queries")
@@ -397,7 +403,7 @@ class Matcher:
         )
 
     def _shared(self, x: Value, routed: Value) -> Value:
-        """A shared expert, and its weight, beside the sum of the others."""
+        """Reads a shared expert, its weight if any, and its sum with the other experts."""
         up = self._take("linear")
         self.products["shared_up"] = up.arguments["w"]
         added, _ = self._activated(up, x, "shared_down")
@@ -424,7 +430,7 @@ class Matcher:
         if not isinstance(activation, str | ClampedSwiglu):
             raise Refused(f"the one-token kernel has no activation {activation}")
 
-    # --- Reading ----------------------------------------------------------------------------------------------------
+    # --- Reading ---
 
     @property
     def _next(self) -> str | None:
@@ -446,7 +452,7 @@ class Matcher:
     def _refused(self) -> Refused:
         name = self._next
         if name is None:
-            return Refused("the one-token kernel's layers have more parts than these")
+            return Refused("the one-token kernel's layers have more parts than this one")
         return Refused(
-            LACKS.get(name, f"the one-token kernel has no {name} at that place of a layer")
+            LACKS.get(name, f"the one-token kernel has no {name} at that point of a layer")
         )

@@ -1,6 +1,7 @@
-"""The numbers of weights that lie in the C++ kernels' order (csrc/cpu/formats.h), by torch on any device.
+"""Unpacks weights in the C++ kernels' order (csrc/cpu/formats.h), with torch on any device.
 
-So a GPU computes with experts that are packed for the CPU: their bytes are copied, and unpacked there.
+So a GPU computes with experts that are packed for the CPU: their bytes are copied, and unpacked
+there.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ FOUR_BITS = {
     native.W4M: (0, 4, 4),
     native.W4M32: (0, 4, 1),
 }
-"""By kind: the code of 0, the bytes of a scale, and the groups that share one."""
+"""Layout by kind: the code of 0, the bytes of a scale, and the number of groups that share one."""
 
 WITH_MINIMA = (native.Q4M, native.W4M, native.W4M32)
 BITS = {native.F32: 32, native.BF16: 16, native.I8: 8, native.MX: 4, **dict.fromkeys(FOUR_BITS, 4)}
 
 MX_BIAS = 127
-"""What is added to the exponents of half of MX's scales."""
+"""Bias of MX's stored exponents, which are those of half the scale."""
 
 
 def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
-    """Write the numbers of the experts' packed bytes `data`, uint8 [experts, stride], to `out` [experts, rows, inner], in its
-    type. `w` says only how they are packed."""
+    """Unpacks experts' bytes `data`, uint8 [experts, stride], to `out` [experts, rows, inner], in
+    its type.
+
+    `w` only describes how they are packed.
+    """
     panels, groups = -(-w.rows // PANEL), -(-w.inner // GROUP)
     code_bytes = native.load().ss_packed_bytes(native.F32, PANEL, w.inner) * BITS[w.kind] // 32
     codes, rest = data[:, : panels * code_bytes], data[:, panels * code_bytes :]
@@ -83,15 +87,20 @@ def unpack(data: Tensor, w: PackedExperts, out: Tensor) -> None:
 
 
 def _twice_e2m1(codes: Tensor) -> Tensor:
-    """float32, as `codes`: twice the values of MX's codes, uint8 with a sign, two bits of exponent and one of mantissa. By
-    arithmetic: a table from the host can't be copied while a CUDA graph is captured."""
+    """Returns float32, shaped as `codes`: twice the values of MX's codes, uint8 with a sign bit,
+    two exponent bits and one mantissa bit.
+
+    It uses arithmetic, because a table from the host can't be copied while a CUDA graph is
+    captured.
+    """
     magnitude = (codes & 7).int()
     normal = (2 | magnitude & 1) << ((magnitude >> 1) - 1).clamp_(min=0)
     return torch.where(magnitude < 2, magnitude, normal).float() * (1 - (codes >> 3).float() * 2)
 
 
 def _floats(data: Tensor, panels: int, num: int, size: int) -> Tensor:
-    """Scales, `num` for each row of a panel, `size` bytes each: float32 [experts, panels, rows, num]."""
+    """Reads scales, `num` for each row of a panel, `size` bytes each: float32
+    [experts, panels, rows, num]."""
     kind = torch.float32 if size == 4 else torch.float16
     found = data[:, : panels * num * PANEL * size].view(kind).view(len(data), panels, num, PANEL)
     return found.float().transpose(2, 3)

@@ -1,8 +1,8 @@
 """The weights and activations of products, in the formats of `spec.scheme`.
 
-A weight is [out, in]; the weights of experts are stacked. `OpSet.rounded` and `OpSet.block_types` name the formats that an op
-set computes with. Op sets may have formats of their own. On a CPU the tensors may be NumPy's arrays. Nothing here imports
-torch.
+A weight is [out, in]; the weights of experts are stacked. `OpSet.rounded` and `OpSet.block_types`
+name the formats that an op set computes with. Op sets may have formats of their own. On a CPU the
+tensors may be NumPy arrays. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,33 +23,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Activations of 8 bits. Row t is values[t] · scales[t]; in `fp8-block` each 128 numbers of a row have a scale."""
+    """Activations of 8 bits. Row t is values[t] · scales[t]; in `fp8-block` each 128 elements of a
+    row have a scale."""
 
     values: Tensor  # float8_e4m3fn or int8 [T, E]
-    scales: Tensor  # float32 [T, 1], or of `fp8-block` [T, E / 128]
+    scales: Tensor  # float32 [T, 1], or with `fp8-block` [T, E / 128]
 
 
 Activations: TypeAlias = "Tensor | Quantized"
-"""The input of `linear`: rows of the model's type, or quantised as the weight's scheme needs them."""
+"""The input of `linear`: rows of the model's type, or quantized as the weight's scheme needs
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A sum that the next norm makes: x + y, rounded to the model's type."""
+    """A sum that the next norm computes: x + y, rounded to the model's type."""
 
     x: Tensor  # [T, E]
     y: Tensor  # [T, E]
 
 
 def chunk_of(inner: int, size: int) -> int:
-    """`GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`. A longer chunk means longer reads. A
-    quarter of a chunk may not hold two groups, or fewer than 16 inputs."""
+    """Returns `GroupedLinear.chunk` of a weight with `inner` inputs in groups of `size`.
+
+    A longer chunk means longer reads. A quarter of a chunk may not span two groups or hold fewer
+    than 16 inputs.
+    """
     return next(c for c in (4 * size, 2 * size, size) if inner % c == 0 and c >= 64)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCopy:
-    """A 2:4 weight without its zeros, in a library's layout. It is faster from `from_tokens` tokens on."""
+    """A 2:4 weight without its zeros, in a library's layout. It is faster from `from_tokens` tokens
+    on."""
 
     packed: Tensor
     from_tokens: int
@@ -57,7 +63,8 @@ class SparseCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A weight in the layout of its op. Dense: `weight` [out, in] of the compute dtype. Subclasses are for schemes."""
+    """A weight in the layout of its op. Here it is dense: `weight` [out, in] of the compute dtype.
+    Subclasses are for schemes."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -68,7 +75,7 @@ class Linear:
         return self.weight.shape[0]
 
     def part(self, rows: slice) -> Linear:
-        """Some of its rows, such as those of one expert."""
+        """Returns some of its rows, such as those of one expert."""
         return Linear(weight=self.weight[rows], bias=self._bias(rows))
 
     def _bias(self, rows: slice) -> Tensor | None:
@@ -76,13 +83,14 @@ class Linear:
 
     @property
     def inputs(self) -> InputFormat | None:
-        """The format of activations that it multiplies; None: the model's type."""
+        """Format of activations that it multiplies; None: the model's type."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledLinear(Linear):
-    """`fp8` and `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row]. Inputs have the same format."""
+    """A weight in `fp8` or `int8`: `weight` [out, in] of float8_e4m3fn or int8, times scales[row].
+    Inputs have the same format."""
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
@@ -100,8 +108,11 @@ class ScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileScaledLinear(Linear):
-    """`fp8-block`: `weight` float8_e4m3fn [out, in], with a scale for each FP8 tile of 128 × 128. Inputs have the same format.
-    `in` and the rows of each expert are multiples of 128."""
+    """A weight in `fp8-block`: `weight` float8_e4m3fn [out, in], with a scale for each tile of 128
+    × 128.
+
+    Inputs have the same format. `in` and the rows of each expert are multiples of 128.
+    """
 
     scales: Tensor  # float32 [⌈out / 128⌉, in / 128]
     out_dtype: torch.dtype
@@ -121,19 +132,23 @@ class TileScaledLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitLinear(Linear):
-    """`int8-split` (LLM.int8(), Dettmers et al. 2022). The input columns `columns` are multiplied with `dense` in the model's
-    type, the others with `weight` as in an int8 `ScaledLinear`; it has zeros in these columns. Inputs have the model's type."""
+    """A weight in `int8-split` (LLM.int8(), Dettmers et al. 2022).
+
+    The input columns `columns` are multiplied with `dense` in the model's type, the others with
+    `weight` as in an int8 `ScaledLinear`, which has zeros in these columns. Inputs have the model's
+    type.
+    """
 
     scales: Tensor  # float32 [out]
     out_dtype: torch.dtype
     columns: Tensor  # int64 [C]
-    dense: Tensor  # of the model's type [out, C]
+    dense: Tensor  # [out, C] of the model's type
 
     @classmethod
     def of(
         cls, codes: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype
     ) -> SplitLinear:
-        """Split the codes int8 [out, in] of all columns. They are changed in place."""
+        """Splits the codes int8 [out, in] of all columns. They are changed in place."""
         import torch
 
         at = torch.tensor(columns, device=codes.device)
@@ -151,19 +166,22 @@ class SplitLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear(Linear):
-    """`int4`: `weight` int16 [out, in / 4], four codes 0 … 15 a word. A number is (code − zero) · scale; without `zeros`, zero
-    is
-    8. Word j of a chunk of C inputs has, from its low bits up, the codes of inputs j, j + C/4, j + C/2 and j + 3C/4.
+    """A 4-bit weight with scales by groups of inputs.
 
-    `mxfp4` (OCP Microscaling Formats 1.0): `codes` is "e2m1", floats from −6 to 6 with a sign, two bits of exponent and one of
-    mantissa. Scales are powers of two. For experts alone (`moe`)."""
+    `int4`: `weight` is int16 [out, in / 4], four codes 0 … 15 per word. A value is (code − zero) ·
+    scale; without `zeros`, zero is 8. Word j of a chunk of C inputs has, from its low bits up, the
+    codes of inputs j, j + C/4, j + C/2 and j + 3C/4.
+
+    `mxfp4` (OCP Microscaling Formats 1.0): `codes` is "e2m1", floats from −6 to 6 with a sign bit,
+    two exponent bits and one mantissa bit. Scales are powers of two. Only for experts (`moe`).
+    """
 
     scales: Tensor  # of the compute dtype [in / group_size, out]
     group_size: int
     chunk: int
     zeros: Tensor | None = None  # of the compute dtype [in / group_size, out]
     codes: Literal["int4", "e2m1"] = "int4"
-    dense: Tensor | None = None  # the same numbers [out, in], for steps of many tokens
+    dense: Tensor | None = None  # the same values [out, in], for steps of many tokens
 
     def part(self, rows: slice) -> GroupedLinear:
         return GroupedLinear(
@@ -179,15 +197,20 @@ class GroupedLinear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4Linear(Linear):
-    """`mxfp4` as `triton.mxfp4.pack_mxfp4` lays it out: a stacked weight of experts [rows, in]; rows are a multiple of 8, in of
-    32. `weight` is int16 [rows / 8, chunks, 8, 32]: word j of a row's chunk has the codes of its inputs j, j + 32, j + 64 and
-    j + 96. A code's bits lie where a shift and a mask make them a bfloat16's."""
+    """A stacked weight of experts [rows, in] in `mxfp4`, as `triton.mxfp4.pack_mxfp4` lays it out.
 
-    exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte for each group of a row's chunk, from the low bits up
+    Rows are a multiple of 8, in of 32. `weight` is int16 [rows / 8, chunks, 8, 32]: word j of a
+    row's chunk has the codes of its inputs j, j + 32, j + 64 and j + 96. A code's bits are placed
+    so that a shift and a mask make them a bfloat16's.
+    """
+
+    exponents: Tensor  # int32 [rows / 8, chunks, 8]: a byte per group, from the low bits up
     factor: float
-    """The largest scale, a power of two, and at least 1. A group's scale is factor · 2^(byte − 253): a code's bits are those of
-    its number · 2^-126, and times 2^(byte − 127) they are the weight / factor. Sums are multiplied by it. What is below
-    factor · 2^-126 may become 0."""
+    """The largest scale, a power of two, and at least 1. Sums are multiplied by it.
+
+    A group's scale is factor · 2^(byte − 253). A code's bits are those of its value · 2^-126; times
+    2^(byte − 127) they are the weight / factor. Values below factor · 2^-126 may become 0.
+    """
     inner: int
 
     @property
@@ -197,15 +220,17 @@ class Mxfp4Linear(Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row start + i, or start +
-    order[i]."""
+    """Some rows of a weight in a GGUF type, as in the file. Row i of `blocks` is the weight's row
+    start + i, or start + order[i]."""
 
     type: str
-    blocks: npt.NDArray[np.uint8]  # [rows, bytes of a row]
+    blocks: npt.NDArray[np.uint8]  # [rows, bytes per row]
     start: int
     order: npt.NDArray[np.int32] | None = None  # [rows]
     copies: int = 1  # experts, whose rows are stacked in `blocks`; `start` is a row of each
-    read: Callable[[], None] = lambda: None  # to be called when they were, and are not needed again
+    read: Callable[[], None] = lambda: (
+        None
+    )  # call it once the blocks were read and are not needed again
 
     @property
     def rows(self) -> int:
@@ -214,6 +239,7 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLinear(Linear):
-    """A weight in GGUF types, for op sets with `block_types`. `weight` gives only the shape and type."""
+    """A weight in GGUF types, for op sets with `block_types`. `weight` gives only the shape and
+    type."""
 
     pieces: tuple[BlockRows, ...]

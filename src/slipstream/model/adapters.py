@@ -1,9 +1,8 @@
-"""Adapters of a model on the host: reading PEFT's checkpoints into slots (`spec.adapter_slots`).
+"""Adapters (LoRA) of a model on the host: reads PEFT checkpoints into slots (`spec.adapter_slots`).
 
-On the host an adapter is kept without the gaps that it leaves in a slot (`HostAdapter`). A tensor of the checkpoint finds its
-place by the table of names that the base weights have: a part of a product in our order of rows.
-
-Where a rank has columns of `down`, the adapter's result is a part of the sum over ranks, as the product's is.
+A host copy of an adapter leaves out the gaps that it has in a slot (`HostAdapter`). The name table
+of the base weights gives each tensor its place: a part of a product, in our order of rows. Where a
+rank has columns of `down`, the adapter's result is part of the sum over ranks, as the product's is.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 def adapted_products(decoder: Decoder) -> dict[str, Linear]:
-    """The decoder's products that can have an adapter, by the names of their weights."""
+    """Returns the decoder's products that can have an adapter, by the names of their weights."""
     found: dict[str, Linear | None] = {}
     for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
         a, m = layer.attention, layer.mlp
@@ -63,7 +62,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A product, and where its numbers stand in a slot."""
+    """A product and the location of its adapter weights in a slot."""
 
     linear: Linear
     at: SlotPlace
@@ -71,16 +70,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter's numbers, side by side, with where they stand in a slot. Everything else there is zero."""
+    """An adapter's weights in one contiguous tensor, with their spans in a slot. All else in the
+    slot is zero."""
 
     numbers: Tensor  # pinned where copies to the device are asynchronous
     spans: tuple[slice, ...]
     parts: frozenset[tuple[str, int]]
-    """Stems of products, and the numbers of their parts, that it has weights for: on whatever rank, so all ranks know the
-    same."""
+    """(stem of a product, number of its part) of each adapted part. It covers all ranks, so every
+    rank has the same set."""
 
     def copy_to(self, slot: Tensor) -> None:
-        """Into `slot` [slot_size], on the stream of the step."""
+        """Copies the adapter into `slot` [slot_size], on the stream of the step."""
         slot.zero_()
         at = 0
         for span in self.spans:
@@ -91,7 +91,8 @@ class HostAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor of a checkpoint, and where it stands in a slot: rows of `columns` numbers, zeros behind the tensor's own."""
+    """A tensor of a checkpoint and its place in a slot: rows of `columns` elements, padded with
+    zeros after the tensor's own."""
 
     name: str
     begin: int
@@ -104,8 +105,11 @@ class _Piece:
 
 
 class AdapterLayout:
-    """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks a part. `decoder` is the `shard`'s
-    part of the model."""
+    """The places of a decoder's products in a slot, for adapters of up to `max_rank` ranks per
+    part.
+
+    `decoder` is the `shard`'s part of the model.
+    """
 
     def __init__(
         self, description: ModelDescription, decoder: Decoder, max_rank: int, shard: Shard = ALONE
@@ -122,7 +126,10 @@ class AdapterLayout:
     def weights(
         self, slots: Tensor, place: Place, live: Collection[tuple[str, int]] | None = None
     ) -> LoRAWeights:
-        """Of one product, the adapters in `slots` [N, slot_size]. `live`: the parts that they have (`HostAdapter.parts`)."""
+        """Returns one product's adapter weights in `slots` [N, slot_size].
+
+        `live` limits them to the parts that the adapters have (`HostAdapter.parts`).
+        """
         at, rank = place.at, self.max_rank
         num = len(at.starts)
         middle = at.begin + num * rank * at.inner
@@ -134,11 +141,11 @@ class AdapterLayout:
         return LoRAWeights(down, up, at.starts, parts)
 
     def read(self, folder: Path, dtype: torch.dtype, *, pinned: bool = False) -> HostAdapter:
-        """A PEFT checkpoint. AdapterError says what is wrong with it."""
+        """Reads a PEFT checkpoint. AdapterError says what is wrong with it."""
         try:
             config = read_adapter_config(folder)
             if config.most_ranks > self.max_rank:
-                message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; start with more"
+                message = f"the adapter has rank {config.most_ranks} and max_lora_rank is {self.max_rank}; raise max_lora_rank"
                 raise AdapterError(message, field="max_lora_rank")
             return self._filled(*self._read(folder, config), dtype, pinned)
         except (CheckpointError, UnsupportedModelError) as error:
@@ -147,7 +154,7 @@ class AdapterLayout:
     def _read(
         self, folder: Path, config: AdapterConfig
     ) -> tuple[list[_Piece], frozenset[tuple[str, int]]]:
-        """What is here of it, and `HostAdapter.parts`."""
+        """Reads this rank's tensors of the checkpoint, and `HostAdapter.parts`."""
         layout, found, sides, parts = (
             self._layout,
             list[_Piece](),
@@ -158,7 +165,7 @@ class AdapterLayout:
             match = _TENSOR.fullmatch(name)
             if match is None:
                 raise AdapterError(
-                    f"the adapter has a tensor {name!r}, which is none of a LoRA's (lora_A, lora_B)",
+                    f"the adapter has a tensor {name!r}, which is not a LoRA tensor (lora_A, lora_B)",
                     field=name,
                 )
             module, side = match[1], match[2]
@@ -168,8 +175,8 @@ class AdapterLayout:
             expected = (rank, inner) if side == "A" else (num_rows, rank)
             if tuple(value.shape) != expected:
                 raise AdapterError(
-                    f"the adapter's tensor {name!r} has shape {list(value.shape)}, and this model with rank {rank} asks for "
-                    f"{list(expected)}; it was trained for another base model, or its config is not its own",
+                    f"the adapter's tensor {name!r} has shape {list(value.shape)}, but this model with rank {rank} needs "
+                    f"{list(expected)}; it was trained for another base model, or its config belongs to another adapter",
                     field=name,
                 )
             sides.add((module, side))
@@ -195,7 +202,7 @@ class AdapterLayout:
             other = "B" if side == "A" else "A"
             if (module, other) not in sides:
                 raise AdapterError(
-                    f"the adapter has lora_{side} of {module}, and lacks its lora_{other}",
+                    f"the adapter has lora_{side} of {module}, but lacks its lora_{other}",
                     field=module,
                 )
         if not sides:
@@ -232,7 +239,8 @@ class AdapterLayout:
         return HostAdapter(numbers, tuple(spans), parts)
 
     def _part(self, module: str, name: str) -> Placement:
-        """The part of a product that a module's adapter belongs to."""
+        """Finds the part of a product that a module's adapter belongs to. AdapterError if there is
+        none."""
         key = canonical(f"{module}.weight", self.description.family.prefixes, self._layout.names)
         part = None if key is None else self._layout.names[key]
         if part is not None and adapted_stem(part.target) and part.copies is None:
@@ -243,23 +251,28 @@ class AdapterLayout:
         if part is None:
             why = f"this model ({self.description.spec.family}) has no such module; it was trained for another base model"
         elif part.target.startswith(("head.", "embed")):
-            why = "adapters of embeddings and output head are not built; train without it"
+            why = "adapters of embeddings and output head are not supported; train without it"
         elif part.target.startswith("vision."):
-            why = "adapters of the image encoder are not built; train without it"
+            why = "adapters of the image encoder are not supported; train without it"
         elif ".experts." in part.target:
-            why = "adapters of experts are not built; train without them"
+            why = "adapters of experts are not supported; train without them"
         else:
             why = "it is part of something computed in one piece here; train without it"
         raise AdapterError(f"the adapter has {name!r}: {why}", field=module)
 
 
 def _reordered(up: Tensor, part: Placement) -> Tensor:
-    """lora_B [out, r] with our order of rows. What is stored transposed has B in the usual form."""
+    """Returns lora_B [out, r] in our order of rows. A weight stored transposed has its B in the
+    usual form."""
     return up if isinstance(part.transform, Transpose) else transform(up, part.transform)
 
 
 def _are_finite(numbers: Tensor) -> bool:
-    """By the lowest and the highest, which are no numbers if any is none: a sixth of the time of asking each."""
+    """Tells whether all elements are finite, from the minimum and the maximum, which are NaN if any
+    element is.
+
+    It takes a sixth of the time of testing each element.
+    """
     return not len(numbers) or all(bool(x.isfinite()) for x in numbers.aminmax())
 
 

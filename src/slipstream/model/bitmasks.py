@@ -1,12 +1,14 @@
-"""Weights that a checkpoint stores without their zeros, as compressed-tensors writes them (`sparse-bitmask` and
-`sparse-24-bitmask`). In place of a module's `weight` (or below it, from older tools) stand:
+"""Weights stored without their zeros by compressed-tensors (`sparse-bitmask` and
+`sparse-24-bitmask`). No torch.
 
-1. `compressed`: the other numbers, row after row, in the model's type or rounded.
-2. `bitmask` uint8 [out, in / 8]: a bit for every place, from the low bits up.
-3. `shape`; and `row_offsets`, which follow from the mask and are not read.
+A checkpoint has these tensors in place of a module's `weight` (or below it, from older tools):
 
-Each weight is made dense when it is read. The op set decides whether to leave the zeros out again. Values are NumPy's arrays,
-with torch too. No torch.
+1. `compressed`: the other elements, row after row, in the model's type or quantized.
+2. `bitmask` uint8 [out, in / 8]: a bit for every element, from the low bits up.
+3. `shape`, and `row_offsets`, which follow from the mask and are not read.
+
+Each weight is made dense when it is read. The op set decides whether to leave the zeros out again.
+Values are NumPy arrays, even with torch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ PARTS = ("shape", "bitmask", "compressed")
 
 
 def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
-    """`stored`, with one `weight` in place of each weight's parts. CheckpointError names a part that is missing or does not
-    fit."""
+    """Yields `stored`, with one `weight` in place of each weight's parts.
+
+    CheckpointError names a part that is missing or does not fit.
+    """
     waiting: dict[str, dict[str, Array]] = {}
     for name, shape, read in stored:
         stem, _, part = name.rpartition(".")
@@ -63,6 +67,6 @@ def _spread(stem: str, inner: int, bitmask: Array, compressed: Array) -> Array:
             f"{stem}.compressed holds {compressed.size} numbers, and its bitmask marks {count}",
             field=f"{stem}.compressed",
         )
-    dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 are a zero of every type
+    dense = np.zeros(mask.shape, f"u{compressed.itemsize}")  # all bits 0 are the zero of every type
     dense[mask] = np.ascontiguousarray(compressed).reshape(-1).view(dense.dtype)
     return dense.view(compressed.dtype)

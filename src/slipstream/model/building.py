@@ -1,4 +1,5 @@
-"""Makes the parts of a layer (`model.layers`) from its spec and its parameters, which an op set lays out. No torch."""
+"""Builds the parts of a layer (`model.layers`) from its spec and its parameters, which an op set
+lays out. No torch."""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ def build_layer(
     products: dict[str, Linear] | None = None,
     partition: Partition | None = None,
 ) -> Layer:
-    """A layer as in `Decoder`, from the `parameters` whose names begin with `name`. They are removed from the mapping. With a
-    `partition`, `spec` and they are a rank's part."""
+    """Builds a layer of a `Decoder` from the `parameters` whose names begin with `name`, and
+    removes them from the mapping.
+
+    With a `partition`, `spec` and the parameters are a rank's part.
+    """
     products = {} if products is None else products
     of_experts, scheme = scheme, None if scheme is not None and scheme.experts_only else scheme
     ranks = None if partition is None or partition.shard.size == 1 else partition.group
@@ -167,7 +171,8 @@ def _heads(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
 ) -> QKVLayout:
-    """The layout of a layer's heads, with its rotary table and its norms' weights, if there are any."""
+    """Returns the layout of a layer's heads, with its rotary table and its norms' weights, if
+    any."""
     return QKVLayout(
         num_heads=s.num_heads,
         num_kv_heads=s.num_kv_heads,
@@ -205,12 +210,13 @@ def _product(
     pack: Callable[[Linear], Linear],
     quantize: Callable[[Tensor, Tensor | None], Linear],
 ) -> Linear:
-    """A product from the weight that is held already, or else from the dense one. Afterwards it is in `products`."""
+    """Returns a product made from its held weight, or else from the dense one, and adds it to
+    `products`."""
     key, bias = f"{name}.weight", parameters.pop(f"{name}.bias", None)
     dense, held = (
         parameters.pop(key, None),
         products.get(key),
-    )  # a table that the head shares has both
+    )  # an embedding table shared with the head has both
     if held is not None:
         products[key] = pack(dataclasses.replace(held, bias=bias))
     else:

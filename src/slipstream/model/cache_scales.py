@@ -1,11 +1,11 @@
-"""The scales of an 8-bit KV cache that a checkpoint contains. A number is code · scale, as in `LayerKV`.
+"""Scales of an 8-bit KV cache in a checkpoint. A value is code · scale, as in `LayerKV`. No torch.
 
-1. compressed-tensors writes k_scale and v_scale beside each attention's projections, [1] for the layer or [kv heads, 1, 1].
-   Earlier versions wrote k_proj.output_scale and v_proj.output_scale.
+1. compressed-tensors writes k_scale and v_scale next to each attention's projections, [1] for the
+   layer or [kv heads, 1, 1]. Earlier versions wrote k_proj.output_scale and v_proj.output_scale.
 2. Zero points, which the tools write even where they are unused, must be zero.
-3. A scale of queries (q_scale) is ignored: queries stay in the model's type.
+3. A scale of queries (q_scale) is ignored, because queries stay in the model's type.
 
-Tensors may be torch's or NumPy's; what comes is NumPy's. No torch.
+Input tensors may be torch's or NumPy's; results are NumPy's.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ PASSED_OVER = ("q_scale", "q_proj.output_scale")
 
 
 class CacheScales:
-    """Takes the scales among a checkpoint's tensors. `layers()` returns them when all were taken. `names` is the family's
-    table: a scale beside a projection of queries, keys or values belongs to that attention."""
+    """Collects the scales among a checkpoint's tensors. `layers()` returns them once all were
+    taken.
+
+    `names` is the family's table. A scale next to a projection of queries, keys or values belongs
+    to that attention.
+    """
 
     def __init__(
         self, spec: ModelSpec, names: Mapping[str, Placement], *, shard: Shard | None = None
     ) -> None:
-        """With a `shard` those of a rank's kv heads are kept."""
+        """Prepares for the scales of the family's tensors in `names`. A `shard` keeps only its
+        rank's kv heads."""
         inputs = [
             name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")
         ]
@@ -60,14 +65,17 @@ class CacheScales:
 
     @staticmethod
     def is_of_cache(name: str) -> bool:
-        """Whether a tensor of a checkpoint is one of those that `take` looks at."""
+        """Tells whether `take` considers a tensor of this name."""
         return _part_of(name) is not None
 
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` is of an attention's cache. `find` gives the place of a projection's weight by the
-        checkpoint's name for it."""
+        """Takes the tensor `name` if it belongs to an attention's cache, and returns whether it
+        does.
+
+        `find` gives the place of a projection's weight by the checkpoint's name for it.
+        """
         part = _part_of(name)
         if part is None:
             return False
@@ -101,7 +109,8 @@ class CacheScales:
         self._found[layer, PARTS[part]] = np.broadcast_to(scales, heads)[self._own[layer]]
 
     def layers(self) -> list[tuple[Floats, Floats]]:
-        """For each layer, float32 [K] for keys and for values. CheckpointError names a missing scale."""
+        """Returns for each layer the float32 [K] scales of keys and of values. CheckpointError
+        names a missing scale."""
         missing = [
             (i, x) for i in range(len(self._heads)) for x in "kv" if (i, x) not in self._found
         ]
@@ -110,7 +119,7 @@ class CacheScales:
             raise CheckpointError(
                 f"the checkpoint says that it has scales for the KV cache, and lacks {x}_scale of layer {layer}"
                 + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-                + "; write it anew, or set kv_cache_dtype to the model's type",
+                + "; save it again, or set kv_cache_dtype to the model's type",
                 field=f"{x}_scale",
             )
         return [(self._found[i, "k"], self._found[i, "v"]) for i in range(len(self._heads))]
@@ -121,6 +130,7 @@ def _part_of(name: str) -> str | None:
 
 
 def _own_heads(a: AttentionSpec, shard: Shard | None) -> list[int]:
-    """The kv heads whose scales a rank has. One of zeros takes any."""
+    """Returns the kv heads whose scales a rank has. A padding head of zeros takes any scale, so it
+    gets head 0's."""
     heads = heads_of(a, shard or Shard(0, 1))
     return [*heads.kv, *[0] * (heads.num_kv_heads - len(heads.kv))]

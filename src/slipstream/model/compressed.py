@@ -1,21 +1,25 @@
-"""Reads weights that a checkpoint holds rounded, as the tools of compressed-tensors, GPTQ and AWQ write them. Nothing is
-rounded a second time.
+"""Reads quantized weights as the tools of compressed-tensors, GPTQ and AWQ write them. Nothing is
+quantized twice.
 
-Instead of `weight` in the model's type a product has, from compressed-tensors:
-    fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one number for all rows)
-    fp8-block   the same, weight_scale [out / 128, in / 128], or as DeepSeek V3 and Qwen 3 write it weight_scale_inv (by which
-                codes are multiplied, whatever its name says)
-    int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`), weight_scale [out, groups],
-                and where it is not symmetric weight_zero_point, codes too, packed down the rows
-and from GPTQ's tools:
-    int4        qweight int32 [in / 8, out], eight codes of one column a word; scales [in / group_size, out]; qzeros, all 8
-                (written as 7 in the format's first version); g_idx, which group an input is in
+In place of `weight` in the model's type, a product has from compressed-tensors:
+  fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
+  fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
+              and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
+  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`),
+              weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
+              rows
+from GPTQ's tools:
+  int4        qweight int32 [in / 8, out], eight codes of one column per word;
+              scales [in / group_size, out]; qzeros, all 8 (written as 7 in the format's first
+              version); g_idx, the group of each input
 and from AWQ's:
-    int4        qweight int32 [in, out / 8], eight columns a word in the order of AWQ_COLUMNS; scales [in / group_size, out];
-                qzeros int32 [in / group_size, out / 8], the code that stands for 0, packed alike
-weight_shape and input_scale are ignored: inputs are scaled as they come. Other zero points and reordered inputs are refused. A
-weight that the op set has no product for (such as more than 4 bits with inputs of the model's type) is expanded as it is read
-(`stored_weights.expanded`).
+  int4        qweight int32 [in, out / 8], eight columns per word in the order of AWQ_COLUMNS;
+              scales [in / group_size, out]; qzeros int32 [in / group_size, out / 8], the codes that
+              stand for 0, packed alike
+
+weight_shape and input_scale are ignored, as inputs are scaled at run time. Other zero points and
+reordered inputs are refused. A weight that the op set has no product for (such as more than 4 bits
+with inputs of the model's type) is expanded when it is read (`stored_weights.expanded`).
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ REFUSED = ("weight_g_idx", "input_zero_point")
 
 @dataclass(slots=True)
 class _Weight:
-    """One product's codes and scales, filled a slice of rows at a time: `filled` holds (first row, which part)."""
+    """Codes and scales of one product, filled by slices of rows. `filled` holds (first row, part
+    name)."""
 
     codes: Tensor
     scales: Tensor
@@ -68,7 +73,8 @@ class _Weight:
 
 
 class RoundedWeights:
-    """Takes a checkpoint's rounded tensors; `linears()` gives the weights when all were taken."""
+    """Collects a checkpoint's quantized tensors. `linears()` returns the weights once all were
+    taken."""
 
     def __init__(
         self,
@@ -81,15 +87,18 @@ class RoundedWeights:
         columns: Mapping[str, tuple[int, ...]] | None = None,
         on_host: Container[str] = (),
     ) -> None:
-        """`formats` are those of the weights to take, by their names in `shapes`; `columns` the inputs of some that keep the
-        model's type. Those of `on_host` are in the host's memory."""
+        """Allocates the weights of `formats`, a mapping from names in `shapes`.
+
+        `columns` lists for some of them the inputs that keep the model's type. Weights in `on_host`
+        are held in host memory.
+        """
         self.method, self.dtype, self.formats, self.columns = method, dtype, formats, columns or {}
         self._weights: dict[str, _Weight] = {}
         given = device
         for name, fmt in formats.items():
             outer, inner = shapes[name]
             device = torch.device("cpu") if name in on_host else given
-            zeros = None  # what no tensor fills (a rank's heads of zeros) is zeros
+            zeros = None  # what no tensor fills (a rank's padding heads) stays zero
             if fmt.inputs is not None:
                 codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
                 blocks = (
@@ -112,8 +121,11 @@ class RoundedWeights:
     def take(
         self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` belongs to a rounded weight. If so, it is read into its place. `find` gives the place of a
-        product's weight by the checkpoint's name for it."""
+        """Reads the tensor `name` into its place if it belongs to a quantized weight, and returns
+        whether it does.
+
+        `find` gives the place of a product's weight by the checkpoint's name for it.
+        """
         stem, _, part = name.rpartition(".")
         if part in PASSED_OVER:
             return True
@@ -178,7 +190,8 @@ class RoundedWeights:
         return True
 
     def _check_plain(self, name: str, part: str, fmt: WeightFormat, value: Tensor) -> None:
-        """Check that every zero point is 8, and that a group's inputs are neighbours."""
+        """Checks that every zero point is 8, or that the inputs of a group are neighbours.
+        CheckpointError if not."""
         if part == "qzeros":
             plain = (value.unique().long() & 0xFFFFFFFF).tolist() == [PLAIN_ZEROS[self.method]]
         else:
@@ -209,7 +222,7 @@ class RoundedWeights:
             into[at] = given
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
+        """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
 
         def parts(target: str) -> tuple[str, ...]:
             if self.method in ("compressed-tensors", "fp8"):
@@ -227,7 +240,7 @@ class RoundedWeights:
         ]
 
     def linears(self) -> dict[str, Linear]:
-        """The weights by the names of `spec.parameters`, without biases."""
+        """Returns the weights, without biases, by the names of `spec.parameters`."""
         made: dict[str, Linear] = {}
         for name, w in self._weights.items():
             rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
@@ -246,7 +259,7 @@ class RoundedWeights:
 
 
 def _nibbles(words: Tensor) -> list[Tensor]:
-    """The eight codes of int32 words, from the low bits up."""
+    """Returns the eight codes of int32 words, from the low bits up."""
     return [words >> shift & 15 for shift in range(0, 32, 4)]
 
 

@@ -1,12 +1,13 @@
 """The decoder: one loop that runs every `ModelSpec`, op by op.
 
-    h = embed(tokens)
-    for layer in layers: h = h + attention(norm(h)); h = h + mlp(norm(h))
-    logits = head(norm(h))
+  h = embed(tokens)
+  for layer in layers: h = h + attention(norm(h)); h = h + mlp(norm(h))
+  logits = head(norm(h))
 
-It knows no architecture by name and no device, and imports no torch. With `kernels.recording.RecordingOps` it records its
-ops instead of computing them. Faster ways to run the same layers are made from that record (`model.program`,
-`model.one_token`). The decoder knows none of them.
+It knows no architecture by name and no device, and imports no torch. With
+`kernels.recording.RecordingOps` it records its ops instead of computing them. Faster ways to run
+the same layers are made from that record (`model.program`, `model.one_token`). The decoder knows
+none of them.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 class Decoder:
     """A model of `spec`.
 
-    1. `parameters` have the names of `spec.parameters`. `ops` lays them out, with the layers' products rounded by `scheme`;
-       then they are not needed any more.
-    2. `products` are weights that are rounded already, by the same names, without biases. Afterwards it has all products of the
-       decoder, as they were laid out.
-    3. `layers`, if given, replace those that `parameters` would make. Training and calibration, which run layers one at a time,
-       give an empty list.
+    1. `parameters` have the names of `spec.parameters`. `ops` lays them out, with the layers'
+       products quantized by `scheme`. After that they are not needed any more.
+    2. `products` are already quantized weights by the same names, without biases. Construction adds
+       all other products of the decoder, as laid out.
+    3. `layers`, if given, replace those that `parameters` would make. Training and calibration,
+       which run layers one at a time, pass an empty list.
     4. With a `partition`, the spec (except its `vocab_size`) and the parameters are a rank's part.
     """
 
@@ -110,7 +111,7 @@ class Decoder:
         self.device, self.dtype = ops.place_of(known)
         tables = ops.position_tables(max_model_len, self.device)
         self.encoder = self.classifier = None
-        self.tap: AnyTap | None = None  # the states between layers that a draft head reads
+        self.tap: AnyTap | None = None  # collects the states between layers that a draft head reads
 
         def stack(own: Sequence[LayerSpec], name: str, held: range) -> list[Layer]:
             tables.distances = parameters.pop(f"{name}distances.weight", None)
@@ -133,7 +134,7 @@ class Decoder:
             norm = None if c.norm is None else build_norm(c.norm, "classifier.norm", parameters)
             self.classifier = Classifier(c, dense, norm, out)
         self.stream: LayerStream | DeviceStream | None = (
-            None  # if some layers' weights are read as they are needed
+            None  # set if some layers' weights are read when they are needed
         )
         self.take_layers(
             layers if layers is not None else stack(spec.layers, "", spec.local_layers)
@@ -141,7 +142,7 @@ class Decoder:
         assert not parameters, f"unused: {list(parameters)}"
 
     def take_layers(self, layers: Sequence[Layer]) -> None:
-        """Have these layers, the first of those that are held first."""
+        """Sets these layers, from the first local one on."""
         groups = zip(
             layers,
             self.spec.group_of_layer[self.spec.local_layers.start : self.spec.local_layers.stop],
@@ -152,8 +153,11 @@ class Decoder:
         ]
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → hidden states [T, E] after the final norm; keys and values are in the cache. Of a pipeline's stage
-        they are what the next stage has been sent, unless it is the last."""
+        """token_ids [T] → hidden states [T, E] after the final norm. Writes keys and values to the
+        cache.
+
+        On a pipeline stage other than the last, the result is what was sent to the next stage.
+        """
         h = self.embedded(token_ids, meta)
         if self.stream is not None or self._sharing(h) is not None:
             return self.run(h, kv, meta)[0]
@@ -162,7 +166,8 @@ class Decoder:
     def tapped(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(the result of `forward`, the states of the step that a draft head reads [T, E])"""
+        """Returns (the result of `forward`, the states of the step that a draft head reads
+        [T, E])."""
         return self.run(self.embedded(token_ids, meta), kv, meta)
 
     def run(
@@ -172,8 +177,11 @@ class Decoder:
         meta: AttentionMetadata,
         before: Callable[[int], None] = lambda layer: None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over `h`. Returns the hidden states and the tap's; without a tap, the hidden states twice.
-        `before(i)` is called before layer i, and at the end."""
+        """Runs the layers over `h` and returns the hidden states and the tap's. Without a tap these
+        are the hidden states twice.
+
+        `before(i)` is called before layer i, and after the last with i = the number of layers.
+        """
         taken: Tensor | None = None
 
         def look(layer: int, pending: Pending, residual: Tensor | None) -> None:
@@ -186,7 +194,7 @@ class Decoder:
 
         if (
             ranks := self._sharing(h)
-        ) is not None:  # each has some of the tokens between the products
+        ) is not None:  # each rank has some of the tokens between the products
             num_tokens = len(h)
             own: Any = run_layers(
                 self.ops, self.layers, self.ops.own_tokens(h, ranks), kv, meta, look
@@ -200,7 +208,7 @@ class Decoder:
         return hidden, hidden if taken is None else taken
 
     def _sharing(self, h: Tensor) -> RankGroup | None:
-        """The ranks that share a step's residual out by tokens; None: each has all of it."""
+        """Returns the ranks that split a step's residual by tokens. None if each has all of it."""
         part = self.partition
         return (
             part.group
@@ -209,19 +217,22 @@ class Decoder:
         )
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Encode an encoder-decoder's whole prompts, token_ids [T]. The keys and values that the decoder's layers read go into
-        `meta`'s slots of their caches."""
+        """Encodes the whole prompts of an encoder-decoder, token_ids [T].
+
+        The keys and values that the decoder's layers read go into `meta`'s slots of their caches.
+        """
         assert self.encoder is not None
         self.remember(self.encoder(self.ops, self.embedded(token_ids, meta), kv[0], meta), kv, meta)
 
     def remember(self, states: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Write the keys and values of the encoder's states [T, E] to each layer's cache."""
+        """Writes the keys and values of the encoder's states [T, E] to each layer's cache."""
         for layer, cache in zip(self.layers, kv, strict=True):
             assert layer.cross is not None
             layer.cross.remember(self.ops, states, cache, meta)
 
     def embedded(self, token_ids: Tensor, meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → the first layer's input [T, E]; of a later stage what the stage before has sent."""
+        """token_ids [T] → the first layer's input [T, E]. A later pipeline stage receives it from
+        the stage before."""
         if not self.spec.has_first:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
@@ -237,18 +248,20 @@ class Decoder:
         return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
 
     def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
-        """The last layer's output → the input of `logits`, or of the next stage, which is sent it."""
+        """The last layer's output → the input of `logits`. A pipeline stage before the last sends
+        it on instead."""
         if not self.spec.has_last:
             assert self.pipe is not None
             return self.pipe.send(finished(self.ops, None, h, residual))
         return finished(self.ops, self.final_norm, h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V]"""
+        """[N, E] → [N, V]."""
         return self.vocabulary.gathered(self.ops, self._own_logits(hidden))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """[N, E] → int64 [N], the tokens whose logits are largest; None where the vocabulary is not shared out among ranks."""
+        """[N, E] → int64 [N], the tokens with the largest logits. None if the vocabulary is not
+        split over ranks."""
         return (
             self.vocabulary.best(self.ops, self._own_logits(hidden))
             if self.vocabulary.is_shared
@@ -256,7 +269,7 @@ class Decoder:
         )
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
-        """Of this rank's tokens."""
+        """Returns the logits of this rank's part of the vocabulary."""
         assert self.head is not None
         if self.embed_out is not None:
             hidden = self.ops.linear(hidden, self.embed_out)
@@ -267,7 +280,10 @@ class Decoder:
         return logits if cap is None else self.ops.softcap(logits, cap=cap)
 
     def count_experts(self) -> dict[int, Tensor]:
-        """From now on each step counts its tokens by expert: int64 [X] on the device for each layer that has experts."""
+        """Counts tokens by expert in every step from now on.
+
+        Returns an int64 [X] counter on the device for each layer that has experts.
+        """
         for i, layer in enumerate(self.layers):
             if isinstance(layer.mlp, MoE):
                 counts = self.ops.new_counts(layer.mlp.spec.num_experts, self.device)
@@ -276,7 +292,7 @@ class Decoder:
         return {i: x.expert_counts for i, x in counted if x.expert_counts is not None}
 
     def with_ops(self, ops: OpSet) -> Decoder:
-        """A decoder with the same weights and other ops."""
+        """Returns a decoder with the same weights and other ops."""
         other = copy.copy(self)
         other.ops = ops
         return other

@@ -1,9 +1,11 @@
 """Loads a decoder whose layers don't all stay on the device (`spec.offload`, `device_stream`).
 
-1. What is of no layer is loaded.
-2. The first layer of each kind is laid out on the device, measured, and dropped. So all sizes are known.
-3. Each layer is laid out in turn. It stays, or goes to the host and is dropped. So no more than one layer is on the device
-   beside what stays, and in this process beside what is pinned.
+1. The parameters outside the layers are loaded.
+2. The first layer of each kind is laid out on the device, measured and dropped. That gives all
+   sizes.
+3. Each layer is laid out in turn. It stays, or is copied to the host and dropped. So at most one
+   layer is on the device in addition to those that stay, and in this process in addition to pinned
+   memory.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class DeviceLoader:
-    """Makes layers of a checkpoint, or random ones. `held_of` gives the objects that take the rounded weights among those
-    wanted."""
+    """Makes the layers of a checkpoint, or random ones.
+
+    `held_of` gives the objects that take the quantized weights among the wanted ones.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,8 @@ class DeviceLoader:
         self.tables = ops.position_tables(max_model_len, device)
 
     def load(self, budget: int) -> LoadedModel:
-        """With at most `budget` bytes of weights on the device. ConfigError: that is too few."""
+        """Loads the model with at most `budget` bytes of weights on the device. ConfigError if that
+        is too little."""
         try:
             return self._load(budget)
         except torch.OutOfMemoryError as error:
@@ -100,7 +105,8 @@ class DeviceLoader:
         return LoadedModel(self.description, spec, decoder, total, forms, self.cache_scales)
 
     def _sizes(self) -> tuple[list[int], int]:
-        """(what each layer takes of a place, what all of them hold beside it)"""
+        """Returns (the bytes of each layer in a staging buffer, the bytes that all layers keep
+        outside of it)."""
         kinds = [self._kind(i) for i in range(self.description.spec.num_layers)]
         found: dict[Any, tuple[int, int]] = {}
         shared = 0
@@ -114,7 +120,7 @@ class DeviceLoader:
         return [found[kind][0] for kind in kinds], sum(found[kind][1] for kind in kinds)
 
     def _kind(self, index: int) -> Any:
-        """Layers of one kind are laid out alike."""
+        """Returns a key of the layer's kind. Layers of one kind are laid out alike."""
         description, prefix = self.description, _prefix(index)
         formats, columns = description.native_formats(self.ops.rounded), description.split_columns()
         shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
@@ -124,10 +130,10 @@ class DeviceLoader:
         )
         return description.spec.layers[index], of_weights
 
-    # --- Reading ------------------------------------------------------------------------------------------------------
+    # --- Reading ---
 
     def _ends(self) -> Decoder:
-        """The decoder without layers."""
+        """Makes the decoder without layers."""
         values, products = self._values("", self.cache_scales)
         how = dict(
             max_model_len=self.max_model_len, scheme=self.scheme, products=products, layers=()
@@ -135,7 +141,8 @@ class DeviceLoader:
         return Decoder(self.description.spec, values, self.ops, **how)  # type: ignore[arg-type]
 
     def _layers(self, wanted: Collection[int]) -> Iterator[tuple[int, Layer]]:
-        """These layers, laid out on the device, one after the other. Random ones are those of a whole model."""
+        """Yields these layers one by one, laid out on the device. Random ones are the same as in a
+        whole model."""
         if not self.is_dummy:
             for i in sorted(wanted):
                 yield i, self._made(i, *self._values(_prefix(i)))
@@ -158,7 +165,11 @@ class DeviceLoader:
     def _values(
         self, prefix: str, scales: CacheScales | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Linear]]:
-        """The parameters whose names begin with `prefix` (with "": those of no layer), and those that are rounded already."""
+        """Returns the parameters whose names begin with `prefix`, and the quantized ones among
+        them.
+
+        The prefix "" stands for the parameters outside the layers.
+        """
 
         def wanted(name: str) -> bool:
             return name.startswith(prefix) if prefix else not name.startswith("layers.")

@@ -1,12 +1,15 @@
-"""Layers whose weights lie in the host's memory and are copied to the device ahead of use (`spec.offload` says which and why).
+"""Layers whose weights lie in host memory and are copied to the device ahead of use. `spec.offload`
+says which and why.
 
-    pinned memory ──copy──> place 0, place 1, place 0, …      beside the computing of the layers before
+  pinned memory ──copy──> place 0, place 1, place 0, …      while the layers before are computed
 
-1. A layer's weights are views of its place, at the same addresses in every step. So its `Layer` is made once.
-2. Nothing waits on the host: a layer runs behind its copy, and a copy behind the layer that had the place before. Copies follow
-   each other without a gap, also from one step to the next, as long as computing takes less time than copying.
+1. A layer's weights are views of its place (a staging buffer), at the same addresses in every step.
+   So its `Layer` is made once.
+2. The host never waits. On the device a layer runs after its copy, and a copy runs after the layer
+   that used the place before. Copies follow each other without a gap, also from one step to the
+   next, as long as computing takes less time than copying.
 3. Norms and other small tensors stay on the device, and so do the tables that layers share.
-4. A copy is cut in pieces, so that a step's own small inputs pass between them.
+4. A copy is cut into pieces, so that a step's own small inputs pass between them.
 """
 
 from __future__ import annotations
@@ -30,16 +33,21 @@ from slipstream.platform import Event, Platform
 from slipstream.spec.offload import NUM_SLOTS, PIECE
 
 PINNERS = 4
-"""Threads that pin memory, whose pages the system clears first. With one thread a start with 23 GiB of random weights took
-17.6 s on an H200's host, most of it for that."""
+"""Number of threads that pin memory, whose pages the system clears first.
+
+With one thread, a start with 23 GiB of random weights took 17.6 s on an H200's host, most of it for
+pinning.
+"""
 
 ALIGNMENT = 512
-"""Of a tensor in its place, in bytes: as torch's allocator aligns."""
+"""Alignment in bytes of a tensor in its place, as torch's allocator aligns."""
 
 
 def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
-    """A layer with each tensor of its weights changed, in their order. A weight's second form, without its zeros, is dropped:
-    it would have to be copied, too."""
+    """Returns the layer with each tensor of its weights changed, in order.
+
+    A weight's second form, without its zeros, is dropped, because it would have to be copied too.
+    """
 
     def changed(w: Linear | MLAParams) -> Linear | MLAParams:
         own = {f.name: getattr(w, f.name) for f in dataclasses.fields(w)}
@@ -55,7 +63,7 @@ def with_tensors(layer: Layer, change: Callable[[Tensor], Tensor]) -> Layer:
 
 
 def layer_bytes(layer: Layer) -> int:
-    """What a layer takes of a place."""
+    """Bytes that the layer occupies in a staging buffer, alignment included."""
     total = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -68,36 +76,37 @@ def layer_bytes(layer: Layer) -> int:
 
 
 def without_data(layer: Layer) -> Layer:
-    """The layer with stand-ins for the tensors of its weights, which have their shapes and types."""
+    """Returns the layer with its weights' tensors on the meta device, with their shapes and
+    types."""
     return with_tensors(
         layer, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     )
 
 
 class DeviceStream:
-    """Gives the decoder its layers in turn. `read_bytes`: how much was copied."""
+    """Gives the decoder its layers in turn. `read_bytes` counts the copied bytes."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform, self._copies = platform, platform.copy_queue()
         self._pinners = ThreadPoolExecutor(PINNERS, thread_name_prefix="pinning")
         self._pinning: dict[int, list[Future[Tensor]]] = {}
-        self._host: dict[int, list[Tensor]] = {}  # pinned, uint8, by layer, in pieces
+        self._host: dict[int, list[Tensor]] = {}  # pinned uint8 pieces by layer
         self._sizes: dict[int, int] = {}
         self._order: list[int] = []
         self._places: list[Tensor] = []  # uint8, on the device
         self._arrivals: dict[
             int, Event | None
-        ] = {}  # of layers that are copied, or on their way, and were not computed since
-        self._computing: int | None = None  # the layer whose weights what was queued last reads
+        ] = {}  # of layers copied or on their way, and not computed since
+        self._computing: int | None = None  # the layer whose weights the latest queued work reads
         self._layouts: set[tuple[Any, ...]] = set()
         self._idle = False
         self.read_bytes = 0
 
-    # --- At the start -------------------------------------------------------------------------------------------------
+    # --- At the start ---
 
     def expect(self, sizes: Mapping[int, int]) -> None:
-        """Layers of these `layer_bytes` are to be kept, in their order. From now on their memory is pinned, beside the
-        loading."""
+        """Announces the `layer_bytes` of the layers to keep, in order, and starts to pin their
+        memory while loading goes on."""
         for index, size in sorted(sizes.items()):
             parts = (min(PIECE, size - begin) for begin in range(0, size, PIECE))
             self._pinning[index] = [
@@ -106,7 +115,11 @@ class DeviceStream:
         self._pinners.shutdown(wait=False)
 
     def keep(self, index: int, layer: Layer) -> Layer:
-        """Copy the weights of an expected layer to the host, and return the layer `without_data`."""
+        """Copies the weights of an announced layer to the host, and returns the layer
+        `without_data`.
+
+        OutOfMemoryError if the host has no pinned memory left.
+        """
         size, at = layer_bytes(layer), 0
         try:
             pieces = [part.result() for part in self._pinning.pop(index)]
@@ -136,14 +149,14 @@ class DeviceStream:
         return without_data(layer)
 
     def open(self) -> None:
-        """Make the places, and begin to fill them. All layers are kept."""
+        """Makes the places and begins to fill them. Call it after `keep` of all layers."""
         size = max(self._sizes.values())
         for _ in range(min(NUM_SLOTS, len(self._order))):
             self._places.append(torch.empty(size, dtype=torch.uint8, device=self._platform.device))
         self._fill()
 
     def placed(self, index: int, layer: Layer) -> Layer:
-        """The layer that `keep` returned, with its weights in their place."""
+        """Returns the layer that `keep` returned, with its weights as views of its place."""
         place, at = self._places[self._place_of(index)], 0
 
         def view(tensor: Tensor) -> Tensor:
@@ -160,12 +173,14 @@ class DeviceStream:
 
         return with_tensors(layer, view)
 
-    # --- In a step ----------------------------------------------------------------------------------------------------
+    # --- In a step ---
 
     @torch.inference_mode()
     def before(self, layer: int) -> None:
-        """Have what is queued next find the layer's weights in their place, and begin to copy the next ones. Called before each
-        layer in turn, and with the number of layers after the last."""
+        """Orders the work queued next after the layer's copy, and begins to copy the next layers.
+
+        Called before each layer in turn, and after the last with the number of layers.
+        """
         if self._idle:
             return
         if self._computing is not None:
@@ -179,9 +194,13 @@ class DeviceStream:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Within it nothing is copied, for steps whose results are not used: they compute with whatever layers are in the
-        places. Where layers are laid out in several ways, so that one can't stand for another, they are copied all the same."""
-        self._platform.synchronize()  # the places are full
+        """Stops copies in this context, for steps whose results are not used. They compute with
+        whatever layers are in the places.
+
+        Where layers have several layouts, one can't stand for another, and they are copied all the
+        same.
+        """
+        self._platform.synchronize()  # so that the places are full
         self._idle = len(self._layouts) == 1
         try:
             yield
@@ -190,7 +209,7 @@ class DeviceStream:
 
     @torch.inference_mode()
     def measure_read_rate(self) -> float:
-        """Bytes a second of copying all layers as a step does, but without computing."""
+        """Measures the bytes per second of copying all layers as a step does, without computing."""
         self._platform.synchronize()
         self._arrivals.clear()
         begin = time.perf_counter()
@@ -203,7 +222,7 @@ class DeviceStream:
 
     @property
     def step_bytes(self) -> int:
-        """What a step copies."""
+        """Bytes that a step copies."""
         return sum(self._sizes.values())
 
     def _fill(self) -> None:
@@ -215,19 +234,21 @@ class DeviceStream:
         return self._order.index(layer) % len(self._places)
 
     def _after(self, layer: int) -> int:
-        """The layer that has the place of `layer` next, in this step or the following."""
+        """Returns the layer that uses the place of `layer` next, in this step or the following
+        one."""
         number = self._order.index(layer) + len(self._places)
         return (
             self._order[number] if number < len(self._order) else self._order[self._place_of(layer)]
         )
 
     def _begin(self, layer: int) -> None:
-        """Copy a layer to its place behind all that is queued, unless that has begun."""
+        """Queues a layer's copy to its place after all queued work, unless that was done
+        already."""
         if layer in self._arrivals:
             return
         place = self._place_of(layer)
         for other in [x for x in self._arrivals if self._place_of(x) == place]:
-            del self._arrivals[other]  # it was copied for a step that did not come to it
+            del self._arrivals[other]  # it was copied for a step that did not reach it
         at = 0
         with self._copies.behind():
             for piece in self._host[layer]:
@@ -249,12 +270,12 @@ def _layout(layer: Layer) -> tuple[Any, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's memory, uint8."""
+    """Returns a tensor's memory as uint8."""
     return tensor.permute(_order_of(tensor)).reshape(-1).view(torch.uint8)
 
 
 def _order_of(tensor: Tensor) -> list[int]:
-    """Its dimensions as they lie in memory."""
+    """Returns a tensor's dimensions in memory order, slowest first."""
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 

@@ -1,10 +1,12 @@
-"""Runs draft heads, which propose tokens for a loaded model. `spec.draft_heads` describes them, `draft_loader` and
-`host_head` load them.
+"""Draft heads, which propose tokens for a loaded model.
 
-A head that goes on from its own states computes a *pair* at each position: the model's state at a token, and the token that
-follows. It returns the state from which the next token is drawn, and the state that the next pair takes in place of the
-model's. Values are tensors or NumPy's arrays; arrays need no torch. The layers' code also takes the symbolic values of a
-record, so a pass is one program on a CPU.
+`spec.draft_heads` describes them; `draft_loader` and `host_head` load them. A head that continues
+from its own states computes a *pair* at each position: the model's state at a token, and the token
+after it. It returns the state from which the next token is drawn, and the state that the next pair
+takes in place of the model's.
+
+Values are tensors or NumPy arrays; arrays need no torch. The layers' code also takes the symbolic
+values of a recording, so a pass is one program on a CPU.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 MAPS = ("d2t", "t2d")
-"""Tensors of a head's file that are about tokens."""
+"""Tensors of a head's file that map tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayers:
-    """The layers of a head, and what stands around them. `halves` of a product of [embedding; state]: for each of the two; that
-    of the state has the bias. So the product is a sum of two."""
+    """The layers of a head, with its norms and its first product.
+
+    A product of [embedding; state] is computed as a sum of two: `halves` has the weights for the
+    embedding and for the state. The second has the bias.
+    """
 
     spec: LayeredSpec
     layers: tuple[Layer, ...]
@@ -61,8 +66,11 @@ class HeadLayers:
         kv: Sequence[LayerKV],
         meta: AttentionMetadata,
     ) -> Any:
-        """embeddings [T, E], states [T, E] → (what the output head reads, what the next pair takes), [T, E]. Heads that read
-        states as a context take none here."""
+        """embeddings [T, E], states [T, E] → (input of the output head, state for the next pair),
+        both [T, E].
+
+        Heads that read states as a context take no `state` here.
+        """
         layers, residual, h = self.layers, None, embedded
         if self.spec.join == "product":
             h = self._joined(ops, embedded, self._rows(ops, state, "hidden_norm"))
@@ -81,7 +89,8 @@ class HeadLayers:
     def remember(
         self, ops: OpSet, state: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> None:
-        """Write the keys and values that layers make of the states of a context [T, E] to their slots."""
+        """Writes to their slots the keys and values that the layers make of a context's states
+        [T, E]."""
         rows = ops.norm(state, self.norms["hidden_norm"], inputs=self.layers[0].attention.inputs)[0]
         for layer, cache in zip(self.layers, kv, strict=True):
             assert isinstance(layer.attention, Attention)
@@ -90,7 +99,8 @@ class HeadLayers:
     def _first(
         self, ops: OpSet, embedded: Tensor, state: Tensor, kv: LayerKV, meta: AttentionMetadata
     ) -> Any:
-        """Li et al. 2025, figure 5: the layer's attention reads [norm(embedding); norm(state)]."""
+        """Runs the first layer of an EAGLE-3 head (Li et al. 2025, figure 5). Its attention reads
+        [norm(embedding); norm(state)]."""
         layer, norm = self.layers[0], self.norms["hidden_norm"]
         assert isinstance(layer.attention, Attention)
         if self.spec.norm_before_residual:
@@ -104,12 +114,12 @@ class HeadLayers:
         return layer.mlp(ops, rows), residual
 
     def _joined(self, ops: OpSet, embedded: Tensor, rows: Any) -> Tensor:
-        """The product of embeddings and of states, of which `rows` are made."""
+        """Returns the product of the embeddings and of the normed states `rows`."""
         first = ops.linear(self._rows(ops, embedded, "embed_norm"), self.halves[0])
         return ops.linear_added(rows, self.halves[1], first)
 
     def _rows(self, ops: OpSet, x: Tensor, norm: str) -> Any:
-        """What a product of `halves` reads."""
+        """Returns the input of a product of `halves`, normed if there is a norm."""
         return (
             ops.norm(x, self.norms[norm], inputs=self.halves[0].inputs)[0]
             if norm in self.norms
@@ -119,7 +129,8 @@ class HeadLayers:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Where the pairs of a chain's passes [P, S] stand. In pass i the first counts[i] sequences have one."""
+    """Locations of the pairs in a chain's passes [P, S]. In pass i the first counts[i] sequences
+    have a pair."""
 
     block_table: npt.NDArray[np.int32]  # [S, max_blocks]
     positions: npt.NDArray[np.int64]
@@ -129,7 +140,7 @@ class Passes:
 
     @property
     def meta(self) -> AttentionMetadata:
-        """The first pass."""
+        """Metadata of the first pass."""
         size = len(self.block_table)
         arrays: dict[str, Any] = {
             "positions": self.positions[0],
@@ -146,8 +157,10 @@ class Passes:
 
 
 def as_model(logits: Any, model: ModelSpec | None) -> Any:
-    """What `model` makes of its output head's products [N, V], float32: it may scale and cap them. None: a head's own products
-    are its logits."""
+    """Applies the scale and cap of `model` to its output head's products [N, V], float32.
+
+    With None, a head's own products are its logits.
+    """
     if model is None:
         return logits
     if model.logit_scale != 1.0:
@@ -162,10 +175,14 @@ def as_model(logits: Any, model: ModelSpec | None) -> Any:
 
 
 class LayeredHead:
-    """A head of layers. `tap`: the model's states that it reads; None: the final hidden states. `mask_state` [E]: the state of
-    a token that is not known. `model`: the one whose output head this is; None: the head's own. `ends`: whose rows the table of
-    embeddings and the output head have, each. A pass and its likeliest tokens are C++ programs where the kernels have them
-    (`program`)."""
+    """A head of layers.
+
+    `tap` collects the model's states that it reads; None means the final hidden states.
+    `mask_state` [E] stands for an unknown token's state. `model` is the model whose output head
+    this is; None means the head's own. `ends` are the vocabularies of the embedding table and of
+    the output head. A pass and its most likely tokens are C++ programs where the kernels have them
+    (`program`).
+    """
 
     def __init__(
         self,
@@ -199,9 +216,7 @@ class LayeredHead:
         if ops.name == "cpu":
             pool: ThreadPool = ops.pool  # type: ignore[attr-defined]
             if self._tokens_in.is_shared:
-                self.program = Reason(
-                    "the model's embeddings are shared out among ranks", notable=False
-                )
+                self.program = Reason("the model's embeddings are split over ranks", notable=False)
             else:
                 self._compile(pool)
             if isinstance(head, NativeLinear) and not self._tokens_out.is_shared:
@@ -225,7 +240,7 @@ class LayeredHead:
         given = None if spec.join == "context" else state
         if (
             following is hidden
-        ):  # the output head and the next pair read the same, which is copied out
+        ):  # the output head and the next pair read the same state, which is copied out
             self.program = compiled(pool, 1, tuple(ops.ops), given, None, (following,))
         else:
             self.program = compiled(
@@ -246,8 +261,11 @@ class LayeredHead:
     def forward(
         self, token_ids: Any, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Any, Any]:
-        """tokens [T], the states before them [T, E] → (what `logits` reads, the states for the next pairs) [T, E]. With a
-        context `states` are None, and there are none for a next pair."""
+        """tokens [T], the states before them [T, E] → (input of `logits`, states for the next
+        pairs), both [T, E].
+
+        With a context, `states` is None, and there are no states for a next pair.
+        """
         if isinstance(self.program, Reason):
             embedded = self._tokens_in.embed(self.ops, token_ids, self._embed, self._scale)
             hidden, following = self._body(
@@ -267,7 +285,7 @@ class LayeredHead:
         return _like(token_ids, hidden), _like(token_ids, following)
 
     def remember(self, states: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Keep the states of a context [T, E], at their slots."""
+        """Stores the states of a context [T, E] at their slots."""
         if isinstance(self._context, CompiledOps):
             self._context.run(kv, meta, None, _floats(states), None)
         else:
@@ -275,7 +293,7 @@ class LayeredHead:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a pass and its likeliest tokens are programs."""
+        """Tells whether a pass and its most likely tokens are programs."""
         return isinstance(self.program, CompiledOps) and self._argmax is not None
 
     def go_on(
@@ -286,9 +304,12 @@ class LayeredHead:
         passes: Passes,
         own: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
     ) -> Iterator[npt.NDArray[np.int32]]:
-        """Greedy passes behind a first one, in which each sequence has one pair: of each the tokens that it proposes. Token ids
-        int32 [S] and states [S, E] are those of the first of these passes, and change from pass to pass. `own`: the model's
-        tokens for the head's."""
+        """Runs greedy passes after a first one, and yields the tokens that each proposes. Each
+        sequence has one pair per pass.
+
+        Token ids int32 [S] and states [S, E] are those of the first of these passes, and are
+        overwritten from pass to pass. `own` maps the head's tokens to the model's.
+        """
         assert isinstance(self.program, CompiledOps)
         assert self._argmax is not None
         hidden = np.empty_like(states) if self.program.lowered.out is not None else states
@@ -311,7 +332,7 @@ class LayeredHead:
         del kept
 
     def logits(self, hidden: Any, place: int = 0) -> Any:
-        """[N, E] → float32 [N, its own vocabulary]"""
+        """[N, E] → float32 [N, the head's own vocabulary]."""
         return as_model(self._products(hidden), self._model)
 
     def _products(self, hidden: Any) -> Any:
@@ -320,8 +341,10 @@ class LayeredHead:
         return _like(hidden, self._logits(_floats(hidden)))
 
     def greedy(self, hidden: Any, place: int = 0, token_ids: Any = None) -> Any:
-        """[N, E] → int64 [N], the head's own tokens whose logits are largest; with `token_ids` [its vocabulary] the model's
-        tokens for them."""
+        """[N, E] → int64 [N], the head's own tokens with the largest logits.
+
+        With `token_ids` [own vocabulary] they are mapped to the model's tokens.
+        """
         if self._argmax is None and not isinstance(hidden, np.ndarray):
             return self._tokens_out.best(self.ops, self.ops.linear(hidden, self.head), token_ids)
         own = (
@@ -333,7 +356,7 @@ class LayeredHead:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a pass for each of its tokens; 0 where unknown."""
+        """Bytes of a pass per token; 0 where unknown."""
         made = [
             p.program.token_bytes
             for p in (self.program, self._context)
@@ -343,8 +366,11 @@ class LayeredHead:
 
 
 class MedusaHead:
-    """Cai et al. 2024, section 2.1.1. `model`: the one whose output head serves all places; None: each has its own. `tokens`:
-    whose rows an output head has."""
+    """Medusa heads (Cai et al. 2024, section 2.1.1).
+
+    `model` is the model whose output head serves all places; None if each place has its own.
+    `tokens` is the vocabulary of an output head.
+    """
 
     tap = None
 
@@ -361,10 +387,10 @@ class MedusaHead:
         self._tokens = tokens
         self._programs = dict[
             int, LinearProgram
-        ]()  # by weight: the model's head may be every place's
+        ]()  # by weight, as the model's head may serve every place
 
     def logits(self, hidden: Any, place: int) -> Any:
-        """[N, E] → float32 [N, V] of the token `place` + 2 behind the state's own."""
+        """[N, E] → float32 [N, V], the logits of token `place` + 2 after the state's own."""
         return as_model(self._products(hidden, place), self._model)
 
     def _products(self, hidden: Any, place: int) -> Any:
@@ -379,7 +405,8 @@ class MedusaHead:
         return y if isinstance(y, np.ndarray) else self._tokens.gathered(self.ops, y).float()
 
     def greedy(self, hidden: Any, place: int, token_ids: None = None) -> Any:
-        """[N, E] → int64 [N], the tokens whose logits are largest. Its heads have the model's vocabulary."""
+        """[N, E] → int64 [N], the tokens with the largest logits. The heads have the model's
+        vocabulary."""
         found = self._products(hidden, place)
         return found.argmax(-1) if isinstance(found, np.ndarray) else self.ops.argmax(found)
 
@@ -392,23 +419,26 @@ class MedusaHead:
 
 
 def _floats(x: Any) -> Floats:
-    """float32, of an array or a tensor on a CPU"""
+    """Converts an array or a CPU tensor to a float32 array."""
     return x if isinstance(x, np.ndarray) else x.float().numpy()
 
 
 def _like(given: Any, found: npt.NDArray[Any]) -> Any:
-    """`found`, as an array or a tensor, whichever was given."""
+    """Converts `found` to a tensor if `given` is one."""
     if isinstance(given, np.ndarray):
         return found
-    import torch  # late: arrays need none
+    import torch  # late, as arrays need no torch
 
     return torch.from_numpy(found)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedHead:
-    """`target_ids`: the model's token for each of the head's, int64; None: they are the same. `weights_bytes`: as
-    `LoadedModel`'s, of what is not the model's."""
+    """A loaded head.
+
+    `target_ids` (int64) maps the head's tokens to the model's; None if they are the same.
+    `weights_bytes` counts as in `LoadedModel`, without what is shared with the model.
+    """
 
     head: LayeredHead | MedusaHead
     target_ids: Any
@@ -429,7 +459,8 @@ def build_head(
     max_model_len: int,
     scheme: Scheme | None = None,
 ) -> LayeredHead | MedusaHead:
-    """Makes the parts of a head from parameters by the names of `spec.shapes`, which it removes."""
+    """Builds a head from parameters by the names of `spec.shapes`, and removes them from
+    `values`."""
     ops, products = decoder.ops, dict[str, Linear]()
     own, of_model = Vocabulary(spec.draft_vocab_size), decoder.vocabulary
 
@@ -497,9 +528,10 @@ def head_tensors(
     stored: Iterable[tuple[str, Any, Callable[[], Any]]],
     maps: dict[str, Any],
 ) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
-    """Of a head's file the tensors (name, shape, read) that have a place; those of `MAPS` are put into `maps`."""
+    """Yields the tensors (name, shape, read) of a head's file that have a place, and puts those of
+    `MAPS` into `maps`."""
     for name, shape, read in stored:
-        if description.method != "mtp":  # whose names are the model's
+        if description.method != "mtp":  # MTP heads have the model's names
             name = name.removeprefix("medusa_heads.").removeprefix(WRAPPED)
         if name in MAPS and description.has_map:
             maps[name] = read()
@@ -522,8 +554,11 @@ def _two_dims(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _state_of(row: Any, fc: Any, norms: Sequence[NormParams]) -> Any:
-    """float32 [E]: what `fc` [E, n · E] makes of a row [n · E], whose parts of equal widths go through `norms`, if there
-    are any. Tensors or arrays."""
+    """Applies `fc` [E, n · E] to a row [n · E], float32 [E]. The n parts of the row go through
+    `norms`, if any.
+
+    Tensors or arrays.
+    """
     total = 0.0
     parts = _columns(row[None], len(norms) or 1)
     for i, weight in enumerate(_columns(fc, len(parts))):
@@ -535,12 +570,12 @@ def _state_of(row: Any, fc: Any, norms: Sequence[NormParams]) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    """float32, of a tensor or an array"""
+    """Converts a tensor or an array to float32."""
     return x.astype(np.float32) if isinstance(x, np.ndarray) else x.float()
 
 
 def _columns(weight: Any, count: int) -> list[Any]:
-    """A weight [out, in] (a tensor or an array) cut into `count` of equal widths."""
+    """Splits a weight [out, in], a tensor or an array, into `count` parts of equal width."""
     width = weight.shape[1] // count
     parts = [weight[:, i * width : (i + 1) * width] for i in range(count)]
     return [np.ascontiguousarray(p) if isinstance(p, np.ndarray) else p.contiguous() for p in parts]
@@ -549,8 +584,12 @@ def _columns(weight: Any, count: int) -> list[Any]:
 def target_ids(
     spec: LayeredSpec, maps: dict[str, npt.NDArray[Any]]
 ) -> npt.NDArray[np.int64] | None:
-    """The model's token for each of the head's; None: the same. `d2t` is how far behind each of the head's tokens the model's
-    is; `t2d`, which of the model's tokens are the head's. The head's are in the order of the model's if there is no `d2t`."""
+    """Returns the model's token for each of the head's, or None if they are the same.
+
+    `d2t` is the offset from each of the head's tokens to the model's. `t2d` marks the model's
+    tokens that the head has. Without `d2t` the head's tokens are in the model's order.
+    CheckpointError if the tensors don't fit.
+    """
     steps, chosen = maps.get("d2t"), maps.get("t2d")
     if chosen is not None and (
         chosen.shape != (spec.vocab_size,) or np.count_nonzero(chosen) != spec.draft_vocab_size
@@ -572,6 +611,6 @@ def target_ids(
         )
     if chosen is not None and not chosen[ids].all():
         raise CheckpointError(
-            "the tensor 't2d' says otherwise than 'd2t' which tokens are the head's", field="t2d"
+            "the tensors 't2d' and 'd2t' disagree about the head's tokens", field="t2d"
         )
     return ids

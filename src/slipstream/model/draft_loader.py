@@ -1,4 +1,4 @@
-"""Loads draft heads as torch's tensors (`model.draft_heads`)."""
+"""Loads draft heads as torch tensors (`model.draft_heads`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ def load_head(
     load_format: str = "auto",
     seed: int = 0,
 ) -> LoadedHead:
-    """The head for the model of `decoder`, whose embeddings it shares unless it has its own; products are rounded by `scheme`.
-    With load_format="dummy" the weights are random."""
+    """Loads a draft head for the model of `decoder`, whose embeddings it shares unless it has its
+    own.
+
+    Products are quantized by `scheme`. With load_format="dummy" the weights are random.
+    OutOfMemoryError if the head does not fit.
+    """
     spec, device = description.spec, decoder.device
     with torch.inference_mode():
         try:
@@ -47,7 +51,7 @@ def load_head(
 def _load(
     description: HeadDescription, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """(parameters, the model's token for each of the head's)"""
+    """Returns (parameters, the model's token for each of the head's or None)."""
     spec, maps = description.spec, dict[str, Tensor]()
     stored = head_tensors(description, stored_tensors_of(description.path), maps)
     values = fill(spec.shapes, description.names, stored, dtype=dtype, device=device)

@@ -1,11 +1,12 @@
 """The encoder of an encoder-decoder, a classifier, and pooling. Nothing here imports torch.
 
-1. An encoder's layers are a decoder's without causal attention. They keep no state: all layers use one cache in turn, and read
-   their keys and values back in the same step. (A GPU reads them from the product's result.) So a step holds whole texts.
-2. In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. Their keys and values are computed
-   once for a request. They stand in blocks of the layers' own caches, with a block table of their own (`CacheGroup`'s
-   `cross`).
-3. The encoder uses these blocks of the first layer's cache while it runs.
+1. An encoder's layers are a decoder's without causal attention. They keep no state: all layers use
+   one cache in turn, and read their keys and values back in the same step. (A GPU reads them from
+   the product's result.) So a step holds whole texts.
+2. In an encoder-decoder (T5) the decoder's layers attend to the encoder's last states. The keys and
+   values of these states are computed once per request. They are in blocks of the layers' own
+   caches, with a block table of their own (`CacheGroup`'s `cross`).
+3. While the encoder runs, it uses these blocks of the first layer's cache.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ PoolingKind: TypeAlias = Literal["mean", "cls", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """An encoder-decoder's encoder. Its inputs are the decoder's embeddings."""
+    """The encoder of an encoder-decoder. Its inputs are the decoder's embeddings."""
 
     layers: Sequence[Layer]
     final_norm: NormParams
 
     def __call__(self, ops: OpSet, h: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """Embedded whole texts [T, E] → their states [T, E]. `kv` is where keys and values stand for the time of a layer."""
+        """Embeddings of whole texts [T, E] → their states [T, E]. `kv` holds keys and values for
+        the time of a layer."""
         return finished(
             ops, self.final_norm, *run_layers(ops, self.layers, h, [kv] * len(self.layers), meta)
         )
@@ -50,7 +52,8 @@ class Classifier:
     out: Linear
 
     def __call__(self, ops: OpSet, hidden: Tensor, starts: Tensor) -> Tensor:
-        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores [S, labels]"""
+        """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → scores
+        [S, labels]."""
         h = pool(ops, hidden, starts, self.spec.pooling)
         h = h if h.dtype == hidden.dtype else h.to(hidden.dtype)
         if self.dense is not None and self.spec.activation is not None:
@@ -61,8 +64,11 @@ class Classifier:
 
 
 def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tensor:
-    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: their mean, the first or the
-    last. The result of a text without tokens (a graph's padding) is undefined."""
+    """States [T, E] of whole texts, text i at starts[i] : starts[i + 1] → float32 [S, E]: the mean,
+    the first or the last state.
+
+    The result of a text without tokens (a graph's padding) is undefined.
+    """
     if kind == "mean":
         return ops.mean_of_texts(hidden, starts)
     index = starts[:-1] if kind == "cls" else starts[1:] - 1
@@ -70,6 +76,6 @@ def pool(ops: OpSet, hidden: Tensor, starts: Tensor, kind: PoolingKind) -> Tenso
 
 
 def normalized(vectors: Tensor) -> Tensor:
-    """[S, E] → each of length 1 (a vector of zeros stays one)."""
+    """Scales vectors [S, E] to length 1. A vector of zeros stays zero."""
     lengths: Tensor = vectors.norm(dim=-1, keepdim=True)
     return vectors / lengths.clamp(min=1e-12)

@@ -1,9 +1,9 @@
-"""A GGUF file's weights in the types that they are stored in, for op sets that have products with such blocks.
+"""A GGUF file's weights in their stored types, for op sets that have products with such blocks.
 
-1. A product is taken if the op set knows the types of all tensors that fill it. They may differ: files keep some tensors in
-   more bits.
-2. Nothing is read here: the blocks stay mapped until the op set lays them out.
-3. `weights.py` dequantises all others (norms, other types, transposed weights).
+1. A product is taken if the op set knows the types of all tensors that fill it. The types may
+   differ, as files keep some tensors in more bits.
+2. Nothing is read here. The blocks stay mapped until the op set lays them out.
+3. `weights.py` dequantizes everything else (norms, other types, transposed weights).
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from slipstream.spec.scheme import Scheme
 
 
 class BlockWeights:
-    """Takes what `load_parameters` would dequantise, but for what `scheme` is to round. `names` is the family's table for the
-    file's tensors; `empty` makes a placeholder with a weight's shape and type."""
+    """Takes the tensors that `load_parameters` would dequantize, except those that `scheme` is to
+    quantize.
+
+    `names` is the family's table for the file's tensors. `empty` makes a placeholder with a
+    weight's shape and type.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class BlockWeights:
         if scheme is not None:
             held = {target for target in held if not rounds(scheme, target)}
             if scheme.head and "head.weight" not in shapes:
-                held.discard("embed.weight")  # the head is made of it
+                held.discard("embed.weight")  # the head is made from it
         found: dict[str, list[BlockRows]] = {}
         self._names: dict[str, str] = {}
         for name, place in names.items():
@@ -72,7 +76,7 @@ class BlockWeights:
             )
             found.setdefault(place.target, []).append(piece)
             self._names[name] = place.target
-        # All rows or none: what another type fills in part is dequantised whole.
+        # All rows or none: a weight that another type fills in part is dequantized completely.
         whole = {
             target
             for target, pieces in found.items()
@@ -91,17 +95,18 @@ class BlockWeights:
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` is used as it is."""
+        """Tells whether the tensor `name` is used as it is stored."""
         return name in self._names
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        return []  # nothing is held in part
+        return []  # no weight is held in part
 
     def linears(self) -> dict[str, Linear]:
         return self._linears
 
 
 def _unpermuted(rows: int, num_heads: int) -> npt.NDArray[np.int32]:
-    """Where the rows go that llama.cpp stored with the two halves of each rotary head interleaved: int32 [rows]."""
+    """Returns the destination rows int32 [rows] of a weight that llama.cpp stored with the halves
+    of each rotary head interleaved."""
     at = np.arange(rows, dtype=np.int32).reshape(num_heads, 2, rows // num_heads // 2)
     return at.swapaxes(1, 2).reshape(-1)

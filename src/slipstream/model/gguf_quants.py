@@ -1,7 +1,9 @@
-"""GGUF's block formats as numbers. Each `_q…` takes whole blocks, uint8 [N, block_bytes], to float32 [N, block_size].
+"""Decoders of GGUF's block formats. Each `_q…` converts whole blocks, uint8 [N, block_bytes], to
+float32 [N, block_size].
 
-The formats are ggml's: a block begins (Q6_K: ends) with float16 scales, and holds small integers in nibbles and loose
-bits. The order of operations is ggml's too, so that float32 results agree bit for bit with its reference. NumPy alone.
+The formats are ggml's. A block begins (Q6_K: ends) with float16 scales, and holds small integers in
+nibbles and loose bits. The order of operations is ggml's too, so that float32 results agree bit for
+bit with its reference. NumPy alone.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ Blocks = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 _CHUNK_VALUES = 1 << 20
-"""Values dequantised at a time: bounds the float32 temporaries to a few MB, whatever the tensor's size."""
+"""Number of values dequantized at a time. It bounds the float32 temporaries to a few MB, whatever
+the tensor's size."""
 
 
 def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The values of `blocks` [N, block_bytes] of the type `kind`, flat, in a fresh array of `dtype`."""
+    """Returns the values of `blocks` [N, block_bytes] of the type `kind`, flat, in a new array of
+    `dtype`."""
     decode, block_size = _DECODERS[kind]
     result = np.empty((len(blocks), block_size), dtype)
     step = _CHUNK_VALUES // block_size
-    with np.errstate(over="ignore"):  # what float16 can't hold becomes infinite
+    with np.errstate(over="ignore"):  # values too large for float16 become infinite
         for begin in range(0, len(blocks), step):
             result[begin : begin + step] = decode(
                 np.ascontiguousarray(blocks[begin : begin + step])
@@ -37,14 +41,15 @@ def dequantize(blocks: Blocks, kind: str, dtype: npt.DTypeLike) -> npt.NDArray[A
 
 
 def dequantize_tensor(file: GGUFFile, name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A tensor of the file in `dtype`: a fresh array of its shape. Temporaries stay within a few MB."""
+    """Returns a tensor of the file in a new array of `dtype` with its shape. Temporaries stay
+    within a few MB."""
     blocks = file.raw(name)
     tensor = file.tensors[name]
     return dequantize(blocks, tensor.type, dtype).reshape(tensor.shape)
 
 
 def _half(blocks: Blocks, at: int) -> Floats:
-    """The float16 at byte `at` of each block, as float32 [N, 1]."""
+    """Returns the float16 at byte `at` of each block as float32 [N, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
@@ -53,18 +58,18 @@ def _signed(blocks: Blocks) -> Floats:
 
 
 def _nibbles(packed: Blocks) -> Blocks:
-    """[…, B] bytes to […, 2·B] values: all low halves, then all high halves."""
+    """Unpacks bytes […, B] to values […, 2·B]: all low halves, then all high halves."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
 def _bits(packed: Blocks, width: int) -> Blocks:
-    """[N, B] bytes to [N, 8/width, B]: field j of every byte, lowest first."""
+    """Unpacks bytes [N, B] to [N, 8/width, B]: field j of every byte, lowest first."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)
     return (packed[:, None, :] >> shifts[:, None]) & np.uint8((1 << width) - 1)
 
 
 def _fifth_bits(packed: Blocks) -> Blocks:
-    """[N, 4] bytes to [N, 32]: bit i of the little-endian 32-bit word, moved to bit 4."""
+    """Unpacks bytes [N, 4] to [N, 32]: bit i of the little-endian 32-bit word, moved to bit 4."""
     return (_bits(packed, 1).transpose(0, 2, 1).reshape(len(packed), -1) << 4).astype(np.uint8)
 
 
@@ -93,10 +98,12 @@ def _q5_1(b: Blocks) -> Floats:
 
 
 def _k_scales(b: Blocks) -> tuple[Floats, Floats]:
-    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block, float32 [N, 8, 1] each.
+    """Returns the scale and minimum of the 8 groups of a Q4_K or Q5_K block, float32 [N, 8, 1]
+    each.
 
-    Twelve bytes hold 16 six-bit numbers: groups 0–3 in the low six bits of bytes 0–3 (scales) and 4–7 (minima); groups
-    4–7 in the nibbles of bytes 8–11, with their upper two bits on top of bytes 0–3 and 4–7.
+    Twelve bytes hold 16 six-bit numbers. Groups 0–3 are in the low six bits of bytes 0–3 (scales)
+    and 4–7 (minima). Groups 4–7 are in the nibbles of bytes 8–11, with their upper two bits on top
+    of bytes 0–3 and 4–7.
     """
     low_scale, low_min, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = np.concatenate((low_scale & 63, (high & 15) | (low_scale >> 6 << 4)), axis=1)
@@ -105,7 +112,8 @@ def _k_scales(b: Blocks) -> tuple[Floats, Floats]:
 
 
 def _q2_k(b: Blocks) -> Floats:
-    # Groups of 16: a byte of scale (low half) and minimum; codes as the upper bits of Q6_K.
+    # Groups of 16 have a byte with the scale (low half) and the minimum. Codes are laid out as the
+    # upper bits of Q6_K.
     scale, minimum = _floats(b[:, :16] & 15) * _half(b, 80), _floats(b[:, :16] >> 4) * _half(b, 82)
     codes = _bits(b[:, 16:80].reshape(-1, 32), 2).reshape(-1, 16, 16)
     values: Floats = _floats(codes) * scale[:, :, None] - minimum[:, :, None]
@@ -113,7 +121,8 @@ def _q2_k(b: Blocks) -> Floats:
 
 
 def _q3_k(b: Blocks) -> Floats:
-    # The third bits of all groups of 32 stand in 32 bytes; 16 scales of six bits are nibbles of eight bytes and pairs of four.
+    # The third bits of all groups of 32 are in 32 bytes. The 16 six-bit scales are nibbles of eight
+    # bytes and pairs of bits of four bytes.
     codes = _bits(b[:, 32:96].reshape(-1, 32), 2).reshape(-1, 8, 32) | (_bits(b[:, :32], 1) << 2)
     six = _nibbles(b[:, 96:104]) | (_bits(b[:, 104:108], 2).reshape(len(b), -1) << 4)
     scale = _floats(six, 32.0) * _half(b, 108)
@@ -135,7 +144,8 @@ def _q5_k(b: Blocks) -> Floats:
 
 
 def _q6_k(b: Blocks) -> Floats:
-    # Two halves of 128 values: nibbles of 64 bytes, upper two bits in 32 more; each group of 16 has a signed scale.
+    # Two halves of 128 values: nibbles of 64 bytes, upper two bits in 32 more. Each group of 16 has
+    # a signed scale.
     low = _nibbles(b[:, :128].reshape(-1, 2, 64))
     high = _bits(b[:, 128:192].reshape(-1, 32), 2).reshape(-1, 2, 128) << 4
     scale = _signed(np.ascontiguousarray(b[:, 192:208])) * _half(b, 208)
@@ -143,7 +153,8 @@ def _q6_k(b: Blocks) -> Floats:
 
 
 def _mxfp4(b: Blocks) -> Floats:
-    # A block begins with its exponent plus 127; codes of e2m1 are a sign, two bits of exponent and one of mantissa.
+    # A block begins with its exponent plus 127. An e2m1 code has a sign bit, two exponent bits and
+    # one mantissa bit.
     scale = np.ldexp(np.ones((len(b), 1), np.float32), b[:, :1].astype(np.int32) - 127)
     return np.array((*E2M1, 0.0, *(-x for x in E2M1[1:])), np.float32)[_nibbles(b[:, 1:])] * scale
 

@@ -1,9 +1,11 @@
-"""Rounded weights of a checkpoint, packed for the CPU's kernels without torch. `model/compressed.py` does the same with torch,
-and describes the layouts.
+"""Quantized weights of a checkpoint, packed for the CPU's kernels without torch.
 
-1. These are packed as they are: int8 with a scale a row, and 2 to 4 bits in groups, with or without zero points, as
-   compressed-tensors, GPTQ's and AWQ's tools write them.
-2. Other rounded weights are expanded to the model's type as they are read (`stored_weights.expanded`).
+`model/compressed.py` does the same with torch, and describes the layouts.
+
+1. Packed as they are: int8 with a scale per row, and 2 to 4 bits in groups, with or without zero
+   points, as the tools of compressed-tensors, GPTQ and AWQ write them.
+2. Expanded to the model's type when they are read: other quantized weights
+   (`stored_weights.expanded`).
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class _Weight:
-    codes: Array  # int8 [out, in], or of 4 bits int16 [out, in / 4] (`GroupedLinear.weight`)
-    scales: Array  # float32 [out], or of 4 bits in the model's type [groups, out]
-    zeros: Array | None  # as the scales
-    chunk: int = 0  # of 4 bits
-    filled: set[tuple[int, str]] = field(default_factory=set)  # (first row, which part)
+    codes: Array  # int8 [out, in], or with 4 bits int16 [out, in / 4] (`GroupedLinear.weight`)
+    scales: Array  # float32 [out], or with 4 bits in the model's type [groups, out]
+    zeros: Array | None  # same layout as the scales
+    chunk: int = 0  # of 4-bit codes; 0 for int8
+    filled: set[tuple[int, str]] = field(default_factory=set)  # (first row, part name)
 
     @property
     def inner(self) -> int:
@@ -44,7 +46,10 @@ class _Weight:
 
 
 class HostRoundedWeights:
-    """`StoredWeights`: takes a checkpoint's rounded tensors. `formats` by our names: of those that are held as stored."""
+    """Collects a checkpoint's quantized tensors, as `StoredWeights` does.
+
+    `formats`, by our names, are those of the weights that are held as stored.
+    """
 
     def __init__(
         self,
@@ -139,13 +144,14 @@ class HostRoundedWeights:
         return True
 
     def _check_plain(self, name: str, part: str, group: int, value: Array) -> None:
-        """GPTQ's zero points must be 8, and the inputs of a group neighbours."""
+        """Checks that GPTQ's zero points are 8, or that the inputs of a group are neighbours.
+        CheckpointError if not."""
         plain = PLAIN_ZEROS[self._method] if part == "qzeros" else np.arange(value.size) // group
         if not (value.reshape(-1).astype(np.int64) & 0xFFFFFFFF == plain).all():
             raise _unsupported(name)
 
     def _parts(self, fmt: WeightFormat) -> tuple[str, ...]:
-        """What a weight needs. Of GPTQ's zero points none are kept."""
+        """Returns the parts that a weight needs. GPTQ's zero points are checked, not kept."""
         if self._method != "compressed-tensors":
             return (
                 ("qweight", "scales", "qzeros") if self._method == "awq" else ("qweight", "scales")
@@ -182,7 +188,7 @@ def _unsupported(name: str) -> CheckpointError:
 
 
 def _nibbles(words: Array) -> npt.NDArray[np.uint8]:
-    """The codes of int32 words [rows, n], from the low bits up: [rows, 8 n]."""
+    """Unpacks int32 words [rows, n] to codes [rows, 8 n], from the low bits up."""
     octets = words.astype("<i4", copy=False).view(np.uint8)
     return np.stack((octets & 15, octets >> 4), axis=-1).reshape(len(words), -1)
 
@@ -195,7 +201,7 @@ def _awq_codes(words: Array) -> npt.NDArray[np.uint8]:
 
 
 def _spread(values: Array, count: int) -> Array:
-    """[groups, rows] → [count, rows], each for as many smaller groups."""
+    """[groups, rows] → [count, rows], repeating each group for its smaller groups."""
     return np.repeat(values, count // len(values), axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Loads draft heads without torch (`model.draft_heads`): parameters are NumPy's arrays."""
+"""Loads draft heads without torch (`model.draft_heads`). Parameters are NumPy arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def load_host_head(
     load_format: str = "auto",
     seed: int = 0,
 ) -> LoadedHead:
-    """`draft_loader.load_head`. Random weights are NumPy's, so torch's of the same seed are others."""
+    """Loads a head as `draft_loader.load_head` does. Random weights come from NumPy, so torch's
+    with the same seed differ."""
     made: Any = (
         _dummy(description.spec, dtype, seed)
         if load_format == "dummy"

@@ -1,4 +1,4 @@
-"""Loads a model that runs as one C++ program, without torch: parameters are NumPy's arrays."""
+"""Loads a model that runs as one C++ program, without torch. Parameters are NumPy arrays."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def load_host_model(
     scheme: Scheme | None = None,
     weights_folder: Path | None = None,
 ) -> LoadedModel:
-    """`loader.load_model` in `dtype` ("bfloat16", "float32"), of a checkpoint in any form but MXFP4, or of random weights from
-    `seed`."""
+    """Loads a model in `dtype` ("bfloat16", "float32"), as `loader.load_model` does.
+
+    It reads a checkpoint in any format but MXFP4, or makes random weights from `seed`.
+    """
     if load_format not in ("auto", "dummy", description.format):
         raise CheckpointError(
             f"load_format={load_format!r}, but {description.path} is a {description.format} checkpoint",
@@ -56,7 +58,7 @@ def load_host_model(
     stored = description.quantization
     if (
         dummy and stored is not None and stored.rounds
-    ):  # random weights are rounded as a checkpoint's would be
+    ):  # random weights are quantized as a checkpoint's would be
         scheme = (
             dummy_scheme(stored, ops)
             if stored.formats is not None
@@ -70,9 +72,7 @@ def load_host_model(
         elif stored.scheme is not None:
             formats = scheme_formats(description.shapes, stored.scheme)
             check_scheme(spec, SCHEMES[stored.scheme], ops)
-        scheme = (
-            None  # a checkpoint's own rounding counts: its other weights stay in the model's type
-        )
+        scheme = None  # a checkpoint's own quantization counts; its other weights stay dense
     elif scheme is not None:
         check_scheme(spec, scheme, ops)
     if (scheme is not None or formats) and weights_folder is not None and not dummy:

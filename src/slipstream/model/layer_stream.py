@@ -1,12 +1,16 @@
-"""Layers whose weights are read from a file ahead of use, on a CPU (`spec.offload` says which and why).
+"""Layers whose weights are read from a file ahead of use, on a CPU. `spec.offload` says which and
+why.
 
-    file ──read──> slot 0, slot 1, slot 0, …      by a thread, while the layers before are computed
+  file ──read──> slot 0, slot 1, slot 0, …      by a thread, while the layers before are computed
 
-1. A layer's packed products are views of its slot, at the same places every time. So its `Layer` is made once.
+1. A layer's packed products are views of its slot, at the same addresses every time. So its `Layer`
+   is made once.
 2. Norms, biases and other small tensors stay in memory.
-3. The file is written when the model is loaded, layer by layer, so that no more than one layer is in memory beside what stays.
-   It has no name: nothing is left of it, however the process ends.
-4. What is read may stay in the system's file cache, as long as nothing else needs the memory. Then reading it again is a copy.
+3. The file is written layer by layer when the model is loaded, so that at most one layer is in
+   memory in addition to those that stay. It has no name, so nothing is left of it, however the
+   process ends.
+4. What was read may stay in the system's file cache, as long as nothing else needs the memory. Then
+   reading it again is a copy.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ from slipstream.spec.offload import CHUNK, NUM_SLOTS
 
 ALIGNMENT = 4096
 READERS = 2
-"""Threads that read: one alone does not reach what a disk, or the file cache, can give."""
+"""Number of reading threads. One alone does not reach the rate of a disk or of the file cache."""
 
 
 def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """A layer (or what it is made of) with each part of these `kinds` changed, in their order."""
+    """Returns a layer (or a part of one) with each part of these `kinds` changed, in order."""
     if isinstance(value, kinds):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -49,7 +53,7 @@ def with_parts(value: Any, kinds: tuple[type, ...], change: Callable[[Any], Any]
 
 
 def products_of(value: Any) -> Iterator[NativeLinear | NativeExperts]:
-    """The packed products of a layer, in their order."""
+    """Yields the packed products of a layer, in order."""
     if isinstance(value, (NativeLinear, NativeExperts)):
         yield value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -62,11 +66,14 @@ def layer_bytes(layer: Layer) -> int:
 
 
 class LayerStream:
-    """Gives the decoder its layers in turn. `waited_s`: how long it has waited for reading, `read_bytes`: how much was read.
-    `forgets`: the system forgets what was read, which measurements want."""
+    """Gives the decoder its layers in turn.
+
+    `waited_s` is the time spent waiting for reads, `read_bytes` the bytes read. With `forgets` the
+    system drops what was read from its cache, for measurements.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """The file is in `folder`. CheckpointError if there can't be one."""
+        """Opens a nameless file in `folder`. CheckpointError if that fails."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is read as long as the model is there)
@@ -75,7 +82,7 @@ class LayerStream:
                 f"weights that are read as needed are kept in a file in {folder}, which can't be written: {error}",
                 field="weights_bytes",
             ) from error
-        self._spans: dict[int, tuple[int, int]] = {}  # of the file, by layer: (offset, size)
+        self._spans: dict[int, tuple[int, int]] = {}  # in the file, by layer: (offset, size)
         self._order: list[int] = []
         self._slots: list[Bytes] = []
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
@@ -83,10 +90,10 @@ class LayerStream:
         self._end = 0
         self.waited_s, self.read_bytes, self.forgets = 0.0, 0, False
 
-    # --- At the start -------------------------------------------------------------------------------------------------
+    # --- At the start ---
 
     def write(self, index: int, layer: Layer) -> None:
-        """Write a layer's products to the file. They may be dropped after that."""
+        """Writes a layer's products to the file. They may be dropped after that."""
         begin = self._end
         try:
             for part in (part for w in products_of(layer) for part in w.parts):
@@ -100,7 +107,8 @@ class LayerStream:
         self._order = sorted(self._spans)
 
     def resident(self, index: int, layer: Layer) -> Layer:
-        """The layer with its products read into memory of their own. All layers are written."""
+        """Returns the layer with its products read into memory of their own. Call it after `write`
+        of all layers."""
         offset, size = self._spans[index]
         memory = Arena(None, 0).take(size)
         for reading in self._submit(memory, offset):
@@ -108,7 +116,8 @@ class LayerStream:
         return _moved(layer, memory)
 
     def keep_only(self, layers: Sequence[int]) -> None:
-        """The layers that are read in each step. Others stay in memory."""
+        """Selects the layers that are read in each step, and makes their slots. The others stay in
+        memory."""
         self._spans = {i: self._spans[i] for i in layers}
         self._order = sorted(self._spans)
         size, count = (
@@ -121,18 +130,20 @@ class LayerStream:
             self._slots.append(whole[-whole.ctypes.data % ALIGNMENT :][:size])
 
     def streamed(self, index: int, layer: Layer) -> Layer:
-        """The layer with its products in its slot."""
+        """Returns the layer with its products in its slot."""
         return _moved(layer, self._slots[self._slot_of(index)])
 
-    # --- In a step ----------------------------------------------------------------------------------------------------
+    # --- In a step ---
 
     def before(self, layer: int) -> None:
-        """Have the layer's weights where it looks for them, and begin to read the next ones. Called before each layer in turn,
-        and with the number of layers after the last."""
+        """Waits until the layer's weights are in its slot, and begins to read the next ones.
+
+        Called before each layer in turn, and after the last with the number of layers.
+        """
         at = self._spans.get(layer)
         if at is None:
             if layer > self._order[-1]:
-                self._begin(self._order[0])  # of the next step
+                self._begin(self._order[0])  # for the next step
             return
         self._begin(layer)
         begin = time.perf_counter()
@@ -147,12 +158,15 @@ class LayerStream:
         return self._order.index(layer) % len(self._slots)
 
     def _begin(self, layer: int) -> None:
-        """Read a layer into its slot, unless that has begun. What else used the slot is computed: a CPU's call returns when it
-        is."""
+        """Begins to read a layer into its slot, unless that was done already.
+
+        The layer that used the slot before is already computed, because a call on a CPU returns
+        when it is done.
+        """
         if layer in self._reading:
             return
         if overwritten := [x for x in self._reading if self._slot_of(x) == self._slot_of(layer)]:
-            for other in overwritten:  # it was read for a step that did not come to it
+            for other in overwritten:  # it was read for a step that did not reach it
                 for reading in self._reading.pop(other):
                     reading.result()
         offset, size = self._spans[layer]
@@ -178,7 +192,7 @@ class LayerStream:
             os.posix_fadvise(self._file.fileno(), offset, into.size, os.POSIX_FADV_DONTNEED)
 
     def measure_read_rate(self) -> float:
-        """Bytes a second of reading all layers as a step does, but without computing."""
+        """Measures the bytes per second of reading all layers as a step does, without computing."""
         begin = time.perf_counter()
         for layer in self._order:
             self._begin(layer)
@@ -187,18 +201,19 @@ class LayerStream:
         return sum(size for _, size in self._spans.values()) / (time.perf_counter() - begin)
 
     def flush(self) -> None:
-        """The file is on the disk, and what the system keeps of it in memory is forgotten. For measurements."""
+        """Writes the file to the disk and drops it from the system's cache, for measurements."""
         os.fsync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def without_data(layer: Layer) -> Layer:
-    """The layer with placeholders for its products' bytes, which have only their number."""
+    """Returns the layer with placeholders for its products' bytes, which have only their size."""
     return _moved(layer, None)
 
 
 def _moved(layer: Layer, memory: Bytes | None) -> Layer:
-    """The layer with its products' bytes in `memory`, where `LayerStream.write` puts them."""
+    """Returns the layer with its products' bytes in `memory`, in the layout of
+    `LayerStream.write`."""
     at = 0
 
     def moved(w: NativeLinear | NativeExperts) -> NativeLinear | NativeExperts:

@@ -1,9 +1,11 @@
-"""The parts of a layer, each written once. The plain loop, the C++ program and the one-token kernel are all made from them.
+"""The parts of a layer, each written once. The plain loop, the C++ program and the one-token kernel
+are all made from them.
 
-1. Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or `unflatten` of values. So the same
-   code runs on tensors and on the symbolic values of `kernels.recording`.
-2. The residual is passed beside the activations, so that each addition is fused with the norm after it. `pending` is a result
-   that is not yet added to the residual.
+1. Nothing here imports torch. All maths goes through an `OpSet` or is `+`, `*`, `flatten` or
+   `unflatten` of values. So the same code runs on tensors and on the symbolic values of
+   `kernels.recording`.
+2. The residual is passed next to the activations, so that each addition is fused with the norm
+   after it. `pending` is a result that is not yet added to the residual.
 
 Shapes: T tokens in the step, E hidden size.
 """
@@ -40,12 +42,16 @@ if TYPE_CHECKING:
     from slipstream.platform import OverlappedSum, Pipe, RankGroup
 
     Pending: TypeAlias = "Tensor | PartialSum | PendingSum | Pair"
-    """What is to be added to the residual before the next norm."""
+    """A result still to be added to the residual, before the next norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """`q_norm` and `k_norm` norm whole rows, or each head with its own weight. A weight that all heads share is in `heads`."""
+    """Self-attention of a layer.
+
+    `q_norm` and `k_norm` norm whole rows, or each head with a weight of its own. A weight that all
+    heads share is in `heads`.
+    """
 
     spec: AttentionSpec
     qkv: Linear
@@ -54,18 +60,19 @@ class Attention:
     params: AttentionParams
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    group: RankGroup | None = None  # of ranks that have the other heads
+    group: RankGroup | None = None  # the ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → [T, E]"""
+        """[T, E] → [T, E]."""
         return ops.linear(self.mixed(ops, x, kv, meta), self.out)
 
     def attend(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """Attention of the product's queries, keys and values [T, (H + 2K) · D] → [T, E]"""
+        """Attention over the queries, keys and values [T, (H + 2K) · D] of the QKV product →
+        [T, E]."""
         return ops.linear(self._mixed(ops, qkv, kv, meta), self.out)
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → the heads' results [T, H · D], which `out` multiplies."""
+        """[T, E] → the heads' results [T, H · D], the input of `out`."""
         return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
 
     def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -84,19 +91,23 @@ class Attention:
         return ops.attention(q, kv, meta, self.params).flatten(1)
 
     def remember(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Write the keys and values of rows [T, E] to their slots. They are normed by heads, if at all."""
+        """Writes the keys and values of rows [T, E] to their slots. The only norm applied is the
+        one by heads, if any."""
         ops.rope_and_cache(ops.linear(x, self.qkv), kv, meta, self.heads)
 
     @property
     def inputs(self) -> InputFormat | None:
-        """The form of rows that it reads."""
+        """Format of the rows that it reads."""
         return self.qkv.inputs
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention over the latents themselves. The weights that expand latents to keys and values multiply the queries and
-    results instead (DeepSeek-V2, section 2.1.3), so all heads read one cached row a token."""
+    """Attention over the latents themselves (MLA).
+
+    The weights that expand latents to keys and values multiply the queries and results instead
+    (DeepSeek-V2, section 2.1.3). So all heads read one cached row per token.
+    """
 
     spec: LatentAttentionSpec
     q_latent: Linear | None
@@ -107,11 +118,11 @@ class LatentAttention:
     params: MLAParams
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → [T, E]"""
+        """[T, E] → [T, E]."""
         return ops.linear(self.mixed(ops, x, kv, meta), self.out)
 
     def mixed(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
-        """[T, E] → the heads' results [T, H · D], which `out` multiplies."""
+        """[T, E] → the heads' results [T, H · D], the input of `out`."""
         rows = x
         if self.q_latent is not None:
             assert self.q_norm is not None
@@ -126,8 +137,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention:
-    """Attention of a decoder's tokens over an encoder's states. `kv` is the product that makes keys and values of the
-    states."""
+    """Attention of a decoder's tokens to an encoder's states. `kv` is the weight that makes keys
+    and values from the states."""
 
     spec: AttentionSpec
     q: Linear
@@ -142,7 +153,8 @@ class CrossAttention:
         return ops.linear(ops.attention(q, kv, meta, self.params).flatten(1), self.out)
 
     def remember(self, ops: OpSet, states: Tensor, kv: LayerKV, meta: AttentionMetadata) -> None:
-        """Write the keys and values of the encoder's states [T, E] to their slots of this layer's cache."""
+        """Writes the keys and values of the encoder's states [T, E] to their slots in this layer's
+        cache."""
         ops.cache_kv(ops.linear(states, self.kv), kv, meta, self.heads)
 
 
@@ -153,7 +165,7 @@ class MLP:
     down: Linear
 
     def __call__(self, ops: OpSet, x: Activations) -> Tensor:
-        """[T, E] → [T, E]"""
+        """[T, E] → [T, E]."""
         s, up = self.spec, ops.linear(x, self.up)
         return ops.linear(
             ops.activation(up, s.activation, gated=s.gated, inputs=self.down.inputs), self.down
@@ -161,7 +173,7 @@ class MLP:
 
     @property
     def inputs(self) -> InputFormat | None:
-        """The form of rows that it reads."""
+        """Format of the rows that it reads."""
         return self.up.inputs
 
 
@@ -174,7 +186,7 @@ class MoE:
     shared_weight: Linear | None
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
-        """[T, E] → [T, E]; `load` is `OpSet.expert_load`'s, if tokens are counted."""
+        """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted."""
         logits = ops.linear(x, self.router)
         if self.shared is None:
             return ops.moe(x, logits, self.experts, load)
@@ -191,8 +203,14 @@ class MoE:
     def over_ranks(
         self, ops: OpSet, x: Tensor, ranks: RankGroup, num_tokens: int, load: Any = None
     ) -> Tensor:
-        """The same where each of `ranks` has some of the experts, and tokens of its own, `num_tokens` at most. The experts
-        that are here see the tokens of all ranks. Of the sums each rank takes its tokens. `load` is of those, too."""
+        """Computes a mixture whose experts are split over `ranks`, each with its own tokens, at
+        most `num_tokens`.
+
+        1. The experts of this rank see the tokens of all ranks.
+        2. The results are summed over the ranks, and each rank takes the sums of its own tokens.
+
+        `load` counts this rank's own tokens. Shared experts see only these.
+        """
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
         routed = ops.scatter_tokens(
@@ -224,25 +242,32 @@ class MoE:
 
 
 SEQUENCE_TOKENS = 64
-"""A smaller step's all-reduce takes one start of a kernel where two would be needed."""
+"""Minimum tokens of a step with sequence parallelism. In a smaller step one kernel for the
+all-reduce beats two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The ranks that compute the layers together, and which part is this one's. `pipe`: to the stages before and after
-    this one. `every`: all ranks, if they are more than `group`."""
+    """The ranks that compute the layers together, and this rank's part.
+
+    `pipe` connects the pipeline stages before and after this one. `every` has all ranks, if they
+    are more than `group`.
+    """
 
     shard: Shard
     group: RankGroup
     pipe: Pipe | None = None
     every: RankGroup | None = None
     sequence: bool = False
-    """Steps of `SEQUENCE_TOKENS` tokens or more share the residual and its norms out by tokens (sequence parallelism,
-    Korthikanti et al. 2022, arXiv:2205.05198): a sum leaves each rank its tokens, and the next products gather them. That moves
-    as many bytes as an all-reduce, and each rank norms an n-th."""
+    """Sequence parallelism for long steps (Korthikanti et al. 2022, arXiv:2205.05198).
+
+    In steps of at least `SEQUENCE_TOKENS` tokens, the residual and its norms are split by tokens. A
+    sum leaves each rank its own tokens, and the next products gather them. That moves as many bytes
+    as an all-reduce, and each rank norms 1/n of the tokens.
+    """
 
     def shares_tokens(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens does."""
+        """Tells whether a step of `num_tokens` tokens is split by tokens."""
         return self.sequence and num_tokens >= max(SEQUENCE_TOKENS, self.group.size)
 
     @property
@@ -252,7 +277,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """This rank's part of a sum over `group`. Sum and next norm are one op."""
+    """This rank's part of a sum over `group`. The sum and the next norm are one op."""
 
     x: Tensor
     group: RankGroup
@@ -260,33 +285,36 @@ class PartialSum:
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A sum over ranks of the step's tokens, whose pieces are on their way."""
+    """A sum over ranks of the step's tokens, whose pieces are still being transferred."""
 
     sums: Sequence[OverlappedSum]
     pieces: Sequence[slice]
 
 
 SUMS = (PartialSum, PendingSum, Pair)
-"""What is pending may be one of several tensors."""
+"""Pending results that consist of several tensors or need a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """With `attention_ranks` or `mlp_ranks`, what attention or MLP gives is a part of a sum over these ranks. With
-    `expert_ranks` only a mixture's experts see tokens of other ranks."""
+    """A layer: attention, optional cross attention, and MLP with their norms.
+
+    With `attention_ranks` or `mlp_ranks`, the result of attention or MLP is a part of a sum over
+    these ranks. With `expert_ranks`, only a mixture's experts see tokens of other ranks.
+    """
 
     spec: LayerSpec
     attention: Attention | LatentAttention
     mlp: MLP | MoE
     norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
-    expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if they are counted
+    expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
     attention_ranks: RankGroup | None = None
     mlp_ranks: RankGroup | None = None
-    expert_ranks: RankGroup | None = None  # that have other experts, and other requests
-    shares_tokens: bool = False  # in long steps
+    expert_ranks: RankGroup | None = None  # ranks with other experts and other requests
+    shares_tokens: bool = False  # sequence parallelism in long steps
 
     def __call__(
         self,
@@ -296,10 +324,13 @@ class Layer:
         kv: LayerKV,
         meta: AttentionMetadata,
     ) -> tuple[Pending, Tensor | None]:
-        """(pending, the residual). `meta` is the whole step's; the layer takes its group's.
+        """Runs the layer and returns (pending, the residual). `meta` is the whole step's; the layer
+        takes its group's.
 
-        With fewer rows than the step has tokens they are this rank's (`Partition.sequence`), and so are those of norms and
-        residual. Products read all tokens; what they give is a part of a sum, of which each rank takes its tokens."""
+        If the input has fewer rows than the step has tokens, they are this rank's
+        (`Partition.sequence`), as are those of norms and residual. Products read all tokens. Their
+        result is a part of a sum, of which each rank takes its own tokens.
+        """
         step, meta = meta, meta.of_group(self.group)
         if pieces := self._pieces(ops, pending):
             return self._in_pieces(ops, pending, residual, kv, meta, pieces)
@@ -309,7 +340,8 @@ class Layer:
             and len(pending) < len(meta.positions)
         )
         n, scale = self.norms, self.spec.residual_scale
-        # All products of a layer have the same scheme, except a router. Rows are gathered before they are quantised.
+        # All products of a layer have the same scheme, except a router. Rows are gathered before
+        # they are quantized.
         to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
 
         def summed(branch: Callable[[Any], Tensor], x: Any, ranks: RankGroup | None) -> Pending:
@@ -364,7 +396,8 @@ class Layer:
         return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
-        """Those of `_in_pieces`; none: the layer is not one for it, or the step is too short."""
+        """Returns the pieces for `_in_pieces`; empty if the layer is not suitable or the step is
+        too short."""
         ranks = self.attention_ranks
         if (
             ranks is None
@@ -385,8 +418,11 @@ class Layer:
         meta: AttentionMetadata,
         pieces: Sequence[slice],
     ) -> tuple[Pending, Tensor]:
-        """While the sum of some of the tokens is on its way between the ranks, the products of the next are computed. Attention
-        waits for all of them."""
+        """Overlaps sums over ranks with products. While the sum of some tokens is transferred, the
+        next tokens are multiplied.
+
+        Attention waits for all tokens.
+        """
         assert self.attention_ranks is not None
         begin = partial(ops.begin_sum, group=self.attention_ranks)
         x, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
@@ -400,7 +436,7 @@ class Layer:
             x, _ = ops.norm_arriving(
                 sums[i : i + 1], self.norms["pre_mlp"], residual=part, inputs=self.mlp.inputs
             )
-            # In the place of attention's, whose memory is given back.
+            # At the place of attention's sum, whose memory is freed.
             sums[i] = begin(
                 self._fed(ops, x, kv, meta.of_tokens(rows), meta), place=1, index=i, rows=rows
             )
@@ -409,7 +445,8 @@ class Layer:
     def _fed(
         self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
     ) -> Tensor:
-        """What this rank's part of the MLP gives. `meta` is that of the tokens `x` in this layer's group."""
+        """Returns this rank's part of the MLP's result. `meta` belongs to the tokens `x` in this
+        layer's group."""
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
         load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
@@ -426,7 +463,8 @@ class Layer:
         residual: Tensor | None,
         inputs: InputFormat | None,
     ) -> tuple[Activations, Tensor]:
-        """(the input of attention or MLP, the residual), normed if there is a norm."""
+        """Returns (the input of attention or MLP, the residual). The input is normed if there is a
+        norm."""
         if name in self.norms:
             return _norm(ops, self.norms[name], pending, residual, inputs)
         total = _sum(ops, pending, residual)
@@ -444,8 +482,12 @@ def run_layers(
     meta: AttentionMetadata,
     before: Callable[[int, Pending, Tensor | None], None] = lambda *_: None,
 ) -> tuple[Pending, Tensor | None]:
-    """(pending, the residual) after the last layer. `caches` has one for each layer. `before(i, pending, residual)` is
-    called before layer i, and at the end with i = the number of layers."""
+    """Runs the layers and returns (pending, the residual) after the last. `caches` has one per
+    layer.
+
+    `before(i, pending, residual)` is called before layer i, and at the end with i = the number of
+    layers.
+    """
     pending: Pending = h
     residual: Tensor | None = None
     for i, (layer, kv) in enumerate(zip(layers, caches, strict=True)):
@@ -456,7 +498,8 @@ def run_layers(
 
 
 def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
-    """The first layer of each kind. Layers of a kind run the same kernels: only the numbers in their tensors differ."""
+    """Returns the index of the first layer of each kind. Layers of a kind run the same kernels on
+    different numbers."""
     kinds: dict[Any, int] = {}
     for i, layer in enumerate(layers):
         kinds.setdefault(_kind_of(layer), i)
@@ -464,8 +507,10 @@ def one_of_each_kind(layers: Sequence[Layer]) -> list[int]:
 
 
 def _kind_of(part: Any) -> Any:
-    """What it is made of, with the shapes and types of its tensors. What the host holds, such as experts that it computes,
-    is of its own kind."""
+    """Returns a key of a part: its structure, with the shapes and types of its tensors.
+
+    What the host holds, such as experts that it computes, is a kind of its own.
+    """
     if hasattr(part, "dtype") and hasattr(part, "stride"):
         return tuple(part.shape), part.stride(), part.dtype
     if dataclasses.is_dataclass(part):
@@ -479,8 +524,11 @@ def _kind_of(part: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """The states that a draft head reads between layers: the sum of `products[i]` of the states before layer i. That equals one
-    product of these states side by side. `norms[i]`: that of the states before layer i, if they have one."""
+    """Collects the states between layers that a draft head reads.
+
+    The result is the sum of `products[i]` of the state before layer i. That equals one product of
+    these states side by side. `norms[i]` norms the state before layer i, if present.
+    """
 
     products: Mapping[int, Linear]
     norms: Mapping[int, NormParams] = field(default_factory=dict)
@@ -493,7 +541,7 @@ class Tap:
         pending: Pending,
         residual: Tensor | None,
     ) -> Tensor | None:
-        """`taken`, plus this layer's product."""
+        """Returns `taken` plus this layer's product."""
         if layer not in self.products:
             return taken
         state, w = _state(ops, pending, residual), self.products[layer]
@@ -506,7 +554,8 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class JoinedTap:
-    """The states before `layers` (rising) side by side, through one norm and one product, if there are any."""
+    """Collects the states before `layers` (ascending) side by side, with an optional norm and
+    product of the whole."""
 
     layers: tuple[int, ...]
     norm: NormParams | None = None
@@ -520,7 +569,8 @@ class JoinedTap:
         pending: Pending,
         residual: Tensor | None,
     ) -> Tensor | None:
-        """`taken` with this layer's state in its place; at the last of the layers the result."""
+        """Returns `taken` with this layer's state in its place. At the last of the layers it
+        returns the result."""
         if layer not in self.layers:
             return taken
         state = _state(ops, pending, residual)
@@ -538,11 +588,11 @@ class JoinedTap:
 
 
 AnyTap: TypeAlias = Tap | JoinedTap
-"""What a draft head reads between layers."""
+"""A collector of the states that a draft head reads between layers."""
 
 
 def normed(ops: OpSet, norm: NormParams, h: Pending, residual: Tensor | None = None) -> Tensor:
-    """norm(h + residual), in the model's type."""
+    """Returns norm(h + residual), in the model's type."""
     return _norm(ops, norm, h, residual)[0]  # type: ignore[return-value]
 
 
@@ -558,7 +608,7 @@ def _norm(
     residual: Tensor | None,
     inputs: InputFormat | None = None,
 ) -> tuple[Activations, Tensor]:
-    """`OpSet.norm`, of a sum over ranks or of two branches too."""
+    """Applies `OpSet.norm` to a pending result of any kind."""
     if isinstance(pending, PendingSum):
         assert residual is not None
         return ops.norm_arriving(pending.sums, norm, residual=residual, inputs=inputs)
@@ -577,10 +627,10 @@ def _sum(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
 
 
 def _state(ops: OpSet, pending: Pending, residual: Tensor | None) -> Tensor:
-    """`_sum`, for a reader before the layer that comes to it, too."""
+    """Returns `_sum` for an extra reader. The layer after it still reads `pending`."""
     assert not isinstance(
         pending, PendingSum
-    )  # which are read once: no sums go on beside products where a head reads states
+    )  # read only once; with a head that reads states, no sums overlap with products
     h = (
         ops.sum_of_parts(pending.x, group=pending.group)
         if isinstance(pending, PartialSum)
@@ -594,7 +644,7 @@ def _of_ranks(h: Tensor, ranks: RankGroup | None) -> Pending:
 
 
 def whole(ops: OpSet, h: Pending) -> Tensor:
-    """The sum over ranks, if `h` is one's part, or of two branches."""
+    """Returns the complete tensor: the sum over ranks or of two branches, or `h` itself."""
     if isinstance(h, PendingSum):
         return ops.sum_arriving(h.sums)
     if isinstance(h, Pair):

@@ -1,4 +1,4 @@
-"""A model that was loaded, by tensors or by arrays: what it holds, and which schemes fit it. No torch."""
+"""A loaded model, of tensors or of arrays: its contents, and the schemes that fit it. No torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ if TYPE_CHECKING:
     from slipstream.model.vision import ImageTower
 
 LEFT_ALONE = "leave the weights as they are"
-"""What helps where a scheme does not fit a model."""
+"""Remedy where a scheme does not fit a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`spec` is what is computed here: the description's, or a rank's part of it. `weights_bytes` counts what the device holds:
-    parameters as laid out for the ops, and position tables. `cache_scales` are the checkpoint's, for an 8-bit cache of the form
-    that its description names. `forms` are the products', the largest first. `writer` is who writes the rounded products to a
-    file for the next load, if they are kept. `tower` is the image encoder, if the model has one. `host_bytes` are the experts'
-    in the host's memory, beside a device (`kernels.host_experts`)."""
+    """A loaded model.
+
+    `spec` is what is computed here: the description's, or a rank's part of it. `weights_bytes`
+    counts what the device holds: parameters as laid out for the ops, and position tables. `forms`
+    are the products' formats, the largest first. `cache_scales` are the checkpoint's, for an 8-bit
+    cache of the format that its description names. `writer` is the thread that writes the quantized
+    products to a file for the next load, if they are kept. `tower` is the image encoder, if the
+    model has one. `host_bytes` counts the experts in host memory next to a device
+    (`kernels.host_experts`).
+    """
 
     description: ModelDescription
     spec: ModelSpec
@@ -47,13 +52,17 @@ class LoadedModel:
 
 
 def is_rounded(stored: StoredQuantization | None) -> bool:
-    """Whether a checkpoint holds products rounded in a way that may be packed as it is."""
+    """Tells whether a checkpoint holds products quantized in a format that may be packed as it
+    is."""
     return stored is not None and stored.rounds and stored.method != "mxfp4"
 
 
 def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | None:
-    """The scheme that rounds random weights in place of a checkpoint's rounded ones; None if `ops` expands all of them.
-    CheckpointError if they are not all held in the same form."""
+    """Returns the scheme that quantizes random weights in place of a checkpoint's quantized ones,
+    or None if `ops` expands all of them.
+
+    CheckpointError if the weights do not all have the same format.
+    """
     if stored.formats is None or not stored.formats.products & ops.rounded:
         return None
     if stored.scheme is None:
@@ -66,7 +75,7 @@ def dummy_scheme(stored: StoredQuantization, ops: OpSet | HostOps) -> Scheme | N
 
 
 def _schemes(ops: OpSet | HostOps, *names: str) -> str:
-    """Those of `names` that `ops` has products for, as a remedy."""
+    """Words a remedy: use one of the `names` that `ops` has products for."""
     found = [repr(name) for name in names if SCHEMES[name].name in ops.rounded]
     if not found:
         return LEFT_ALONE
@@ -75,15 +84,19 @@ def _schemes(ops: OpSet | HostOps, *names: str) -> str:
 
 
 def check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps, *, ranks: int = 1) -> None:
-    """ConfigError if a product can't be cut as the scheme needs it: inputs by groups, 8-bit rows by the library's 16. Of
-    several `ranks` the spec is one's part."""
+    """Checks that every product can be divided as the scheme needs it: inputs by groups, 8-bit rows
+    by the library's 16.
+
+    With several `ranks` the spec is one rank's part. ConfigError names the size at fault.
+    """
     try:
         _check_scheme(spec, scheme, ops)
     except ConfigError as error:
         if ranks == 1:
             raise
         raise ConfigError(
-            f"each of {ranks} ranks has a part of the model. Of that: {error}", field=error.field
+            f"each of {ranks} ranks has a part of the model, and for that part {error}",
+            field=error.field,
         ) from None
 
 
@@ -144,7 +157,8 @@ _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
 def _contents(*values: object) -> Iterator[object]:
-    """Everything that the values hold, inside out or not, but numbers and texts. What has parts comes once."""
+    """Yields everything that the values hold, at any depth, except numbers and texts. The parts of
+    a value come once."""
     waiting: list[object] = [*values]
     seen: set[int] = set()
     while waiting:
@@ -164,12 +178,14 @@ def _contents(*values: object) -> Iterator[object]:
 
 
 def decoder_bytes(decoder: Decoder) -> int:
-    """Bytes of all distinct tensors or arrays that the decoder's device holds, but a packed weight's stand-in."""
+    """Bytes of all distinct tensors or arrays that the decoder's device holds, without placeholders
+    of packed weights."""
     return tensor_bytes(*vars(decoder).values(), arrays=not decoder.ops.has_host_experts)
 
 
 def tensor_bytes(*values: object, arrays: bool = True) -> int:
-    """Bytes of all distinct tensors, and `arrays`, that the values hold, but a packed weight's stand-in."""
+    """Bytes of all distinct tensors, and with `arrays` of arrays, that the values hold, without
+    placeholders of packed weights."""
     found: dict[int, int] = {}
     v: Any
     for v in _contents(*values):

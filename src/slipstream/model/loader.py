@@ -60,22 +60,27 @@ def load_model(
     weights_bytes: int | None = None,
     host_experts: int = 0,
 ) -> LoadedModel:
-    """Load a checkpoint, by its path or description, onto `device` in `dtype`. `load_format="dummy"` makes random weights.
+    """Loads a checkpoint, by its path or description, onto `device` in `dtype`.
+    `load_format="dummy"` makes random weights.
 
-    1. The layers' products are rounded by `scheme`, one after the other, unless the checkpoint holds them rounded.
-    2. A GGUF file's blocks are used as stored where `ops` can. Otherwise, and where a scheme rounds them anew, they are
-       dequantised.
-    3. Rounded weights that `ops` has no product for are expanded.
-    4. In `weights_folder`, if given, products that a load rounds or repacks are kept for the next load, if that makes it
-       faster.
+    1. The layers' products are quantized by `scheme`, one after another, unless the checkpoint
+       holds them quantized.
+    2. A GGUF file's blocks are used as stored where `ops` can. Otherwise, and where a scheme
+       quantizes them anew, they are dequantized.
+    3. Quantized weights that `ops` has no product for are expanded.
+    4. With `weights_folder`, products that a load quantizes or repacks are kept there for the next
+       load, if that makes it faster.
     5. With a `partition`, a rank's part is loaded, and nothing is kept.
-    6. With `weights_bytes` no more of the weights is kept in memory, if they take more, and nothing is kept for the next load.
-    7. The experts of the first `host_experts` mixtures are packed in the host's memory; `ops` are `HostExpertOps` then.
+    6. With `weights_bytes`, at most that many bytes of weights stay in memory, and nothing is kept
+       for the next load.
+    7. The experts of the first `host_experts` mixtures are packed in host memory. `ops` are
+       `HostExpertOps` then.
     """
     description = read_spec(source) if isinstance(source, Path) else source
     stored = description.quantization
     if stored is not None and stored.formats is not None:
-        # Each weight is held as it is, or expanded; random ones are rounded as a checkpoint's would be.
+        # Each weight is held as it is, or expanded. Random ones are quantized as a checkpoint's
+        # would be.
         scheme = dummy_scheme(stored, ops) if load_format == "dummy" else None
     elif stored is not None and stored.scheme is not None:
         scheme = SCHEMES[stored.scheme]
@@ -93,9 +98,7 @@ def load_model(
         context = max_model_len if max_model_len is not None else description.spec.max_position
         if not isinstance(ops, NativeOps):
             if device.type == "cpu" and ops.name != "reference":
-                message = (
-                    f"weights_bytes: on a CPU it needs the C++ kernels, and here {ops.name!r} run"
-                )
+                message = f"weights_bytes: on a CPU it needs the C++ kernels, but kernels={ops.name!r} run here"
                 raise ConfigError(message, field="weights_bytes")
             with torch.inference_mode():
                 return _device_loader(
@@ -124,7 +127,7 @@ def load_model(
     with torch.inference_mode():
 
         def take(name: str, value: Tensor | Linear) -> bool:
-            """Pack an expert's weight for the host."""
+            """Packs an expert's weight for the host, and returns whether it did."""
             if name not in on_host:
                 return False
             assert isinstance(ops, HostExpertOps)
@@ -182,7 +185,7 @@ def load_model(
             )
         repacked = set(products)
         if is_rounded(stored) and load_format != "dummy":
-            scheme = None  # rounded weights that the op set has no product for were expanded, and are not rounded again
+            scheme = None  # weights without a product were expanded, and are not quantized again
         for given in (values, products):
             for name in [name for name in given if name in on_host]:
                 take(name, given.pop(name))
@@ -192,7 +195,8 @@ def load_model(
         tower = None
         if spec.vision is not None and spec.has_first:
             assert description.images is not None
-            # Thousands of patches at a time: oneDNN's products are faster for them than the C++ kernels, made for few tokens.
+            # With thousands of patches at a time, oneDNN's products are faster than the C++
+            # kernels, which are made for few tokens.
             tower = ImageTower(
                 spec.vision, description.images, values, CpuOps() if ops.name == "cpu" else ops
             )
@@ -224,7 +228,7 @@ def load_model(
 
 
 def _part(description: ModelDescription, ops: OpSet, shard: Shard) -> Sharded:
-    """A rank's part of a checkpoint. ConfigError if its weights can't be cut so."""
+    """Makes a rank's part of a checkpoint. ConfigError if its weights can't be split that way."""
     stored, formats = description.quantization, dict[str, WeightFormat]()
     gguf = description.family.gguf if description.format == "gguf" else None
     if stored is not None and stored.formats is not None:
@@ -248,7 +252,7 @@ def _device_loader(
     seed: int,
     scheme: Scheme | None,
 ) -> DeviceLoader:
-    """For a decoder whose layers don't all stay on the device."""
+    """Makes a loader for a decoder whose layers don't all stay on the device."""
     stored, is_dummy, scales = description.quantization, load_format == "dummy", None
     by = scheme
     if is_rounded(stored) and not is_dummy:
@@ -282,8 +286,11 @@ def _stored_weights(
     wanted: Callable[[str], bool] = every_name,
     on_host: Container[str] = (),
 ) -> StoredWeights | None:
-    """The objects that take a checkpoint's rounded weights as stored, those that are `wanted`, or replace them by those `kept`
-    from an earlier start. Those of `on_host` are held in the host's memory, as its kernels can."""
+    """Returns the object that takes the `wanted` quantized weights as stored, or replaces them by
+    those `kept` from an earlier start.
+
+    None if there are none. Weights in `on_host` are held in host memory, in formats of its kernels.
+    """
     stored, shapes = (
         description.quantization,
         parameters(description.spec) if part is None else part.shapes,

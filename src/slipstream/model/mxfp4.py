@@ -1,10 +1,10 @@
-"""Experts that a checkpoint holds in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss does, put in the kernels' order without a
-second rounding.
+"""Experts that a checkpoint holds in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss does.
 
-Instead of a layer's `NAME` [experts, rows, in] in the model's type there are
-    NAME_blocks   uint8 [experts, rows, in / 32, 16], two codes of e2m1 a byte, the lower half first
-    NAME_scales   uint8 [experts, rows, in / 32], exponents plus 127
-and everything else is in the model's type.
+They are put in the kernels' order without being quantized again. In place of a layer's `NAME`
+[experts, rows, in] there are:
+  NAME_blocks   uint8 [experts, rows, in / 32, 16], two codes of e2m1 per byte, the lower half first
+  NAME_scales   uint8 [experts, rows, in / 32], exponents plus 127
+Everything else is in the model's type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PARTS = ("blocks", "scales")
 
 
 class Mxfp4Weights:
-    """Takes a checkpoint's blocks and scales; `linears()` gives the weights when all were taken."""
+    """Collects a checkpoint's blocks and scales. `linears()` returns the weights once all were
+    taken."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Mxfp4Weights:
         device: torch.device,
         on_host: Container[str] = (),
     ) -> None:
-        """Weights of `on_host` are in the host's memory."""
+        """Allocates the weights; those in `on_host` are in host memory."""
         assert scheme.group_size is not None
         self.scheme, self.size, self.dtype = scheme, scheme.group_size, dtype
         self._weights: dict[str, GroupedLinear] = {}
@@ -57,8 +58,12 @@ class Mxfp4Weights:
     def take(
         self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` is of an expert's weight; if so it is read into its place. CheckpointError names one of
-        another shape, or a scale that the model's type can't hold."""
+        """Reads the tensor `name` into its place if it belongs to an expert's weight, and returns
+        whether it does.
+
+        CheckpointError names a tensor of another shape, or a scale that the model's type can't
+        hold.
+        """
         stem, _, part = name.rpartition("_")
         placement = find(stem) if part in PARTS else None
         if placement is None or placement.target not in self._weights:
@@ -72,7 +77,7 @@ class Mxfp4Weights:
                 f"{name} is {list(value.shape)} of {value.dtype}; {list(expected)} of torch.uint8 was expected",
                 field=name,
             )
-        for expert in range(copies):  # one at a time: codes take more room unpacked
+        for expert in range(copies):  # one at a time, as unpacked codes take more memory
             own = value[expert].to(into.weight.device)
             if isinstance(placement.transform, Deinterleave):
                 own = torch.cat((own[::2], own[1::2]))
@@ -92,7 +97,7 @@ class Mxfp4Weights:
         return True
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's missing tensors. `names` are the places of unrounded ones."""
+        """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
         held = (
             (name, place.target) for name, place in names.items() if place.target in self._weights
         )
@@ -104,5 +109,5 @@ class Mxfp4Weights:
         ]
 
     def linears(self) -> dict[str, Linear]:
-        """The weights by the names of `spec.parameters`, without biases."""
+        """Returns the weights, without biases, by the names of `spec.parameters`."""
         return dict(self._weights)

@@ -1,5 +1,8 @@
-"""All layers of a step of one token as one kernel, where the op set has one (`OpSet.one_token`) and the layers fit it
-(`kernels.token_shape`)."""
+"""Runs all layers of a one-token step as one kernel.
+
+That needs an op set with such a kernel (`OpSet.one_token`), and layers that fit it
+(`kernels.token_shape`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from slipstream.spec.reason import Reason
 
 
 class OneTokenKernel:
-    """`layers` takes the first layer's input x [1, E] to the residual after the last layer, in place."""
+    """A decoder whose layers run as one kernel.
+
+    `layers` turns the first layer's input x [1, E] into the residual after the last layer, in
+    place.
+    """
 
     def __init__(
         self,
@@ -28,14 +35,18 @@ class OneTokenKernel:
         self.decoder, self.layers = decoder, layers
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """token_ids [1] → hidden states [1, E] after the final norm; keys and values are in the cache."""
+        """token_ids [1] → hidden states [1, E] after the final norm. Writes keys and values to the
+        cache."""
         x = self.layers(self.decoder.embedded(token_ids, meta), kv, meta)
         return self.decoder.finished(x, None)
 
 
 def compile_one_token(decoder: Decoder) -> OneTokenKernel | Reason:
-    """The decoder's kernel, or the reason why there is none. `count_experts` must come before: the kernel holds its
-    counters. With a partition all ranks call it."""
+    """Compiles the decoder's kernel, or returns the reason why there is none.
+
+    Call `count_experts` first, because the kernel holds its counters. With a partition all ranks
+    call this.
+    """
     part = decoder.partition
     if part is not None and (part.pipe is not None or part.sequence or part.shard.deals_requests):
         return SPLIT
@@ -62,19 +73,19 @@ def _matched(decoder: Decoder) -> tuple[TokenShape, list[LayerMatch]] | Reason:
         return STREAMED
     if decoder.tap is not None:
         return Reason(
-            "the one-token kernel shows no states between layers, which the draft head reads"
+            "the one-token kernel does not return the states between layers that the draft head reads"
         )
     found = match_layers(trace(decoder).body)
     if isinstance(found, Reason):
         return found
     _, layers = found
     if not all(_as_it_is(w, layer.tensors["norm"]) for layer in layers for w in layer.plain):
-        return Reason("the one-token kernel reads routers in the model's type")
+        return Reason("the one-token kernel needs routers in the model's type")
     experts, products = _experts(layers), [w for layer in layers for w in layer.products.values()]
     if _apart(layers) is not None:
         products = [w for w in products if not any(w is x for x in experts)]
     if not (_alike(experts) and _alike(products)):
-        return Reason("the one-token kernel reads products that are all held alike")
+        return Reason("the one-token kernel needs all products in one format")
     return found
 
 
@@ -85,12 +96,13 @@ def _experts(layers: Sequence[LayerMatch]) -> list[Linear]:
 
 
 def _apart(layers: Sequence[LayerMatch]) -> Linear | None:
-    """One of the experts' weights, if they are in a format that no other product has."""
+    """Returns one of the experts' weights if they have a format that no other product has (MXFP4),
+    or else None."""
     return next((w for w in _experts(layers) if isinstance(w, Mxfp4Linear)), None)
 
 
 def _tensors(layer: LayerMatch) -> LayerTensors:
-    """A layer's tensors and numbers by the kernel's names."""
+    """Returns a layer's tensors and numbers by the kernel's names."""
     found: dict[str, Any] = {
         "expert_counts": None,
         **layer.tensors,
@@ -107,12 +119,12 @@ def _tensors(layer: LayerMatch) -> LayerTensors:
 
 
 def _as_it_is(w: Linear, like: Tensor) -> bool:
-    """Whether it is a plain product of the model's type that the kernel can read where it lies."""
+    """Tells whether it is a plain product of the model's type that the kernel can read in place."""
     return type(w) is Linear and w.weight.dtype == like.dtype and _lies_well(w)
 
 
 def _alike(products: Sequence[Linear]) -> bool:
-    """Whether all of them have one form and lie in memory as the kernel reads them."""
+    """Tells whether all products have the same format and a memory layout that the kernel reads."""
 
     def form(w: Linear) -> tuple[object, ...]:
         if isinstance(w, GroupedLinear):

@@ -1,9 +1,11 @@
-"""Keeps the weights that a load rounded in a file, so that the next start of the same checkpoint reads them.
+"""Keeps quantized weights in a file, so that the next start with the same checkpoint reads them.
 
-1. A file's name is a digest of all that its bytes depend on: the checkpoint's files (path, size, times of change) and
-   description, the scheme, the model's type, the op set's layout and Slipstream's version.
-2. There is one file for a checkpoint, scheme, type and op set. A new one replaces it.
-3. An engine folder is copied to other machines. There the checkpoint's files are known by their contents instead.
+1. A file's name is a digest of all that its bytes depend on: the checkpoint's files (path, size,
+   times of change) and description, the scheme, the model's type, the op set's layout and
+   Slipstream's version.
+2. There is one file per checkpoint, scheme, type and op set. A new one replaces it.
+3. An engine folder is copied to other machines. There the checkpoint's files are identified by
+   their contents instead.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ _logger = logging.getLogger(__name__)
 
 
 FORM = 1
-"""The format's number. It changes with the way of rounding or the names of products within a version."""
+"""Version of the file format. It changes when quantization or the products' names change within a
+release."""
 
 LEAST_BYTES = 16 * 2**20
-"""Bytes of the smallest model that is kept. A smaller one would not start noticeably faster."""
+"""Minimum size of a model that is kept. A smaller one would not start noticeably faster."""
 
 UNFINISHED_S = 3600.0
 """Seconds after which an unfinished file counts as abandoned."""
@@ -48,8 +51,11 @@ SAMPLE_BYTES = 64 * 2**10
 
 
 class CachedWeights:
-    """Products of an earlier start, in place of the checkpoint's tensors. `rest` takes the weights that are held as stored.
-    `rounded`: the checkpoint stores them rounded, with scales beside them."""
+    """Products of an earlier start, in place of the checkpoint's tensors.
+
+    `rest` takes the weights that are held as stored. `rounded` means that the checkpoint stores
+    them quantized, with scales next to them.
+    """
 
     def __init__(
         self, linears: dict[str, Linear], rest: BlockWeights | None, *, rounded: bool
@@ -62,7 +68,8 @@ class CachedWeights:
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` is of a kept product, and need not be read, or is held by the rest."""
+        """Tells whether the tensor `name` belongs to a cached product, so that it need not be read,
+        or is held by `rest`."""
         if self._rest is not None and self._rest.take(name, read, find):
             return True
         stem, _, part = name.rpartition(".")
@@ -71,7 +78,7 @@ class CachedWeights:
         place = find(name)
         if (
             place is None and part != "bias"
-        ):  # codes, scales and shapes stand beside the weight's name
+        ):  # codes, scales and shapes have names next to the weight's
             place = find(f"{stem}.weight")
         return place is not None and place.target in self._own
 
@@ -98,7 +105,7 @@ class PackedCacheFile:
         own = path.parent if path.is_file() else path
         travels = (
             folder.resolve().parent == own
-        )  # in the checkpoint's own folder, and copied with it
+        )  # it is in the checkpoint's own folder, and copied with it
         stamps = [_contents(f) if travels else _stamp(f) for f in files]
         of = ["" if travels else str(path), str(scheme), dtype, ops.describe()]
         stored = [str(description.quantization), str(description.split_columns())]
@@ -111,7 +118,8 @@ class PackedCacheFile:
         self.path = folder / f"{self._family}{_digest(known)[:24]}.safetensors"
 
     def read(self) -> dict[str, Linear] | None:
-        """The products, without biases. None if there is no file, or it can't be read. A damaged file is removed."""
+        """Reads the products, without biases. None if there is no file or it can't be read. A
+        damaged file is removed."""
         try:
             try:
                 return self._ops.read_products(self.path) if self.path.is_file() else None
@@ -119,16 +127,22 @@ class PackedCacheFile:
                 _logger.warning("%s; it is made anew", error)
                 self.path.unlink(missing_ok=True)
         except OSError as error:
-            _logger.warning("kept weights are not read, the checkpoint's are: %s", error)
+            _logger.warning(
+                "the kept weights can't be read, so the checkpoint's are used: %s", error
+            )
         return None
 
     def write(self, products: Mapping[str, Linear], num_bytes: int) -> threading.Thread | None:
-        """Begin to write `products`, of at most `num_bytes`, in a thread, which is returned. The model can be used
-        meanwhile. They are kept only if they take at most half of the disk's free room. A failure is logged."""
+        """Begins to write `products`, of at most `num_bytes`, in a thread, and returns the thread.
+        The model can be used meanwhile.
+
+        Products of a small model, or more than half of the disk's free space, are not kept. A
+        failure is logged.
+        """
         if not products or num_bytes < LEAST_BYTES:
             return None
         writer = threading.Thread(target=self._write, args=(products, num_bytes), name="weights")
-        writer.start()  # no daemon: a short run ends when the file is whole
+        writer.start()  # not a daemon, so that a short run ends only when the file is complete
         return writer
 
     def _write(self, products: Mapping[str, Linear], num_bytes: int) -> None:
@@ -140,7 +154,7 @@ class PackedCacheFile:
             free = shutil.disk_usage(self._folder).free
             if free < 2 * num_bytes:
                 raise OSError(
-                    f"{free:,} bytes are free, and {num_bytes:,} of them should not be more than half"
+                    f"{free:,} bytes are free, and the weights' {num_bytes:,} must not be more than half of them"
                 )
             written = self._ops.write_products(self.path, products)
             if written:
@@ -152,12 +166,13 @@ class PackedCacheFile:
                 self._clear(self._family)
         except OSError as error:
             _logger.warning(
-                "rounded weights are not kept for the next start (weights_cache='off' asks for that): %s",
+                "rounded weights are not kept for the next start (weights_cache='off' turns this off): %s",
                 error,
             )
 
     def _clear(self, prefix: str, before: float | None = None) -> None:
-        """Remove the files of that name, except the current one."""
+        """Removes the files with this prefix, except the current one. With `before`, only older
+        ones."""
         for file in self._folder.iterdir():
             ours = file.name.startswith(prefix) and file != self.path
             if ours and (before is None or file.stat().st_mtime < before):
@@ -165,7 +180,8 @@ class PackedCacheFile:
 
 
 def checkpoint_stamps(description: ModelDescription) -> list[tuple[str | int, ...]]:
-    """A key that changes with the checkpoint's files, by the file system's names, sizes and times."""
+    """Returns a key that changes with the checkpoint's files: their names, sizes and times in the
+    file system."""
     return [_stamp(file) for file in _files(description.path.resolve(), description)]
 
 
@@ -183,7 +199,8 @@ def _stamp(file: Path) -> tuple[str | int, ...]:
 
 
 def _contents(file: Path) -> tuple[str | int, ...]:
-    """A key that is the same for a copy: name, size, and a digest of the file's ends and 64 places between."""
+    """Returns a key that a copy shares: name, size, and a digest of the file's ends and 64 places
+    between."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as opened:
         for part in range(66):

@@ -1,8 +1,9 @@
-"""Codes of 2 to 8 bits in words of 32, as compressed-tensors' "pack-quantized" has them, and the numbers that they stand for.
+"""Packs codes of 2 to 8 bits into 32-bit words, as compressed-tensors' "pack-quantized" does, and
+dequantizes them.
 
-The codes of a row stand one after another from the low bits of its first word up, without gaps: 32 codes are `bits` words, and
-one of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits − 1) added, so that it is never negative. What needs
-no torch is in `stored_weights.py`.
+The codes of a row follow each other from the low bits of its first word up, without gaps: 32 codes
+are `bits` words, and a code of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits
+− 1) added, so that it is never negative. The parts that need no torch are in `stored_weights.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from slipstream.model.stored_weights import stored_parts
 from slipstream.spec.scheme import WeightFormat
 
 ROWS_AT_ONCE = 1024
-"""Rows of codes that are packed or unpacked together: their int64 temporaries are 8 bytes a code."""
+"""Number of rows packed or unpacked together. Their int64 temporaries take 8 bytes per code."""
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes −2^(bits − 1) … 2^(bits − 1) − 1 of any integer type [rows, n] → int32 [rows, ceil(n · bits / 32)]"""
+    """Codes −2^(bits − 1) … 2^(bits − 1) − 1 of any integer type [rows, n] → int32
+    [rows, ceil(n · bits / 32)]."""
     if len(codes) > ROWS_AT_ONCE:
         return torch.cat([pack_words(rows, bits) for rows in codes.split(ROWS_AT_ONCE)])
     num_words = -(-codes.shape[1] * bits // 32)
@@ -37,7 +39,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
-    """`pack_words` back: int32 [rows, words] → int8 [rows, num_codes]"""
+    """Inverse of `pack_words`: int32 [rows, words] → int8 [rows, num_codes]."""
     if len(words) > ROWS_AT_ONCE:
         return torch.cat(
             [unpack_words(rows, bits, num_codes) for rows in words.split(ROWS_AT_ONCE)]
@@ -58,7 +60,8 @@ def unpack_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
 
 
 def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tensor:
-    """Codes [R, I], a scale for each block of `rows` by `inner` of them (the last may be cut off) → float32 [R, I]."""
+    """Codes [R, I], with a scale per block of `rows` by `inner` of them (the last may be cut off) →
+    float32 [R, I]."""
     spread = (
         scales.float()
         .repeat_interleave(rows, dim=0)[: codes.shape[0]]
@@ -68,7 +71,8 @@ def block_numbers(codes: Tensor, scales: Tensor, rows: int, inner: int) -> Tenso
 
 
 def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Codes [rows, inner], scales and zeros [rows, groups] (or scales of one number) → float32 [rows, inner]."""
+    """Codes [rows, inner], scales and zeros [rows, groups] (or a single scale) → float32
+    [rows, inner]."""
     if zeros is None and scales.numel() == 1:
         return codes.float() * scales.float()
     groups: Tensor = codes.float().unflatten(1, (scales.shape[1], -1))
@@ -79,7 +83,7 @@ def numbers(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
 
 def tensor_numbers(fmt: WeightFormat, parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-    """`stored_weights.array_numbers`, of tensors on any device"""
+    """Version of `stored_weights.array_numbers` for tensors on any device."""
     packed, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale]
     codes = unpack_words(packed, fmt.bits, inner) if fmt.packed else packed
     if fmt.block_rows > 1:

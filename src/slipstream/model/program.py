@@ -1,4 +1,5 @@
-"""A decoder's C++ program (`step_program.py`) for torch's tensors, which share their memory with the arrays."""
+"""A decoder's C++ program (`step_program.py`) for torch tensors, which share their memory with the
+arrays."""
 
 from __future__ import annotations
 
@@ -19,8 +20,10 @@ from slipstream.spec.reason import Reason
 
 
 def compile_program(decoder: Decoder) -> CpuProgram | Reason:
-    """The decoder's program, or the reason why there is none. Then the decoder's loop runs, with the same kernels one by
-    one."""
+    """Compiles the decoder's program, or returns the reason why there is none.
+
+    Without one, the decoder's loop runs the same kernels one by one.
+    """
     if decoder.partition is not None:
         return SPLIT
     if decoder.stream is not None:
@@ -28,14 +31,14 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
     ops = decoder.ops
     if not isinstance(ops, NativeOps):
         return Reason(
-            f"the C++ program needs kernels='cpu', and here {ops.name!r} run", notable=False
+            f"the C++ program needs kernels='cpu', but kernels={ops.name!r} run here", notable=False
         )
     step = compile_step(decoder, ops.pool)
     return step if isinstance(step, Reason) else CpuProgram(decoder, step)
 
 
 class CpuProgram:
-    """`StepProgram`, of tensors."""
+    """A `StepProgram` that takes and returns tensors."""
 
     def __init__(self, decoder: Decoder, step: StepProgram) -> None:
         self.decoder, self.step = decoder, step
@@ -53,13 +56,14 @@ class CpuProgram:
         return self.step.token_bytes
 
     def forward(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """token_ids [T] → hidden states float32 [T, E] after the final norm; keys and values are in the cache."""
+        """token_ids [T] → hidden states float32 [T, E] after the final norm. Writes keys and values
+        to the cache."""
         return self.tapped(token_ids, kv, meta)[0]
 
     def tapped(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """`Decoder.tapped`, in float32"""
+        """Runs `Decoder.tapped` in float32."""
         given = (
             to_array(self.decoder.embedded(token_ids, meta).float())
             if self.decoder.spec.is_encoder
@@ -69,22 +73,22 @@ class CpuProgram:
         return torch.from_numpy(hidden), torch.from_numpy(taken)
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """`Decoder.encode`"""
+        """Runs `Decoder.encode`."""
         self.step.encode(to_array(self.decoder.embedded(token_ids, meta).float()), kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [N, E] → float32 [N, V]"""
+        """float32 [N, E] → float32 [N, V]."""
         return torch.from_numpy(self.step.logits(hidden.numpy()))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """`StepProgram.greedy`"""
+        """Runs `StepProgram.greedy`."""
         found = self.step.greedy(hidden.numpy())
         return None if found is None else torch.from_numpy(found)
 
     def begin_greedy(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor, RunningStep] | None:
-        """`StepProgram.begin_greedy`"""
+        """Runs `StepProgram.begin_greedy`."""
         begun = self.step.begin_greedy(token_ids, kv, meta)
         return (
             None
@@ -93,5 +97,5 @@ class CpuProgram:
         )
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
-        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""
         self.step.count_experts(layer, counts)

@@ -1,7 +1,8 @@
-"""Writes checkpoints, as `weights.py` reads them, into a folder that appears complete or not at all.
+"""Writes checkpoints, as `weights.py` reads them, into a folder that appears complete or not at
+all.
 
-A checkpoint is safetensors with the family's own names, and the config and tokenizer of the model that it was made of. So
-programs that load the original load it, too.
+A checkpoint is safetensors with the family's own names, and the config and tokenizer of the model
+that it was made from. So programs that load the original also load it.
 """
 
 from __future__ import annotations
@@ -51,16 +52,20 @@ KEPT_FILES = (
         "LICENSE",
     ),
 )
-"""The files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of pooling."""
+"""Files of a folder that are copied: the tokenizer, the recommended sampling, and the settings of
+pooling."""
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into. It becomes `out` if nothing fails, and is removed otherwise. ConfigError if
-    `out` exists and is not empty."""
+    """Makes a folder next to `out` to write into. It becomes `out` if nothing fails, and is removed
+    otherwise.
+
+    ConfigError if `out` exists and is not empty.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
-            f"out={str(out)!r} is there already; remove it or name another folder", field="out"
+            f"out={str(out)!r} already exists; remove it or name another folder", field="out"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -68,7 +73,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield folder
         folder.chmod(0o755)
         for file in (f for f in folder.rglob("*") if f.is_file()):
-            file.chmod(0o644)  # safetensors writes for the owner alone
+            file.chmod(0o644)  # safetensors makes files that only the owner can read
         os.replace(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -77,9 +82,9 @@ def new_folder(out: Path) -> Iterator[Path]:
 def stored_tensors(
     family: Family, spec: ModelSpec, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, tensor) of those of the model's `parameters` that are given, under the names that transformers
-    writes, cut and turned as the family stores them."""
-    prefix = family.prefixes[-1]  # the bare names stand first, for the writers that leave it out
+    """Yields (name in the checkpoint, tensor) of the given `parameters`, as transformers names them
+    and the family stores them."""
+    prefix = family.prefixes[-1]  # the bare names come first, for writers that leave the prefix out
     for name, placement in family.names(spec).items():
         if placement.target in parameters:
             above = "" if placement.target.startswith("head.") else prefix
@@ -87,7 +92,7 @@ def stored_tensors(
 
 
 def stored(parameter: Tensor, placement: Placement) -> Tensor:
-    """The checkpoint tensor that fills `placement`."""
+    """Returns the checkpoint tensor that fills `placement`."""
     part = place(parameter, placement)
     match placement.transform:
         case None:
@@ -106,14 +111,15 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return torch.stack(part.chunk(2, dim=1), dim=2).flatten(1, 2)
         case other:
             raise UnsupportedModelError(
-                f"{type(other).__name__} is how GGUF files store weights, which aren't written"
+                f"{type(other).__name__} is a layout of GGUF files, which can't be written"
             )
 
 
 def write_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """model.safetensors, or shards and their index when there is more than `shard_bytes`. One shard is in memory at a time."""
+    """Writes model.safetensors, or shards and their index if there is more than `shard_bytes`. One
+    shard is in memory at a time."""
     from safetensors.torch import save_file
 
     held: dict[str, Tensor] = {}
@@ -131,7 +137,7 @@ def write_tensors(
         if held and size + num_bytes > shard_bytes:
             write()
             size = 0
-        # A view would drag its whole storage along, and two of one storage are refused.
+        # A view would keep its whole storage, and two views of one storage are refused.
         held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         size, total = size + num_bytes, total + num_bytes
     write()
@@ -148,8 +154,10 @@ def write_tensors(
 
 
 def copy_surroundings(folder: Path, source: ModelDescription) -> None:
-    """Tokenizer and generation config of a Hugging Face folder. What a GGUF file holds of them is the engine's to write
-    (`Tokenizer.save`)."""
+    """Copies the tokenizer and generation config of a Hugging Face folder.
+
+    The engine writes those of a GGUF file (`Tokenizer.save`).
+    """
     if source.format == "safetensors":
         for name in KEPT_FILES:
             if (source.path / name).is_file():
@@ -162,7 +170,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_writable(source: ModelDescription) -> None:
-    """UnsupportedModelError if no checkpoint of this kind of model is written."""
+    """Raises UnsupportedModelError or CheckpointError if a checkpoint of this kind of model can't
+    be written."""
     if source.family.nested_config is not None:
         raise UnsupportedModelError(
             f"{source.name} holds a language model inside another one ({source.family.nested_config}); write the language "

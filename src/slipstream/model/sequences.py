@@ -1,9 +1,11 @@
-"""Runs whole sequences through a model and keeps no KV cache, for training, calibration and importances.
+"""Runs whole sequences through a model without a KV cache, for training, calibration and
+importances.
 
 1. A `SequenceBatch` holds sequences of any lengths, one after another.
-2. A layer's cache is *flat*: one block a sequence. It is made for the layer and dropped after it.
-3. `WholeModel` is the decoder as a torch module. Its parameters have the names of `spec.parameters`. Its blocks can be sharded
-   one by one, and computed again in the backward pass instead of kept.
+2. A layer's cache is *flat*: one block per sequence. It is made for the layer and dropped after it.
+3. `WholeModel` is the decoder as a torch module. Its parameters have the names of
+   `spec.parameters`. Its blocks can be sharded one by one, and recomputed in the backward pass
+   instead of kept.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """T tokens of S sequences, one after another."""
+    """A batch of T tokens in S sequences, one after another."""
 
     token_ids: Tensor  # int64 [T]
-    lengths: tuple[int, ...]  # of the S sequences; at least 1 each
+    lengths: tuple[int, ...]  # of the S sequences, at least 1 each
     meta: AttentionMetadata
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | Tensor], device: torch.device) -> SequenceBatch:
-        """Of token ids, none of the sequences empty."""
+        """Makes a batch from token ids. ConfigError if there are none or a sequence is empty."""
         lengths = tuple(len(s) for s in sequences)
         if not lengths or min(lengths) < 1:
             raise ConfigError(
@@ -68,11 +70,12 @@ class SequenceBatch:
         return sum(self.lengths)
 
     def starts(self) -> Tensor:
-        """bool [T]: the first token of each sequence, which nothing predicts."""
+        """Returns bool [T]: true for the first token of each sequence, which nothing predicts."""
         return self.meta.positions == 0
 
     def flat_cache(self, spec: AttentionSpec, dtype: torch.dtype) -> LayerKV:
-        """A cache for one layer and one pass. Block 0 is a sequence's too: without padding there is no null block."""
+        """Makes a cache for one layer and one pass. Block 0 holds a sequence too: without padding
+        there is no null block."""
         shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
         return LayerKV(
             *(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2))
@@ -80,7 +83,8 @@ class SequenceBatch:
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:
-    """The layer's attention. UnsupportedModelError if it is latent: neither training nor compression covers that."""
+    """Returns the layer's attention. UnsupportedModelError if it is latent, which training and
+    compression don't support."""
     if not isinstance(layer.attention, AttentionSpec):
         raise UnsupportedModelError(
             "latent attention can't be trained or compressed yet", field="kv_lora_rank"
@@ -91,7 +95,7 @@ def attention_of(layer: LayerSpec) -> AttentionSpec:
 def run_layer(
     layer: Layer, ops: OpSet, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
 ) -> tuple[Tensor, Tensor | None]:
-    """`Layer` over whole sequences: (the output that is to be added, the residual)."""
+    """Runs `Layer` on whole sequences and returns (the output to be added, the residual)."""
     kind = pending.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else pending.dtype
     made, residual = layer(
@@ -101,13 +105,14 @@ def run_layer(
 
 
 def layer_output(layer: Layer, ops: OpSet, x: Tensor, batch: SequenceBatch) -> Tensor:
-    """The residual [T, E] after the layer, of the residual `x` before it."""
+    """Returns the residual [T, E] after the layer, given the residual `x` before it."""
     pending, residual = run_layer(layer, ops, x, None, batch)
     return pending if residual is None else pending + residual
 
 
 class TrainableLayer(nn.Module):
-    """A layer whose parameters are this module's, by the names of `spec.parameters` less their `layers.N.`."""
+    """A layer whose parameters are this module's, by the names of `spec.parameters` without their
+    `layers.N.`."""
 
     def __init__(
         self, spec: LayerSpec, parameters: dict[str, Tensor], ops: OpSet, tables: PositionTables
@@ -119,7 +124,7 @@ class TrainableLayer(nn.Module):
     def forward(
         self, pending: Tensor, residual: Tensor | None, batch: SequenceBatch
     ) -> tuple[Tensor, Tensor | None]:
-        # Built anew each time: where parameters are sharded, those of this pass are other tensors than the last one's.
+        # Built anew each time: with sharded parameters, each pass has other tensors than the last.
         layer = build_layer(
             self.spec, dict[str, Tensor](self.named_parameters()), self.ops, self.tables
         )
@@ -129,9 +134,10 @@ class TrainableLayer(nn.Module):
 class WholeModel(nn.Module):
     """The decoder over whole sequences, under autograd.
 
-    `parameters` become this module's (those that require gradients stay so), by their names; the first axis of what goes in
-    and comes out is T, the tokens of all sequences. With `recompute`, a block's inner activations are computed again in the
-    backward pass. Sequences may be `max_len` long. `ops` are `AutogradOps`, or such that do more (watch, fake quantisation).
+    `parameters` become this module's, by their names. Those that require gradients still do. The
+    first axis of inputs and outputs is T, the tokens of all sequences. With `recompute`, a block's
+    inner activations are recomputed in the backward pass. Sequences have at most `max_len` tokens.
+    `ops` are `AutogradOps` or extend them (watching, fake quantization).
     """
 
     def __init__(
@@ -162,7 +168,7 @@ class WholeModel(nn.Module):
         )
 
     def ends(self) -> Decoder:
-        """The decoder without layers, made of this module's parameters as they are now."""
+        """Makes the decoder without layers from this module's current parameters."""
         own: dict[str, Tensor] = {}
         for part, module in self.named_children():
             if part != "layers":
@@ -172,8 +178,11 @@ class WholeModel(nn.Module):
     def hidden(
         self, batch: SequenceBatch, each: Callable[[int, Tensor], None] | None = None
     ) -> Tensor:
-        """[T, E] after the final norm. `each` is called with the residual before layer i, and after the last with i = the
-        number of layers."""
+        """Returns the hidden states [T, E] after the final norm.
+
+        `each` is called with the residual before layer i, and after the last with i = the number of
+        layers.
+        """
         ends = self.ends()
         h, residual = ends.embedded(batch.token_ids, batch.meta), None
         for i, block in enumerate(self.layers):
@@ -188,7 +197,7 @@ class WholeModel(nn.Module):
         return ends.finished(h, residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] → [N, V]"""
+        """[N, E] → [N, V]."""
         return self.ends().logits(hidden)
 
     def forward(
@@ -197,14 +206,18 @@ class WholeModel(nn.Module):
         read: Callable[[Tensor], Any] | None = None,
         each: Callable[[int, Tensor], None] | None = None,
     ) -> Any:
-        """Logits [T, V], or `read` of the final hidden states, inside this module's call: where parameters are sharded they are
-        whole there, and tensors that need gradients must leave as themselves or in a tuple. `each` as in `hidden`."""
+        """Returns the logits [T, V], or `read` of the final hidden states.
+
+        `read` runs inside this module's call, where sharded parameters are complete. Tensors that
+        need gradients must be returned as themselves or in a tuple. `each` is as in `hidden`.
+        """
         hidden = self.hidden(batch, each)
         return self.logits(hidden) if read is None else read(hidden)
 
 
 def register(module: nn.Module, parameters: dict[str, Tensor]) -> None:
-    """Make `parameters` the module's. Each dot of a name is a module below it. A plain tensor is wrapped without a copy."""
+    """Registers `parameters` with the module. Each dot of a name is a submodule. A plain tensor is
+    wrapped without a copy."""
     for name, value in parameters.items():
         *path, last = name.split(".")
         at = module

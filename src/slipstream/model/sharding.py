@@ -1,11 +1,13 @@
-"""A rank's part of a checkpoint: its tensors are cut as they are read, so what comes after sees a smaller model.
+"""A rank's part of a checkpoint. Tensors are cut when they are read, so later code sees a smaller
+model.
 
-`Sharded.tensors` takes the stream of a checkpoint's tensors and gives that of a rank's parts, with `Sharded.names` as the
-table of where they go. Tensors of which the rank has nothing are never read. Files are mapped, so of a tensor in the order
-of its parameter only the pages of the part are read, too.
+`Sharded.tensors` turns the stream of a checkpoint's tensors into that of a rank's parts, and
+`Sharded.names` is the table of their places. Tensors of which the rank has nothing are never read.
+Files are mapped, so only the part's pages of a tensor are read if the tensor is in the order of its
+parameter.
 
-Quantised weights are cut on the boundaries of what shares a scale or a word (`_UNITS`); a part that begins within one is
-refused.
+Quantized weights are cut at the boundaries of elements that share a scale or a word (`_UNITS`). A
+part that begins within one is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ Blocks: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class Sharded:
-    """`names`: where the rank's tensors go, by the checkpoint's names; those it has nothing of are in `absent`."""
+    """A rank's part of a model.
+
+    `names` maps the checkpoint's names to the places of the rank's tensors. `absent` has the names
+    of which it has nothing.
+    """
 
     def __init__(
         self,
@@ -49,8 +55,11 @@ class Sharded:
         formats: Mapping[str, WeightFormat],
         method: str | None,
     ) -> None:
-        """`names` and `prefixes` are the family's. `formats` are those of the weights that stay as the checkpoint stores them,
-        by our names; `method` is who stored them."""
+        """Computes the rank's shapes and names. `names` and `prefixes` are the family's.
+
+        `formats`, by our names, are those of the weights that stay as stored. `method` is the tool
+        that quantized them.
+        """
         self.formats, self._method = formats, method
         self.spec, self.shapes, self.cuts = (
             split_spec(spec, shard),
@@ -63,7 +72,7 @@ class Sharded:
         self.absent: set[str] = set()
         for name, place in names.items():
             cut = self.cuts.get(place.target)
-            if place.target not in self.shapes:  # another stage's
+            if place.target not in self.shapes:  # on another pipeline stage
                 found = None
             else:
                 found = (
@@ -75,11 +84,11 @@ class Sharded:
                 self.names[name], self._own[name] = found
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
-        """The rank's part of a whole parameter."""
+        """Returns the rank's part of a whole parameter."""
         return cut_whole(value, self.cuts[name], self.shapes[name]) if name in self.cuts else value
 
     def tensors(self, stored: Iterable[Stored]) -> Iterator[Stored]:
-        """The rank's parts of a checkpoint's tensors."""
+        """Yields the rank's parts of a checkpoint's tensors."""
         for name, shape, read in stored:
             stem, _, part = name.rpartition(".")
             key = canonical(name, self._prefixes, self._names)
@@ -114,7 +123,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """A tensor in the model's type, in the order of its parameter."""
+        """Cuts a tensor in the model's type, in the order of its parameter."""
         full = placed_shape(self._whole[place.target], place)
         expected = stored_shape(full, place.transform)
         if tuple(shape) != expected and (1, *shape) != expected:
@@ -153,9 +162,10 @@ class Sharded:
         is_zeros = name.endswith("qzeros")
 
         def part(value: Tensor) -> Tensor:
-            if value.dim() == 1 and units.turned:  # g_idx: which group each input is in
+            if value.dim() == 1 and units.turned:  # g_idx: the group of each input
                 return value if columns is None else value[: sum(b - a for a, b in columns)]
-            # The part is padded: the zero points of its padding equal the others, which the checks of the format expect.
+            # The part is padded. The padding's zero points equal the others, as the checks of the
+            # format expect.
             fill = int(value.flatten()[0]) if is_zeros and not value.is_meta else 0
             if units.turned:
                 return part_of(value.mT, rows, columns, fill=fill).mT.contiguous()
@@ -172,7 +182,7 @@ class Sharded:
         cut: ParameterShard,
         own: tuple[Range, ...],
     ) -> Stored:
-        """Blocks [experts, rows, in / 32, 16], or their scales [experts, rows, in / 32]."""
+        """Cuts blocks [experts, rows, in / 32, 16], or their scales [experts, rows, in / 32]."""
         columns = None
         if cut.columns is not None:
             columns = tuple(
@@ -183,7 +193,7 @@ class Sharded:
             value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
         made = part_of(
             value, own, columns, 1, fill=127 if value.dim() == 3 else 0
-        )  # as a scale 127 is 1
+        )  # as a scale, 127 means 1
         return name, tuple(made.shape), lambda: made
 
 
@@ -195,7 +205,8 @@ def part_of(
     *,
     fill: int = 0,
 ) -> Tensor:
-    """The ranges `rows` of dimension `dim`, and of the one after it `columns`. `fill` stands where a range says zeros."""
+    """Returns the ranges `rows` of dimension `dim`, and `columns` of the one after it. Ranges that
+    mean zeros get `fill`."""
     if columns is not None:
         value = _taken(value, columns, dim + 1, fill)
     return _taken(value, rows, dim, fill)
@@ -215,7 +226,8 @@ def _taken(value: Tensor, ranges: tuple[Range, ...], dim: int, fill: int) -> Ten
 
 
 def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
-    """A rank's part, of `shape`, of a whole parameter. What is beyond its rows (of a vocabulary) is zeros."""
+    """Returns a rank's part, of `shape`, of a whole parameter. Rows beyond the parameter's own (of
+    a vocabulary) are zeros."""
     if not cut.keep:
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
     copies = value.unflatten(0, (cut.copies, -1))[cut.first : cut.first + cut.count]
@@ -228,12 +240,15 @@ def cut_whole(value: Tensor, cut: ParameterShard, shape: Shape) -> Tensor:
     return padded
 
 
-# --- Quantised weights ------------------------------------------------------------------------------------------------
+# --- Quantized weights ---
 
 
 class _Units(NamedTuple):
-    """How many of a weight's rows, and of its columns, an element of a part stands for; 0 columns: for all of them. `turned`:
-    columns come first."""
+    """Number of a weight's rows and columns that an element of a stored part covers. 0 columns
+    means all of them.
+
+    `turned` means that columns come first.
+    """
 
     rows: int
     columns: int
@@ -241,7 +256,7 @@ class _Units(NamedTuple):
 
 
 def _units(part: str, fmt: WeightFormat, method: str | None) -> _Units | None:
-    """Of a part of a quantised weight; None: it is no such part."""
+    """Returns the units of a part of a quantized weight, or None if it is no such part."""
     group, word = fmt.group_size or 0, 32 // fmt.bits
     return {
         "weight": _Units(1, 1),
@@ -271,7 +286,7 @@ def _no_boundary(name: str, size: int) -> ConfigError:
 
 
 def check_formats(local: Sharded) -> None:
-    """ConfigError if a quantised weight's part can't be held in its format."""
+    """Checks that every quantized weight's part can be held in its format. ConfigError if not."""
     for name, place in local.names.items():
         fmt = local.formats.get(place.target)
         if fmt is None or place.target not in local.cuts or place.target not in local.shapes:
@@ -293,7 +308,8 @@ def check_formats(local: Sharded) -> None:
 
 
 def split_blocks(linears: Mapping[str, Linear], local: Sharded) -> dict[str, Linear]:
-    """A rank's part of weights in GGUF types, whose blocks stay mapped as long as rows are cut in one piece."""
+    """Returns a rank's part of weights in GGUF types. Their blocks stay mapped as long as rows are
+    cut in one piece."""
     return {
         name: _split_linear(name, w, local.cuts[name], local.shapes[name])
         if isinstance(w, BlockLinear) and name in local.cuts
@@ -310,7 +326,7 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
         if (found := cut.placed(place, num_rows)) is None:
             continue
         blocks = piece.blocks.reshape(piece.copies, -1, piece.blocks.shape[1])
-        if piece.order is not None:  # row i of `blocks` is row order[i]: put them in their order
+        if piece.order is not None:  # row i of `blocks` is row order[i], so restore the order
             blocks = np.take(blocks, np.argsort(piece.order), axis=1)
         placed, own = found
         if piece.copies > 1:
@@ -335,7 +351,8 @@ def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) 
 
 
 def _blocks_of(blocks: Blocks, ranges: Sequence[tuple[int, ...]], axis: int) -> Blocks:
-    """Ranges of an axis. Blocks of zero bytes are zeros in every type."""
+    """Returns ranges of an axis. A negative start means zeros; blocks of zero bytes are zeros in
+    every type."""
 
     def part(first: int, last: int) -> Blocks:
         if first >= 0:
@@ -354,7 +371,8 @@ def _flat(blocks: Blocks) -> Blocks:
 def _with_zeros(
     pieces: list[BlockRows], num_rows: int, whole: BlockLinear
 ) -> tuple[BlockRows, ...]:
-    """The pieces of a part with `num_rows` rows. Rows that no piece has are zeros of the piece before them."""
+    """Returns the pieces of a part with `num_rows` rows. Missing rows are added as zeros to the
+    piece before them."""
     if not pieces:
         first = whole.pieces[0]
         row = np.zeros((num_rows, first.blocks.shape[1]), np.uint8)

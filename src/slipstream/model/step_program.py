@@ -1,7 +1,9 @@
-"""A model's step as one program of the C++ kernels: Python gives tokens, lengths and tables, and gets hidden states. No torch.
+"""A model's step as one program of the C++ kernels. Python passes tokens, lengths and tables, and
+gets hidden states. No torch.
 
-The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what the plain loop computes. An
-encoder-decoder has two programs: one reads prompts, the other is the step that writes.
+The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what
+the plain loop computes. An encoder-decoder has two programs: one reads prompts, the other is the
+decoding step.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def compile_step(decoder: Decoder, pool: ThreadPool) -> StepProgram | Reason:
-    """The program of a decoder whose weights the kernels packed, or what the kernels lack."""
+    """Compiles the program of a decoder with packed weights, or returns what the kernels lack."""
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
@@ -73,7 +75,7 @@ def compile_step(decoder: Decoder, pool: ThreadPool) -> StepProgram | Reason:
 
 
 class StepProgram:
-    """A decoder's step, or an encoder's, as C++ operators; hidden states and logits are float32."""
+    """A decoder's or an encoder's step as C++ operators. Hidden states and logits are float32."""
 
     def __init__(
         self,
@@ -84,8 +86,11 @@ class StepProgram:
         head: Sequence[Op],
         taken_width: int = 0,
     ) -> None:
-        """`reading`: what an encoder-decoder's prompts pass; `head`: from hidden states to logits. `taken_width`: of what a tap
-        reads."""
+        """Takes the compiled step.
+
+        `reading` encodes an encoder-decoder's prompts. `head` has the ops from hidden states to
+        logits. `taken_width` is the width of a tap's result.
+        """
         self.spec, self.hidden_size, self._taken_width = (
             decoder.spec,
             decoder.spec.hidden_size,
@@ -94,8 +99,8 @@ class StepProgram:
         self._body, self._reading = body, reading
         self._head = [_head_step(pool, op) for op in head]
         self._argmax: LinearArgmax | None = None
-        # A factor or a soft cap could round neighbours to equals. A batch that needs logits would then take the first of them,
-        # and this the larger.
+        # A factor or a soft cap could round neighbouring logits to the same value. A batch that
+        # needs logits would then take the first of them, and this program the larger.
         if len(head) == 1 and len(head[0].arguments["w"].parts) == 1:
             self._argmax = LinearArgmax(pool, head[0].arguments["w"])
         for i, layer in enumerate(decoder.layers):
@@ -104,7 +109,7 @@ class StepProgram:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The step's, then that from hidden states to logits; an encoder has none of these."""
+        """The programs of the step and of the output head. An encoder has no head."""
         return (
             self._body.program,
             *(step.program for step in self._head if isinstance(step, LinearProgram)),
@@ -117,8 +122,11 @@ class StepProgram:
         meta: AttentionMetadata,
         given: Array | None = None,
     ) -> tuple[Floats, Floats]:
-        """token_ids [T] → (hidden states [T, E] after the final norm, what a tap reads or the same); keys and values are in the
-        cache. `given` [T, E]: an encoder's embeddings, which are made before."""
+        """token_ids [T] → (hidden states [T, E] after the final norm, a tap's result or the same).
+        Writes keys and values to the cache.
+
+        `given` [T, E] has an encoder's embeddings, which are computed before.
+        """
         hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
         taken = self._more(hidden)
         self._body.run(kv, meta, token_ids, given, hidden, taken)
@@ -130,26 +138,32 @@ class StepProgram:
         ]
 
     def encode(self, given: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """`Decoder.encode`, of embeddings [T, E]"""
+        """Runs `Decoder.encode` on embeddings [T, E]."""
         assert self._reading is not None
         self._reading.run(kv, meta, None, given, None)
 
     def logits(self, hidden: Floats) -> Floats:
-        """float32 [N, E] → float32 [N, V]"""
+        """float32 [N, E] → float32 [N, V]."""
         for step in self._head:
             hidden = step(hidden)
         return hidden
 
     def greedy(self, hidden: Floats) -> npt.NDArray[np.int64] | None:
-        """float32 [N, E] → tokens int64 [N] whose logits are largest, of equals the first, without writing the logits. None:
-        they must be written, since they are scaled or capped, or the head is of several parts."""
+        """float32 [N, E] → int64 [N], the tokens with the largest logits, the first of equal ones,
+        without writing the logits.
+
+        None if logits must be written: they are scaled or capped, or the head has several parts.
+        """
         return None if self._argmax is None else self._argmax(hidden)
 
     def begin_greedy(
         self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[npt.NDArray[np.int64], Floats, RunningStep] | None:
-        """`greedy(forward(...))` of a decoder in one: the tokens, what `forward` gives beside, and the step that is then under
-        way, after which they are there. None: as `greedy`."""
+        """Begins `greedy(forward(...))` of a decoder as one step.
+
+        Returns (tokens, `forward`'s second result, the running step). The first two are valid after
+        the step ends. None as in `greedy`.
+        """
         if self._argmax is None:
             return None
         hidden = np.empty((len(token_ids), self.hidden_size), np.float32)
@@ -158,12 +172,13 @@ class StepProgram:
         return found, taken[0] if taken else hidden, running
 
     def count_experts(self, layer: int, counts: Array) -> None:
-        """From now on each step adds its tokens by expert to `counts`, int64 [X]."""
+        """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""
         self._body.program.bind(self._body.lowered.counts[layer], counts[None])
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a step takes for each of its tokens: the programs' buffers, what they are given, and the hidden states."""
+        """Bytes that a step needs per token: the programs' buffers, their inputs, and the hidden
+        states."""
         reading = (
             0 if self._reading is None else self._reading.program.token_bytes + 4 * self.hidden_size
         )
@@ -172,7 +187,7 @@ class StepProgram:
 
 @dataclass(slots=True, eq=False)
 class CompiledOps:
-    """A program and how it is called."""
+    """A program and how to call it."""
 
     program: Program
     lowered: Lowered
@@ -189,9 +204,10 @@ class CompiledOps:
         out: Array | None,
         more: Sequence[Array] = (),
     ) -> None:
-        """`given` [T, E] is read, not changed; `out` [T, E] and `more` are written."""
+        """Runs the program. `given` [T, E] is read and not changed; `out` [T, E] and `more` are
+        written."""
         if given is not None and self.lowered.given is not None:
-            given = np.array(given, np.float32, order="C")  # a copy: layers add to it in place
+            given = np.array(given, np.float32, order="C")  # a copy, as layers add to it in place
         self.bind(given, out, more)
         inputs, kept = self.inputs(kv, meta, token_ids)
         self.program.run(inputs)
@@ -211,7 +227,7 @@ class CompiledOps:
         return self.program.begin(inputs, then, (kept, out, kv, more))
 
     def bind(self, given: Array | None, out: Array | None, more: Sequence[Array]) -> None:
-        """Where the next runs read and write. Layers add to `given` in place."""
+        """Sets the arrays that the next runs read and write. Layers add to `given` in place."""
         for buffer, tensor in ((self.lowered.given, given), (self.lowered.out, out)):
             if buffer is not None and tensor is not None:
                 self.program.bind(buffer, tensor)
@@ -221,7 +237,7 @@ class CompiledOps:
     def inputs(
         self, kv: Sequence[LayerKV], meta: AttentionMetadata, token_ids: Array | None
     ) -> tuple[native.StepInputs, object]:
-        """The step as the library reads it, and what must live while it runs."""
+        """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
         inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
@@ -236,14 +252,15 @@ def compiled(
     result: Value | None,
     more: Sequence[Value] = (),
 ) -> CompiledOps | Reason:
-    """`part` of a record as a program, or what the program lacks. `more`: further results."""
+    """Compiles `part` of a recording, or returns what the program lacks. `more` are further
+    results."""
     program = Program(pool)
     lowered = lower(part, given, result, ProgramEmitter(program), more)
     return lowered if isinstance(lowered, Reason) else CompiledOps(program, lowered, num_groups)
 
 
 def _head_step(pool: ThreadPool, op: Op) -> Callable[[Floats], Floats]:
-    """One op between hidden states and logits."""
+    """Makes a function for one op between hidden states and logits."""
     if op.name == "linear":
         return LinearProgram(pool, op.arguments["w"])
     if op.name == "scale":
@@ -255,7 +272,7 @@ def _head_step(pool: ThreadPool, op: Op) -> Callable[[Floats], Floats]:
 
 
 class ProgramEmitter(Emitter):
-    """Writes operators into a `Program`."""
+    """An emitter that writes operators into a `Program`."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -288,7 +305,7 @@ class ProgramEmitter(Emitter):
             )
             kind = native.ROWS_BF16 if native.type_name(data) == "bfloat16" else native.ROWS_F32
             rows, inner = data.shape
-        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` has it
+        if scale != 1.0:  # rounded to the table's type, as `OpSet.embed` does
             scale = float(
                 np.array(scale, np.dtype(native.type_name(getattr(table, "weight", table))))
             )

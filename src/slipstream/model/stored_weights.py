@@ -1,8 +1,9 @@
-"""Rounded weights as a checkpoint stores them, by `spec.scheme.WeightFormat`: their tensors, and the numbers that these stand
-for. No torch.
+"""Quantized weights as a checkpoint stores them, by `spec.scheme.WeightFormat`: their tensors, and
+their values. No torch.
 
-A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the model's type) is expanded to
-the model's type as it is read (`expanded`). Codes of 2 to 8 bits in words of 32 are `packing.py`'s.
+A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the
+model's type) is expanded to the model's type when it is read (`expanded`). `packing.py` packs codes
+of 2 to 8 bits into 32-bit words.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from slipstream.spec.scheme import WeightFormat
 
 Array: TypeAlias = npt.NDArray[Any]
 Stored: TypeAlias = tuple[str, Shape, Callable[[], Any]]
-"""A tensor of a checkpoint: its name, its shape, and how to read it."""
+"""A tensor of a checkpoint: its name, its shape, and a function that reads it."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
 
 ROWS_AT_ONCE = 1024
-"""Rows of codes that are unpacked together: their bits take a byte each meanwhile."""
+"""Number of rows of codes unpacked together. Their bits temporarily take a byte each."""
 
 
 def stored_parts(fmt: WeightFormat) -> tuple[str, ...]:
-    """The tensors that a checkpoint has in place of a module's `weight`; the codes are the first."""
+    """Names the tensors that a checkpoint has in place of a module's `weight`. The first is the
+    codes."""
     codes = "weight_packed" if fmt.packed else "weight"
     return (codes, fmt.scale) if fmt.symmetric else (codes, fmt.scale, "weight_zero_point")
 
@@ -50,7 +52,7 @@ def stored_shape(fmt: WeightFormat, part: str, rows: int, inner: int) -> tuple[i
 
 
 def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inner: int) -> Array:
-    """The numbers float32 [rows, inner] of a weight's `stored_parts`."""
+    """Returns the values float32 [rows, inner] of a weight's `stored_parts`."""
     codes, scales = parts[stored_parts(fmt)[0]], parts[fmt.scale].astype(np.float32)
     found: Array = (unpack_words(codes, fmt.bits, inner) if fmt.packed else codes).astype(
         np.float32
@@ -68,7 +70,7 @@ def array_numbers(fmt: WeightFormat, parts: Mapping[str, Array], rows: int, inne
 
 
 def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8]:
-    """`packing.pack_words` back: int32 [rows, words] → int8 [rows, num_codes]"""
+    """Inverse of `packing.pack_words`: int32 [rows, words] → int8 [rows, num_codes]."""
     if len(words) > ROWS_AT_ONCE:
         parts = (words[at : at + ROWS_AT_ONCE] for at in range(0, len(words), ROWS_AT_ONCE))
         return np.concatenate([unpack_words(part, bits, num_codes) for part in parts])
@@ -82,9 +84,7 @@ def unpack_words(words: Array, bits: int, num_codes: int) -> npt.NDArray[np.int8
         codes = np.packbits(
             places.reshape(len(words), num_codes, bits), axis=-1, bitorder="little"
         )[..., 0]
-    return (codes - np.uint8(1 << bits - 1)).view(
-        np.int8
-    )  # below 0 it wraps, as two's complement does
+    return (codes - np.uint8(1 << bits - 1)).view(np.int8)  # wraps below 0, as in two's complement
 
 
 def expanded(
@@ -93,8 +93,11 @@ def expanded(
     is_wanted: Callable[[str], bool],
     numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any] = array_numbers,
 ) -> Iterator[Stored]:
-    """The tensors of a checkpoint. Each rounded weight that `is_wanted` (by its module's name) is expanded by `numbers`, in
-    place of its parts."""
+    """Yields a checkpoint's tensors, with each quantized weight that `is_wanted` (by its module's
+    name) expanded by `numbers`.
+
+    The expanded weight replaces its parts. CheckpointError if a part is missing.
+    """
     waiting: dict[str, dict[str, Any]] = {}
     for name, shape, read in stored:
         module, _, part = name.rpartition(".")
@@ -108,7 +111,8 @@ def expanded(
             yield _expanded(module, fmt, waiting.pop(module), numbers)
     for module, parts in waiting.items():
         raise CheckpointError(
-            f"{module} has {', '.join(parts)}, and lacks what goes with it", field=module
+            f"{module} has {', '.join(parts)}, but lacks the other parts of its weight",
+            field=module,
         )
 
 

@@ -1,7 +1,11 @@
-"""Loads a decoder whose weights are not all kept in memory, layer by layer (`spec.offload`, `layer_stream`).
+"""Loads a decoder whose weights are not all kept in memory, layer by layer (`spec.offload`,
+`layer_stream`).
 
-No more than one layer is in memory beside what stays there: each is packed, written to the stream's file, and dropped. Once all
-sizes are known, those that are to stay are read back. So a checkpoint that is larger than the memory starts and runs.
+1. Each layer is packed, written to the stream's file, and dropped. So at most one layer is in
+   memory in addition to those that stay.
+2. Once all sizes are known, the layers that are to stay are read back.
+
+So a checkpoint larger than the memory can start and run.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ def load_streamed(
     folder: Path,
     budget: int,
 ) -> LoadedModel:
-    """With at most `budget` bytes of weights in memory. `held` takes a GGUF file's blocks. `folder`: of the stream's file."""
+    """Loads the model with at most `budget` bytes of weights in memory.
+
+    `held` takes a GGUF file's blocks. `folder` is for the stream's file.
+    """
     spec, device = description.spec, torch.device("cpu")
     products = held.linears() if held is not None else {}
     tables, stream = ops.position_tables(max_model_len, device), LayerStream(folder)
@@ -53,7 +60,7 @@ def load_streamed(
         if not name:
             ends |= values
             continue
-        ops.host.arena = Arena(ops.pool)  # whose memory goes with the layer
+        ops.host.arena = Arena(ops.pool)  # its memory is freed with the layer
         own: dict[str, Linear] = {n: w for n, w in products.items() if n.startswith(name)}
         layer = build_layer(
             spec.layers[len(layers)], values, ops, tables, name=name, scheme=scheme, products=own
@@ -93,7 +100,8 @@ def _parts(
     seed: int,
     held: StoredWeights | None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The parameters of each layer with the beginning of their names, in order, and at last the others with ""."""
+    """Yields (name prefix, parameters) of each layer in order, and at last the other parameters
+    with ""."""
     prefixes, device = (
         [f"layers.{i}." for i in range(description.spec.num_layers)],
         torch.device("cpu"),

@@ -1,7 +1,8 @@
-"""Records the ops of a model's step, by running the decoder's code over symbolic values. Nothing here imports torch.
+"""Records the ops of a model's step, by running the decoder's code on symbolic values. Nothing here
+imports torch.
 
-`trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops. `covered` tells from a spec
-which fast ways to run a step cover it.
+`trace` takes a built decoder, or one without weights (`named_decoder`); both give the same ops.
+`covered` tells from a spec which fast ways to run a step support it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 SPLIT = Reason(
     "the model is split over ranks, which sum up their parts between the products", notable=False
 )
-"""Why no program and no kernel has a whole step then."""
+"""Reason why no program and no kernel covers a whole step of a split model."""
 
 HOST_EXPERTS = Reason("the host computes experts between the products", notable=False)
 
@@ -43,9 +44,15 @@ STREAMED = Reason("layers are read as they are needed, between the products", no
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The ops of one pass, in three parts: tokens → `embedded`; layers and final norm → `hidden`; `hidden` → `logits`, if
-    there is a head. In an encoder-decoder's encoder the second part ends when all keys and values of its states are cached.
-    `taken` is the state between layers that a draft head reads."""
+    """The ops of one pass, in three parts.
+
+    1. `embedding`: tokens → `embedded`.
+    2. `body`: layers and final norm → `hidden`. In an encoder-decoder's encoder it ends when all
+       keys and values of its states are cached.
+    3. `head`: `hidden` → `logits`, if there is a head.
+
+    `taken` is the state between layers that a draft head reads.
+    """
 
     embedding: tuple[Op, ...]
     embedded: Value
@@ -61,7 +68,7 @@ class Trace:
 
 
 def trace(decoder: Decoder) -> Trace:
-    """A step of the decoder, or of an encoder."""
+    """Records a step of a decoder or of an encoder."""
     recorder, view = _recorded(decoder)
     embedded, embedding = _embed(recorder, view)
     h, kv, meta = (cast("Any", given) for given in (embedded, _caches(decoder), TracedMeta()))
@@ -74,7 +81,8 @@ def trace(decoder: Decoder) -> Trace:
 
 
 def trace_encoder(decoder: Decoder) -> Trace:
-    """An encoder-decoder's encoder, and what each of the decoder's layers keeps of its states."""
+    """Records an encoder-decoder's encoder, and the caching of its states by each of the decoder's
+    layers."""
     assert decoder.encoder is not None
     recorder, view = _recorded(decoder)
     embedded, embedding = _embed(recorder, view)
@@ -87,7 +95,7 @@ def trace_encoder(decoder: Decoder) -> Trace:
 
 
 def named_decoder(spec: ModelSpec) -> Decoder:
-    """A decoder without weights: names and shapes stand for them."""
+    """Makes a decoder without weights; names and shapes stand in for them."""
     shapes = {
         name: shape for name, shape in parameters(spec).items() if not name.startswith("vision.")
     }
@@ -98,8 +106,12 @@ def named_decoder(spec: ModelSpec) -> Decoder:
 def covered(
     spec: ModelSpec, *, kernels: Literal["cpu", "triton"], num_ranks: int = 1
 ) -> dict[str, Reason | None]:
-    """The fast ways to run a step that these kernels have, by name: None, or why not for this model with weights of 16 bits,
-    split over `num_ranks` by tensors. How weights are held, and the device, may still rule one out."""
+    """Returns for each fast way to run a step with these kernels None, or the reason why it can't
+    run the model.
+
+    It assumes 16-bit weights and a model split over `num_ranks` by tensors. Weight formats and the
+    device may still rule a way out.
+    """
     decoder = named_decoder(spec)
     if kernels == "cpu":
         return {"program": program_refusal(decoder)}
@@ -114,7 +126,7 @@ def covered(
 
 
 def program_refusal(decoder: Decoder) -> Reason | None:
-    """Why the C++ program can't run this model, whatever its weights; None if it can."""
+    """Returns why the C++ program can't run this model, whatever its weights; None if it can."""
     step = trace(decoder)
     if (reason := refusal(step.head)) is not None:
         return reason
@@ -128,14 +140,17 @@ def program_refusal(decoder: Decoder) -> Reason | None:
 
 
 def lowered_part(spec: ModelSpec, step: Trace) -> tuple[tuple[Op, ...], Value | None, Value]:
-    """The part of a step that the C++ program computes: (ops, its input, its result). An encoder's embeddings are computed
-    before it, since they take little time beside whole texts."""
+    """Returns the part of a step that the C++ program computes: (ops, input, result).
+
+    An encoder's embeddings are computed before it, as they take little time compared with whole
+    texts.
+    """
     if spec.is_encoder:
         return step.body, step.embedded, step.hidden
     return step.embedding + step.body, None, step.hidden
 
 
-# --- Helpers ------------------------------------------------------------------------------------------------------------
+# --- Helpers ---
 
 
 def _recorded(decoder: Decoder) -> tuple[RecordingOps, Decoder]:
@@ -161,7 +176,7 @@ def _layers(
     embedded: Value,
     caches: Sequence[TracedKV],
 ) -> tuple[Any, Any]:
-    """The result of the layers, each recorded under its index."""
+    """Runs the layers, each recorded under its index, and returns their result."""
 
     def before(index: int, *_: object) -> None:
         _enter(recorder, index, len(layers))
@@ -175,7 +190,7 @@ def _enter(recorder: RecordingOps, layer: int, num_layers: int) -> None:
 
 
 def _taken(recorder: RecordingOps) -> tuple[Op, ...]:
-    """The ops since the last call."""
+    """Returns the ops recorded since the last call."""
     found = tuple(recorder.ops)
     recorder.ops.clear()
     return found

@@ -1,7 +1,9 @@
-"""Runs an image encoder (`spec/vision.py`): pictures → the embeddings of their tokens. torch; the op set is the decoder's.
+"""Runs an image encoder (`spec/vision.py`): pictures → the embeddings of their tokens. Uses torch
+and the decoder's op set.
 
-Each product and norm goes through the op set. What lies between them (patches of pixels, positions, the order of windows) is
-moving numbers, and plain torch. Layers keep no state, so there is no cache.
+Each product and norm goes through the op set. The steps between them (patches of pixels, positions,
+the order of windows) only move numbers, and are plain torch. Layers keep no state, so there is no
+cache.
 
 Shapes: N patches of all pictures, E the encoder's hidden size, C channels, P a patch's side.
 """
@@ -39,24 +41,30 @@ from slipstream.spec.vision import (
 LongArray = npt.NDArray[np.int64]
 
 MOST_PATCHES = {"cuda": 16384, "cpu": 8192}
-"""Patches of one pass, unless a single picture has more. More pictures are encoded in several, of about as many each. The host
-takes 12 to 16 ms to launch a pass on a GPU, whatever its size."""
+"""Maximum patches of one pass, unless a single picture has more. More pictures are encoded in
+several passes of similar size.
+
+On a GPU the host takes 12 to 16 ms to launch a pass, whatever its size.
+"""
 
 ROW = 8
-"""The hidden units of an MLP are padded to a multiple. A GPU's fast products read rows of whole 16 bytes: on an H100 Qwen 2.5
-VL's rows of 3,420 numbers took 347 µs, and rows of such a length some 110."""
+"""Multiple to which the hidden units of an MLP are padded, since a GPU's fast products read rows of
+whole 16 bytes.
+
+On an H100, Qwen 2.5 VL's rows of 3,420 elements took 347 µs, and padded rows about 110.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the patches of some pictures are. Tensors are on the encoder's device."""
+    """Places of some pictures' patches. Tensors are on the encoder's device."""
 
-    whole: PackedParts  # pictures
-    windows: PackedParts  # as `whole` without windows
-    positions: Tensor | None  # int64 [N]: rows of a table of positions
-    cos_sin: Tensor | None  # float32 [N, D]: rotations, cosines first
-    meta: AttentionMetadata  # each patch has the row of the same number in `cos_sin`, and in the keys and values
-    order: Tensor | None  # int64 [N / merge²]: groups window by window; None: as they come
+    whole: PackedParts  # one part per picture
+    windows: PackedParts  # one part per window; `whole` without windows
+    positions: Tensor | None  # int64 [N]: rows of the position table
+    cos_sin: Tensor | None  # float32 [N, D]: cosines, then sines
+    meta: AttentionMetadata  # patch i has row i of `cos_sin`, and slot i of keys and values
+    order: Tensor | None  # int64 [N / merge²]: groups in window order; None: unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +76,11 @@ class VisionLayer:
     norms: Mapping[str, NormParams]
 
     def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
-        """[N, E] → [N, E]"""
+        """[N, E] → [N, E]."""
         a = self.spec.attention
         rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
-        if layout.cos_sin is not None:  # written as a cache with one token per block
+        if layout.cos_sin is not None:  # written to a cache with one token per block
             kv = LayerKV(*(rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)))
             heads = QKVLayout(
                 num_heads=a.num_heads,
@@ -90,7 +98,8 @@ class VisionLayer:
 
 
 class ImageTower:
-    """An image encoder of `spec`. `parameters` whose names begin with "vision." are taken out of the mapping."""
+    """An image encoder of `spec`. Takes the `parameters` whose names begin with "vision." out of
+    the mapping."""
 
     def __init__(
         self,
@@ -153,7 +162,8 @@ class ImageTower:
 
     @torch.inference_mode()
     def __call__(self, pictures: Sequence[Tensor]) -> list[Tensor]:
-        """Pixels, uint8 [height, width, C], of whole groups of patches → of each picture its tokens' embeddings."""
+        """Pixels, uint8 [height, width, C], of whole groups of patches → the token embeddings of
+        each picture."""
         counts = [self.spec.grid(*picture.shape[:2]).num_patches for picture in pictures]
         ends = pass_ends(counts, self.most_patches)
         return [
@@ -187,7 +197,8 @@ class ImageTower:
         return list(tokens.split([spec.num_tokens(grid) for grid in grids]))
 
     def _patches(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, height, width, C] → patches, group by group, [N, C · frames · P · P] in the encoder's type."""
+        """Pixels [B, height, width, C] → patches in group order, [N, C · frames · P · P] in the
+        encoder's type."""
         s = self.spec
         values = (pixels.float() * self._scale - self._mean) / self._std
         grid = s.grid(*pixels.shape[1:3])
@@ -207,7 +218,7 @@ class ImageTower:
         return rows.flatten(1).to(self.dtype)
 
     def _connect(self, h: Tensor) -> Tensor:
-        """States [N, E] → tokens [N / merge², text size]"""
+        """States [N, E] → tokens [N / merge², text size]."""
         spec, ops = self.spec, self.ops
         if (
             self.up is not None
@@ -261,7 +272,7 @@ class ImageTower:
         return Layout(whole, windows, positions, turned, self._meta(len(rows)), order)
 
     def _meta(self, count: int) -> AttentionMetadata:
-        """For `rope_and_cache`, which reads positions and slots alone."""
+        """Makes metadata for `rope_and_cache`, which reads only positions and slots."""
         index = torch.arange(count, device=self.device)
         none = index[:0].int()
         return AttentionMetadata(
@@ -280,8 +291,11 @@ class ImageTower:
 
 
 def pass_ends(counts: Sequence[int], most: int) -> list[int]:
-    """Where each pass over pictures of so many patches ends. A pass has at most `most`, unless a single picture has more. It
-    ends when it has its even share, so the last one seldom has much less than the others."""
+    """Returns the end of each pass over pictures with these patch `counts`.
+
+    A pass has at most `most` patches, unless a single picture has more. It ends when it has its
+    even share, so the last pass is seldom much smaller than the others.
+    """
     each = -(-sum(counts) // -(-sum(counts) // most)) if counts else 0
     ends, num_patches = list[int](), 0
     for i, count in enumerate(counts):
@@ -293,7 +307,7 @@ def pass_ends(counts: Sequence[int], most: int) -> list[int]:
 
 
 def pad_units(parameters: dict[str, Tensor], name: str, spec: DenseSpec) -> None:
-    """Pad the hidden units of an MLP to a multiple of ROW, with zeros: they add nothing."""
+    """Pads the hidden units of an MLP to a multiple of ROW with zeros, which add nothing."""
     size, parts = spec.intermediate_size, 2 if spec.gated else 1
     if more := -size % ROW:
         for part in ("up.weight", "up.bias"):
@@ -306,7 +320,7 @@ def pad_units(parameters: dict[str, Tensor], name: str, spec: DenseSpec) -> None
 
 
 def patch_places(grid: PatchGrid, merge: int) -> tuple[LongArray, LongArray]:
-    """The row and the column of each patch, group by group."""
+    """Returns the row and the column of each patch, in group order."""
     rows, columns = np.indices(grid, np.int64)
 
     def grouped(x: LongArray) -> LongArray:
@@ -318,9 +332,13 @@ def patch_places(grid: PatchGrid, merge: int) -> tuple[LongArray, LongArray]:
 
 
 def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
-    """Rows of a table of side × side positions for the patches of a grid, at the same fractions of its sides. They are
-    compared in float32, and the ends are torch's, since the models were trained so: with 19, 25 or 29 patches on a side even a
-    grid of the table's own size does not read each row once."""
+    """Returns rows of a table of side × side positions for the patches of a grid, at the same
+    fractions of its sides.
+
+    They are compared in float32 with torch's bucket ends, because the models were trained so. With
+    19, 25 or 29 patches per side, even a grid of the table's own size does not read each row
+    exactly once.
+    """
     rows, columns = patch_places(grid, merge)
     ends = torch.arange(1 / side, 1.0, 1 / side).numpy()
 
@@ -337,7 +355,8 @@ def grid_positions(grid: PatchGrid, side: int, merge: int) -> LongArray:
 def axial_rotations(
     spec: AxialRopeSpec, rows: LongArray, columns: LongArray
 ) -> npt.NDArray[np.float32]:
-    """float32 [N, head_dim]: cosines of a patch's angles, by its row and then its column, then their sines."""
+    """Returns float32 [N, head_dim]: the cosines of each patch's angles (by row, then by column),
+    then their sines."""
     half = spec.head_dim // 2
     powers = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
     frequencies = np.float32(1.0) / np.power(np.float64(spec.theta), powers).astype(np.float32)
@@ -348,7 +367,8 @@ def axial_rotations(
 
 
 def group_windows(groups: PatchGrid, side: int) -> list[LongArray]:
-    """The groups of each window of a picture, row by row. Windows at the right and lower edge may be smaller."""
+    """Returns the groups of each window of a picture, row by row. Windows at the right and lower
+    edges may be smaller."""
     index = np.arange(groups.num_patches, dtype=np.int64).reshape(groups)
     return [
         index[top : top + side, left : left + side].reshape(-1)

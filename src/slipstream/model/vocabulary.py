@@ -1,4 +1,5 @@
-"""A model's two ends, its table of embeddings and its output head. Of several ranks each has some tokens' rows. No torch."""
+"""A model's two ends: the embedding table and the output head. With several ranks, each has the
+rows of some tokens. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`size` tokens. Without a `partition` by tensors all of them are here."""
+    """A vocabulary of `size` tokens. Without a tensor parallel `partition` all of them are on this
+    rank."""
 
     size: int
     partition: Partition | None = None
@@ -24,7 +26,7 @@ class Vocabulary:
         return self.partition is not None and self.partition.shard.tensor
 
     def embed(self, ops: OpSet, token_ids: Any, table: Any, scale: float) -> Tensor:
-        """tokens [T] → [T, E]"""
+        """tokens [T] → [T, E]."""
         part = self.partition
         if part is None or not self.is_shared:
             return ops.embed(token_ids, table, scale)
@@ -33,7 +35,7 @@ class Vocabulary:
         return ops.all_reduce(own, group=part.group)
 
     def gathered(self, ops: OpSet, logits: Tensor) -> Tensor:
-        """Logits of the tokens that are here [N, W] → of all [N, V]"""
+        """Gathers this rank's logits [N, W] from all ranks → [N, V]."""
         part = self.partition
         return (
             logits
@@ -42,7 +44,8 @@ class Vocabulary:
         )
 
     def best(self, ops: OpSet, logits: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """[N, W] → int64 [N], the tokens of all whose logits are largest. `token_ids` int64 [V]: the token of each column."""
+        """[N, W] → int64 [N], the tokens with the largest logits over all ranks. `token_ids` int64
+        [V] maps each column to a token."""
         part = self.partition
         if part is None or not self.is_shared:
             return ops.argmax(logits, token_ids)

@@ -1,4 +1,4 @@
-"""The load that an engine carries within objectives, found by simulation."""
+"""Finds by simulation the load that an engine carries within its objectives."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from slipstream.simulate.simulator import SimulatedEngine, Simulation, simulate
 from slipstream.simulate.traffic import Workload
 
 NUM_REQUESTS = 400
-"""Of a simulation at least."""
+"""Minimum number of requests of a simulation."""
 
 MOST_REQUESTS = 6000
 ANSWERS = 8
-"""Requests come for as long as so many of their answers take, if `MOST_REQUESTS` allow it: a queue needs time to show."""
+"""Length of a simulation in mean answer times, up to `MOST_REQUESTS` requests. A queue needs time
+to show."""
 
 MOST_RUNS = 14
 KEEPS_UP = 0.85
-"""A load is carried if so large a share of the rate at which requests come is answered until the last is done."""
+"""Minimum ratio of the completion rate to the arrival rate at which a load counts as carried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyObjectives:
-    """`limits`: seconds by name (ttft_s, tpot_s, e2e_s). Such a share of the requests has to meet all of them."""
+    """Latency limits, and the share of requests that must meet all of them.
+
+    `limits` maps a name (ttft_s, tpot_s, e2e_s) to seconds.
+    """
 
     limits: dict[str, float]
     attainment: float
@@ -40,13 +44,16 @@ class LatencyObjectives:
         ) >= self.attainment * len(records)
 
     def reached(self, run: Simulation) -> dict[str, float]:
-        """Of each objective the value that such a share of the requests meets."""
+        """Returns for each objective the value that the `attainment` share of the requests
+        meets."""
         return {name: quantile(settled(run), name, self.attainment) for name in self.limits}
 
 
 def settled(run: Simulation) -> tuple[RequestRecord, ...]:
-    """Without the first quarter of the requests, which find an empty engine, and the last tenth, which run while no more
-    arrive."""
+    """Returns the records without the first quarter and the last tenth.
+
+    The first requests find an empty engine, and the last ones run while no more arrive.
+    """
     count = len(run.records)
     return run.records[count // 4 : count - count // 10]
 
@@ -58,8 +65,11 @@ def quantile(records: tuple[RequestRecord, ...], name: str, share: float) -> flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """`rate`: requests a second; None if the objectives do not even hold for a request alone. `run` is at that rate; `alone`
-    with one request at a time."""
+    """The result of a capacity search.
+
+    `rate` is in requests per second. It is None if a request alone already misses the objectives.
+    `run` is the simulation at that rate; `alone` has one request at a time.
+    """
 
     rate: float | None
     run: Simulation | None
@@ -67,7 +77,7 @@ class Capacity:
 
 
 def run_alone(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> Simulation:
-    """Requests one by one: the best latencies that there are."""
+    """Simulates requests one at a time, which gives the best possible latencies."""
     return simulate(
         engine, workload.traffic(ClosedLoop(concurrency=1), min(100, NUM_REQUESTS), seed=seed)
     )
@@ -76,7 +86,7 @@ def run_alone(engine: SimulatedEngine, workload: Workload, *, seed: int = 0) -> 
 def saturated(
     engine: SimulatedEngine, workload: Workload, *, count: int = NUM_REQUESTS, seed: int = 0
 ) -> Simulation:
-    """As many users as the engine takes at once."""
+    """Simulates as many concurrent users as the engine takes at once."""
     users = engine.scheduling.max_num_seqs
     return simulate(
         engine, workload.traffic(ClosedLoop(concurrency=users), max(count, 3 * users), seed=seed)
@@ -84,8 +94,10 @@ def saturated(
 
 
 def keeps_up(run: Simulation, rate: float) -> bool:
-    """The queue does not grow for ever: requests were answered about as fast as they came. What is left when the last comes is
-    allowed the time of one answer."""
+    """Tells whether the queue stays bounded: requests are answered about as fast as they arrive.
+
+    The requests that are open at the last arrival are allowed the time of one answer.
+    """
     count = run.summary.num_requests
     slowest = run.summary.e2e_s.p90 if run.summary.e2e_s is not None else 0.0
     return (count / rate) >= KEEPS_UP * (run.summary.wall_s - slowest)
@@ -99,7 +111,8 @@ def find_capacity(
     seed: int = 0,
     on_run: Callable[[], None] = lambda: None,
 ) -> Capacity:
-    """The highest rate of arrivals at which the objectives hold and requests do not pile up, to 5 %."""
+    """Finds, to 5 %, the highest arrival rate at which the objectives hold and the queue stays
+    bounded."""
     alone = run_alone(engine, workload, seed=seed)
     on_run()
     if not objectives.met_by(alone):
@@ -131,7 +144,7 @@ def carried(
     seed: int = 0,
     on_run: Callable[[], None] = lambda: None,
 ) -> Simulation | None:
-    """The run at `rate`, if the objectives hold and requests do not pile up."""
+    """Simulates `rate` and returns the run, or None if the objectives fail or the queue grows."""
     count = NUM_REQUESTS
     while True:
         run = simulate(
@@ -149,5 +162,5 @@ def carried(
 
 
 def with_limits(engine: SimulatedEngine, **limits: Any) -> SimulatedEngine:
-    """With other limits of its steps."""
+    """Returns a copy of the engine with these scheduling limits changed."""
     return dataclasses.replace(engine, scheduling=dataclasses.replace(engine.scheduling, **limits))

@@ -1,8 +1,11 @@
-"""Drafts in a simulation. No token is computed there, so whether a draft is right is drawn, by rates that were measured.
+"""Speculative decoding in a simulation. No torch.
 
-The engine's own `Speculation` chooses how many drafts a step verifies. Here stand a proposer that always has some to offer, or
-for a share of the steps, the draw of how many are right, and what a draft model's own steps take. The rates of a running engine
-are `spec_decode_num_accepted_tokens_per_pos` over `spec_decode_num_drafts` of its metrics, each over the one before.
+A simulation computes no tokens, so a draft's correctness is drawn at random from measured rates.
+The engine's own `Speculation` chooses how many drafts a step verifies. This module has the rest: a
+proposer that always has drafts, or has some in a share of the steps; the draw of how many are
+right; and the time of a draft model's own steps. A running engine's metrics give the rates:
+`spec_decode_num_accepted_tokens_per_pos` over `spec_decode_num_drafts`, each position divided by
+the one before.
 """
 
 from __future__ import annotations
@@ -20,19 +23,22 @@ from slipstream.errors import ConfigError
 from slipstream.types import ScheduledRequest
 
 GUESS = 7
-"""Stands for every guessed token."""
+"""Placeholder for every drafted token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """`rates[i]`: how often draft i is right where all before it were; the last one counts for those behind it, too. `found`:
-    the share of steps for which a request has a proposal."""
+    """Acceptance rates by draft position.
+
+    `rates[i]` is the probability that draft i is right if all before it are. The last rate also
+    applies to later positions. `found` is the share of steps in which a request has a proposal.
+    """
 
     rates: tuple[float, ...]
     found: float = 1.0
 
     def num_accepted(self, num_drafts: int, draw: float) -> int:
-        """Of `num_drafts`, by a number drawn evenly from [0, 1)."""
+        """Returns how many of `num_drafts` are right, from a uniform `draw` in [0, 1)."""
         survival = 1.0
         for i in range(num_drafts):
             survival *= self.rates[min(i, len(self.rates) - 1)]
@@ -42,7 +48,10 @@ class Acceptance:
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """`0.8`, `0.8,0.6,0.5` (by position), or `0.8,0.6@0.3` where three steps of ten have a proposal."""
+    """Parses `0.8`, `0.8,0.6,0.5` (by position) or `0.8,0.6@0.3` (a proposal in 30 % of the steps).
+
+    ConfigError if a number is not between 0 and 1.
+    """
     given, _, found = text.partition("@")
     try:
         made = Acceptance(
@@ -53,7 +62,7 @@ def parse_acceptance(text: str) -> Acceptance:
     except ValueError:
         pass  # no numbers: the error is raised below
     raise ConfigError(
-        f"draft_acceptance={text!r} is not shares between 0 and 1 by position, such as 0.8,0.6,0.5, and behind an @ the share "
+        f"draft_acceptance={text!r} must be shares between 0 and 1 by position, such as 0.8,0.6,0.5, and after an @ the share "
         "of steps with a proposal",
         field="draft_acceptance",
     )
@@ -61,7 +70,8 @@ def parse_acceptance(text: str) -> Acceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """`cost`: what steps of the draft model take; None: it has no model."""
+    """Drafts of a simulated engine. `cost` is that of the draft model's steps, or None without a
+    draft model."""
 
     config: SpeculationConfig
     acceptance: Acceptance
@@ -69,7 +79,7 @@ class Drafts:
 
 
 MATCH = 8
-"""What is found is trusted like a match of so many tokens."""
+"""Match length that the proposer reports, which sets how far its proposals are trusted."""
 
 
 class _Guesses(Proposer):
@@ -83,7 +93,11 @@ class SimulatedSpeculation(Speculation):
         self._rates = drafts.acceptance
 
     def _most_drafts(self, request: Request, limit: int) -> int:
-        """It is asked again when the step in flight is done: the place, pending tokens counted, is the same then."""
+        """Draws whether the request has a proposal at its position.
+
+        The scheduler asks again after the step in flight. The position, pending tokens included, is
+        the same then, so the answer is too.
+        """
         if drawn(request.request_id, -request.num_tokens) >= self._rates.found:
             return 0
         return super()._most_drafts(request, limit)
@@ -92,28 +106,32 @@ class SimulatedSpeculation(Speculation):
         return _Guesses()
 
     def _remember(self, request: Request) -> None:
-        """Its answer is no text that others could go on like."""
+        """Does nothing: a simulated answer is not text to draft from."""
 
 
 def drawn(name: str, number: int) -> float:
-    """A number in [0, 1), a hash of a request and a position in it. Neighbouring positions have independent numbers."""
+    """Returns a number in [0, 1), hashed from a request and a position. Neighbouring positions are
+    independent."""
     return (
         int.from_bytes(blake2b(f"{name} {number}".encode(), digest_size=6).digest(), "big") / 2**48
     )
 
 
 class DraftSteps:
-    """The time that a draft model's own steps take, before those of the model. It computes what it has not seen of a request
-    first, and one step for each further draft."""
+    """Time of the draft model's own steps, which run before the model's step.
+
+    The first one computes the tokens of a request that the draft model has not seen. Each further
+    draft takes one more step.
+    """
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
         self._seen: dict[str, int] = {}
         self.label: Label = "measured"
-        """The worst of the steps that `seconds` was of last."""
+        """Worst label among the steps of the latest `seconds` call."""
 
     def seconds(self, drafted: Sequence[ScheduledRequest]) -> float:
-        """Of the drafts in a plan; `drafted` are its requests that have some."""
+        """Seconds of drafting for a plan; `drafted` are its requests with drafts."""
         context = sum(s.num_computed_tokens + 1 for s in drafted)
         missed = pairs = num_prompts = 0
         for s in drafted:

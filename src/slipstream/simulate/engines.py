@@ -1,4 +1,5 @@
-"""An engine that is not there: its settings, its memory ledger and what its steps take, on a device that need not be here."""
+"""A planned engine: its settings, memory ledger and step times, on a device that need not be
+present."""
 
 from __future__ import annotations
 
@@ -38,17 +39,20 @@ from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
 
 RUN_AHEAD = 8
-"""`worker.in_flight.RUN_AHEAD`: the most sequences of a CPU's step that the host does not wait for."""
+"""Copy of `worker.in_flight.RUN_AHEAD`: maximum sequences of a CPU step that the host does not wait
+for."""
 
 
 def run_ahead(*, is_gpu: bool, num_threads: int) -> int | None:
-    """`SimulatedEngine.run_ahead` of a device: on one thread the host waits for every step."""
+    """Returns `SimulatedEngine.run_ahead` for a device. With one CPU thread the host waits for
+    every step."""
     return None if is_gpu else RUN_AHEAD if num_threads > 1 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledTable:
-    """A measured table of one GPU, for several: each step by the factor that the analytic model has for it."""
+    """The measured table of one GPU, scaled to several. The factor of each step is the ratio of the
+    analytic times."""
 
     table: StepTable
     one: AnalyticCost
@@ -67,7 +71,10 @@ class ScaledTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEngine:
-    """`num_gpus` share the model by tensor parallelism, and count as one device with all their memory."""
+    """An engine on `num_gpus` that share the model by tensor parallelism.
+
+    The GPUs count as one device with all their memory.
+    """
 
     args: EngineArgs
     description: ModelDescription
@@ -103,7 +110,7 @@ class PlannedEngine:
         )
 
     def with_settings(self, **settings: Any) -> PlannedEngine:
-        """The same with other engine settings."""
+        """Returns the engine planned again with other engine settings."""
         args = dataclasses.replace(self.args, **settings)
         acceptance = None if self.drafts is None else self.drafts.acceptance
         return plan_engine(
@@ -117,8 +124,11 @@ class PlannedEngine:
 
 
 def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
-    """The machine that this runs on, by what is known of such machines. A GPU that is not known counts as an H200 with its own
-    memory until its ceilings are measured: its title says so."""
+    """Returns this machine's rates, from what is known of such machines.
+
+    An unknown GPU counts as an H200 with its own memory until its ceilings are measured. Its title
+    says so.
+    """
     info = this_device(device)
     if info.is_cuda:
         try:
@@ -142,7 +152,7 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
         name="this machine",
         title=f"{info.name}, {info.num_threads} threads",
         memory_bytes=info.memory_bytes,
-        read_bytes_s=box.read_bytes_s * share**0.5,  # memory is shared by the cores
+        read_bytes_s=box.read_bytes_s * share**0.5,  # the cores share memory
         operations_s={kind: rate * share for kind, rate in box.operations_s.items()},
         num_threads=info.num_threads,
         label="estimated",
@@ -151,11 +161,12 @@ def this_hardware(device: str, num_threads: int | None = None) -> Hardware:
 
 
 CPU_REACHED = {"read": 0.86, "float32": 0.71, "bfloat16": 0.61, "int8": 0.54, "int6": 0.54}
-"""Shares of measured ceilings that the steps of a two-core AVX-512 machine reached (benchmarks/results/roofline_cpu.json)."""
+"""Shares of the measured ceilings that steps reach on a two-core AVX-512 machine
+(benchmarks/results/roofline_cpu.json)."""
 
 
 def measured(hardware: Hardware, ceilings: dict[str, float]) -> Hardware:
-    """With the ceilings that `slipstream plan --measure` found."""
+    """Returns the hardware with the ceilings that `slipstream plan --measure` found."""
     if not ceilings:
         return hardware
     share = dict.fromkeys(ceilings, 1.0) if hardware.is_gpu else CPU_REACHED
@@ -183,8 +194,11 @@ def plan_engine(
     table: StepTable | None = None,
     acceptance: Acceptance | None = None,
 ) -> PlannedEngine:
-    """OutOfMemoryError if the model does not fit. `table`: what steps take, instead of what is found on disk. `acceptance`: of
-    drafts, where the settings have some; ConfigError without it."""
+    """Plans an engine of `num_gpus` GPUs.
+
+    `table` overrides the step table found on disk. `acceptance` is required if the settings have
+    drafts. OutOfMemoryError if the model does not fit; ConfigError if it can't be planned.
+    """
     spec = description.spec
     if spec.kind != "a decoder":
         raise ConfigError(
@@ -205,7 +219,7 @@ def plan_engine(
         )
     if args.expert_parallel_size > 1 and args.tensor_parallel_size == 1:
         raise ConfigError(
-            "expert_parallel_size: plan shares a model by tensor parallelism, and has no rates of requests that are dealt out; "
+            "expert_parallel_size: plan supports only tensor parallelism, not requests divided over ranks; "
             "leave it at 1",
             field="expert_parallel_size",
         )
@@ -248,18 +262,19 @@ def _analytic(
     if scheme is not None and scheme.inputs is not None:
         product_type = scheme.inputs.removesuffix("-block")
     elif in_8_bits and not hardware.is_gpu:
-        product_type = "int6"  # a CPU's kernels round inputs to 8 bits, and weights have up to 6
-    # A GPU's product of several tokens with a 4-bit weight takes as long as with its dense copy (kernels_cuda_linear).
+        product_type = "int6"  # CPU kernels round inputs to 8 bits; weights have up to 6
+    # On a GPU, a product of several tokens takes as long with a 4-bit weight as with its dense copy
+    # (kernels_cuda_linear).
     by_groups = hardware.is_gpu and scheme is not None and scheme.name == "int4"
     held = {part: float(num_bytes) for part, num_bytes in parts.items()}
     if (
         description.stored and not hardware.is_gpu
-    ):  # a GGUF file's types, of which only the sum is known
+    ):  # a GGUF file's types, of which only the total is known
         share = resident_weights_bytes(config, description) / sum(parts.values())
         held = {part: num_bytes * share for part, num_bytes in held.items()}
     multiplied = products(spec, held)
     if product_type == "int6" and multiplied[0].weight_bytes > 0.9 * multiplied[0].num_weights:
-        product_type = "int8"  # Q8_0: 8.5 bits with scales, where Q6_K has 6.6
+        product_type = "int8"  # Q8_0: 8.5 bits with scales; Q6_K has 6.6
     return AnalyticCost(
         spec=spec,
         products=multiplied,
@@ -282,7 +297,8 @@ def _analytic(
 
 
 def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardware) -> float:
-    """What a step takes to read the layers that are not kept. ConfigError if the rate is not known."""
+    """Seconds in which a step reads the layers that are not kept. ConfigError if the rate is not
+    known."""
     offload = estimate_offload(config, description)
     if offload is None:
         return 0.0
@@ -299,7 +315,7 @@ def _read_s(config: EngineConfig, description: ModelDescription, hardware: Hardw
 def _table(
     config: EngineConfig, description: ModelDescription, hardware: Hardware
 ) -> StepTable | None:
-    """What was measured of such an engine."""
+    """Returns the measured table of such an engine, or None."""
     if estimate_offload(config, description) is not None:
         return None
     info = config.device.info
@@ -315,14 +331,15 @@ def _table(
 def _draft_model(
     args: EngineArgs, speculation: SpeculationConfig | None, acceptance: Acceptance | None
 ) -> ModelDescription | None:
-    """The model that proposes drafts, if one does. ConfigError if what drafts cost can't be planned."""
+    """Returns the description of the draft model, or None without one. ConfigError if the cost of
+    drafts can't be planned."""
     if speculation is None:
         return None
     if acceptance is None:
         what = "drafts need --draft-acceptance: how often a draft is right, by position, such as 0.8,0.6,0.5"
         raise ConfigError(what, field="draft_acceptance")
     if speculation.method not in ("ngram", "suffix", "draft"):
-        what = f"what a head of method {speculation.method!r} costs is not known; plan with ngram, suffix or draft"
+        what = f"the cost of a {speculation.method!r} head is not known; plan with ngram, suffix or draft"
         raise ConfigError(what, field="speculative_config")
     if speculation.model is None:
         return None

@@ -1,4 +1,4 @@
-"""The plan as one HTML page without scripts or outside resources."""
+"""The plan as one HTML page, without scripts or outside resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEMORY = (
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page of a `slipstream plan --json` document."""
+    """Renders a `slipstream plan --json` document."""
     filters = {
         "gib": lambda value: f"{value / 2**30:,.2f}",
         "short": short,
@@ -35,7 +35,8 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """(name, bytes, percent of the device's memory) of what is not nothing, and of what is left."""
+    """Returns (name, bytes, percent of the device's memory) of each part above 0, and of what is
+    left."""
     total = ledger["total_bytes"]
     found = [(name, ledger[key], 100 * ledger[key] / total) for name, key in MEMORY if ledger[key]]
     used = sum(num_bytes for _, num_bytes, _ in found)
@@ -43,7 +44,7 @@ def shares(ledger: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def times(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(name, seconds, percent of the step), the longest first."""
+    """Returns (name, seconds, percent of the step) of each part, longest first."""
     total = sum(parts.values()) or 1.0
     return sorted(
         ((name, s, 100 * s / total) for name, s in parts.items() if s), key=lambda part: -part[1]
@@ -51,7 +52,7 @@ def times(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def short(value: float | None) -> str:
-    """Three digits; a dash for what is not known."""
+    """Formats a number with three digits; a dash for None."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

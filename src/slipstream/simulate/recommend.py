@@ -1,9 +1,13 @@
-"""Recommends hardware and settings, with reasons: parallel size, limits of steps, memory share, replicas, weights of a
-balancer.
+"""Recommends hardware and settings, with reasons.
 
-What is recommended follows ENOVA (Huang et al. 2024, arXiv:2407.09486): as many sequences as the objectives allow, no more
-memory than these hold, replicas for the rest of the traffic, and each replica's weight by what it carries. Every candidate's
-capacity is simulated.
+The recommendations follow ENOVA (Huang et al. 2024, arXiv:2407.09486):
+
+1. As many sequences as the objectives allow.
+2. No more memory than those sequences hold.
+3. Replicas for the rest of the traffic.
+4. Each replica's weight in a balancer by what it carries.
+
+The capacity of every candidate is simulated.
 """
 
 from __future__ import annotations
@@ -36,18 +40,19 @@ from slipstream.simulate.traffic import Workload
 from slipstream.spec.description import ModelDescription
 
 STEP_TOKENS = (512, 1024, 2048, 4096, 8192)
-"""Tokens of steps with decodes that are tried, below the engine's own choice."""
+"""Tried token limits of steps with decodes, below the engine's own choice."""
 
 MORE = 1.1
-"""A setting is changed for a rate so many times as high: less is within what a simulation can tell."""
+"""Minimum gain in rate for which a setting is changed. A smaller one is within a simulation's
+error."""
 
 SPARE = 1.25
-"""Room above the most sequences seen at once, and above the cache used."""
+"""Headroom factor over the peak number of sequences and the peak cache use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommended:
-    """A setting, its value and why."""
+    """A setting, its recommended value and the reason."""
 
     setting: str
     value: Any
@@ -56,19 +61,21 @@ class Recommended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """A kind of device for the model and the traffic. `replicas` is None where the objectives can't be met at the load asked
-    for, or none was."""
+    """A plan of one kind of device for the model and the traffic.
+
+    `replicas` is None if no load was asked for, or if the objectives can't be met at it.
+    """
 
     engine: PlannedEngine
     capacity: Capacity
     full: Simulation
     limits: (
         dict[str, int] | None
-    )  # of steps, where others than the engine's carry more; None: none were tried
+    )  # of steps, where they carry more than the engine's own; None: none were tried
     replicas: int | None
     run: (
         Simulation | None
-    )  # at the load, of as few replicas as meet the objectives, or of as many as there may be
+    )  # at the load, with the fewest replicas that meet the objectives, or else the most allowed
     binds: str
     settings: tuple[Recommended, ...]
     notes: tuple[str, ...]
@@ -76,28 +83,29 @@ class DevicePlan:
 
     @property
     def num_gpus(self) -> int:
-        """Of the run that figures are taken from."""
+        """Number of GPUs in the run that the figures come from."""
         return self.engine.num_gpus * self.load.num_replicas
 
     @property
     def load(self) -> Simulation:
-        """The run that figures are taken from."""
+        """The run that the figures come from."""
         return self.run or self.capacity.run or self.full
 
     @property
     def throughput(self) -> float:
-        """Output tokens a second while the load lasts."""
+        """Output tokens per second while the load lasts."""
         summary = self.load.summary
         return summary.steady_throughput or summary.output_throughput
 
     def cost_per_million(self, price: float) -> float:
-        """Of output tokens, at `price` an hour for each device."""
+        """Cost of a million output tokens, at `price` per hour and device."""
         rate = self.throughput
         return self.num_gpus * price / 3600 / rate * 1e6 if rate else math.inf
 
     @property
     def joules_per_token(self) -> float | None:
-        """At the power of a device that is busy for its share of the time; None where that is not known."""
+        """Energy of an output token, from the power of a device that is busy for its share of the
+        time. None if the power is not known."""
         h, rate = self.engine.hardware, self.throughput
         if h.watts is None or h.idle_watts is None or not rate:
             return None
@@ -110,7 +118,8 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
-    """The load: `rate` requests a second, or `users` at once. With neither it is the load that one replica carries."""
+    """The load: `rate` requests per second, or `users` at once. With neither, it is the load that
+    one replica carries."""
 
     workload: Workload
     objectives: LatencyObjectives
@@ -146,7 +155,10 @@ def plan_device(
     acceptance: Acceptance | None = None,
     on_run: Callable[[], None] = lambda: None,
 ) -> DevicePlan:
-    """OutOfMemoryError if no parallel size up to `max_gpus` holds the model. `search`: of the limits of steps, too."""
+    """Plans one kind of device. `search` also searches the limits of steps.
+
+    OutOfMemoryError if no parallel size up to `max_gpus` holds the model.
+    """
     engine, notes = smallest(args, description, hardware, max_gpus, acceptance)
     capacity = find_capacity(
         engine.simulated, load.workload, load.objectives, seed=load.seed, on_run=on_run
@@ -196,7 +208,7 @@ def plan_device(
 
 
 def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
-    """Parallel sizes that divide all heads."""
+    """Returns the parallel sizes that divide the heads of all layers."""
     heads = [layer.attention.num_heads for layer in description.spec.layers]
     return [n for n in (1, 2, 4, 8, 16) if n <= max_gpus and all(h % n == 0 for h in heads)]
 
@@ -208,7 +220,8 @@ def smallest(
     max_gpus: int,
     acceptance: Acceptance | None,
 ) -> tuple[PlannedEngine, list[str]]:
-    """The engine on as few devices as hold the model."""
+    """Returns the engine on the fewest devices that hold the model, and notes. OutOfMemoryError if
+    none do."""
     refused: OutOfMemoryError | None = None
     for num_gpus in sizes(
         description, max_gpus if hardware.is_gpu and args.weights_bytes is None else 1
@@ -234,8 +247,11 @@ def smallest(
 def best_limits(
     engine: PlannedEngine, capacity: Capacity, load: OfferedLoad, on_run: Callable[[], None]
 ) -> tuple[PlannedEngine, Capacity, dict[str, int]]:
-    """Fewer tokens in steps with decodes, where that carries `MORE`: shorter steps make for even gaps, longer ones for more
-    tokens a second."""
+    """Tries fewer tokens in steps with decodes, and keeps a limit that carries `MORE` times the
+    rate.
+
+    Shorter steps give even gaps between tokens; longer ones give more tokens per second.
+    """
     scheduling, rate = engine.config.scheduling, capacity.rate
     assert rate is not None
     for tokens in STEP_TOKENS:
@@ -267,7 +283,10 @@ def enough_replicas(
     max_gpus: int,
     on_run: Callable[[], None],
 ) -> tuple[int | None, Simulation | None]:
-    """The fewest replicas that meet the objectives at the load; the run of the most there may be, if none do."""
+    """Returns the fewest replicas that meet the objectives at the load, and their run.
+
+    If none do, it returns None and the run with the most replicas allowed.
+    """
     most = max(1, max_gpus // engine.num_gpus) if engine.hardware.is_gpu else max_gpus
     assert capacity.rate is not None
     first = 1 if load.rate is None else max(1, math.ceil(load.rate / capacity.rate * 0.9))
@@ -281,7 +300,7 @@ def enough_replicas(
 
 
 def what_binds(engine: PlannedEngine, run: Simulation) -> str:
-    """What keeps the load from growing: memory, host, or what steps take longest for."""
+    """Names what limits the load: memory, host, or the largest part of a step."""
     if run.num_preemptions or (run.max_waiting > 0 and run.peak_cache_usage > 0.97):
         return "memory"
     shape = mean_shape(run)
@@ -291,7 +310,7 @@ def what_binds(engine: PlannedEngine, run: Simulation) -> str:
 
 
 def mean_shape(run: Simulation) -> StepShape:
-    """A step of the run's mean size."""
+    """Returns the shape of a step of the run's mean size."""
     summary = run.summary
     decodes, prompt = round(run.mean_decodes), round(run.mean_prompt_tokens)
     count = max(1, summary.num_requests - summary.num_failed)
@@ -312,7 +331,7 @@ def recommended(
     ledger, scheduling = engine.ledger, engine.config.scheduling
     found: list[Recommended] = []
     if run.summary.num_failed == run.summary.num_requests:
-        return found  # no request fits the context: the load says nothing of settings
+        return found  # no request fits the context, so the load says nothing about settings
 
     def recommend(setting: str, value: Any, reason: str) -> None:
         found.append(Recommended(setting=setting, value=value, reason=reason))
@@ -352,7 +371,8 @@ def recommended(
 
 
 def peak_sequences(run: Simulation) -> int:
-    """The most requests that were open at once, each from its first token to its last."""
+    """Maximum number of requests open at once per replica, each from its first token to its
+    last."""
     events = sorted(
         [(r.first_token, 1) for r in run.records if r.first_token is not None]
         + [(r.last_token, -1) for r in run.records if r.last_token is not None]
@@ -365,14 +385,15 @@ def peak_sequences(run: Simulation) -> int:
 
 
 def balancer_weights(plans: Sequence[DevicePlan]) -> list[float]:
-    """Of kinds of replicas side by side: their shares of the traffic, by what each carries."""
+    """Returns the traffic share of each kind of replica in a mixed fleet, by its capacity."""
     rates = [p.capacity.rate or 0.0 for p in plans]
     total = sum(rates)
     return [rate / total if total else 0.0 for rate in rates]
 
 
 def more_memory(plan: DevicePlan, load: OfferedLoad, gib: int = 1) -> float | None:
-    """Requests a second that one more GiB of KV cache would carry beside; None if the objectives are not met at all."""
+    """Requests per second that one more GiB of KV cache would add; None if the objectives are not
+    met at all."""
     if plan.capacity.rate is None:
         return None
     if plan.binds != "memory":
@@ -399,7 +420,7 @@ def label_of(plan: DevicePlan) -> str:
 
 
 def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[str, Any]:
-    """One device's plan, as the JSON and the page have it."""
+    """Returns one device's plan as the JSON and the page show it."""
     engine, s, ledger = plan.engine, plan.load.summary, plan.engine.ledger
     shape = mean_shape(plan.load)
     table = engine.table
@@ -472,7 +493,7 @@ def as_data(plan: DevicePlan, load: OfferedLoad, price: float | None) -> dict[st
 
 
 def concurrency_of(engine: PlannedEngine, workload: Workload) -> int:
-    """Requests of the workload's mean length that the KV cache holds at once."""
+    """Number of requests of the workload's mean length that the KV cache holds at once."""
     blocks = math.ceil(sum(workload.mean_lengths) / engine.config.cache.block_size) * len(
         engine.config.cache.groups
     )

@@ -1,14 +1,17 @@
-"""Chooses the replica for a request in simulations. No torch, no clock: counts of open requests, and the prefixes sent to each
-replica.
+"""Chooses the replica for a request in simulations, from the open requests and the prefixes sent to
+each. No torch, no clock.
 
-    round-robin    in turn
-    least-loaded   the one with the fewest open requests
-    rendezvous     the highest hash of (first block of the prompt, replica) among those that are not overfull (Thaler and
-                   Ravishankar 1998; bounded loads: Mirrokni, Thorup and Zadimoghaddam 2018)
-    longest-hit    the one that was sent the longest part of the prompt before, among those that are not overfull
+  round-robin    in turn
+  least-loaded   the one with the fewest open requests
+  rendezvous     the highest hash of (first block of the prompt, replica) among those that are not
+                 overfull (Thaler and Ravishankar 1998; bounded loads: Mirrokni, Thorup and
+                 Zadimoghaddam 2018)
+  longest-hit    the one that was sent the longest part of the prompt before, among those that are
+                 not overfull
 
-The last two keep requests with one prefix together, where its blocks are cached. A replica is overfull with more than `BALANCE`
-times the mean of open requests, and one. A request without a shared prefix goes to the least loaded.
+The last two keep requests with one prefix together, where its blocks are cached. A replica is
+overfull with more than `BALANCE` times the mean of open requests, plus one. A request without a
+shared prefix goes to the least loaded replica.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from typing import Literal, TypeAlias
 
 RouterName: TypeAlias = Literal["round-robin", "least-loaded", "rendezvous", "longest-hit"]
 Router: TypeAlias = Callable[[Sequence[int], Sequence[int]], int]
-"""(the numbers of the prompt's first blocks, open requests of each replica) → the replica's number."""
+"""(the numbers of the prompt's first blocks, open requests of each replica) → the replica's
+number."""
 
 BALANCE = 1.25
 
 
 def make_router(name: RouterName, num_replicas: int, num_blocks: int) -> Router:
-    """`num_blocks`: prefix blocks that a replica's cache holds about."""
+    """Makes a router. `num_blocks` is the approximate number of prefix blocks that a replica's
+    cache holds."""
     if name == "round-robin":
         turn = count()
         return lambda prefix, num_open: next(turn) % num_replicas
@@ -57,7 +62,10 @@ def rendezvous(prefix: Sequence[int], num_open: Sequence[int]) -> int:
 
 
 class LongestHit:
-    """Knows of each replica the prefixes that it was sent, the latest `num_blocks` blocks of them."""
+    """Routes to the replica with the longest cached prefix.
+
+    It remembers the prefixes sent to each replica, the latest `num_blocks` blocks of them.
+    """
 
     def __init__(self, num_replicas: int, num_blocks: int) -> None:
         self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
@@ -70,7 +78,7 @@ class LongestHit:
             keys.append(key)
         chosen = max(not_overfull(num_open), key=lambda i: (self._hit(i, keys), -num_open[i]))
         sent = self._sent[chosen]
-        for key in reversed(keys):  # the first block is used last, and so kept the longest
+        for key in reversed(keys):  # the first block is touched last, so it is kept the longest
             sent[key] = None
             sent.move_to_end(key)
         while len(sent) > self._num_blocks:

@@ -1,15 +1,23 @@
-"""An engine, or several behind a router, on a virtual clock: the engine's own scheduler, block pool and prefix cache plan the
-steps, and a table says what each takes.
+"""Simulates an engine, or several with a router, on a virtual clock.
 
-The loop is `EngineCore`'s (`engine/engine_core.py`):
+The engine's own scheduler, block pool and prefix cache plan the steps, and a table says how long
+each takes. The loop is `EngineCore`'s (`engine/engine_core.py`):
 
-1. Take what has arrived, plan a step, launch it.
-2. A GPU has up to two steps in flight; a CPU computes a step as it is launched, but for steps of a few decodes.
-3. When enough are in flight, wait for the oldest, and take its tokens.
+1. Take the arrived requests, plan a step, launch it.
+2. A GPU has up to two steps in flight. A CPU computes a step at its launch, except for steps of a
+   few decodes.
+3. When enough steps are in flight, wait for the oldest and take its tokens.
 
+<<<<<<< HEAD:src/slipstream/simulate/simulator.py
 The host's own work goes on meanwhile where steps overlap, and is added where they don't. What a client sees is a front end's
 time later. Answers have exactly the tokens that the workload says. How many drafts are right is drawn (`simulate/drafts.py`);
 the engine's own code chooses how many are verified. Everything is in seconds from the start.
+=======
+The host's own work overlaps with steps where steps overlap, and is added where they don't. A client
+sees a token one front end delay later. Answers have exactly the number of tokens that the workload
+says. The number of correct drafts is drawn at random (`simulate/drafts.py`); the engine's own code
+chooses how many to verify. All times are in seconds from the start.
+>>>>>>> prose2:src/slipstream/simulate/simulator.py
 """
 
 from __future__ import annotations
@@ -45,28 +53,33 @@ from slipstream.spec.cache import blocks_of_sequence
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, TokenOutput
 
 LABEL_EVERY = 64
-"""Of this many steps one is checked for how well its time is known."""
+"""Interval, in steps, at which the label of a step's time is sampled."""
 
 LABEL_SHARE = 0.02
-"""A label counts where so large a share of the steps has it."""
+"""Minimum share of the sampled steps for a label to count."""
 
 
 MANY_BLOCKS = 2**17
-"""Caches of more are simulated with as many as the requests can hold."""
+"""Number of blocks above which a cache is simulated with only as many as the requests can hold."""
 
 APART_S = 0.0002
-"""The users of a closed loop begin so far from each other, as a front end takes one request after the other (0.03 to 0.3 ms
-each, benchmarks/results/serving_cost.json). So the first step has few of them, and all the answers don't end at once."""
+"""Seconds between the starts of a closed loop's users.
+
+A front end takes requests one after another (0.03 to 0.3 ms each,
+benchmarks/results/serving_cost.json). So the first step has few of them, and the answers don't all
+end at once.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEngine:
-    """What the simulator has to know of an engine.
+    """Settings and costs that the simulator needs of an engine.
 
-    `run_ahead`: the most sequences of a step of decodes that runs while the host goes on; None: every step does (GPU). `padded`
-    gives the (decodes, prompt tokens) that a step of so many decodes, prompt tokens and prompts computes, where graphs have
-    fixed sizes. The operators of a step that no graph holds are launched one by one. `drafts`: how many are right, and what
-    they cost; None: there are none.
+    `run_ahead` is the maximum number of sequences of a decode step that runs while the host goes
+    on; None: every step does (GPU). `padded` maps (decodes, prompt tokens, prompts) to the
+    (decodes, prompt tokens) that the step's graph computes. The operators of a step without a graph
+    are launched one by one. `drafts` has the acceptance and cost of drafts; None without
+    speculation.
     """
 
     scheduling: SchedulingConfig
@@ -81,10 +94,13 @@ class SimulatedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What came of it. `busy` is the share of the time in which a device computes; `seconds` is the
-    processor's time that the simulation took.
-    `mean_decodes` and `mean_prompt_tokens` are of a step; `max_waiting` the longest queue; `tokens_per_verification` the mean
-    of sequences whose drafts were verified, None if none were."""
+    """The result of a simulation.
+
+    `busy` is the share of time in which a device computes. `seconds` is the CPU time that the
+    simulation took. `mean_decodes` and `mean_prompt_tokens` are per step. `max_waiting` is the
+    longest queue. `tokens_per_verification` is the mean per sequence with verified drafts, or None
+    if there were none.
+    """
 
     summary: Summary
     label: Label
@@ -103,31 +119,31 @@ class Simulation:
 
     @property
     def speed(self) -> float:
-        """Simulated seconds for each second."""
+        """Simulated seconds per second of CPU time."""
         return self.summary.wall_s / self.seconds if self.seconds else float("inf")
 
 
 class _InFlight(NamedTuple):
     plan: StepPlan
     end: float
-    is_done: bool  # the launch computed it
-    num_tokens: int  # that it gives
+    is_done: bool  # computed at the launch
+    num_tokens: int  # sampled tokens
 
 
 class _Progress:
-    """Of a request that is not answered yet."""
+    """State of an unanswered request."""
 
     __slots__ = ("cached", "first", "first_step", "index", "sent", "worst")
 
     def __init__(self, index: int, sent: float) -> None:
         self.index, self.sent = index, sent
-        self.first = self.worst = 0.0  # when its first token came; the longest gap by preemption
+        self.first = self.worst = 0.0  # time of its first token; the longest gap by preemption
         self.first_step = -1
         self.cached = 0
 
 
 class Replica:
-    """One engine. `now` is its host's clock."""
+    """One simulated engine. `now` is its host's clock."""
 
     def __init__(
         self,
@@ -163,10 +179,10 @@ class Replica:
         self._open: dict[str, _Progress] = {}
         self._preempted: dict[
             str, tuple[int, float]
-        ] = {}  # the step without it, and when it had its last token
+        ] = {}  # (first step without it, time of its last token)
         self.records: dict[int, RequestRecord] = {}
-        self.ends: list[float] = []  # of the steps
-        self.gaps: list[float] = []  # from the end of the step before to each
+        self.ends: list[float] = []  # of each step
+        self.gaps: list[float] = []  # from the previous step's end to each
         self.deliveries: list[tuple[float, float]] = []
         self.weighted_gaps: list[tuple[float, int]] = []
         self.worst_gaps: list[float] = []
@@ -183,12 +199,12 @@ class Replica:
         return len(self._open)
 
     def add(self, index: int, at: float) -> None:
-        """Request `index` of the traffic comes at a time not before those added already."""
+        """Adds request `index` of the traffic. `at` is not before the arrivals added already."""
         self.now = max(self.now, at) if not self.can_step else self.now
         r = self.traffic[index]
         prompt = r._replace(
             input_tokens=min(r.input_tokens, self.engine.max_model_len + 1)
-        )  # more is refused all the same
+        )  # a longer one is refused all the same
         try:
             self.scheduler.add(
                 EngineRequest(
@@ -212,7 +228,7 @@ class Replica:
             self.max_waiting = max(self.max_waiting, self.scheduler.num_waiting)
 
     def step(self) -> None:
-        """As `EngineCore._step`."""
+        """Runs one iteration of the loop, as `EngineCore._step` does."""
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         limit = 0 if plan is None else self._max_in_flight(plan)
         if plan is not None and len(self._in_flight) >= limit:
@@ -221,7 +237,7 @@ class Replica:
             self._launch(plan)
         elif not self._in_flight and self._planned is None:
             raise ConfigError(
-                "the simulated scheduler stands still; please report this with the settings used"
+                "the simulated scheduler makes no progress; please report this with the settings used"
             )
         waits = plan is None or len(self._in_flight) >= limit
         while self._in_flight and (waits or self._in_flight[0].is_done):
@@ -240,7 +256,9 @@ class Replica:
         engine, cost = self.engine, self.engine.cost
         padded, in_graph = shape, None
         if engine.padded is not None:
-            if shape.num_drafts:  # beside prompts, sequences with drafts are a graph's prompts, too
+            if (
+                shape.num_drafts
+            ):  # with prompts in the step, the graph treats sequences with drafts as prompts
                 alone = sum(s.num_tokens == 1 for s in plan.scheduled)
                 others = len(plan.scheduled) - alone
                 in_graph = engine.padded(
@@ -276,7 +294,7 @@ class Replica:
         begin = max(self.now, self.device_free)
         self.device_free = max(begin + seconds, self.now + launch_s)
         if engine.run_ahead is not None:
-            self.now = begin if ahead else self.device_free  # a CPU's host takes part
+            self.now = begin if ahead else self.device_free  # a CPU's host computes too
         self.now += host + launch_s
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
@@ -303,7 +321,7 @@ class Replica:
         return StepShape(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled, drafts)
 
     def _finish(self, step: _InFlight) -> None:
-        """Take a step's tokens."""
+        """Takes a step's tokens and records their times."""
         now = self.now = max(self.now, step.end)
         number = len(self.ends)
         gap = now - self.ends[-1] if self.ends else 0.0
@@ -345,7 +363,7 @@ class Replica:
             self.deliveries.append((now, float(num_tokens)))
 
     def _result(self, step: _InFlight) -> StepResult:
-        """As many tokens as the step gives. Of drafts those count that are right."""
+        """Returns as many tokens as the step samples. Only correct drafts count."""
         if not self._exact:
             return StepResult(step.plan.step_id)
         counts = None
@@ -362,7 +380,8 @@ class Replica:
         return StepResult(step.plan.step_id, [ANY_TOKEN] * num_tokens, counts)
 
     def _note_preempted(self, plan: StepPlan) -> None:
-        """Those that `plan` drops and that are not answered; their last token is that of the last step before."""
+        """Notes the unanswered requests that `plan` preempts. Their last token is that of the step
+        before."""
         for request_id in plan.released:
             request = self._open.get(request_id)
             if request is not None and request.first_step >= 0:
@@ -392,7 +411,7 @@ _NEVER = (1 << 62, 0.0)
 
 
 def _tokens(index: int, request: TrafficRequest) -> tuple[int, ...]:
-    """Tokens that no other request's begin with, but behind the prefix."""
+    """Returns prompt tokens that no other request begins with, after the shared prefix."""
     shared = list(
         itertools.chain.from_iterable(
             (number & 0x3FFFFFFF,) * PREFIX_TOKENS for number in request.prefix
@@ -411,8 +430,16 @@ def simulate(
     objectives: dict[str, float] | None = None,
     exact: bool = False,
 ) -> Simulation:
+<<<<<<< HEAD:src/slipstream/simulate/simulator.py
     """`router`: one of those in `simulate/routing.py`. `exact`: plan every step by the `Scheduler` itself, which tells the same
     at a tenth of the speed; drafts and an objective for the time between tokens need it."""
+=======
+    """Simulates the traffic on `num_replicas` replicas. `router` is one of `simulate/routing.py`.
+
+    `exact` plans every step with the `Scheduler` itself. It gives the same result at a tenth of the
+    speed. Drafts and an objective for the time between tokens need it.
+    """
+>>>>>>> prose2:src/slipstream/simulate/simulator.py
     begin = time.process_time()
     requests = traffic.requests
     users = traffic.users
@@ -429,7 +456,7 @@ def simulate(
 
     if (
         not traffic.shares_prefixes
-    ):  # nothing can be found in the cache, and all its blocks are as good as free
+    ):  # nothing can be found in the cache, so all its blocks are as good as free
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)
@@ -447,7 +474,8 @@ def simulate(
 
 
 def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest]) -> SimulatedEngine:
-    """With no more blocks than all the requests could hold at once, where there are very many: each takes memory and time."""
+    """Caps a very large number of blocks at what all requests could hold at once, since each block
+    takes memory and time."""
     if engine.num_blocks <= MANY_BLOCKS:
         return engine
     groups, size, step = (
@@ -465,7 +493,8 @@ def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest])
 
 
 def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Router) -> None:
-    """The replica whose clock is behind goes on, unless a request comes before that."""
+    """Runs the replicas in time order: the one with the earliest clock steps, unless a request
+    arrives before that."""
     only = replicas[0] if len(replicas) == 1 else None
     while True:
         if only is not None:
@@ -489,7 +518,8 @@ def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """It would look through all requests again and again, and there are no cycles among them."""
+    """Disables garbage collection, which would scan all requests again and again. There are no
+    cycles among them."""
     was_on = gc.isenabled()
     gc.disable()
     try:

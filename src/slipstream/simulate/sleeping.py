@@ -1,9 +1,11 @@
-"""The scheduler of a simulation: it plans the same steps, and spends nothing on a decode that only needs its next token.
+"""The scheduler of a simulation. It plans the same steps, and spends no time on a decode that only
+needs its next token.
 
-Nearly all that a scheduler handles are decodes to which a step does nothing but add a token. Here such a request *sleeps* until
-it needs a block or has all its tokens: it is looked at once in `block_size` steps. What it has follows from the number of steps
-since it fell asleep, and is put down when it wakes (`_wake`).
+Nearly all requests in a step are decodes that only get one more token. Here such a request *sleeps*
+until it needs a block or has all its tokens, so it is visited once in `block_size` steps. Its state
+follows from the number of steps since it fell asleep, and is written down when it wakes (`_wake`).
 
+<<<<<<< HEAD:src/slipstream/simulate/sleeping.py
 1. Everything that decides is the `Scheduler`'s own code: admission, blocks, prefix cache, budget, preemption.
 2. `schedule()` gives a plan of those that are awake. `num_asleep` others are in the step too, and look at `asleep_context`
    tokens.
@@ -13,6 +15,20 @@ since it fell asleep, and is put down when it wakes (`_wake`).
 4. Steps hold the same requests, tokens and cached prefixes as the `Scheduler`'s, with at most two in flight
    (tests/simulate/test_sleeping.py). That is so for answers that end by their length, which is what a simulation knows, without
    drafts, forks, deadlines and an objective for the time between tokens. `Scheduler` itself can simulate those.
+=======
+1. All decisions are the `Scheduler`'s own code: admission, blocks, prefix cache, budget,
+   preemption.
+2. `schedule()` returns a plan of the awake requests. The step also has `num_asleep` others, which
+   attend to `asleep_context` tokens.
+3. A request that needs a block takes it asleep if there are blocks for everyone. Without a prefix
+   cache and windows all blocks are alike, so they are only counted (`BlockCount`). Sleepers that
+   need one in the same step form a group, by that step's number modulo `block_size`, and the group
+   takes its blocks at once.
+4. Steps hold the same requests, tokens and cached prefixes as the `Scheduler`'s, with at most two
+   in flight (tests/plan/test_sleeping.py). That holds for answers that end by their length, which
+   is what a simulation knows, without drafts, forks, deadlines and an objective for the time
+   between tokens. `Scheduler` itself can simulate those.
+>>>>>>> prose2:src/slipstream/simulate/sleeping.py
 """
 
 from __future__ import annotations
@@ -32,14 +48,17 @@ from slipstream.errors import ConfigError
 from slipstream.types import EngineRequest, StepOutput, StepPlan, StepResult
 
 ANY_TOKEN = 7
-"""Stands for every token that is sampled."""
+"""Placeholder for every sampled token."""
 
 _order = attrgetter("order")
 
 
 class Sleep(NamedTuple):
-    """In steps (since, last] a request only gets its next token. It had `computed` tokens before. Where blocks are counted it
-    takes one in step `due`, and in each `block_size` steps from there; 0: it needs none."""
+    """A sleep during steps (since, last], in which a request only gets its next token.
+
+    It had `computed` tokens before. Where blocks are counted, it takes one in step `due` and in
+    every `block_size`-th step after that. 0: it needs none.
+    """
 
     since: int
     computed: int
@@ -48,7 +67,8 @@ class Sleep(NamedTuple):
 
 
 class BlockCount(BlockPool):
-    """Blocks without a prefix cache, which are never shared: all are block 1, and their number is what counts."""
+    """A pool without a prefix cache, which only counts. Blocks are never shared, so all of them are
+    block 1."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
@@ -74,9 +94,9 @@ class SleepingScheduler(Scheduler):
                 "drafts and target_itl_ms are simulated by the Scheduler itself",
                 field="speculative_config",
             )
-        self.num_asleep = 0  # in the step planned last
+        self.num_asleep = 0  # in the latest planned step
         self.asleep_context = 0
-        self._next_asleep = self._next_context = 0  # the same of the step to be planned
+        self._next_asleep = self._next_context = 0  # the same for the next step
         self._asleep: dict[Request, Sleep] = {}
         self._due: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
             list
@@ -84,8 +104,8 @@ class SleepingScheduler(Scheduler):
         self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
             list
         )  # by the step with their last token
-        self._awake: list[Request] = []  # of the running ones
-        self._in_decodes = False  # sleepers behind the request at hand are not in the step yet
+        self._awake: list[Request] = []  # the running ones among them
+        self._in_decodes = False  # sleepers after the current request are not in the step yet
         self._counts = not self.cache.enable_prefix_caching and not self.kv.windows
         if self._counts:
             self.kv.pool = BlockCount(self.pool.num_blocks)
@@ -108,7 +128,7 @@ class SleepingScheduler(Scheduler):
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         awake = [r for r in self._awake if r.status is Status.RUNNING] + self._take_due(this)
         awake.sort(key=_order)
-        unfinished: list[Request] = []  # prompts under way
+        unfinished: list[Request] = []  # prompts in progress
         for request in awake:
             if request.status is not Status.RUNNING:  # preempted meanwhile
                 continue
@@ -121,7 +141,7 @@ class SleepingScheduler(Scheduler):
         self._in_decodes = False
         step.budget -= self._next_asleep
         num_decodes = self._next_asleep + len(step.scheduled)
-        if self._next_asleep:  # one of them stands for all
+        if self._next_asleep:  # one sleeper stands for all
             step.scheduled.add(next(r for r, sleep in self._asleep.items() if sleep.last >= this))
         if step.scheduled:
             self._bound_prompts(step, num_decodes, unfinished)
@@ -146,7 +166,7 @@ class SleepingScheduler(Scheduler):
         return plan
 
     def _schedule_sleepers(self, this: int) -> StepPlan:
-        """A step in which no request is awake."""
+        """Plans a step in which no request is awake."""
         self.num_asleep, self.asleep_context = self._next_asleep, self._next_context
         self.in_flight.last_id = this
         self.in_flight.by_id[this] = NOTHING
@@ -154,31 +174,29 @@ class SleepingScheduler(Scheduler):
         return StepPlan(this, ())
 
     def update(self, plan: StepPlan, result: StepResult | None = None) -> list[StepOutput]:
-        """Every request that sampled gets a token. `result` is not looked at."""
+        """Gives every request that sampled one token. `result` is ignored."""
         last, caching = self._last, self.cache.enable_prefix_caching
         nobody = (
             not plan.scheduled
             and plan.step_id not in last
             and not (caching and plan.step_id + 1 in last)
         )
-        if (
-            nobody and not self.in_flight.by_id[plan.step_id].requests
-        ):  # nor was anybody woken since
+        if nobody and not self.in_flight.by_id[plan.step_id].requests:  # and nobody was woken since
             del self.in_flight.by_id[plan.step_id]
             return []
         self._wake_last(plan.step_id)
         requests = self.in_flight.by_id.get(plan.step_id, NOTHING).requests
         outputs = super().update(plan, StepResult(plan.step_id, [ANY_TOKEN] * len(requests)))
         if caching and plan.step_id + 1 in self.in_flight.by_id:
-            # All tokens but the last are known now, and the blocks that they fill are offered.
+            # All tokens but the last are known now, so the blocks that they fill can be registered.
             for request in self._wake_last(plan.step_id + 1):
                 self.kv.register(request, self.in_flight.last_id)
         return outputs
 
-    # --- Sleep --------------------------------------------------------------------------------------------------------
+    # --- Sleep ---
 
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
-        """From the step after `since` on. It has `computed` tokens by then."""
+        """Puts the request to sleep after step `since`, with `computed` tokens by then."""
         last = since + request.decodes_until - computed
         sleep = Sleep(since, computed, last)
         if self._counts and request.decodes_until < request.end - 1:
@@ -194,7 +212,10 @@ class SleepingScheduler(Scheduler):
             self._due[sleep.last + 1].append((request, sleep))
 
     def _pass(self, this: int) -> None:
-        """Step `this` is planned: each that sleeps on looks at one more token in the next, and some sleep no further."""
+        """Advances the counts after step `this` is planned.
+
+        Each sleeper attends to one more token in the next step, and some sleepers wake.
+        """
         self._next_context += self._next_asleep
         for request, sleep in (*self._due.get(this + 1, ()), *self._last.get(this, ())):
             if self._asleep.get(request) is sleep:
@@ -204,8 +225,10 @@ class SleepingScheduler(Scheduler):
                     self._groups[sleep.due % self.kv.block_size].pop(request)
 
     def _take_for_group(self, this: int) -> bool:
-        """The blocks that sleepers need for step `this`. False, and nothing is taken, if there are not enough for those who are
-        awake besides."""
+        """Takes the blocks that the group needs for step `this`.
+
+        Returns False, and takes nothing, if there would not be enough for the awake requests too.
+        """
         num_own, group = len(self.kv.own), self._groups[this % self.kv.block_size]
         if group and (len(group) + len(self._awake)) * num_own > self.pool.num_free:
             return False
@@ -213,7 +236,7 @@ class SleepingScheduler(Scheduler):
         return True
 
     def _wake_group(self, this: int) -> list[Request]:
-        """Those who would need a block for step `this`."""
+        """Wakes the group that needs a block for step `this`."""
         found = list(self._groups[this % self.kv.block_size])
         for request in found:
             self._leave(this, self._asleep[request])
@@ -221,12 +244,15 @@ class SleepingScheduler(Scheduler):
         return found
 
     def _leave(self, this: int, sleep: Sleep) -> None:
-        """One that would have slept through step `this` does not."""
+        """Removes from the counts a request that would have slept through step `this`."""
         self._next_asleep -= 1
         self._next_context -= sleep.computed + this - sleep.since
 
     def _take_due(self, this: int) -> list[Request]:
-        """Requests that need a block for step `this`, awake; none if there are blocks for all, which they are given."""
+        """Wakes the requests that need a block for step `this`, and returns them.
+
+        If there are blocks for all, it gives them their blocks asleep and returns none.
+        """
         if self._counts:
             return [] if self._take_for_group(this) else self._wake_group(this)
         due = [
@@ -264,8 +290,11 @@ class SleepingScheduler(Scheduler):
         return []
 
     def _wake_last(self, step_id: int) -> list[Request]:
-        """Requests whose last token step `step_id` gives, awake and among those that sampled in it, in the Scheduler's order:
-        decodes as they run, then prompts."""
+        """Wakes the requests whose last token comes from step `step_id`.
+
+        It adds them to those that sampled in the step, in the Scheduler's order: decodes as they
+        run, then prompts.
+        """
         found = [
             request
             for request, sleep in self._last.pop(step_id, ())
@@ -283,12 +312,14 @@ class SleepingScheduler(Scheduler):
         return found
 
     def _wake(self, request: Request, this: int) -> None:
-        """Put down what it has after step `this`. Of steps in flight it is one of those that sampled."""
+        """Writes down the request's state after step `this`, and adds it to the steps in flight in
+        which it sampled."""
         sleep = self._asleep.pop(request)
         last = min(this, sleep.last)
         request.num_computed_tokens = sleep.computed + last - sleep.since
         if sleep.due:
-            # Nobody is preempted in a step whose group got its blocks: then there were some for all decodes.
+            # Nobody is preempted in a step whose group got its blocks: there were enough for all
+            # decodes.
             size = self.kv.block_size
             self._groups[sleep.due % size].pop(request, None)
             if last >= sleep.due:
@@ -312,8 +343,11 @@ class SleepingScheduler(Scheduler):
         super()._preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
-        """While decodes are scheduled, a sleeper behind the one at hand is not in the step yet; after that all are, but for
-        those that have all their tokens."""
+        """Returns the last running request that is not in the step yet, to be preempted.
+
+        While decodes are scheduled, sleepers after the current one are not in the step yet. After
+        that all are, except those that have all their tokens.
+        """
         this = self.in_flight.last_id + 1
         for request in reversed(self.requests.running):
             sleep = self._asleep.get(request)

@@ -1,13 +1,15 @@
-"""The requests of a simulation: lengths, shared prefixes, and when they come.
+"""The requests of a simulation: lengths, shared prefixes and arrival times.
 
-    sharegpt           the first turns of conversations (2,000 lengths are shipped)
-    fixed:IN/OUT       all alike
-    uniform:A-B/C-D    lengths between A and B tokens, answers between C and D
-    lengths:PATH       a file {"lengths": [[input, output], …]}
-    trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel et al. 2024) or Mooncake's
-                       JSON lines (timestamp, input_length, output_length, hash_ids; Qin et al. 2025)
+  sharegpt           the first turns of conversations (2,000 lengths are shipped)
+  fixed:IN/OUT       all alike
+  uniform:A-B/C-D    lengths between A and B tokens, answers between C and D
+  lengths:PATH       a file {"lengths": [[input, output], …]}
+  trace:PATH         recorded arrivals: Azure's CSV (TIMESTAMP,ContextTokens,GeneratedTokens; Patel
+                     et al. 2024) or Mooncake's JSON lines (timestamp, input_length, output_length,
+                     hash_ids; Qin et al. 2025)
 
-Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS` for each number.
+Two prompts that begin with the same `prefix` numbers begin with the same tokens, `PREFIX_TOKENS`
+for each number.
 """
 
 from __future__ import annotations
@@ -27,22 +29,20 @@ from slipstream.errors import ConfigError
 from slipstream.files import parse_json
 
 PREFIX_TOKENS = 512
-"""Tokens of a hashed block of Mooncake's traces."""
+"""Tokens of a hashed block in Mooncake's traces."""
 
 SHAREGPT = Path(__file__).parent / "data" / "sharegpt-lengths.json"
 
 
 class TrafficRequest(NamedTuple):
-    arrival: (
-        float  # seconds from the start; those of a closed loop are sent when their user is free
-    )
+    arrival: float  # seconds from the start; a closed loop sends a request when its user is free
     input_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
 
 
 def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
-    """(input tokens, output tokens) of a request."""
+    """Returns the mean (input tokens, output tokens) of a request."""
     count = len(requests)
     return sum(r.input_tokens for r in requests) / count, sum(
         r.output_tokens for r in requests
@@ -51,7 +51,11 @@ def mean_lengths(requests: Sequence[TrafficRequest]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """`users`: of a closed loop, each of whom sends the next request when the last is answered; None: requests come in time."""
+    """Requests under a load.
+
+    `users` is the number of users of a closed loop, each of whom sends the next request when the
+    last is answered. None: requests come at their arrival times.
+    """
 
     name: str
     requests: tuple[TrafficRequest, ...]
@@ -59,7 +63,7 @@ class Traffic:
 
     @property
     def rate(self) -> float | None:
-        """Requests a second, on average; None of a closed loop, and of requests that all come at once."""
+        """Mean requests per second. None for a closed loop, and if all requests come at once."""
         span = self.requests[-1].arrival - self.requests[0].arrival
         return None if self.users is not None or span <= 0 else (len(self.requests) - 1) / span
 
@@ -70,7 +74,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests without a load. `recorded`: their arrivals are a trace's."""
+    """Requests without a load. `recorded` means that their arrivals come from a trace."""
 
     name: str
     requests: tuple[TrafficRequest, ...]
@@ -81,21 +85,23 @@ class Workload:
         return mean_lengths(self.requests)
 
     def take(self, count: int) -> Iterator[TrafficRequest]:
-        """`count` requests, from the beginning again when they are used up. The arrivals of a trace go on."""
+        """Yields `count` requests, starting again when they are used up. The arrivals of a trace
+        continue."""
         last = self.requests[-1].arrival
         lap = last + (last / max(1, len(self.requests) - 1))
         for i, request in zip(range(count), itertools.cycle(self.requests), strict=False):
             yield request._replace(arrival=request.arrival + lap * (i // len(self.requests)))
 
     def traffic(self, arrivals: Arrivals | None, count: int, *, seed: int = 0) -> Traffic:
-        """`count` requests under a load. None: as the trace recorded them."""
+        """Returns `count` requests under a load. With None, requests come as the trace recorded
+        them. ConfigError if there is no trace."""
         requests = list(self.take(count))
         if isinstance(arrivals, ClosedLoop):
             return Traffic(name=self.name, requests=tuple(requests), users=arrivals.concurrency)
         if arrivals is None:
             if not self.recorded:
                 raise ConfigError(
-                    f"the workload {self.name} says nothing of when requests come; give --rate or --concurrency",
+                    f"the workload {self.name} has no arrival times; give --rate or --concurrency",
                     field="rate",
                 )
             return Traffic(name=self.name, requests=tuple(requests))
@@ -104,13 +110,17 @@ class Workload:
         return Traffic(name=self.name, requests=tuple(moved))
 
     def at_rate(self, rate: float, count: int, *, seed: int = 0) -> Traffic:
-        """`rate` requests a second on average: a trace's own gaps, stretched alike, or else independent users'."""
+        """Returns `count` requests at `rate` per second on average.
+
+        A trace keeps its own gaps, stretched evenly. Others get Poisson arrivals of independent
+        users.
+        """
         if not self.recorded:
             return self.traffic(Poisson(rate=rate), count, seed=seed)
         own = self.traffic(None, count)
         if own.rate is None:
             raise ConfigError(
-                f"all requests of {self.name} come at once, so no --rate can be made of them",
+                f"all requests of {self.name} arrive at once, so they can't be scaled to --rate",
                 field="rate",
             )
         scale = own.rate / rate
@@ -121,7 +131,7 @@ class Workload:
 
 
 def parse_workload(text: str, *, seed: int = 0) -> Workload:
-    """`sharegpt`, `fixed:IN/OUT`, `uniform:A-B/C-D`, `lengths:PATH` or `trace:PATH`."""
+    """Parses `sharegpt`, `fixed:IN/OUT`, `uniform:A-B/C-D`, `lengths:PATH` or `trace:PATH`."""
     kind, _, value = text.partition(":")
     if kind == "sharegpt" and not value:
         return of_lengths("sharegpt", read_lengths(SHAREGPT))
@@ -157,7 +167,7 @@ def of_lengths(name: str, lengths: Sequence[tuple[int, int]]) -> Workload:
 
 
 def read_trace(path: Path) -> Workload:
-    """ConfigError names the line that is wrong."""
+    """Reads a trace file. ConfigError names the line that is wrong."""
     found: list[TrafficRequest] = []
     is_csv = path.suffix == ".csv"
     try:
@@ -189,7 +199,7 @@ def read_trace(path: Path) -> Workload:
 
 def _of_azure(row: dict[str, str]) -> TrafficRequest:
     stamp = row["TIMESTAMP"].strip()
-    whole, _, fraction = stamp.partition(".")  # with seven digits, one more than datetime reads
+    whole, _, fraction = stamp.partition(".")  # its seven digits are one more than datetime reads
     time = datetime.fromisoformat(whole).timestamp() + float(f"0.{fraction or 0}")
     return _checked(TrafficRequest(time, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
 
