@@ -37,8 +37,9 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
         self._cached: dict[bytes, int] = {}
         self.changes: dict[bytes, bool] | None = None
-        """Keys cached (True) or forgotten (False) since the listener last emptied it. None without
-        `listen`.
+        """Keys cached (True) or forgotten (False) since the listener last emptied it.
+
+        None without `listen`.
         """
         # Doubly linked list of the free blocks. The extra last element is a sentinel: it precedes
         # the head and follows the tail.
@@ -54,8 +55,9 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, with one holder each. Their cached contents are forgotten. At
-        least `count` blocks must be free.
+        """Take `count` free blocks, with one holder each.
+
+        Their cached contents are forgotten. At least `count` blocks must be free.
         """
         assert count <= self.num_free, "allocate() beyond num_free"
         taken, following, end = [], self._next, self._end

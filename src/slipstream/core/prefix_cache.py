@@ -1,5 +1,4 @@
-"""Prefix cache keys: a chain of hashes over full blocks, and the search for the longest cached
-prefix.
+"""Prefix cache keys (a chain of hashes over full blocks) and the longest cached prefix.
 
 A block's key covers every token from the start of the sequence to the end of the block, the salts,
 and the cache group of the block. Blocks with equal keys have equal contents, because the hash is
