@@ -69,8 +69,8 @@ class GreedyEnds:
     def run(self, count: int, room: int) -> Tensor | None:
         """Draw and write `count` tokens after the replay of a step's graph.
 
-        The graph has room for `room` tokens. The end is captured now if one of this size fits and is missing. Returns the tokens, int64
-        [N]; None if no end fits.
+        The graph has room for `room` tokens. If no captured end fits, one is captured now. Returns
+        the tokens, int64 [N]; None if no end fits.
         """
         fits = range(count, room + 1)
         size = min((n for n in self._captured if n in fits), default=None)
