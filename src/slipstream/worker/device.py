@@ -1,5 +1,7 @@
-"""Finds the device, once at the start, in the process that will use it. On a CPU the first start measures what is fastest
-(`cpu_choice.py`)."""
+"""Finds the device, once at the start, in the process that will use it.
+
+On a CPU the first start measures which settings are fastest (`cpu_choice.py`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ def detect(
     num_ranks: int = 1,
     measuring: Callable[[], None] = lambda: None,
 ) -> DeviceInfo:
-    """The device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N; of several ranks, one's. `folder` keeps the
-    measurements of this machine's CPU; `measuring` is called if they are made now. `num_threads` is the user's choice; None:
-    the fastest. ConfigError: there is no such device, not one for each rank, or fewer cores than threads."""
+    """Describe the device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N.
+
+    With several ranks, it is the device of `rank`. `folder` stores the measurements of this
+    machine's CPU, and `measuring` is called if they are made now. `num_threads` is the user's
+    choice; None means the fastest. ConfigError if there is no such device, not one for each rank,
+    or fewer cores than threads.
+    """
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(
@@ -33,12 +39,13 @@ def detect(
     if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
         return _cpu(folder, num_threads, measuring)
     try:
+        # torch is not needed before
         from slipstream.platform import (
             gpu_platform,
             has_gpu,
             hash_triton,
             num_gpus,
-        )  # torch is not needed before
+        )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -76,7 +83,8 @@ def detect(
         gpu = gpu_platform(ordinal)
         hash_triton()
         if gpu.held():
-            gc.collect()  # an engine of this process that is no longer used is no reason to refuse another
+            # an engine of this process that is no longer used is no reason to refuse another
+            gc.collect()
             gpu.release_unused()
         free, total = gpu.memory()
         return DeviceInfo(
