@@ -274,9 +274,8 @@ class KVCacheManager:
             while same < both and own[same] == theirs[same]:
                 same += 1
             stop = None
-            if (
-                len(own) == len(theirs) == written + 1
-            ):  # both have written to their last blocks, so each holds its own alone
+            if len(own) == len(theirs) == written + 1:
+                # both have written to their last blocks, so each holds its own alone
                 assert self.pool.is_writable(own[written])
                 self._copy(theirs[written], own[written])
                 stop = written
@@ -308,9 +307,8 @@ class KVCacheManager:
             block = None
             if request is not None and self.full is not None and self.cross is None:
                 whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if (
-                    whole * self.block_size >= LEAST_SHARED
-                ):  # equal last blocks mean that all blocks before them are equal, too
+                if whole * self.block_size >= LEAST_SHARED:
+                    # equal last blocks mean that all blocks before them are equal, too
                     block = whole, request.blocks[self.full][whole - 1]
             if block != last or block is None:
                 if last is not None and i - first > 1:

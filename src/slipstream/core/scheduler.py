@@ -564,9 +564,8 @@ class Scheduler:
                 ([], request.num_computed_tokens) if holds else self._deal(step, request)
             )
             kv = request.kv
-            if (
-                kv.num_running >= scheduling.seqs_of_rank
-            ):  # mostly a fork or a beam; others get another rank
+            if kv.num_running >= scheduling.seqs_of_rank:
+                # mostly a fork or a beam; others get another rank
                 if not self._pass_by(request, passed):
                     return
                 continue

@@ -458,9 +458,8 @@ class Tiers:
             BLIND_PATIENCE_S if computing is None else max(LEAST_PATIENCE_S, PATIENCE * computing)
         )
         self._pool.hold(held)
-        if (
-            probe := self._arrived.pop(request, None)
-        ) is not None:  # its blocks are among the held ones
+        if (probe := self._arrived.pop(request, None)) is not None:
+            # its blocks are among the held ones
             self._pool.release(probe.held)
         load = TierLoad(request, list(held), now, patience, self._era)
         self._loads.append(load)

@@ -51,9 +51,8 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
     speculation = config.speculation
     if speculation is None or speculation.num_speculative_tokens is not None:
         return []
-    if (
-        not (spec.has_first and spec.has_last) or spec.encoder is not None
-    ):  # a pipeline's stage has no result
+    if not (spec.has_first and spec.has_last) or spec.encoder is not None:
+        # a pipeline's stage has no result
         return []
     found, most = [], min(config.max_num_sampled, config.scheduling.max_num_batched_tokens)
     for num_seqs in _counts(config.scheduling.max_num_seqs):
@@ -102,9 +101,8 @@ class _Run:
             in_flight.append(runner.launch(plan))
             if i == 0:
                 assert runner.rows is not None
-                for row in (
-                    runner.rows.rows.values()
-                ):  # the drafter need not see tokens that were never computed
+                for row in runner.rows.rows.values():
+                    # the drafter need not see tokens that were never computed
                     row.num_drafted = self.context
             while len(in_flight) >= (1 if self.drafts else runner.max_in_flight(plan)):
                 ends.append(self._end(in_flight.popleft()))

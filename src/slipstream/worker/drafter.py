@@ -133,9 +133,8 @@ class Drafter(ABC):
 
         Returns these requests.
         """
-        for s in (
-            plan.scheduled
-        ):  # forget the wrong drafts of the previous step, even if this step wants none
+        for s in plan.scheduled:
+            # forget the wrong drafts of the previous step, even if this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
             if FROM_MODEL not in s.drafts:
@@ -245,9 +244,8 @@ class Chain(Drafter):
         for s in self.graphs.run_ahead(drafting):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
-        if drafting or all(
-            s.num_tokens > 1 for s in plan.scheduled
-        ):  # next to decodes without drafts, prompts get none either
+        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):
+            # next to decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
     def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:

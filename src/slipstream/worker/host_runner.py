@@ -167,9 +167,8 @@ class HostRunner:
             self._argmax = Argmax(self.ops.pool, description.spec.vocab_size)
         self.kv_scales: list[tuple[Array, Array]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if (
-                self.model.cache_scales is not None
-            ):  # `resolve` has checked that they are for this type
+            if self.model.cache_scales is not None:
+                # `resolve` has checked that they are for this type
                 self.kv_scales = self.model.cache_scales.layers()
             else:
                 with self._phase("calibrate"):

@@ -128,9 +128,8 @@ class ModelRunner:
                 weights_bytes=config.model.weights_bytes,
                 host_experts=config.model.host_experts,
             )
-            if (
-                self.model.decoder.stream is not None
-            ):  # copying layers takes longer than the launches that a graph would save
+            if self.model.decoder.stream is not None:
+                # copying layers takes longer than the launches that a graph would save
                 self.config = config = dataclasses.replace(
                     config, device=dataclasses.replace(config.device, enforce_eager=True)
                 )
@@ -159,9 +158,8 @@ class ModelRunner:
             self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if (
-                self.model.cache_scales is not None
-            ):  # `resolve` has checked that they are for this type
+            if self.model.cache_scales is not None:
+                # `resolve` has checked that they are for this type
                 held = self.model.spec.local_layers
                 own = self.model.cache_scales.layers()[held.start : held.stop]
                 self.kv_scales = [
@@ -252,9 +250,8 @@ class ModelRunner:
                 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
             )
             with self._phase("warm-up"), self.without_copies():
-                if self.warms_up and not isinstance(
-                    self.texts, TextGraphs
-                ):  # text graphs have already run their largest and smallest steps
+                if self.warms_up and not isinstance(self.texts, TextGraphs):
+                    # text graphs have already run their largest and smallest steps
                     compile_kernels(self)
         return graph_bytes
 

@@ -39,15 +39,13 @@ def measure_activations(runner: ModelRunner) -> int:
     num_tokens, per_token = scheduling.max_num_batched_tokens, runner.forwards.token_bytes
     num_rows = few_rows = runner.config.max_num_sampled
     known, scale = 0, 1.0
-    if (
-        per_token is not None
-    ):  # a short step shows the rest, and leaves the process with less unused memory
+    if per_token is not None:
+        # a short step shows the rest, and leaves the process with less unused memory
         known = num_tokens * (per_token + (0 if runner.draft is None else runner.draft.token_bytes))
         num_tokens = min(num_tokens, PROBE_TOKENS)
         few_rows = min(num_rows, FEW_ROWS)
-    elif (
-        not runner.platform.is_asynchronous
-    ):  # otherwise a step of a million sequences would take all memory, and minutes
+    elif not runner.platform.is_asynchronous:
+        # otherwise a step of a million sequences would take all memory, and minutes
         whole = 0 if scheduling.enable_chunked_prefill else runner.config.model.max_model_len
         num_tokens = min(num_tokens, max(MOST_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
@@ -107,9 +105,8 @@ def compile_kernels(runner: ModelRunner) -> None:
 def compiled_steps(runner: ModelRunner) -> list[tuple[int, int]]:
     """(tokens, length of the prompts) of each step to compile."""
     steps = [(64, 64), (4, 1), (1, 1)]
-    if (
-        runner.has_latents
-    ):  # short and long prompts that begin at their first token have kernels of their own
+    if runner.has_latents:
+        # short and long prompts that begin at their first token have kernels of their own
         # activations were measured for no more tokens
         most = min(512, runner.config.scheduling.max_num_batched_tokens)
         steps += [(most, min(n, most, runner.config.model.max_model_len)) for n in (128, 512)]

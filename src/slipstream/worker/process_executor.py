@@ -410,9 +410,8 @@ class ProcessExecutor(Executor):
                     rank.link.send_bytes(encoded[rank.number % len(encoded)])
         except OSError:
             self._die()
-        except (
-            BaseException
-        ):  # Ctrl-C: some ranks may have the message and others not, and their sums would not match
+        except BaseException:
+            # Ctrl-C: some ranks may have the message and others not, and their sums would not match
             self._dead = EngineError(
                 "the ranks were interrupted while they were told a step; start the engine again"
             )
@@ -448,9 +447,8 @@ class ProcessExecutor(Executor):
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise self._dead
-        if self._mail.is_over or any(
-            process.returncode is not None for process in self._group.all
-        ):  # a thread waits for each process
+        if self._mail.is_over or any(process.returncode is not None for process in self._group.all):
+            # a thread waits for each process
             self._die()
 
     def _die(self) -> NoReturn:

@@ -41,9 +41,8 @@ class RequestOwners:
         """Split the next plan into the parts of the ranks."""
         ranks, of = range(self.num_ranks), self._rank_of
         released: list[list[str]] = [[] for _ in ranks]
-        for name in (
-            plan.released
-        ):  # before the new ones, because a request may return to another rank in the same step
+        for name in plan.released:
+            # before the new ones, because a request may return to another rank in the same step
             if (rank := of.pop(name, None)) is not None:  # None if `forget` was called since
                 released[rank].append(name)
         of.update((new.request_id, new.rank) for new in plan.new)

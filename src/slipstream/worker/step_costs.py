@@ -98,9 +98,8 @@ def grid(
         ):
             steps.append(Step(decodes=(256,) * n, prompts=((0, size),)))
     for n, tokens in itertools.product(counts[::2], VERIFIED):
-        if (
-            n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest
-        ):  # the sampler has room
+        if n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest:
+            # the sampler has room
             steps.append(Step(verified=((256, tokens),) * n))
     return steps
 
@@ -130,9 +129,8 @@ def measure_steps(
             field="model",
         )
     most = 1 + max(_num_blocks(step, config) for step in steps)
-    for (
-        layer
-    ) in executor.runner.kv:  # untouched memory is one shared page of zeros, which CPU caches hold
+    for layer in executor.runner.kv:
+        # untouched memory is one shared page of zeros, which CPU caches hold
         for held in (layer.k[:most], layer.v[:most]):
             _fill(held)
     timer = _Timer(executor, clock)
