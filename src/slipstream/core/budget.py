@@ -72,9 +72,7 @@ because a size that is never tried would never be measured.
 """
 
 FORGOTTEN = 8192
-"""Number of steps after which a measured size no longer counts: its graph may have been captured
-since.
-"""
+"""Steps after which a measured size no longer counts: its graph may have been captured since."""
 
 OUTLIER = 4.0
 """Maximum of a step's time, as a multiple of its prediction.
@@ -103,9 +101,7 @@ class Filter:
     """Kalman filter (a random walk) for the two coefficients of a time, which are never negative."""
 
     def __init__(self, deviations: Pair) -> None:
-        """`deviations`: standard deviations of the coefficients before the first measurement, in
-        seconds.
-        """
+        """`deviations`: initial standard deviations of the coefficients, in seconds."""
         self.coefficients = [0.0, 0.0]
         self._deviations = deviations
         self._variances = [deviations[0] ** 2, deviations[1] ** 2]

@@ -120,7 +120,7 @@ class TextScheduler:
             )
         if max_queue is not None and self.num_waiting + texts.num_texts > max_queue:
             raise EngineOverloadedError(
-                f"{self.num_waiting} texts are waiting already, and with {texts.num_texts} more they are more than max_queue; "
+                f"{self.num_waiting} texts are waiting already, and {texts.num_texts} more would exceed max_queue; "
                 "try again later"
             )
         longest = max(int32(spec.lengths), default=0)

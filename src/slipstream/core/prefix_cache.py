@@ -122,7 +122,7 @@ def usable_prefix(
 
 
 def _runs(found: Sequence[int | None]) -> list[int]:
-    """For each n from 0 on: the length of the run of cached blocks that ends with block n − 1."""
+    """Lengths of the runs of cached blocks that end with block n − 1, for each n from 0 on."""
     runs = [0]
     for block in found:
         runs.append(0 if block is None else runs[-1] + 1)

@@ -87,7 +87,7 @@ class Request:
         self.root_key = root_key
         self.token_ids = [*spec.prompt_token_ids, *spec.answer_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        # prompt tokens, and answer tokens of another engine where the answer began
+        # prompt tokens, and answer tokens that another engine has already generated
         self.num_given = len(self.token_ids)
         # maximum number of tokens
         self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)

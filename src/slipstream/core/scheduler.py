@@ -502,7 +502,7 @@ class Scheduler:
     def _prompt_tokens(
         self, step: StepBuilder, request: Request, computed: int, wanted: int
     ) -> int:
-        """How many of the `wanted` tokens after the first `computed` ones the step takes.
+        """Number of tokens, up to `wanted`, that the step takes after the first `computed` ones.
 
         This is what is left of the budget. An image whose tokens attend to each other is not split.
         It may exceed the limit of a step with decodes, but not that of a step.

@@ -48,8 +48,8 @@ class AdapterPlaces:
         found = next((i for i in self._held if i not in kept), None)
         if found is None:
             raise EngineOverloadedError(
-                f"requests need {len(self._held)} other adapters, as many as max_cpu_loras allows; try again later, or start "
-                "with more"
+                f"requests need {len(self._held)} other adapters, as many as max_cpu_loras allows; try again later, or raise "
+                "max_cpu_loras"
             )
         return found
 

@@ -177,10 +177,8 @@ def _logits_by_tensors(
 def log_no_canary(model: Path, kind: str) -> None:
     """Warn that the canary of a model that is no decoder is ignored."""
     if _place(model).is_file():
-        told = f"{model} is {kind}, for which no canary can tell anything"
-        _logger.warning(
-            "%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME
-        )
+        told = f"{model} is {kind}, and only decoders have canaries"
+        _logger.warning("%s; its %s is ignored: delete it, or set canary='off'", told, CANARY_NAME)
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
@@ -243,6 +241,6 @@ def _check(canary: Canary, vocab_size: int) -> None:
     if not all(isinstance(t, int) and 0 <= t < vocab_size for t in ids):
         raise ValueError(f"it has tokens that are none of the {vocab_size} of the model")
     if not all(isinstance(x, float) and x <= 0 for row in canary.top_logprobs for x in row):
-        raise ValueError("it has log-probabilities that are none")
+        raise ValueError("a log-probability is not a number of at most 0")
     if not canary.max_kl > 0 or not canary.num_decoded >= 0:
-        raise ValueError("max_kl must be above 0, and num_decoded not below")
+        raise ValueError("max_kl must be above 0, and num_decoded 0 or more")

@@ -72,8 +72,8 @@ def detect(
         names = {gpu_platform(i).name for i in range(num_ranks)} if num_ranks > 1 else set()
         if len(names) > 1:
             raise ConfigError(
-                f"the ranks' GPUs are of several kinds ({', '.join(sorted(names))}), and a step takes as long as on the "
-                "slowest; choose alike ones by CUDA_VISIBLE_DEVICES",
+                f"the ranks' GPUs differ ({', '.join(sorted(names))}), and a step takes as long as on the "
+                "slowest; choose equal ones with CUDA_VISIBLE_DEVICES",
                 field="tensor_parallel_size",
             )
         if ordinal >= num_gpus():
@@ -101,8 +101,8 @@ def detect(
 def _cpu(folder: Path, num_threads: int | None, measuring: Callable[[], None]) -> DeviceInfo:
     if num_threads is not None and num_threads > (cores := available_cores()):
         raise ConfigError(
-            f"num_threads={num_threads}, and this process may use {cores} cores: threads that share a core wait for each other "
-            f"in every operator. Use {cores} at most, or leave it out for the number that was measured as the fastest",
+            f"num_threads={num_threads} is more than the {cores} cores of this process: threads that share a core wait "
+            f"for each other in every operator. Use {cores} at most, or leave it out for the measured fastest number",
             field="num_threads",
         )
     choice = choose_cpu(folder, measuring=measuring)

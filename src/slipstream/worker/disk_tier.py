@@ -77,7 +77,7 @@ class DiskTier:
         self.is_writer = False
         if limit_bytes < self._file_bytes:
             raise ConfigError(
-                f"kv_disk_bytes={limit_bytes} holds not one block, which takes {self._file_bytes} bytes; raise it",
+                f"kv_disk_bytes={limit_bytes} is too small for one block, which takes {self._file_bytes} bytes; raise it",
                 field="kv_disk_bytes",
             )
         try:

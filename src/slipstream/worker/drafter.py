@@ -64,7 +64,7 @@ class Drafter(ABC):
     first = 0
     """First token of a request that it computes. This token's keys and values are at position 0."""
     computes_all = True
-    """Whether it computes all tokens of a request, and must catch up after steps without drafts."""
+    """True if it computes all tokens of a request, and must catch up after steps without drafts."""
     num_cold = 0
     """Number of proposals that first caught up on more tokens than a step with drafts adds.
 
@@ -215,7 +215,7 @@ class Chain(Drafter):
     """
 
     keeps_drafts = True
-    """Whether its state of a draft stays valid if the draft was right."""
+    """True if its state of a draft stays valid when the draft was right."""
     graphs: ChainGraphs | None = None
 
     def release(self) -> None:

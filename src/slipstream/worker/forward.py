@@ -504,7 +504,7 @@ class Forwards:
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
-            _logger.warning("steps do not run the fast way, %s: %s", name, reason)
+            _logger.warning("steps do not run on the fast path, %s: %s", name, reason)
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:

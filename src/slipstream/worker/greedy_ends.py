@@ -95,7 +95,7 @@ class GreedyEnds:
         except torch.OutOfMemoryError:
             self.sizes = sorted(self._captured)
             _logger.warning(
-                "no memory is left for more graphs of steps' ends than the %d captured",
+                "no memory is left for more graphs of step ends than the %d captured",
                 len(self.sizes),
             )
             return False

@@ -178,7 +178,7 @@ class LocalExecutor(Executor):
     def keeps_no_weights(self) -> str | None:
         if self.runner.platform.kind == "cpu":
             return None
-        return "level 1 keeps weights in the host's memory, which is not done for a GPU"
+        return "level 1 keeps weights in host memory, which is not supported on a GPU"
 
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         self.shutdown()
@@ -202,7 +202,7 @@ class LocalExecutor(Executor):
         if spec.kind != "a decoder":
             if wanted == "refuse":
                 raise ConfigError(
-                    f"canary='refuse', but {path} is {spec.kind}, for which no canary can tell anything; leave it at "
+                    f"canary='refuse', but {path} is {spec.kind}, and only decoders have canaries; leave it at "
                     "'warn', or set 'off'",
                     field="canary",
                 )
@@ -227,7 +227,7 @@ class LocalExecutor(Executor):
             return None  # the last stage knows the result
         if wanted == "refuse" and not result.ok:
             raise ModelError(
-                f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'"
+                f"{result.describe()}; use other kernels or another kv_cache_dtype, or set canary='warn'"
             )
         return result
 

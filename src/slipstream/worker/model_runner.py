@@ -639,9 +639,9 @@ class ModelRunner:
 
     @property
     def warms_up(self) -> bool:
-        """Whether warm-up steps are run.
+        """True if warm-up steps are needed.
 
-        They are run on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of the
+        They are needed on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of the
         steps.
         """
         pipe = None if self.partition is None else self.partition.pipe

@@ -322,7 +322,7 @@ class ProcessExecutor(Executor):
 
     @property
     def keeps_no_weights(self) -> str | None:
-        return "level 1 keeps weights in this process, and the ranks' are in theirs"
+        return "level 1 keeps weights in this process, but the ranks' weights are in their own processes"
 
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         assert level == 2, "the ranks' weights are in their processes"
@@ -413,7 +413,7 @@ class ProcessExecutor(Executor):
         except BaseException:
             # Ctrl-C: some ranks may have the message and others not, and their sums would not match
             self._dead = EngineError(
-                "the ranks were interrupted while they were told a step; start the engine again"
+                "the ranks were interrupted while a step was sent to them; start the engine again"
             )
             self._group.kill()
             raise
@@ -491,7 +491,7 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
     size, info = num_ranks(args), this_device(args.device)
     config = resolve(args, description, info)
     if find_spec("torch") is None:
-        message = f"{args.model}: several ranks sum up their parts by torch; pip install 'slipstream[torch]'"
+        message = f"{args.model}: several ranks need torch to sum up their parts; pip install 'slipstream[torch]'"
         raise ConfigError(message, field=split_setting(args))
     check_weights_fit(config, description)
     if config.parallel.on_host:
@@ -512,7 +512,7 @@ def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
         if is_engine_folder(path) and read_engine_folder(path).settings.get(field) == getattr(
             args, field
         ):
-            remedy = f"lower it in {path / SERVE_NAME}, where it stands"
+            remedy = f"lower it in {path / SERVE_NAME}, where it is set"
         raise ConfigError(
             f"{field}: {own} ranks need a {what} each, and there are {have}; {remedy}", field=field
         )

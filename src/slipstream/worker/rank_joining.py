@@ -58,7 +58,7 @@ def accept_ranks(
         )
     except OSError as error:
         raise ConfigError(
-            f"rank_address={address!r} can't be listened at: {error}", field="rank_address"
+            f"rank_address={address!r} can't be opened for listening: {error}", field="rank_address"
         ) from error
     found: list[tuple[Link, Join, str]] = []
     end = time.monotonic() + wait_s
@@ -104,7 +104,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         late.cancel()
     why = ""
     if not isinstance(join, Join):
-        why = "it is no rank"
+        why = "it is not a rank"
     elif join.version != __version__:
         why = f"it has Slipstream {join.version}, and the executor {__version__}"
     elif join.world_size not in (None, size):

@@ -87,7 +87,7 @@ class RankProcess:
         try:
             begin = self._link.receive()
             if isinstance(begin, Refused):
-                raise EngineError(f"the executor sent this rank away: {begin.why}")
+                raise EngineError(f"the executor refused this rank: {begin.why}")
             assert isinstance(begin, Begin)
             self._start(begin)
             while self._serve():

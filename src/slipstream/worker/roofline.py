@@ -122,17 +122,15 @@ def measure_roofline(
     ops, step = runner.ops, compile_program(runner.model.decoder)
     if not isinstance(ops, NativeOps):
         raise ConfigError(
-            f"the roofline is that of the C++ kernels, and here {ops.name!r} run; use a CPU with kernels='auto' (`slipstream "
+            f"the roofline needs the C++ kernels, but {ops.name!r} run here; use a CPU with kernels='auto' (`slipstream "
             "doctor` says what is missing)",
             field="kernels",
         )
     if (kind := runner.model.spec.kind) != "a decoder":
-        raise ConfigError(
-            f"the roofline is that of a decoder's steps, and this model is {kind}", field="model"
-        )
+        raise ConfigError(f"the roofline needs a decoder, but this model is {kind}", field="model")
     if isinstance(step, Reason):
         raise ConfigError(
-            f"a step of {runner.model.spec.family} is no program of the C++ kernels, so its operators can't be timed: {step}",
+            f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so it can't be timed: {step}",
             field="model",
         )
     longest = max(prompt, context)

@@ -125,7 +125,7 @@ def measure_steps(
     spec, config = executor.description.spec, executor.config
     if not spec.generates or spec.encoder is not None:
         raise ConfigError(
-            f"steps are measured of a decoder, and {config.model.model} is {spec.kind}",
+            f"only steps of a decoder can be measured, and {config.model.model} is {spec.kind}",
             field="model",
         )
     most = 1 + max(_num_blocks(step, config) for step in steps)

@@ -49,7 +49,7 @@ def open_tiers(
             )
         if cache.host_bytes < block_bytes:
             raise ConfigError(
-                f"kv_host_bytes={cache.host_bytes} holds not one block, which takes {block_bytes} bytes; raise it",
+                f"kv_host_bytes={cache.host_bytes} is too small for one block, which takes {block_bytes} bytes; raise it",
                 field="kv_host_bytes",
             )
     if cache.disk_bytes is not None:
