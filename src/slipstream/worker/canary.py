@@ -241,6 +241,6 @@ def _check(canary: Canary, vocab_size: int) -> None:
     if not all(isinstance(t, int) and 0 <= t < vocab_size for t in ids):
         raise ValueError(f"it has tokens that are none of the {vocab_size} of the model")
     if not all(isinstance(x, float) and x <= 0 for row in canary.top_logprobs for x in row):
-        raise ValueError("a log-probability is not a number of at most 0")
+        raise ValueError("its log-probabilities must be numbers of at most 0")
     if not canary.max_kl > 0 or not canary.num_decoded >= 0:
         raise ValueError("max_kl must be above 0, and num_decoded 0 or more")
