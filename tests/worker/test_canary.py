@@ -184,8 +184,8 @@ def test_what_is_no_decoder_has_no_canary(made, build, tmp_path, caplog):
     shutil.copy(made / CANARY_NAME, tmp_path)
     with caplog.at_level(logging.WARNING), LLM(str(tmp_path), **SETTINGS) as llm:
         assert llm.canary is None
-    assert f"its {CANARY_NAME} is not looked at" in caplog.text
-    with pytest.raises(ConfigError, match=r"is an encoder.*no canary"):
+    assert f"its {CANARY_NAME} is ignored" in caplog.text
+    with pytest.raises(ConfigError, match=r"is an encoder.*only decoders have canaries"):
         LLM(str(tmp_path), canary="refuse", **SETTINGS)
 
 

@@ -1,15 +1,18 @@
-"""The KV cache's blocks: how many sequences hold each, which are free, and which are cached for later requests.
+"""Pool of KV cache blocks: reference counts, the free list, and cached blocks.
 
-1. A block with `ref_count` above 0 is held by so many sequences. A block with `ref_count` 0 is in the free list.
-2. A free block may still be *cached*: it holds the tokens that its key stands for, and a sequence with the same prefix takes
-   it back.
-3. Blocks are allocated from the head of the free list. First come blocks that were used and hold nothing, the latest released
-   first; then blocks that were never used; then cached blocks, the least recently used first. So no prefix is lost while
-   another block is free, and memory that the system has not handed out yet is touched last.
-4. A sequence releases its last block first, so that its tail is reused before its head.
-5. Block 0 is the null block. Padding writes there, it stands in tables in place of released blocks, and no sequence holds it.
+1. `ref_count` is the number of sequences that hold a block. Blocks with `ref_count` 0 are in the
+   free list.
+2. A free block may still be *cached*: it keeps the tokens of its key, and a sequence with the same
+   prefix takes it back.
+3. Blocks are allocated from the head of the free list. The order is: used blocks without cached
+   contents, the latest released first; blocks that were never used; cached blocks, the least
+   recently used first. So no prefix is lost while another block is free, and memory that the
+   operating system has not yet handed out is touched last.
+4. A sequence releases its last block first, so its tail is reused before its head.
+5. Block 0 is the null block. Padding is written to it, and it replaces released blocks in block
+   tables. No sequence holds it.
 
-Every operation takes constant time for each block.
+Every operation takes constant time per block.
 """
 
 from __future__ import annotations
@@ -34,8 +37,12 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_blocks  # the keys of cached blocks
         self._cached: dict[bytes, int] = {}
         self.changes: dict[bytes, bool] | None = None
-        """With `listen(True)`: the keys that were cached (true) or forgotten since the listener last emptied it."""
-        # A doubly linked list of the free blocks. The extra last element stands before the head and behind the tail.
+        """Keys cached (True) or forgotten (False) since the listener last emptied it.
+
+        None without `listen`.
+        """
+        # Doubly linked list of the free blocks. The extra last element is a sentinel: it precedes
+        # the head and follows the tail.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 1]
         self._previous = [*range(-1, num_blocks)]
@@ -48,7 +55,10 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, with one holder each. Their old contents are forgotten. At least `count` must be free."""
+        """Take `count` free blocks, with one holder each.
+
+        Their cached contents are forgotten. At least `count` blocks must be free.
+        """
         assert count <= self.num_free, "allocate() beyond num_free"
         taken, following, end = [], self._next, self._end
         block = following[end]
@@ -58,19 +68,19 @@ class BlockPool:
             self.ref_counts[block] = 1
             taken.append(block)
             block = following[block]
-        following[end], self._previous[block] = block, end  # they stood at the head
+        following[end], self._previous[block] = block, end  # they were at the head
         self.num_free -= count
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each block. A free (cached) block leaves the free list."""
+        """Add one holder to each block. A free (cached) block leaves the free list."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 self._unlink(block)
             self.ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a holder from each block, the last block first."""
+        """Remove one holder from each block, starting with the last block."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -80,7 +90,7 @@ class BlockPool:
         return self._cached.get(key)
 
     def register(self, block: int, key: bytes) -> None:
-        """`block` is cached under `key` from now on, unless another block already is."""
+        """Cache `block` under `key`, unless the key or the block is already cached."""
         if key not in self._cached and self.hashes[block] is None:
             self._cached[key] = block
             self.hashes[block] = key
@@ -88,7 +98,7 @@ class BlockPool:
                 self.changes[key] = True
 
     def forget(self, block: int) -> None:
-        """The block is no longer cached."""
+        """Remove the block from the cache."""
         key = self.hashes[block]
         if key is not None:
             self.hashes[block] = None
@@ -104,19 +114,19 @@ class BlockPool:
                 self._link(block)
 
     def listen(self, on: bool) -> None:
-        """Note changes from now on, or no more."""
+        """Start or stop recording changes."""
         self.changes = {} if on else None
 
     def cached_keys(self) -> list[bytes]:
-        """The least recently registered first."""
+        """Keys of the cached blocks, the least recently registered first."""
         return list(self._cached)
 
     def is_writable(self, block: int, num_leaving: int = 0) -> bool:
-        """Whether one sequence alone holds it beside `num_leaving` that have made a copy, and it is not cached."""
+        """True if an uncached block has one holder, apart from `num_leaving` pending copies."""
         return self.ref_counts[block] == 1 + num_leaving and self.hashes[block] is None
 
     def check(self) -> None:
-        """Assert every invariant, for tests."""
+        """Assert every invariant; for tests."""
         free, block = [], self._next[self._end]
         while block != self._end:
             free.append(block)
@@ -132,7 +142,7 @@ class BlockPool:
         }
 
     def _link(self, block: int) -> None:
-        """At the tail if it is cached, else at the head."""
+        """Put a block into the free list: at the tail if it is cached, otherwise at the head."""
         before = self._previous[self._end] if self.hashes[block] is not None else self._end
         after = self._next[before]
         self._next[before], self._previous[block] = block, before

@@ -1,23 +1,28 @@
-"""Decides how many prompt tokens a step may take beside decodes.
+"""Decides how many prompt tokens a step may contain alongside decodes.
 
-Without an objective for the time between tokens: `chunk_with_decodes`. With one (`Pace`):
+Without an objective for the time between tokens, `chunk_with_decodes` decides. With one, `Pace`
+does:
 
-1. The time of a step is predicted as a + b·decodes + c·prompt tokens + d·(prompt tokens × the context that each attends to).
-   The four are learned from the steps that have ended, by Kalman filters: they drift as contexts grow, and old steps count
-   less and less. Steps of decodes alone teach a and b, so every `PROBE_EVERY`th step with decodes has nothing else. What steps
-   with prompts take beyond that teaches c and d.
-2. Where steps run in graphs of a few sizes, a step counts with the decodes and prompt tokens that its graph computes, and takes
-   as many tokens as one of them has room for. Products are made in tiles of 128 tokens or so, and a step's time rises with
-   their number. So what prompts add to a step is a running average of each size; the coefficients tell of sizes that were
-   not measured. What attention takes is learned within sizes, whose steps differ in nothing else.
-3. A step takes the prompt tokens with which the prediction stays within the objective, less twice the predictions' mean error.
-4. A step takes at most twice as many prompt tokens as any step measured so far, since a prediction far from all
-   measurements says nothing. The first step has `MIN_CHUNK`.
-5. If the first prompt in line came more than `PATIENCE_S` ago, a step takes at least as many of its tokens as are predicted
-   to take `LEAST_SHARE` of the objective, from 1 to `MIN_CHUNK`; where there are graphs, what the smallest has room for. So
-   prompts progress even where decodes alone exceed the objective.
+1. A step's time is predicted as a + b·decodes + c·prompt tokens + d·(prompt tokens × the context
+   each attends to). Kalman filters learn the four coefficients from ended steps, since the
+   coefficients drift as contexts grow. Old steps count less and less. Steps with decodes only teach
+   a and b, so every `PROBE_EVERY`th step with decodes has no prompt tokens. The extra time of steps
+   with prompts teaches c and d.
+2. Where steps run in graphs of a few sizes, a step counts with the decodes and prompt tokens that
+   its graph computes, and takes as many tokens as fit one of the graphs. Matrix products work on
+   tiles of about 128 tokens, so times rise with the number of tiles. The time that prompts add is
+   therefore a running average per graph size. The coefficients serve for sizes that were not
+   measured. The cost of attention is learned within sizes, whose steps differ in nothing else.
+3. A step takes as many prompt tokens as the prediction allows within the objective, less twice the
+   mean prediction error.
+4. A step takes at most twice as many prompt tokens as the largest measured step, since a prediction
+   far from all measurements means nothing. The first step has `MIN_CHUNK`.
+5. If the first prompt in line has waited more than `PATIENCE_S`, a step takes a minimum number of
+   its tokens. This is the number predicted to take `LEAST_SHARE` of the objective, from 1 to
+   `MIN_CHUNK`; with graphs, it is the smallest graph's room. So prompts progress even where decodes
+   alone exceed the objective.
 
-Nothing here reads a clock: the same times give the same budgets.
+No clock is read here: the same times give the same budgets.
 """
 
 from __future__ import annotations
@@ -37,44 +42,53 @@ LEAST_SHARE = 0.25
 PROBE_EVERY = 64
 
 FEW_CHUNKS, FEW_REQUESTS = 4, 64
-"""Few prompt tokens wait: at most so many chunks, of at most so many requests."""
+"""Bounds on a small backlog: at most this many chunks of prompt tokens, of this many requests."""
 
 Pair = tuple[float, float]
 
 NUM_DECODES, NUM_TOKENS, ATTENTION = 100.0, 1000.0, 1e6
-"""Units of the features, so that each coefficient is about the time of a step."""
+"""Units of the features, chosen so that each coefficient is about the time of a step."""
 
 NOISE = 0.1
-"""Equal steps differ by this share of their time."""
+"""Standard deviation of equal steps' times, relative to the time."""
 
 DRIFT = 0.02
-"""A coefficient changes by this share of itself from one step to the next."""
+"""Relative change of a coefficient from one step to the next."""
 
 NUM_FIRST = 4
-"""Until this many steps nothing is an outlier, and the error of predictions is not counted."""
+"""Number of first steps without outlier detection; their prediction errors are not counted."""
 
 SIZE_MEMORY = 1 / 8
-"""The weight of the latest step in the running averages of a graph's size."""
+"""Weight of the latest step in the running averages of a graph size."""
 
 ATTENTION_MEMORY = 1 / 256
-"""The same for what attention takes, which is learned over all sizes."""
+"""Weight of the latest step in the attention slope, which is learned over all sizes."""
 
 UNTRIED = 0.7
-"""A graph size that was not measured lately is assumed to need this share of the time that the coefficients predict. Larger
-graphs take less where their tokens fit into the same tiles. A size that is never tried would never be measured."""
+"""Assumed time of a graph size without recent measurements, relative to the prediction.
+
+Larger graphs take less than predicted where their tokens fit into the same tiles. It is below 1
+because a size that is never tried would never be measured.
+"""
 
 FORGOTTEN = 8192
 """Steps after which a measured size no longer counts: its graph may have been captured since."""
 
 OUTLIER = 4.0
-"""A step's time counts as at most this many times its prediction. A longer step compiled a kernel, or the machine did other
-work."""
+"""Maximum of a step's time, as a multiple of its prediction.
+
+A longer step compiled a kernel, or the machine did other work.
+"""
 
 
 def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request]) -> int | None:
-    """The most prompt tokens of a step with `num_decodes`: a chunk, or twice as many as there are decodes, since a step of many
-    takes long anyway. None: more than a few tokens wait, so the sooner they are computed, the better for all. `waiting`:
-    requests with prompt tokens left, and perhaps some that have ended since."""
+    """Maximum number of prompt tokens in a step with `num_decodes` decodes; None for no limit.
+
+    With a small backlog it is one chunk, or twice the number of decodes, since a step with many
+    decodes takes long anyway. With a large backlog there is no limit: the sooner the prompts are
+    computed, the better for all. `waiting` are requests with prompt tokens left, and perhaps some
+    that have ended since.
+    """
     num_tokens = 0
     for i, request in enumerate(islice(waiting, FEW_REQUESTS + 1)):
         num_tokens += request.num_tokens - request.num_computed_tokens
@@ -84,10 +98,10 @@ def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request])
 
 
 class Filter:
-    """Learns the two coefficients of a time, which are never negative, by a Kalman filter (a random walk)."""
+    """Kalman filter (a random walk) for the two coefficients of a time, which are never negative."""
 
     def __init__(self, deviations: Pair) -> None:
-        """`deviations`: the coefficients' standard deviations before the first measurement, in seconds."""
+        """`deviations`: initial standard deviations of the coefficients, in seconds."""
         self.coefficients = [0.0, 0.0]
         self._deviations = deviations
         self._variances = [deviations[0] ** 2, deviations[1] ** 2]
@@ -120,17 +134,20 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The features of a step that its time depends on."""
+    """Features that determine a step's time."""
 
-    num_decodes: int  # with padding
-    num_tokens: int  # prompt tokens, with padding
-    attention: float  # positions that the prompt tokens look at, summed
+    num_decodes: int  # padding included
+    num_tokens: int  # prompt tokens, padding included
+    attention: float  # sum of the positions that the prompt tokens attend to
 
     @classmethod
     def of(
         cls, num_decodes: int, longer: Sequence[ScheduledRequest], padded: Padding | None = None
     ) -> Self:
-        """`longer`: the requests of more than one token. One that samples at each of them checks guesses: so many decodes."""
+        """Features of a step. `longer` are the requests with more than one token.
+
+        A request that samples at every token verifies drafts; its tokens count as decodes.
+        """
         prompts = [s for s in longer if s.num_sampled < s.num_tokens]
         guesses = sum(s.num_tokens for s in longer if s.num_sampled == s.num_tokens)
         attention = sum(s.num_tokens * (s.num_computed_tokens + s.num_tokens / 2) for s in prompts)
@@ -153,7 +170,10 @@ class StepSize:
 
 @dataclass(slots=True)
 class SizeCost:
-    """What prompts add to steps of a graph's size: running averages, and the step that was measured last."""
+    """Time that prompts add to steps of one graph size.
+
+    `seconds` and `attention` are running averages. `step` is the last measured step.
+    """
 
     seconds: float
     attention: float
@@ -161,25 +181,30 @@ class SizeCost:
 
 
 class LearnedStepCost:
-    """The time of a step, learned."""
+    """Learned model of the time of a step."""
 
     def __init__(self) -> None:
         self.decodes = Filter((1.0, 1.0))
-        # The attention of 1,000 tokens to 1,000 others takes less time than all else that is done for 1,000 tokens.
+        # Attention of 1,000 tokens to 1,000 others takes less time than everything else done for
+        # 1,000 tokens.
         self.prompts = Filter((1.0, 0.2))
-        self._sizes: dict[tuple[int, int], SizeCost] = {}  # of graphs, by decodes and prompt tokens
+        # by the graph's decodes and prompt tokens
+        self._sizes: dict[tuple[int, int], SizeCost] = {}
+        # of attention², and of attention × time, about the means of their sizes
         self._moments = [
             0.0,
             0.0,
-        ]  # of attention, and of attention and time, about the means of sizes
-        self.error = (
-            0.0  # mean share of a step's time that its prediction was wrong by, of the last steps
-        )
+        ]
+        # mean relative error of recent predictions
+        self.error = 0.0
         self.num_steps = 0
-        self.largest = 0  # prompt tokens of a step
+        self.largest = 0  # prompt tokens of the largest measured step
 
     def predict(self, step: StepSize, *, untried: float = 1.0) -> float:
-        """`untried`: for a graph size that was not measured lately, the assumed share of the predicted time of its prompts."""
+        """Predicted seconds of a step.
+
+        `untried` scales the time of the prompts if the graph size has no recent measurement.
+        """
         known = self._sizes.get((step.num_decodes, step.num_tokens))
         if known is None or self.num_steps - known.step > FORGOTTEN:
             added = untried * self.prompts.predict(step.prompts)
@@ -190,7 +215,10 @@ class LearnedStepCost:
         return self.decodes.predict(step.decodes) + added
 
     def learn(self, step: StepSize, seconds: float, *, has_sizes: bool = False) -> None:
-        """`has_sizes`: steps have a few sizes, so a measurement holds for all steps of its size."""
+        """Learn from a measured step.
+
+        With `has_sizes`, the time also counts for all steps of its size.
+        """
         predicted = self.predict(step)
         self.num_steps += 1
         if predicted > 0 and self.num_steps > NUM_FIRST:
@@ -222,7 +250,10 @@ class LearnedStepCost:
         known.step = self.num_steps
 
     def tokens_within(self, seconds: float, computed: int, most: int) -> int:
-        """The number of prompt tokens behind `computed` ones that take `seconds`; `most` if they seem to take no time."""
+        """Number of prompt tokens, after `computed` ones, that take `seconds`.
+
+        This is `most` if they seem to take no time.
+        """
         if seconds <= 0:
             return 0
         # c·n + d·(n·computed + n²/2) = seconds
@@ -233,16 +264,17 @@ class LearnedStepCost:
 
 
 class Pace:
-    """Chooses the prompt tokens of steps with decodes for an objective of `target_s` seconds between tokens."""
+    """Chooses the prompt tokens of steps with decodes, to keep `target_s` seconds between tokens."""
 
     def __init__(self, target_s: float, padded: Padding | None = None) -> None:
-        """`padded`: of the graphs that steps run in. None: a step computes its tokens and no more."""
+        """`padded` maps a step to its graph's size; None if steps compute exactly their tokens."""
         self.target_s = target_s
         self._padded = padded
         self.cost = LearnedStepCost()
         self._in_flight: dict[int, tuple[float, StepSize]] = {}
         self._last_end = float("-inf")
-        self._since_probe = PROBE_EVERY  # steps with decodes and prompts since one without prompts
+        # steps with decodes and prompts since the last one without prompts
+        self._since_probe = PROBE_EVERY
 
     def launched(
         self, step_id: int, now: float, num_decodes: int, longer: Sequence[ScheduledRequest]
@@ -253,8 +285,11 @@ class Pace:
             self._since_probe = self._since_probe + 1 if step.num_tokens else 0
 
     def ended(self, step_id: int, now: float, *, is_cold: bool = False) -> None:
-        """A step takes from its launch, or the end of the step before it if that is later, to its own end. Nothing is learned
-        from one that `is_cold` (as in `StepResult`)."""
+        """Learn from an ended step, unless it `is_cold` (as in `StepResult`).
+
+        Its time runs from its launch, or from the end of the previous step if that is later, to its
+        end.
+        """
         if (launched := self._in_flight.pop(step_id, None)) is not None and not is_cold:
             begin, step = launched
             self.cost.learn(
@@ -263,14 +298,16 @@ class Pace:
         self._last_end = now
 
     def forget_steps(self) -> None:
-        """The steps in flight will not end."""
+        """Drop the steps in flight, which will not end."""
         self._in_flight.clear()
 
     def prompt_tokens(
         self, num_decodes: int, longer: Sequence[ScheduledRequest], computed: int, age_s: float
     ) -> int:
-        """The number of prompt tokens that may join a step with `num_decodes` and `longer`. The first prompt in line has
-        `computed` tokens computed, and came `age_s` ago."""
+        """Number of prompt tokens that may join a step with `num_decodes` and `longer`.
+
+        The first prompt in line has `computed` computed tokens and arrived `age_s` seconds ago.
+        """
         if self._since_probe >= PROBE_EVERY - 1:
             return 0
         most = max(MIN_CHUNK, 2 * self.cost.largest)
@@ -294,7 +331,7 @@ class Pace:
         )
 
     def _is_of_graph(self, step: StepSize) -> bool:
-        """Whether it is a graph's size, which steps with fewer tokens have as well."""
+        """True if the step has a graph's exact size, which steps with fewer tokens share."""
         if self._padded is None or step.num_tokens < 2:
             return False
         fewer = self._padded(step.num_decodes, step.num_tokens - 1, 1)
@@ -303,8 +340,12 @@ class Pace:
     def _graph_within(
         self, padded: Padding, step: StepSize, most_s: float, computed: int, most: int
     ) -> tuple[int, int, int]:
-        """Prompt tokens of three graphs with room for `step`'s decodes: the largest within `most`, the largest that is
-        predicted to take at most `most_s`, and the smallest. 0 if there is none."""
+        """Prompt tokens of three graphs with room for `step`'s decodes; 0 if there is none.
+
+        1. The largest up to the first that reaches `most`.
+        2. The largest that is predicted to take at most `most_s` seconds.
+        3. The smallest.
+        """
         fits = least = size = 0
         while size < most:
             if (larger := padded(step.num_decodes, size + 1, 1)) is None:

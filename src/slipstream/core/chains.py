@@ -1,9 +1,11 @@
-"""Chooses how many drafts of a model a step verifies.
+"""Chooses how many drafts of a draft model a step verifies.
 
-All requests for which drafts pay have the same number: a pass of the drafter takes as long for a few requests as for all. A
-chain that is drafted ahead is as long as the last one. A request without drafts has none, since the drafter would first have to
-compute the tokens that it missed. Rates of acceptance are kept by position, of each request and over all. They are arrays,
-since the GPU waits for the choice.
+All requests for which drafts pay get the same number, because a pass of the drafter takes as long
+for a few requests as for all. A chain that is drafted ahead is as long as the last one. A request
+without drafts stays without, because the drafter would first have to compute the tokens it missed.
+
+Acceptance rates are kept by position, per request and over all requests. They are arrays for speed,
+because the GPU waits for the choice.
 """
 
 from __future__ import annotations
@@ -18,22 +20,22 @@ from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS
 from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, seconds_from
 
 STAY = 1.01
-"""Another length of chains must promise this many times the tokens per second of the last one."""
+"""Speed-up, in tokens per second, that a new chain length must promise over the last one."""
 
 LEAST_FIRST = 0.3
-"""A request has drafts only if its first is likelier than this to be right."""
+"""Acceptance rate of the first draft below which a request gets no drafts."""
 
 REACH = 2
-"""So much longer than any chosen before may chains be."""
+"""Number of positions by which chains may exceed the longest chosen so far."""
 
 OWN_MEMORY, MEMORY = 32, 1024
-"""Tries of a position, of a request and over all, beyond which both counts are halved."""
+"""Tries of a position, per request and over all, after which both counts are halved."""
 
 OWN_WEIGHT = 4
-"""The rate over all counts like so many tries of a request, and what is expected at first like so many over all."""
+"""Weight of a prior in tries: the overall rates are a request's prior, `_FIRST` is theirs."""
 
 _POSITIONS = np.arange(MOST_DRAFTS)
-_FIRST = (_POSITIONS + 8) / (_POSITIONS + 10)  # what is expected at first
+_FIRST = (_POSITIONS + 8) / (_POSITIONS + 10)  # expected acceptance rates before any measurement
 
 
 class DraftCounts:
@@ -46,7 +48,7 @@ class DraftCounts:
     def add(
         self, rows: npt.NDArray[np.int64] | int, tried: npt.NDArray[Any], accepted: npt.NDArray[Any]
     ) -> None:
-        """`tried` and `accepted`: [rows, MOST_DRAFTS] of rows that differ, or of one row [MOST_DRAFTS]."""
+        """Add counts of distinct rows, [rows, MOST_DRAFTS], or of one row, [MOST_DRAFTS]."""
         sum_tried, sum_accepted = self.tried[rows] + tried, self.accepted[rows] + accepted
         shares = np.where(sum_tried > self._memory, 0.5, 1.0)
         self.tried[rows], self.accepted[rows] = sum_tried * shares, sum_accepted * shares
@@ -65,14 +67,14 @@ class DraftCounts:
 class Chains:
     def __init__(self) -> None:
         self._own, self._all = DraftCounts(64, OWN_MEMORY), DraftCounts(1, MEMORY)
-        self._rows: dict[str, int] = {}  # by request
+        self._rows: dict[str, int] = {}  # row of each request
         self._free = list(range(64))
-        self._verified: dict[
-            int, tuple[int, int]
-        ] = {}  # drafts and accepted ones by row: not counted yet
-        self._length = self._longest = 0  # of the chains that were chosen last; of all
-        self.gain = 0.0  # of those chosen last: tokens per second, over plain steps' (0: none)
-        self._prepared: dict[str, int] = {}  # drafts of requests in the next step
+        # (drafts, accepted) by row, not counted yet
+        self._verified: dict[int, tuple[int, int]] = {}
+        self._length = self._longest = 0  # of the last chosen chains; of the longest ever chosen
+        # tokens per second relative to plain steps, for the last choice; 0 without drafts
+        self.gain = 0.0
+        self._prepared: dict[str, int] = {}  # drafts of each request in the next step
 
     @property
     def reach(self) -> int:
@@ -93,16 +95,22 @@ class Chains:
     def prepare(
         self, request_ids: Sequence[str], most: int, line: Sequence[tuple[int, float]]
     ) -> None:
-        """Choose for the step after the one in flight, whose drafts are not verified yet, while that step runs. It is kept if
-        chains stay as long as they are: others are chosen by what is known last."""
+        """Choose drafts for the step after the one in flight, while that step runs.
+
+        The drafts in flight are not verified yet, so the choice is kept only if the chain length
+        does not change. Another length is chosen later, with the latest counts.
+        """
         length, gain, counts = self._choose(request_ids, [most] * len(request_ids), line)
         self._prepared = {}
         if length == self._length:
             self._prepared, self.gain = dict(zip(request_ids, counts, strict=True)), gain
 
     def prepared(self, request_ids: Sequence[str]) -> list[int] | None:
-        """The number of drafts of each request as it was prepared, once. A request that has come since has as many as others.
-        None: nothing was prepared, or for another number of requests."""
+        """Take the prepared number of drafts of each request; a second call returns None.
+
+        A request that arrived since gets the common length. None also if nothing was prepared, or
+        if the number of requests has changed by more than an eighth.
+        """
         known, self._prepared = self._prepared, {}
         if not known or 8 * abs(len(known) - len(request_ids)) > len(known):
             return None
@@ -111,8 +119,10 @@ class Chains:
     def best(
         self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]
     ) -> list[int]:
-        """The number of drafts of each request, at most `most`, with which the step yields the most tokens per second. `line`
-        says what steps take: (tokens, seconds), from the one without drafts on."""
+        """Choose each request's number of drafts, at most `most`, for the most tokens per second.
+
+        `line` gives step times as (tokens, seconds), beginning with the step without drafts.
+        """
         self._length, self.gain, counts = self._choose(request_ids, most, line)
         self._longest = max(self._longest, self._length)
         return counts
@@ -120,7 +130,7 @@ class Chains:
     def _choose(
         self, request_ids: Sequence[str], most: Sequence[int], line: Sequence[tuple[int, float]]
     ) -> tuple[int, float, list[int]]:
-        """The length of the chains, their gain, and the drafts of each request."""
+        """Returns (chain length, its gain, drafts of each request)."""
         self._count()
         num_seqs, longest = len(request_ids), max(most)
         if longest <= 0:
@@ -132,9 +142,8 @@ class Chains:
             (survivals < LEAST_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])
         ] = 0
         survivals[survivals[:, 0] < LEAST_FIRST] = 0
-        num_drafts = np.count_nonzero(
-            survivals, axis=0
-        ).cumsum()  # of a step with chains of each length
+        # drafts in a step, for each chain length
+        num_drafts = np.count_nonzero(survivals, axis=0).cumsum()
         speeds = (num_seqs + survivals.sum(axis=0).cumsum()) / seconds_from(
             line, num_seqs + num_drafts
         )

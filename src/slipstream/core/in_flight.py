@@ -1,13 +1,14 @@
-"""The steps in flight, from their launch to their result, and what a result changes.
+"""Steps in flight, from launch to result, and the effects of a result.
 
-A result has the tokens of each request that sampled. In turn, for each of them:
+A result has the tokens of each request that sampled. For each request, in this order:
 
 1. If the request has ended meanwhile, its tokens are dropped.
-2. If the step verified drafts, the tokens go up to the first wrong one. The positions behind were computed with wrong tokens.
-   They will be computed again, in the same blocks.
-3. Tokens behind one that ends the request are dropped.
-4. A beam's token is not taken. Its search chooses, and `RequestTable.go_on` says what.
-5. Blocks that are full now are offered to the prefix cache.
+2. If the step verified drafts, tokens are taken up to the first wrong draft. Later positions were
+   computed with wrong tokens. They are computed again, in the same blocks.
+3. Tokens after one that ends the request are dropped.
+4. A beam's token is not taken. Its search chooses tokens and reports them through
+   `RequestTable.go_on`.
+5. Blocks that are now full are offered to the prefix cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from slipstream.types import (
 
 
 class InFlight(NamedTuple):
-    """A scheduled step: the requests that sample, their numbers of drafts, and the tokens that grammars forced."""
+    """A scheduled step: the requests that sample, their draft counts, and their forced tokens."""
 
     requests: Sequence[Request] = ()
     drafts: Mapping[Request, int] = MappingProxyType({})
@@ -55,19 +56,23 @@ class InFlight(NamedTuple):
 NOTHING = InFlight()
 
 new_tuple = tuple.__new__
-"""A NamedTuple of all its fields, in half the time of its own constructor."""
+"""Builds a NamedTuple from all its fields in half the time of its constructor."""
 
 
 class StepsInFlight:
-    """`by_id` has the steps, and `last_id` is the number of the one scheduled last. The parts that learn how long steps take
-    (`pace`, the tiers, the choice of drafts) are called when a step begins and ends."""
+    """All steps in flight.
+
+    `by_id` has the steps, and `last_id` is the number of the last scheduled step. The parts that
+    learn step times (`pace`, the tiers, the choice of drafts) are notified when a step begins and
+    ends.
+    """
 
     def __init__(
         self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]
     ) -> None:
         self.by_id: dict[int, InFlight] = {}
         self.last_id = 0
-        self.num_forced = 0  # tokens that grammars forced, of all results
+        self.num_forced = 0  # grammar-forced tokens in all results so far
         self._requests, self._tiers, self._block_size = (
             requests,
             requests.kv.tiers,
@@ -81,16 +86,16 @@ class StepsInFlight:
 
     @property
     def last_ended(self) -> int:
-        """All steps up to this one have ended."""
+        """Number of the last step up to which all steps have ended."""
         return min(self.by_id, default=self.last_id + 1) - 1
 
     def sampling(self, newest: int) -> set[Request]:
-        """Those that sample in the `newest` steps scheduled last, of which some may have ended."""
+        """Requests that sample in those of the `newest` last steps that are still in flight."""
         known = (self.by_id.get(self.last_id - i, NOTHING) for i in range(newest))
         return set[Request]().union(*[step.requests for step in known])
 
     def launched(self, step: StepBuilder, now: float) -> None:
-        """It has the number `last_id` from now on."""
+        """Register a step as launched. Its number is the new `last_id`."""
         self.last_id += 1
         if self._pace is not None:
             self._pace.launched(self.last_id, now, len(step.decodes), step.prompts)
@@ -102,13 +107,13 @@ class StepsInFlight:
         )
 
     def forget(self) -> None:
-        """Results of steps in flight are not expected any more."""
+        """Drop all steps in flight. Their results are not expected any more."""
         self.by_id.clear()
         if self._pace is not None:
             self._pace.forget_steps()
 
     def ended(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
-        """Take in a step's result."""
+        """Process a step's result. Returns the outputs of its requests."""
         if self._pace is not None:
             self._pace.ended(plan.step_id, self._clock(), is_cold=result.is_cold)
         if self._tiers is not None:
@@ -127,7 +132,8 @@ class StepsInFlight:
             before = len(known)
             num_cached = request.num_cached_tokens if before == request.num_given else 0
             if is_plain and before + 1 < request.end and request.stops.isdisjoint(tokens):
-                # One token, and it goes on: what is below, without what does not concern it. Large batches wait for this.
+                # Fast path for one token of a request that continues: the code below without the
+                # inapplicable parts. Large batches wait for this loop.
                 request.num_pending -= 1
                 known += tokens
                 if (account := request.account) is not None:
@@ -190,17 +196,20 @@ class StepsInFlight:
         return outputs
 
     def _verified(self, request: Request, num_drafts: int, num_right: int) -> None:
-        """Take back what was computed behind the right drafts, and the token behind them."""
+        """Undo what was computed after the right drafts."""
         if self._requests.speculation is not None:
             self._requests.speculation.verified(request, num_drafts, num_right)
         request.num_pending_drafts = 0
         request.num_pending -= num_drafts
-        if request.status is Status.RUNNING:  # else it was preempted, and nothing is computed
+        # otherwise it was preempted and has no computed tokens
+        if request.status is Status.RUNNING:
             request.num_computed_tokens -= num_drafts - num_right
 
     def _without_tokens(self, extras: Extras) -> list[EngineOutput]:
-        """Keep the states of samplers. News of requests that did not sample: vectors, and log-probabilities of a prompt's chunk
-        that is not its last."""
+        """Save sampler states, and return outputs of requests that did not sample.
+
+        These are vectors, and log-probabilities of a prompt chunk that is not the prompt's last.
+        """
         outputs: list[EngineOutput] = []
         by_id = self._requests.by_id
         for state in extras.states:
@@ -219,8 +228,11 @@ class StepsInFlight:
 
 
 def _end(request: Request, before: int) -> tuple[FinishReason | None, int | None]:
-    """Why the request ends, and with which stop token, if it ends with one of its tokens from `before` on. Those behind are
-    dropped. A stop token among the first `min_tokens` ends nothing."""
+    """Find the first token from position `before` on that ends the request.
+
+    Later tokens are dropped. Returns (reason, stop token); both are None if the request continues. A stop token among the
+    first `min_tokens` answer tokens ends nothing.
+    """
     known = request.token_ids
     least = request.num_prompt_tokens + request.spec.sampling.min_tokens
     for i in range(before, len(known)):
@@ -234,7 +246,7 @@ def _end(request: Request, before: int) -> tuple[FinishReason | None, int | None
 
 
 class Extras:
-    """What a result has besides tokens, by kind and request."""
+    """A result's contents other than tokens, by kind and request."""
 
     def __init__(self, extras: Iterable[Extra]) -> None:
         self.sampled: SampledLogprobs | None = None
@@ -257,7 +269,7 @@ class Extras:
 
     @cached_property
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """What `sampled` has, as `best_logprobs` gave it."""
+        """Arrays of `sampled`, as from `best_logprobs`: chosen, ranks, top ids, top values."""
         s = self.sampled
         assert s is not None
         num = len(s.request_ids)
@@ -276,7 +288,7 @@ class Extras:
         return found
 
     def likeliest(self, beams: Sequence[Request]) -> LikeliestTokens:
-        """Of beams, each of which has one sampled position."""
+        """Likeliest tokens of beams; each beam has one sampled position."""
         assert self.sampled is not None
         names, cached = (
             [beam.request_id for beam in beams],
@@ -290,7 +302,7 @@ class Extras:
         return LikeliestTokens(names, cached, ids, values)
 
     def joined(self, output: TokenOutput) -> TokenOutput:
-        """With the log-probabilities of its tokens, and of the prompt that ended in this step."""
+        """Add log-probabilities of the output's tokens and of a prompt that ended in this step."""
         logprobs = tuple(self._logprobs.get(output.request_id, ())[: len(output.token_ids)])
         return output._replace(
             logprobs=logprobs, prompt_logprobs=self.of_prompts.pop(output.request_id, None)

@@ -1,16 +1,20 @@
-"""The blocks that requests hold: their tables, the prefixes that they share, and the tiers below the device.
+"""Blocks held by requests: block tables, shared prefixes, and the tiers below the device.
 
-A request has a block table in each group of layers (`CacheGroup`). All groups take blocks from one pool:
+A request has a block table per group of layers (`CacheGroup`). All groups take blocks from one
+pool.
 
-1. In a `window` group the blocks that no later token looks at are released when the request next needs blocks.
-2. A `cross` group's blocks, with an encoder's keys and values, are held as long as the request's own.
-3. A block of a prompt is offered to the prefix cache when it is scheduled, so that requests of one step can share it: the
-   worker writes a layer's keys and values before any attention reads them.
-4. A request writes only to a block that it holds alone and that is not cached; otherwise the block is copied first. Only beams
-   need a copy, and choices that share a prompt, which join after the step that computed it. Copies run before the next step.
-   Until it is planned, `copies` has them, and a copy holds its source: no source is a target, too.
+1. In a `window` group, blocks that no later token attends to are released when the request next
+   needs blocks.
+2. A `cross` group's blocks (an encoder's keys and values) are held as long as the request's own.
+3. A prompt's block is offered to the prefix cache when it is scheduled, so requests of one step can
+   share it. This is safe because the worker writes a layer's keys and values before any attention
+   reads them.
+4. A request writes only to a block that it alone holds and that is not cached. Any other block is
+   copied first. Only two kinds of requests need copies: beams, and choices that share a prompt and
+   join after the step that computed it. Copies run before the next step. Until that step is
+   planned, `copies` lists them, and each copy holds its source. So no source is also a target.
 
-Ranks that have requests of their own have a manager each (`Request.kv`). Nothing is shared between two of them.
+Ranks with requests of their own have a manager each (`Request.kv`). Two managers share nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +31,15 @@ from slipstream.core.tiers import BlockStore, Tiers
 from slipstream.types import SharedPrefix, TableUpdate
 
 LEAST_SHARED = 128
-"""The fewest common tokens of requests that a step marks as a shared prefix."""
+"""Minimum number of common tokens that a step marks as a shared prefix."""
 
 
 class KVCacheManager:
-    """`num_blocks` is the size of the pool, with the null block. `salt` separates cached prefixes from other models'. `store`
-    has the tiers below the device. `rank`: whose cache it is, where requests are dealt out."""
+    """Manages the blocks of one rank.
+
+    `num_blocks` is the size of the pool, null block included. `salt` keeps prefixes of different
+    models apart. `store` has the tiers below the device. `rank` is the rank whose cache this is.
+    """
 
     def __init__(
         self,
@@ -45,11 +52,11 @@ class KVCacheManager:
     ) -> None:
         self.cache = cache
         self.rank = rank
-        self.num_running = 0  # requests with blocks here that run
+        self.num_running = 0  # running requests with blocks here
         self.pool = BlockPool(num_blocks)
         self.block_size = cache.block_size
         self.own = tuple(g for g, group in enumerate(cache.groups) if group.kind != "cross")
-        """The groups that a request's own tokens are written to."""
+        """Groups that a request's own tokens are written to."""
         self.windows = tuple(
             (g, group) for g, group in enumerate(cache.groups) if group.kind == "window"
         )
@@ -57,15 +64,15 @@ class KVCacheManager:
         self.cross = next(
             (g for g, group in enumerate(cache.groups) if group.kind == "cross"), None
         )
-        self.copies: dict[int, int] = {}  # blocks that are to be written, and what is copied there
-        self._copied = Counter[int]()  # how often a block is
+        self.copies: dict[int, int] = {}  # pending copies: target block to source block
+        self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
         if store is not None:
             self.tiers = Tiers(
                 store, self.pool, self.own, dict(self.windows), cache.block_size, clock
             )
         self._salt = salt
-        self._root_key = root_key(salt, "")  # for requests without a salt
+        self._root_key = root_key(salt, "")  # for requests without a salt and an adapter
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -73,20 +80,26 @@ class KVCacheManager:
     # --- Blocks to write ----------------------------------------------------------------------------------------------
 
     def holds(self, request: Request, num_tokens: int) -> bool:
-        """Whether `allocate` would change nothing."""
+        """True if `allocate` would change nothing."""
         if request.needs_copy or self.windows:
             return False
         return num_tokens <= len(request.blocks[self.own[0]]) * self.block_size
 
     def allocate(self, step: StepBuilder, request: Request, num_tokens: int) -> bool:
-        """In every group: release the blocks that no later token looks at, copy the block that is written next if it is
-        shared, and append blocks for `num_tokens` tokens. False, and nothing is changed, if too few blocks are free."""
+        """Prepare the blocks that a request writes next, in every group.
+
+        1. Release the blocks that no later token attends to.
+        2. Copy the block that is written next, if it is shared.
+        3. Append blocks up to `num_tokens` tokens.
+
+        Returns False and changes nothing if too few blocks are free.
+        """
         pool, size, tables = self.pool, self.block_size, request.blocks
         if self.holds(request, num_tokens):
             return True
         computed, length = request.num_computed_tokens, len(tables[self.own[0]])
         need = max(0, self.blocks_for(num_tokens) - length)
-        first = computed // size  # the block that is written next
+        first = computed // size  # index of the block that is written next
         copies = []
         if request.needs_copy and first < length:
             copies = [g for g in self.own if not self._is_writable(tables[g][first])]
@@ -123,7 +136,7 @@ class KVCacheManager:
         return True
 
     def _is_writable(self, block: int) -> bool:
-        """Whether one request alone holds it, beside the copies."""
+        """True if only one request holds the uncached block, not counting pending copies."""
         return self.pool.is_writable(block, self._copied[block])
 
     def _copy(self, source: int, target: int) -> None:
@@ -132,7 +145,7 @@ class KVCacheManager:
         self._copied[source] += 1
 
     def begin_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, target), for the step that is planned."""
+        """Take the pending copies, as (source, target), for the step that is being planned."""
         if not self.copies:
             return ()
         found = tuple([(source, target) for target, source in self.copies.items()])
@@ -142,12 +155,12 @@ class KVCacheManager:
         return found
 
     def allocate_encoder(self, request: Request, num_tokens: int) -> None:
-        """Blocks for what an encoder reads. They must be free."""
+        """Allocate blocks for an encoder's text of `num_tokens` tokens. They must be free."""
         assert self.cross is not None, "the model has no encoder"
         request.blocks[self.cross] = self.pool.allocate(self.blocks_for(num_tokens))
 
     def release(self, request: Request) -> None:
-        """Release all blocks. None of the request's tokens is computed any more."""
+        """Release all blocks of the request and mark none of its tokens as computed."""
         for g, table in enumerate(request.blocks):
             for target in self.copies.keys() & table if self.copies else ():
                 source = self.copies.pop(target)
@@ -162,12 +175,12 @@ class KVCacheManager:
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
     def root_key(self, cache_salt: str, adapter: str) -> bytes:
-        """What the keys of a request's blocks begin with."""
+        """First key of the chain that a request's block keys continue."""
         root = root_key(self._salt, "", adapter) if adapter else self._root_key
         return salted(root, cache_salt)
 
     def may_begin_cached(self, request: Request) -> bool:
-        """Whether it may begin with cached blocks."""
+        """True if the request may start with cached blocks."""
         return self.cache.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
     def cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
@@ -178,21 +191,27 @@ class KVCacheManager:
     def waits_for_tiers(
         self, request: Request, cached: list[list[int]], computed: int, spare: int
     ) -> bool:
-        """`Tiers.wants`"""
+        """True if the request must wait for blocks from a tier (`Tiers.wants`)."""
         if self.tiers is None or not request.block_keys or not self.may_begin_cached(request):
             return False
         return self.tiers.wants(request, cached, computed, spare)
 
     def adopt(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Hold the blocks of `tables`, which other requests have written. A null block stands where none is needed."""
+        """Hold the blocks of `tables`, which other requests wrote.
+
+        Null blocks mark unneeded blocks.
+        """
         for g, table in enumerate(tables):
             passed = next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table))
             self.pool.hold(table[passed:])
             request.blocks[g], request.num_passed[g] = list(table), passed
 
     def register(self, request: Request, step_id: int) -> None:
-        """Offer to the prefix cache, and to the tiers, the blocks whose tokens are all known and scheduled. The steps up to
-        `step_id` write them."""
+        """Offer blocks to the prefix cache and the tiers.
+
+        These are the full blocks whose tokens are all known and scheduled. The steps up to
+        `step_id` write them.
+        """
         if not self.cache.enable_prefix_caching:
             return
         full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
@@ -211,8 +230,11 @@ class KVCacheManager:
         request.num_registered = full
 
     def share_prompt(self, parent: Request, children: Sequence[Request]) -> None:
-        """The `children` hold the blocks of their parent's prompt. Each computes the last token again in a copy of the last
-        block, and so draws its own first token."""
+        """Let `children` hold the blocks of their parent's prompt.
+
+        Each child computes the last prompt token again, in a copy of the last block, to sample its
+        own first token.
+        """
         num_blocks = self.blocks_for(parent.num_prompt_tokens)
         tables = [
             table if g == self.cross else table[:num_blocks]
@@ -226,9 +248,14 @@ class KVCacheManager:
             parent.decodes_until = parent.verifies_until = 0
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
-        """`beam` goes on from `source`, of the same prompt: it holds the same blocks, and has computed the same tokens. If both
-        have begun a block, the source's is copied to the beam's. Otherwise they share the last, and each copies it before it
-        writes to it, unless all others have left it. Returns the changes of the beam's tables."""
+        """Let `beam` continue from `source`, a beam of the same prompt.
+
+        Returns the changes of the beam's block tables.
+
+        The beam then holds the same blocks and has the same computed tokens. If both have begun a
+        block, the source's block is copied into the beam's. Otherwise they share the last block,
+        and each copies it before writing to it, unless all others have left it by then.
+        """
         whole, updates = beam.num_prompt_tokens // self.block_size, list[TableUpdate]()
         written, shares = source.num_computed_tokens // self.block_size, False
         for g, theirs in enumerate(source.blocks):
@@ -239,15 +266,15 @@ class KVCacheManager:
                 and own[whole - 1] == theirs[whole - 1]
                 and beam.num_passed[g] == source.num_passed[g]
             ):
-                # With the same last block of the prompt, all blocks before it are equal, too, but for those of a window that
-                # only one of them has passed: a beam that was computed again passes fewer in that step.
+                # If the prompt's last block is the same, so are all blocks before it, except blocks
+                # of a window that only one of the two has passed: a beam that was recomputed passes
+                # fewer blocks in that step.
                 same = whole
             while same < both and own[same] == theirs[same]:
                 same += 1
             stop = None
-            if (
-                len(own) == len(theirs) == written + 1
-            ):  # both have written to their last blocks, and so hold them alone
+            if len(own) == len(theirs) == written + 1:
+                # both have written to their last blocks, so each holds its own alone
                 assert self.pool.is_writable(own[written])
                 self._copy(theirs[written], own[written])
                 stop = written
@@ -269,16 +296,18 @@ class KVCacheManager:
         return updates
 
     def shared_prefixes(self, decodes: Iterable[tuple[Request, int]]) -> tuple[SharedPrefix, ...]:
-        """Which neighbours begin with the same blocks of a prompt that is long enough, for requests with so many computed
-        tokens each."""
+        """Find runs of neighbouring decodes that begin with the same prompt blocks.
+
+        `decodes` are (request, number of computed tokens). A run counts from `LEAST_SHARED` common
+        tokens.
+        """
         found, first, last = list[SharedPrefix](), 0, None
         for i, (request, computed) in enumerate((*decodes, (None, 0))):
             block = None
             if request is not None and self.full is not None and self.cross is None:
                 whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if (
-                    whole * self.block_size >= LEAST_SHARED
-                ):  # with the same last block, all blocks before it are equal, too
+                if whole * self.block_size >= LEAST_SHARED:
+                    # equal last blocks mean that all blocks before them are equal, too
                     block = whole, request.blocks[self.full][whole - 1]
             if block != last or block is None:
                 if last is not None and i - first > 1:
@@ -289,12 +318,14 @@ class KVCacheManager:
     # --- Figures ------------------------------------------------------------------------------------------------------
 
     def num_used_tokens(self) -> int:
-        """That the blocks in use have room for."""
+        """Token capacity of the allocated blocks."""
         return (self.pool.num_usable - self.pool.num_free) * self.block_size
 
     def num_wasted_tokens(self, running: Iterable[Request]) -> int:
-        """That the blocks of the `running` requests have room for and that are not computed. A null block in a table counts as
-        full of computed tokens."""
+        """Allocated token slots of the `running` requests that hold no computed token.
+
+        A null block in a table counts as full of computed tokens.
+        """
         size, wasted = self.block_size, 0
         for request in running:
             wasted += sum(

@@ -11,8 +11,11 @@ from slipstream.types import EngineRequest
 def check_length(
     spec: EngineRequest, longest: int, cache: CacheConfig, step_tokens: int, num_blocks: int
 ) -> None:
-    """ContextLengthError if prompt and answer are more than `longest` tokens, or need more than `num_blocks` blocks while steps
-    of `step_tokens` tokens compute them."""
+    """Raise ContextLengthError if a request can never run.
+
+    That is: prompt and answer have more than `longest` tokens, or need more than `num_blocks`
+    blocks when steps of `step_tokens` tokens compute them.
+    """
     total, encoded = len(spec.prompt_token_ids) + spec.max_tokens, len(spec.encoder_token_ids)
     if total > longest:
         raise ContextLengthError(
@@ -23,7 +26,7 @@ def check_length(
         raise ContextLengthError(
             f"the prompt has {encoded} tokens, more than max_model_len={longest}", field="prompt"
         )
-    computed = total if spec.pooled else total - 1  # a last token that is sampled is never computed
+    computed = total if spec.pooled else total - 1  # the last sampled token is never computed
     size, groups = cache.block_size, cache.groups
     need = sum(
         g.max_blocks(encoded if g.kind == "cross" else computed, size, step_tokens) for g in groups

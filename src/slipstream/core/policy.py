@@ -1,8 +1,11 @@
-"""Decides when waiting requests may join the running ones.
+"""Admission policies: when waiting requests may join the running ones.
 
-1. `inflight`: whenever there is room (continuous batching). This is the default; the other two are baselines for benchmarks.
-2. `static`: the requests that wait when the engine is idle form a batch. No other joins until all of them have ended.
-3. `dynamic`: like `static`, but a batch forms only when it is full or its oldest request has waited for the window.
+1. `inflight`: whenever there is room (continuous batching). This is the default. The other two are
+   baselines for benchmarks.
+2. `static`: all requests that wait while the engine is idle form a batch. No request joins until
+   all of them have ended.
+3. `dynamic`: like `static`, but a batch starts only when it is full or its oldest request has
+   waited for the window.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from slipstream.core.request import Request
 
 class AdmissionPolicy(Protocol):
     def admits(self, request: Request, *, num_running: int, num_waiting: int, now: float) -> bool:
-        """May `request`, the first in the queue, join now?"""
+        """Return whether `request`, the first in the queue, may join now."""
         ...
 
     def admitted(self, request: Request) -> None: ...
@@ -23,7 +26,7 @@ class AdmissionPolicy(Protocol):
     def finished(self, request: Request) -> None: ...
 
     def opens_at(self, oldest_arrival: float | None) -> float | None:
-        """When a batch forms by the passing of time alone; None if never."""
+        """Time at which a batch starts without any other event; None if never."""
         ...
 
 
@@ -42,13 +45,17 @@ class InFlightPolicy:
 
 
 class Batched:
-    """`static` (window 0) and `dynamic`. A batch is open until it is full or a request does not fit, and then closed until
-    its last member has ended. A preempted member may join again, and so may the forks and beams of a member."""
+    """Policies `static` (window 0) and `dynamic`.
+
+    A batch accepts requests until it is full or a request does not fit. It is then closed until its
+    last member has ended. A preempted member may join again. Forks and beams of a member may join,
+    too.
+    """
 
     def __init__(self, max_num_seqs: int, window_s: float) -> None:
         self.max_num_seqs = max_num_seqs
         self.window_s = window_s
-        self._members: set[str] = set()  # not yet ended
+        self._members: set[str] = set()  # members that have not ended
         self._joined = 0
         self._formed_at: float | None = None
 
@@ -56,12 +63,13 @@ class Batched:
         if request.request_id in self._members or request.spec.parent in self._members:
             return True
         if self._members and not num_running:
-            return True  # only preempted members are left, and they wait behind this one
+            return True  # only preempted members are left, and they are queued after this request
         if not self._members:
             if num_waiting < self.max_num_seqs and now < request.spec.arrival + self.window_s:
                 return False
             self._joined, self._formed_at = 0, now
-        # Requests that waited when the batch was formed join it; later ones wait for the next.
+        # Requests that waited when the batch was formed join it. Later ones wait for the next
+        # batch.
         assert self._formed_at is not None
         return self._joined < self.max_num_seqs and request.spec.arrival <= self._formed_at
 

@@ -1,10 +1,11 @@
-"""Schedules texts whose vectors or scores are wanted. No torch.
+"""Schedulers of texts whose vectors or scores are wanted. No torch.
 
-1. An encoder reads a text whole and keeps no state of it. So `TextScheduler` has no blocks, rows or preemption: a step is
-   as many whole texts as fit, in order of (priority, arrival). A call's texts stay one request from the tokeniser to the
-   answer. Each text costs one comparison; everything else is done once for each request of a step.
-2. A decoder computes texts in chunks, and they share cached prefixes, as prompts do. `TextSequences` makes each text a
-   request of the decoder's scheduler, and one answer of all of them.
+1. An encoder reads a text in one step and keeps no state of it, so `TextScheduler` has no blocks,
+   rows or preemption. A step takes as many whole texts as fit, in order of (priority, arrival). The
+   texts of a call stay one request from the tokenizer to the answer. Each text costs one
+   comparison; everything else is done once per request and step.
+2. A decoder computes texts in chunks, and they share cached prefixes, like prompts. `TextSequences`
+   turns each text into a request of the decoder's scheduler and joins their answers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Steps(Protocol):
 
 
 class _Texts:
-    """A request that is being computed: texts [0, num_planned) are in steps, texts [0, num_done) have their vectors."""
+    """A request in progress.
+
+    Texts [0, num_planned) are in steps; texts [0, num_done) have their vectors.
+    """
 
     __slots__ = ("first_blocks", "num_done", "num_planned", "num_texts", "spec", "starts")
 
@@ -63,19 +67,21 @@ class _Texts:
         self.spec = spec
         lengths = int32(spec.lengths)
         self.num_texts = len(lengths)
+        # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
         self.starts = [
             0,
             *accumulate(lengths),
-        ]  # [N + 1]: text i has tokens starts[i] … starts[i + 1] − 1
+        ]
+        # the same, counted in blocks
         self.first_blocks = [
             0,
             *accumulate([-(-n // block_size) for n in lengths]),
-        ]  # the same, counted in blocks
+        ]
         self.num_planned = self.num_done = 0
 
 
 class TextScheduler:
-    """An encoder's scheduler. `num_blocks` is the size of the layers' scratch cache, with the null block."""
+    """An encoder's scheduler. `num_blocks` is the size of its scratch cache, with the null block."""
 
     def __init__(
         self,
@@ -94,18 +100,19 @@ class TextScheduler:
         )
         self._clock = clock
         self._requests: dict[str, _Texts] = {}
-        self._waiting: list[
-            tuple[int, float, int, _Texts]
-        ] = []  # a heap of those with texts in no step yet
-        self._in_flight: dict[
-            int, list[tuple[_Texts, int, int]]
-        ] = {}  # step -> request, its first text, the end
+        # heap of requests with texts that are in no step yet
+        self._waiting: list[tuple[int, float, int, _Texts]] = []
+        # (request, its first text, end) by step
+        self._in_flight: dict[int, list[tuple[_Texts, int, int]]] = {}
         self._batch = 0  # texts that may still join the open batch, unless the policy is "inflight"
         self._counter = self._step_id = 0
 
     def add(self, spec: TextsRequest) -> None:
-        """Queue a request. EngineOverloadedError if its texts do not fit into the queue, ContextLengthError if one of them
-        could never run."""
+        """Queue a request.
+
+        Raises EngineOverloadedError if its texts do not fit into the queue, and ContextLengthError
+        if one of them could never run.
+        """
         texts, max_queue = _Texts(spec, self._block_size), self.scheduling.max_queue
         if spec.request_id in self._requests:
             raise RequestError(
@@ -113,7 +120,7 @@ class TextScheduler:
             )
         if max_queue is not None and self.num_waiting + texts.num_texts > max_queue:
             raise EngineOverloadedError(
-                f"{self.num_waiting} texts are waiting already, and with {texts.num_texts} more they are more than max_queue; "
+                f"{self.num_waiting} texts are waiting already, and {texts.num_texts} more would exceed max_queue; "
                 "try again later"
             )
         longest = max(int32(spec.lengths), default=0)
@@ -133,7 +140,10 @@ class TextScheduler:
         return self._end([i for i in request_ids if i in self._requests], reason)
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
-        """End everything, after a step failed. Results of steps in flight are not expected any more."""
+        """End all requests after a step failed.
+
+        Results of steps in flight are not expected any more.
+        """
         self._in_flight.clear()
         return self._end(list(self._requests), reason, error)
 
@@ -158,7 +168,7 @@ class TextScheduler:
 
     @property
     def num_running(self) -> int:
-        """Texts in steps in flight."""
+        """Number of texts in steps in flight."""
         return sum(texts.num_planned - texts.num_done for texts in self._requests.values())
 
     @property
@@ -169,12 +179,15 @@ class TextScheduler:
         return []
 
     def reset_prefix_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no prefix cache."""
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> TextsPlan | None:
-        """The next texts in order, as many whole ones as a step holds; None if there are none that may be computed now."""
+        """Plan the next step with as many whole texts as it holds.
+
+        None if no text may be computed now.
+        """
         scheduling = self.scheduling
         tokens, blocks = scheduling.max_num_batched_tokens, self.num_usable
         room = min(scheduling.max_num_seqs, self._may_join(self._clock()))
@@ -211,7 +224,7 @@ class TextScheduler:
                 ]
             ),
             b"".join([t.spec.lengths[4 * first : 4 * end] for t, first, end in parts]),
-            # A text that is no pair is all of the first part.
+            # A text that is no pair belongs to the first part as a whole.
             b"".join(
                 [
                     (t.spec.num_first or t.spec.lengths)[4 * first : 4 * end]
@@ -223,7 +236,10 @@ class TextScheduler:
         )
 
     def _may_join(self, now: float) -> int:
-        """How many texts may be put into steps now. Batches that wait for their end are baselines: see `core.policy`."""
+        """Number of texts that may be put into steps now.
+
+        Batches that wait for their end are baselines; see `core.policy`.
+        """
         scheduling, waiting = self.scheduling, self.num_waiting
         if scheduling.policy == "inflight":
             return waiting
@@ -234,7 +250,7 @@ class TextScheduler:
         return self._batch
 
     def next_wakeup(self) -> float | None:
-        """When a batch forms by the passing of time alone; None if never."""
+        """Time at which a batch starts without any other event; None if never."""
         if (
             self.scheduling.policy != "dynamic"
             or not self._waiting
@@ -245,7 +261,7 @@ class TextScheduler:
         return self._waiting[0][3].spec.arrival + self.scheduling.batch_window_s
 
     def update(self, plan: TextsPlan, result: StepResult) -> list[StepOutput]:
-        """Take in the vectors of a step: of each request in it those of its texts, and its end with the last of them."""
+        """Process a step's vectors. A request ends with its last text."""
         outputs: list[StepOutput] = []
         (found,) = result.extras
         assert isinstance(found, TextVectors)
@@ -258,7 +274,7 @@ class TextScheduler:
             )
             begin += len(vectors)
             if self._requests.get(request_id) is not texts:
-                continue  # aborted since
+                continue  # aborted meanwhile
             texts.num_done = end
             reason = None
             if end == texts.num_texts:
@@ -278,14 +294,17 @@ class TextScheduler:
 
 
 class TextSequences:
-    """Requests of texts. Each text is a request of a decoder's scheduler, under an id of its own."""
+    """Requests of texts for a decoder.
+
+    Each text becomes a request of its scheduler with its own id.
+    """
 
     def __init__(self) -> None:
-        self._left: dict[str, set[str]] = {}  # request -> its texts without an answer
-        self._places: dict[str, tuple[str, int]] = {}  # text -> its request, which text it is
+        self._left: dict[str, set[str]] = {}  # texts without an answer, by request
+        self._places: dict[str, tuple[str, int]] = {}  # (request, index of the text) by text
 
     def split(self, spec: TextsRequest) -> list[EngineRequest]:
-        """An engine request for each text."""
+        """Make an engine request of each text."""
         starts = [0, *accumulate(int32(spec.lengths))]
         token_ids = int32(spec.token_ids).tolist()
         found = [
@@ -306,8 +325,10 @@ class TextSequences:
         return found
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """The engine requests that these ids stand for and that must be aborted: those of a request's texts, or the id
-        itself."""
+        """Translate ids to engine requests to abort: those of a request's texts, or the id itself.
+
+        The requests of texts are forgotten.
+        """
         found: list[str] = []
         for request_id in request_ids:
             sequences = self._left.pop(request_id, None)
@@ -317,8 +338,10 @@ class TextSequences:
         return found
 
     def joined(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """News of texts as news of their requests, in place. A request ends with the last of its texts, or with the first that
-        fails."""
+        """Replace outputs of texts by outputs of their requests, in place.
+
+        A request ends with the last of its texts, or with the first that fails.
+        """
         if not self._places:
             return outputs
         found: list[EngineOutput] = []
@@ -349,5 +372,5 @@ class TextSequences:
 
 
 def int32(data: bytes) -> array[int]:
-    """Numbers of 32 bits in the machine's order."""
+    """Decode 32-bit integers in the machine's byte order."""
     return array("i", data)

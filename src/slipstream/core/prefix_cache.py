@@ -1,8 +1,8 @@
-"""Keys of token prefixes: a chain of hashes over whole blocks, and how many cached blocks a sequence can begin with.
+"""Prefix cache keys (a chain of hashes over full blocks) and the longest cached prefix.
 
-The key of a block covers every token from the start of the sequence to the end of the block, the salt, and the group whose
-layers' keys and values the block holds. Two blocks with one key hold the same, up to a collision of a 128-bit cryptographic
-hash.
+A block's key covers every token from the start of the sequence to the end of the block, the salts,
+and the cache group of the block. Blocks with equal keys have equal contents, because the hash is
+cryptographic (BLAKE2b, 128 bits).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_BYTES = 16
 
 
 def root_key(*salts: str) -> bytes:
-    """The key before the first block. Salts (model, adapter, tenant) keep prefixes apart."""
+    """Key before the first block. The salts (model, adapter, tenant) keep their prefixes apart."""
     digest = blake2b(digest_size=KEY_BYTES)
     for salt in salts:
         encoded = salt.encode()
@@ -44,8 +44,13 @@ def extend_keys(
     num_blocks: int,
     images: Sequence[ImageSpan] = (),
 ) -> None:
-    """Append the chain's keys up to that of block `num_blocks` − 1, whose tokens are there. Placeholders are the same tokens
-    for all `images`, so a block with some has the picture's key in its own, and where the picture begins."""
+    """Append chain keys to `keys` until it has `num_blocks`.
+
+    `tokens` must fill all of these blocks.
+
+    All `images` have the same placeholder tokens. A block that overlaps an image therefore also
+    hashes the image's key and its offset in the block.
+    """
     key, first = keys[-1] if keys else root, len(keys) * block_size
     words = array("i", tokens[first : num_blocks * block_size])
     data, size = words.tobytes(), words.itemsize
@@ -61,7 +66,10 @@ def extend_keys(
 
 
 def group_key(key: bytes, group: int) -> bytes:
-    """The key of the block in `group` where `key` is the chain's: no two groups share one."""
+    """Key of a block of cache group `group`; `key` is the chain's key.
+
+    Every group has keys of its own.
+    """
     return key + bytes((group,)) if group else key
 
 
@@ -72,8 +80,11 @@ def longest_hit(
     windows: Mapping[int, CacheGroup],
     size: int,
 ) -> tuple[list[list[int]], int]:
-    """The tables of cached blocks that the request can begin with, one for each group (or no tables), and the number of
-    tokens that they hold. `own` are the groups that it writes to."""
+    """Find the longest cached prefix of a request.
+
+    Returns (block tables by group, number of tokens); the tables are empty on a miss. `own` are the
+    groups that the request's own tokens are written to.
+    """
     keys, num_tokens = request.block_keys, request.num_tokens
     extend_keys(
         keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
@@ -94,19 +105,22 @@ def usable_prefix(
     num_tokens: int,
     size: int,
 ) -> tuple[dict[int, int], int]:
-    """Of `found`, by group: how many leading blocks a sequence of `num_tokens` can begin with, and the first of them that it
-    needs in each group.
+    """Number of leading cached blocks that a sequence of `num_tokens` tokens can start with.
 
-    1. A hit of n blocks needs all n in a full group, and in a window group those that later tokens look at. The longest hit is
-       taken.
-    2. At least two tokens are computed. The last one's logits are needed. A token alone in its step would be computed as a
-       decode, whose kernels round otherwise than a prompt's, and the hit would change the answer.
+    Returns (first needed block of each group, number of blocks). `found` has each group's cached
+    blocks, or None where a block is missing.
+
+    1. A hit of n blocks needs all n blocks of a full group, and those blocks of a window group that
+       later tokens attend to. The longest hit is taken.
+    2. At least two tokens are left to compute. The last token's logits are needed. A single token
+       would run as a decode, whose kernels round differently from a prefill's, and the hit would
+       change the answer.
     """
     longest = min(len(blocks) for blocks in found.values())
     for g, blocks in found.items():
         if g not in windows and None in blocks:
             longest = min(longest, blocks.index(None))
-    # runs[n]: how many blocks are cached without a gap, counted back from block n − 1
+    # runs[n]: length of the run of cached blocks that ends with block n − 1
     runs = {g: _runs(found[g][:longest]) for g in windows}
     for n in range(min(longest, (num_tokens - 2) // size), 0, -1):
         begins = {g: windows[g].first_block(n * size, size) if g in windows else 0 for g in found}
@@ -116,7 +130,7 @@ def usable_prefix(
 
 
 def _runs(found: Sequence[int | None]) -> list[int]:
-    """For each n from 0 on: how many of the first n blocks are cached without a gap, counted back from block n − 1."""
+    """Lengths of the runs of cached blocks that end with block n − 1, for each n from 0 on."""
     runs = [0]
     for block in found:
         runs.append(0 if block is None else runs[-1] + 1)

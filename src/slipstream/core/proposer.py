@@ -1,13 +1,15 @@
-"""Proposes draft tokens for a request from its own tokens or from recent answers, without a model.
+"""Proposes draft tokens from a request's own tokens or from recent answers, without a model.
 
-A proposer looks for the longest run of tokens that ends the text and that occurred before, and proposes what followed it there:
+A proposer finds the longest run of tokens at the end of the text that occurred before. It proposes
+the tokens that followed it there.
 
-    ngram     prompt look-up: runs of up to a few tokens, in the request's own prompt and answer
-    suffix    runs of any length, in prompt and answer and in answers that ended recently
+    ngram     prompt look-up: runs of a few tokens, in the request's own prompt and answer
+    suffix    runs of any length, in prompt and answer and in recently ended answers
 
-Both find earlier runs as LZ77 compressors do (Ziv and Lempel 1977). A table has the last place of each pair of tokens, and
-each place links to the one before with the same pair. A token costs well under a microsecond and some 150 bytes; a suffix
-automaton in Python costs ten times as much. Only the `MOST_PLACES` latest places are compared.
+Both find earlier runs like LZ77 compressors (Ziv and Lempel 1977). A table has the last place of
+each pair of tokens, and each place links to the previous place of the same pair. A token costs well
+under a microsecond and about 150 bytes. A suffix automaton in Python costs ten times as much. Only
+the latest `MOST_PLACES` places are compared.
 
 A draft model's tokens are drawn by the worker (`worker/drafter.py`).
 """
@@ -23,43 +25,46 @@ MOST_PLACES = 32
 """Earlier places of a pair that are compared."""
 
 MOST_MATCH = 32
-"""Tokens of a run that are compared. A longer run predicts no better."""
+"""Tokens of a run that are compared. Longer runs predict no better."""
 
 MOST_INDEXED = 32_768
-"""Tokens of a request that are searched: the latest at the time of its first proposal."""
+"""Tokens of a request that are searched: the latest ones at its first proposal."""
 
 MOST_TRAFFIC = 65_536
-"""Tokens of ended answers that are searched, for each salt."""
+"""Tokens of ended answers that are searched, per cache salt."""
 
 SEPARATOR = -1
-"""Stands between two answers. No request has it."""
+"""Separates two answers. No request has this token."""
 
 
 class Proposal(NamedTuple):
-    """`match`: the length of the run that was found. The longer it is, the likelier the tokens are right."""
+    """Proposed tokens. `match` is the length of the run found; longer runs predict better."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
 
 
 class Proposer(ABC):
-    """Proposes drafts for one request. `tokens` is always the same list, which only grows."""
+    """Proposes drafts for one request. `tokens` must always be the same list, which only grows."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
-        """Up to `most` tokens that may follow `tokens`."""
+        """Propose up to `most` tokens that may follow `tokens`."""
 
 
 class PairIndex:
-    """The places of each pair of adjacent tokens in a growing sequence. A pair's place is that of its second token."""
+    """Index of each pair of adjacent tokens in a growing sequence.
+
+    The place of a pair is the position of its second token.
+    """
 
     __slots__ = ("_before", "_begin", "_end", "_latest")
 
     def __init__(self, begin: int = 0) -> None:
-        self._begin = begin  # the first place of `_before`
+        self._begin = begin  # the first place in `_before`
         self._end = begin + 1  # pairs that end before this place are indexed
         self._latest: dict[int, int] = {}
-        self._before = array("i", [-1])  # for each place the one before with the same pair
+        self._before = array("i", [-1])  # for each place, the previous place of the same pair
 
     def add(self, tokens: Sequence[int], end: int) -> None:
         """Index the pairs that end before `end`."""
@@ -71,8 +76,11 @@ class PairIndex:
         self._end = max(self._end, end)
 
     def longest(self, own: Sequence[int], tokens: Sequence[int], most: int) -> tuple[int, int]:
-        """(place, length) of the longest run in the indexed `tokens` that ends `own`; of equals the latest. (−1, 0) if
-        there is not even the last pair. Lengths are counted up to `most`."""
+        """Find the longest run in the indexed `tokens` that ends `own`; the latest among equals.
+
+        Returns (place, length), or (−1, 0) if not even the last pair occurs. Lengths are counted up
+        to `most`.
+        """
         place, found = self._latest.get(own[-2] << 32 | own[-1], -1), (-1, 0)
         last = len(own) - 1
         for _ in range(MOST_PLACES):
@@ -90,8 +98,10 @@ class PairIndex:
 
 
 class RecentAnswers:
-    """Answers that ended recently, of requests with the same salt. There are two generations: when the newer is full, it
-    replaces the older."""
+    """Recently ended answers of requests with the same salt.
+
+    There are two generations. When the newer is full, it replaces the older.
+    """
 
     def __init__(self) -> None:
         self.generations: list[tuple[list[int], PairIndex]] = [([], PairIndex())]
@@ -106,7 +116,7 @@ class RecentAnswers:
 
 
 class LookUp(Proposer):
-    """Finds runs of `least` to `most_match` tokens. `text`: an encoder's tokens, which are searched too."""
+    """Finds runs of `least` to `most_match` tokens, also in `text`, which an encoder reads."""
 
     __slots__ = ("_index", "_least", "_most_match", "_text", "_traffic")
 

@@ -1,15 +1,19 @@
-"""The queue of waiting requests, and which of them is next.
+"""Queue of waiting requests with fair sharing between owners.
 
-1. The request with the lowest `priority` number is next, whoever its owner is.
-2. Within a priority it is the turn of the owner with the fewest served tokens divided by its weight. The tokens of an answer
-   count as served, and those of a prompt that were computed; tokens found in the prefix cache do not.
-3. An owner's own requests go in order of arrival.
+The next request is chosen in this order:
 
-This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). An owner who comes
-back after a pause is set to the lowest counter of those who are there, so that nobody saves up turns. While two owners both
-have requests waiting, their served tokens by weight differ by a bounded number: twice what can be in flight at once.
+1. The lowest `priority` number, whoever the owner is.
+2. The owner with the fewest served tokens divided by its weight. Answer tokens and computed prompt
+   tokens count as served. Tokens found in the prefix cache do not count.
+3. The earliest arrival among the owner's requests.
 
-It is here, not in the front ends, since this is the one place where the requests of all of them wait.
+This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
+2024). An owner who returns after a pause starts at the lowest counter of the active owners, so
+nobody saves up turns. While two owners both have requests waiting, their weighted served tokens
+differ by at most twice what can be in flight at once.
+
+The queue is in the engine, not in the front ends, because requests of all front ends meet only
+here.
 """
 
 from __future__ import annotations
@@ -22,20 +26,20 @@ from slipstream.core.request import Request, Status
 from slipstream.types import Share
 
 _MOST_IDLE = 1024
-"""So many owners without requests are remembered before the list is cleaned."""
+"""Number of accounts from which accounts without requests are removed."""
 
 _NOBODY = Share("")
 _Heap: TypeAlias = list[tuple[tuple[int, float, int], Request]]
 
 
 class Account:
-    """What an owner was served, and how many requests it has."""
+    """Served tokens and open requests of one owner."""
 
     __slots__ = ("num_requests", "served", "waiting", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight, self.served, self.num_requests = weight, 0.0, 0
-        self.waiting: _Heap = []  # those that have ended are dropped when they come first
+        self.waiting: _Heap = []  # may contain ended requests; `first` drops them
 
     def charge(self, num_tokens: int) -> None:
         self.served += num_tokens / self.weight
@@ -44,23 +48,22 @@ class Account:
 class WaitingQueue:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._asking: dict[
-            Account, None
-        ] = {}  # those with requests that wait, and maybe some whose last has gone since
-        self._next: Account | None = None  # of the request that `first` found
+        # accounts with waiting requests, and perhaps some without; `first` drops those
+        self._asking: dict[Account, None] = {}
+        self._next: Account | None = None  # account of the request that `first` found
 
     def enter(self, request: Request) -> None:
-        """A new request. It has its owner's account from now on."""
+        """Attach a new request to its owner's account."""
         share = request.spec.share or _NOBODY
         account = self._accounts.get(share.owner)
         if account is None:
             account = self._accounts[share.owner] = Account(share.weight)
-        account.weight = share.weight  # it may have been changed
+        account.weight = share.weight  # the weight may have changed
         if not account.num_requests and len(self._accounts) > 1:
             here = [other.served for other in self._accounts.values() if other.num_requests]
             if here:
                 account.served = max(account.served, min(here))
-            else:  # no owner waits, so none was left behind
+            else:  # no owner is active, so all counters restart at 0
                 for other in self._accounts.values():
                     other.served = 0.0
             if len(self._accounts) > _MOST_IDLE:
@@ -69,7 +72,7 @@ class WaitingQueue:
         request.account = account
 
     def leave(self, request: Request) -> None:
-        """It has ended."""
+        """Detach a request that has ended."""
         assert request.account is not None
         request.account.num_requests -= 1
 
@@ -79,7 +82,7 @@ class WaitingQueue:
         self._asking[request.account] = None
 
     def first(self) -> Request | None:
-        """The next request."""
+        """Return the next request without removing it."""
         found, best = None, None
         for account in list(self._asking):
             heap = account.waiting
@@ -95,12 +98,12 @@ class WaitingQueue:
         return found
 
     def pop(self) -> Request:
-        """Take out the request that `first` has just found."""
+        """Remove the request that `first` has just returned."""
         assert self._next is not None
         return heapq.heappop(self._next.waiting)[1]
 
     def oldest_arrival(self) -> float | None:
-        """Of the first in line, for policies that wait for a batch."""
+        """Arrival time of the next request, for policies that wait for a batch."""
         request = self.first()
         return None if request is None else request.spec.arrival
 

@@ -1,4 +1,4 @@
-"""The scheduler's state of one request. It is minimal; properties give what follows from it."""
+"""The scheduler's state of one request. Stored state is minimal; properties derive the rest."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ class Status(Enum):
 
 
 class Request:
-    """Tokens [0, num_computed_tokens) are in the cache, or will be when the steps in flight are done.
+    """A request in the scheduler.
 
-    `num_pending` tokens were sampled by steps in flight. They count, but only the device knows them.
+    Tokens [0, num_computed_tokens) are in the cache once the steps in flight are done.
 
-    `blocks[g]` is the block table of group g. All tables have the same length, except that of an encoder's text. The first
-    `num_passed[g]` entries of a window group are the null block: those blocks were released.
+    `num_pending` counts tokens that steps in flight sample. They are included in `num_tokens`, but
+    only the device knows their values.
 
-    `kv` is where its blocks are. Of several it is chosen whenever the request is admitted without blocks. Only a beam stays:
-    those of a search take over one another's blocks.
+    `blocks[g]` is the block table of group g. All tables have the same length, except the table of
+    an encoder's text. The first `num_passed[g]` entries of a window group are the null block,
+    because these blocks were released.
+
+    `kv` is the cache manager of the request's rank. With several ranks, one is chosen each time the
+    request is admitted without blocks. A beam keeps its rank, because the beams of a search take
+    over each other's blocks.
     """
 
     __slots__ = (
@@ -78,62 +83,61 @@ class Request:
     ) -> None:
         self.spec = spec
         self.request_id = spec.request_id
-        self.order = order  # (priority, arrival, number): the smallest goes first
+        self.order = order  # (priority, arrival, number); the smallest goes first
         self.root_key = root_key
         self.token_ids = [*spec.prompt_token_ids, *spec.answer_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
-        self.num_given = len(
-            self.token_ids
-        )  # the prompt's, and those of an answer that began elsewhere
-        self.end = self.num_prompt_tokens + (
-            1 if spec.pooled else spec.max_tokens
-        )  # it never has more tokens than this
+        # prompt tokens, and answer tokens that another engine has already generated
+        self.num_given = len(self.token_ids)
+        # maximum number of tokens
+        self.end = self.num_prompt_tokens + (1 if spec.pooled else spec.max_tokens)
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
-        self.account: Account | None = None  # its owner's, since it is queued
+        self.account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
         self.is_beam = spec.beam_of is not None
-        self.held = (
-            False  # it is not scheduled before `RequestTable.release`, a beam not before `go_on`
-        )
+        self.held = False  # not scheduled until `RequestTable.release`, or for a beam until `go_on`
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_passed = [0] * num_groups
         self.block_keys: list[bytes] = []
-        self.num_registered = 0  # leading blocks offered to the prefix cache
-        self.looked_up = False  # in the tiers below the device
-        self.needs_copy = False  # the blocks it writes next may be shared
-        self.decodes_until = 0  # a step at a position before this one needs no block, copy or check
-        self.verifies_until = (
-            0  # the same of a step with drafts that ends before this position, with the next drafts
-        )
-        self.drafts: tuple[
-            int, ...
-        ] = ()  # guessed tokens behind the last one, which the next step verifies
-        self.num_pending_drafts = (
-            0  # drafts in the step in flight, of which the right ones are not known yet
-        )
+        self.num_registered = 0  # leading blocks that were offered to the prefix cache
+        self.looked_up = False  # whether the tiers below the device were searched
+        self.needs_copy = False  # whether the next blocks to write may be shared
+        # steps at positions before this one need no new block, copy or check
+        self.decodes_until = 0
+        # the same for steps that verify drafts: the step may end here at most, with the next drafts
+        self.verifies_until = 0
+        # guessed tokens after the last token; the next step verifies them
+        self.drafts: tuple[int, ...] = ()
+        self.num_pending_drafts = 0  # drafts in the step in flight, not verified yet
         sampling = spec.sampling
-        self.may_draft = not (
-            spec.pooled or self.is_beam or sampling.mirostat_mode
-        )  # its state: token by token
-        self.drafting: Drafting | None = None  # made when drafts are first proposed
+        # the state of these advances token by token
+        self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)
+        self.drafting: Drafting | None = None  # created when drafts are first proposed
         self.in_worker = False
-        self.mirostat_mu: float | None = None  # its sampler's state behind the last known token
-        self.forks: list[Request] = []  # requests that wait for this one's prompt
+        # state of its Mirostat sampler after the last known token
+        self.mirostat_mu: float | None = None
+        self.forks: list[Request] = []  # requests that wait for this request's prompt
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.num_overtaken = 0  # while its adapter did not fit
+        self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
 
     def draft(self, tokens: Sequence[int]) -> None:
-        """Guess that `tokens` follow the last one. The next step computes them with that token and samples at each.
-        `update` takes the tokens up to the first wrong guess, and the one sampled there."""
+        """Set `tokens` as drafts after the last token.
+
+        The next step computes them together with that token and samples at each position. `update`
+        accepts the tokens up to the first wrong draft, and the token sampled there.
+        """
         self.drafts, self.decodes_until = tuple(tokens), 0
 
     def most_at(self, computed: int) -> int:
-        """How many tokens a step may compute from here on. An answer that began elsewhere and would always be the same (greedy,
-        or with a seed) goes on as if it had been computed here: its prompt, then token by token, since kernels round prompts
-        and decodes differently."""
+        """Maximum number of tokens that one step may compute from position `computed` on.
+
+        This limits an answer that began on another engine and must be reproducible (greedy, or with
+        a seed). It continues as if computed here: first the prompt, then token by token. The reason
+        is that prefill and decode kernels round differently.
+        """
         spec = self.spec
         if not spec.answer_token_ids or (
             spec.sampling.temperature > 0 and spec.sampling.seed is None
@@ -145,7 +149,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending."""
+        """Number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property

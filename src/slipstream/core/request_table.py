@@ -6,10 +6,10 @@
        forks ─┘ └─> loading ─┘   from a tier
 
 1. `running` is in the scheduler's order. Preemption takes requests from its end.
-2. A request that is held back waits, and is not in the queue. A beam is held between its steps.
-3. A request that waits may hold blocks: a fork, a beam, or one whose blocks were loaded. It gives them back when those that run
-   need them, and computes the tokens again.
-4. `released` has the requests whose rows the worker is to drop, until a plan tells it.
+2. A held request is waiting, but not in the queue. A beam is held between its steps.
+3. A waiting request may hold blocks if it is a fork, a beam, or a request whose blocks were loaded
+   from a tier. It gives them back when running requests need them, and computes the tokens again.
+4. `released` lists requests whose rows the worker must drop. The next plan passes it on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestTable:
     def __init__(
         self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None
     ) -> None:
-        """`kv`: the first rank's, or the only one."""
+        """`kv` is the cache manager of the first or only rank."""
         self.kv = kv
         self.policy = policy
         self.speculation = speculation
@@ -46,15 +46,13 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.released: list[str] = []
-        self.table_updates: dict[
-            str, list[TableUpdate]
-        ] = {}  # that the worker does not have yet, by request
-        self.num_joined = 0  # requests that share another's prompt
+        # block table changes that the worker does not have yet, by request
+        self.table_updates: dict[str, list[TableUpdate]] = {}
+        self.num_joined = 0  # requests that share another request's prompt
         self.num_preemptions = 0
-        self._forked: list[Request] = []  # may be admitted from the next step on
-        self._deadlines: list[
-            tuple[float, int, str]
-        ] = []  # of requests by id: those that have ended are not kept for them
+        self._forked: list[Request] = []  # forks that may be admitted from the next step on
+        # (deadline, number, request id); requests that have ended may still be listed
+        self._deadlines: list[tuple[float, int, str]] = []
         self._counter = 0
 
     @property
@@ -62,7 +60,7 @@ class RequestTable:
         return len(self.by_id) - len(self.running)
 
     def adapters_in_use(self) -> set[int]:
-        """The ids of those that requests have."""
+        """Ids of the adapters of all requests."""
         return {r.spec.lora.id for r in self.by_id.values() if r.spec.lora is not None}
 
     def next_deadline(self) -> float | None:
@@ -94,7 +92,7 @@ class RequestTable:
             self.waiting.push(request)
 
     def release(self, request_id: str) -> None:
-        """A request that was held back may be scheduled."""
+        """Let a held request be scheduled. Does nothing if the request has ended."""
         request = self.by_id.get(request_id)  # its deadline may have passed
         if request is not None and request.held:
             request.held = False
@@ -102,7 +100,7 @@ class RequestTable:
                 self.wait(request)
 
     def drop_waiting_blocks(self, kv: KVCacheManager) -> bool:
-        """Release blocks of `kv` that requests hold while they wait. Returns whether there were any."""
+        """Release the blocks of `kv` that waiting requests hold. True if there were any."""
         dropped = kv.tiers is not None and kv.tiers.give_way()
         for request in self.by_id.values():
             if request.status is not Status.RUNNING and request.holds_blocks and request.kv is kv:
@@ -122,14 +120,17 @@ class RequestTable:
         parent.forks = []
 
     def admit_forks(self) -> None:
-        """Those whose parents' prompts are computed."""
+        """Queue the forks whose parents' prompts are computed."""
         forked, self._forked = self._forked, []
         for child in forked:
             if child.status is Status.FORKING:
                 self.wait(child)
 
     def go_on(self, steps: Sequence[BeamStep]) -> None:
-        """Continue the beams that have their logits, and add new ones. A beam that others branch from also continues itself."""
+        """Continue the beams that have their logits, and add new ones.
+
+        A beam that others branch from also continues itself.
+        """
         for beam, source, _ in steps:
             if beam != source:
                 self._take_over(self.by_id[beam], self.by_id[source])
@@ -144,22 +145,24 @@ class RequestTable:
 
     def _take_over(self, beam: Request, source: Request) -> None:
         beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
-        del beam.block_keys[
-            beam.num_prompt_tokens // self.kv.block_size :
-        ]  # those of its own tokens
-        beam.kv = source.kv  # where it is already, unless it is new
+        # keys of its own answer tokens
+        del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]
+        beam.kv = source.kv  # changes only for a new beam
         if source.holds_blocks:
             updates = beam.kv.take_over(beam, source)
             if updates and beam.in_worker:
                 self.table_updates.setdefault(beam.request_id, []).extend(updates)
-        elif beam.status is Status.RUNNING:  # all is to be computed again
+        elif beam.status is Status.RUNNING:  # everything must be computed again
             self.preempt(beam)
-        else:  # what it may have kept is of its own tokens
+        else:  # blocks it may still hold have its own old tokens
             beam.kv.release(beam)
 
     def make_way(self) -> bool:
-        """Nothing can be computed: beams hold all rows or blocks and wait for others of their searches. They leave the worker,
-        and keep their blocks while nobody needs them. Returns whether there were any and somebody waits."""
+        """Resolve a deadlock: held beams occupy all rows or blocks and wait for other beams.
+
+        The held beams leave the worker. They keep their blocks until others need them. True if
+        there were any and a request is waiting.
+        """
         beams = [r for r in self.running if r.held] if self.waiting.first() is not None else []
         for request in beams:
             self._stop(request)
@@ -171,14 +174,14 @@ class RequestTable:
     # --- Running ------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> None:
-        """It runs from this step on. It is off the queue."""
+        """Run a request from this step on. It has already left the queue."""
         request.status = Status.RUNNING
         request.kv.num_running += 1
         insort(self.running, request, key=_order)
         self.policy.admitted(request)
 
     def _stop(self, request: Request) -> None:
-        """It runs no more."""
+        """Remove a request from the running ones."""
         del self.running[bisect_left(self.running, request.order, key=_order)]
         request.kv.num_running -= 1
 
@@ -202,7 +205,7 @@ class RequestTable:
     def finish(
         self, request: Request, reason: FinishReason, error: str | None = None
     ) -> EngineOutput:
-        """End a request, whatever its status."""
+        """End a request of any status. Returns its last output."""
         if request.status is Status.RUNNING:
             self._stop(request)
         request.kv.release(request)
@@ -224,7 +227,7 @@ class RequestTable:
         return make(request.request_id, finish_reason=reason, error=error)
 
     def expire(self, now: float) -> list[EngineOutput]:
-        """End those whose deadlines have passed."""
+        """End the requests whose deadlines have passed."""
         outputs = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.by_id.get(heapq.heappop(self._deadlines)[2])

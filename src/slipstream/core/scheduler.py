@@ -1,38 +1,45 @@
 """Decides what each step computes. It uses no torch, and only the clock that it is given.
 
-There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends a budget of tokens bringing the
-second up to the first. Prefill, chunked prefill, decode, prefix hits, verification of drafts, and resumption after preemption
-are all this one rule.
+There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends its
+token budget on raising the second to the first. Prefill, chunked prefill, decode, prefix hits,
+verification of drafts, and resumption after preemption all follow this one rule.
 
 Order within a step:
 
-1. Requests that need one token (decodes). A long prompt never delays them. A step with decodes has at most
-   `max_num_mixed_tokens` tokens, so that no request waits longer for its next token than such a step takes. `core/budget.py`
-   decides how many of them prompts get: a chunk while few tokens wait, or what an objective leaves (`target_itl_ms`).
-2. Prompts that are partly computed, in order. They get the tokens that the decodes leave, which is at least one.
-3. New requests, by priority; within one the owners take turns by their weights, each with its own in order of arrival
-   (`core/queue.py`).
+1. Requests that need one token (decodes). A long prompt never delays them: a step with decodes has
+   at most `max_num_mixed_tokens` tokens, which bounds the time to the next token. `core/budget.py`
+   decides how many of these prompts get: a chunk while few tokens wait, or what an objective allows
+   (`target_itl_ms`).
+2. Partly computed prompts, in order. They get the tokens left by the decodes, which is at least
+   one.
+3. New requests, by priority. Within a priority, owners take turns by weight, and an owner's
+   requests go in order of arrival (`core/queue.py`).
 
-When blocks run out, the last request in that order is preempted: its blocks are released, and it waits to be computed again.
+When blocks run out, the last request in that order is preempted: its blocks are released, and it
+waits to be computed again.
 
-`schedule()` may be called again before `update()` of the step before:
+`schedule()` may be called again before `update()` of the previous step:
 
 1. It counts tokens that are sampled but not yet known (`num_pending`).
 2. If a request has ended meanwhile, its results of the later step are dropped.
-3. Blocks that are freed while a step in flight uses them may be allocated at once, since the device runs steps in order.
-4. Tokens that a request's grammar forces are computed with the token before them, and are pending like sampled ones.
-5. A pipeline's N stages are at N steps at once. So that no stage waits for another, a step has an N-th of the running requests,
-   and a request is in every N-th step: its token comes from the last stage while the first is at the steps between. With a
-   grammar it waits for its token, which the mask depends on.
+3. Blocks that are freed while a step in flight uses them may be reallocated at once, since the
+   device runs steps in order.
+4. Tokens forced by a request's grammar are computed together with the token before them. They are
+   pending, like sampled ones.
+5. A pipeline of N stages has N steps in flight. So that no stage waits for another, each step takes
+   1/N of the running requests, and a request is in every N-th step: its token leaves the last stage
+   while the first works on the steps in between. A request with a grammar waits for its token,
+   because the mask depends on it.
 
-A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt is encoded whole in the
-step that admits its request.
+A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt
+is encoded whole in the step that admits its request.
 
-Where requests are dealt out to ranks, each rank has a KV cache of its own (`kvs`), and its share of a step's tokens and
-sequences: all ranks wait for the one with the most tokens. A request gets a rank when it is admitted (`_deal`). Who makes room
-for a request is of its own rank. Choices that share a prompt stay together, and so do a search's beams.
+Where requests are distributed over ranks, each rank has its own KV cache (`kvs`) and its share of a
+step's tokens and sequences, because all ranks wait for the one with the most tokens. A request gets
+a rank when it is admitted (`_deal`). Only requests of its own rank are preempted for it. Choices
+that share a prompt stay on one rank, and so do a search's beams.
 
-Which blocks a request holds is `core/kv_cache_manager.py`'s.
+`core/kv_cache_manager.py` decides which blocks a request holds.
 """
 
 from __future__ import annotations
@@ -69,29 +76,40 @@ from slipstream.types import (
 )
 
 COPYING_S = 0.001
-"""How often to look what has arrived from the tiers while there is nothing else to do."""
+"""Seconds between checks for blocks from the tiers while there is nothing else to do."""
 
 WATERMARK = 0.01
-"""Share of the blocks kept free when a request is admitted beside others, so that it is not preempted at once."""
+"""Share of blocks kept free when a request joins others, so that it is not preempted at once."""
 
 
 UNEVEN_SHARE = 8
-"""A cached prefix decides which rank a request goes to, as long as no more run there than on another by one in so many."""
+"""Tolerated imbalance of ranks for a prefix hit.
+
+A cached prefix decides a request's rank unless that rank runs more requests than another by over
+1/`UNEVEN_SHARE`.
+"""
 
 
 MOST_OVERTAKES = 32
-"""So many requests may be admitted before one whose adapter does not fit, or whose rank is full; then it is its turn."""
+"""Maximum number of requests that overtake one whose adapter does not fit or whose rank is full.
+
+After that, no other request is admitted before it.
+"""
 
 
 MOST_PASSED_BY = 128
-"""So many such requests are looked at in a step."""
+"""Maximum number of such requests that are passed by in one step."""
 
 
 class Scheduler:
-    """`num_blocks` is the size of a pool (each rank's, if requests are dealt out), the null block included. `salt` separates
-    cached prefixes from other models'. `drafts_ahead`: the drafter begins the next drafts before these are verified.
-    `whole_images`: the tokens of a picture see one another, so a step holds all of them. `store` has the tiers below the
-    device. `padded`: of the graphs that steps run in."""
+    """Scheduler of a text-generating model.
+
+    `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
+    `salt` keeps cached prefixes of different models apart. `drafts_ahead`: the drafter begins the
+    next drafts before these are verified. `whole_images`: the tokens of an image attend to one
+    another, so one step must hold all of them. `store` has the tiers below the device. `padded`
+    maps a step to its graph's size.
+    """
 
     def __init__(
         self,
@@ -127,7 +145,8 @@ class Scheduler:
         )
         self._drafts_ahead = drafts_ahead
         self._pipeline_steps = scheduling.pipeline_steps
-        self._max_adapters = max_adapters  # of the requests that run
+        # maximum number of distinct adapters among running requests
+        self._max_adapters = max_adapters
         self._whole_images = whole_images
         self._clock = clock
         self.requests = RequestTable(
@@ -136,16 +155,21 @@ class Scheduler:
         self.in_flight = StepsInFlight(self.requests, self._pace, clock)
         self._outputs: list[EngineOutput] = []
         self.forced: Callable[[str, int], tuple[int, ...]] | None = None
-        """For a request with a grammar and a number of pending tokens: the tokens that must follow."""
+        """Maps (request id, number of pending tokens) to the tokens that its grammar forces."""
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._prefix_queries = self._prefix_hits = 0
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
     def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
-        """Queue a request. If it is `held`, it waits for `release`; a search's beams but the first wait for `go_on`. `adapter`
-        stands for what its adapter computes, in the keys of its prefixes. EngineOverloadedError if the queue is full (forks
-        and beams do not count), ContextLengthError if the request could never run."""
+        """Queue a request.
+
+        A `held` request waits for `release`; all beams of a search but the first wait for `go_on`.
+        `adapter` identifies the adapter's weights in the prefix keys.
+
+        Raises EngineOverloadedError if the queue is full (forks and beams do not count), and
+        ContextLengthError if the request could never run.
+        """
         limit = self.scheduling.max_queue
         if spec.request_id in self.requests.by_id:
             raise RequestError(
@@ -172,7 +196,10 @@ class Scheduler:
         return [self.requests.finish(request, reason) for request in found]
 
     def fail_all(self, reason: FinishReason, error: str) -> list[EngineOutput]:
-        """End everything, after a step failed. Results of steps in flight are not expected any more."""
+        """End all requests after a step failed.
+
+        Results of steps in flight are not expected any more.
+        """
         self.in_flight.forget()
         if self.tiers is not None:
             self.tiers.forget_offers()
@@ -186,12 +213,12 @@ class Scheduler:
 
     @property
     def pool(self) -> BlockPool:
-        """The first rank's, or the only one."""
+        """Block pool of the first or only rank."""
         return self.kv.pool
 
     @property
     def pools(self) -> list[BlockPool]:
-        """By rank."""
+        """Block pools by rank."""
         return [kv.pool for kv in self.kvs]
 
     @property
@@ -211,12 +238,16 @@ class Scheduler:
         return self.requests.num_waiting
 
     def drain_outputs(self) -> list[EngineOutput]:
-        """Outputs of requests that `schedule()` ended, since their deadlines had passed."""
+        """Take the outputs of requests that `schedule()` ended at their deadlines."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def next_wakeup(self) -> float | None:
-        """When `schedule()` may have work although nothing arrives: a deadline, or the end of a batch's window."""
+        """Time at which `schedule()` may have work although nothing arrives; None if never.
+
+        This is a deadline, the end of a batch's window, or the next check for blocks from the
+        tiers.
+        """
         deadline = self.requests.next_deadline()
         times = [] if deadline is None else [deadline]
         window = self.policy.opens_at(self.requests.waiting.oldest_arrival())
@@ -225,7 +256,7 @@ class Scheduler:
         return min([*times, window]) if window is not None else min(times, default=None)
 
     def reset_prefix_cache(self) -> None:
-        """And the answers in which drafts are looked up."""
+        """Forget all cached prefixes, and the answers in which drafts are looked up."""
         for pool in self.pools:
             pool.forget_all()
         if self.tiers is not None:
@@ -234,8 +265,10 @@ class Scheduler:
             self.speculation.forget_answers()
 
     def tend(self, at_once: int | None = None) -> None:
-        """Note which blocks have arrived from the tiers and which are stored, and begin to store others, `at_once` at most.
-        `schedule` does it, too."""
+        """Process finished copies of the tiers, and start to store at most `at_once` blocks.
+
+        `schedule` also does this.
+        """
         if self.tiers is None:
             return
         for request in self.tiers.take():
@@ -248,7 +281,10 @@ class Scheduler:
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step. None: there is nothing to compute now, or drafts must wait for the step in flight."""
+        """Plan the next step.
+
+        None if nothing can be computed now, or drafts must wait for the step in flight.
+        """
         now, scheduling = self._clock(), self.scheduling
         self._outputs += self.requests.expire(now)
         self.tend()
@@ -262,8 +298,8 @@ class Scheduler:
         step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
         if len(self.kvs) > 1:
             step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
-        unfinished: list[Request] = []  # prompts that are partly computed
-        plain = 0  # decodes that need no block, copy or check
+        unfinished: list[Request] = []  # partly computed prompts
+        plain = 0  # decodes that need no new block, copy or check
         for request in (
             self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step()
         ):
@@ -314,7 +350,7 @@ class Scheduler:
     def _bound_prompts(
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
     ) -> None:
-        """Leave the prompts as many tokens as a step with so many decodes has for them."""
+        """Limit the step's budget to the prompt tokens allowed alongside `num_decodes` decodes."""
         scheduling = self.scheduling
         step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
         if scheduling.mixed_chunk is not None:
@@ -324,8 +360,10 @@ class Scheduler:
             step.budget = step.budget if most is None else min(step.budget, most)
 
     def _share_of_step(self) -> list[Request]:
-        """Of a pipeline: the running requests that this step may compute, so that the other steps in flight have as many. With
-        fewer requests than stages each is in a step of its own, in turns."""
+        """Running requests for this step of a pipeline; the other steps must get as many.
+
+        With fewer requests than stages, each is in a step of its own, in turns.
+        """
         running, found = self.requests.running, list[Request]()
         slots = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
         busy = self.in_flight.sampling(min(self._pipeline_steps, len(running)) - 1)
@@ -342,12 +380,14 @@ class Scheduler:
         return found
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """Schedule a decode, with as many forced tokens or drafts as the step has room for. If blocks are missing, the last
-        request is preempted."""
+        """Schedule a decode, with as many forced tokens or drafts as the step has room for.
+
+        If blocks are missing, the last request is preempted.
+        """
         position = request.num_computed_tokens
         count, forced, kv = 1, self._forced_tokens(request), request.kv
         if forced or request.drafts:
-            # Each running request that is not in the step keeps a token of the budget.
+            # Each running request that is not yet in the step keeps one token of the budget.
             spare = (
                 self.scheduling.max_num_mixed_tokens
                 - self.scheduling.max_num_batched_tokens
@@ -375,8 +415,11 @@ class Scheduler:
         self._advance(step, request, count, forced[: count - 1])
 
     def _verifies(self, step: StepBuilder, request: Request, plain: int) -> bool:
-        """Schedule a decode with its drafts, if that needs no block, copy or check; the GPU waits for it. `plain`: decodes that
-        the step's budget does not count yet. `_schedule_one` does the same for all others."""
+        """Schedule a decode with its drafts if that needs no new block, copy or check.
+
+        True if scheduled. This is a fast path, because the GPU waits for it; `_schedule_one`
+        handles all other cases. `plain` are decodes that the step's budget does not count yet.
+        """
         position, drafts = request.num_computed_tokens, request.drafts
         num_drafts = len(drafts)
         count = 1 + num_drafts
@@ -413,15 +456,18 @@ class Scheduler:
         return True
 
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        """Have blocks for the next drafts, too, if many are free."""
+        """Also allocate blocks for the next drafts, if many blocks are free."""
         wanted = min(num_tokens + len(request.drafts), request.end)
         kv = request.kv
         if kv.pool.num_free > self._watermark + kv.blocks_for(len(request.drafts)) * len(kv.own):
             kv.allocate(step, request, wanted)
 
     def _forced_tokens(self, request: Request) -> tuple[int, ...]:
-        """The tokens that the request's grammar forces now. There are none with log-probabilities and the chain of samplers,
-        which need logits, and with `allowed_token_ids`, which the grammar does not know."""
+        """Tokens that the request's grammar forces now.
+
+        There are none with log-probabilities and the sampler chain, which need logits, and none
+        with `allowed_token_ids`, which the grammar does not know.
+        """
         sampling = request.spec.sampling
         if self.forced is None or sampling.structured_outputs is None:
             return ()
@@ -436,8 +482,10 @@ class Scheduler:
         return self.forced(request.request_id, request.num_pending)
 
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
-        """Schedule as much of a partly computed prompt as the budget allows. It preempts only requests behind it: those
-        before it will end and free their blocks."""
+        """Schedule as much of a partly computed prompt as the budget allows.
+
+        It preempts only requests after it: those before it will end and free their blocks.
+        """
         computed = request.num_computed_tokens
         wanted = min(request.num_tokens - computed, request.most_at(computed))
         count = self._prompt_tokens(step, request, request.num_computed_tokens, wanted)
@@ -454,9 +502,11 @@ class Scheduler:
     def _prompt_tokens(
         self, step: StepBuilder, request: Request, computed: int, wanted: int
     ) -> int:
-        """How many of the `wanted` tokens behind the `computed` ones the step takes: what is left of its budget. A picture
-        whose tokens attend to each other is not split. It may pass the bound of a step with decodes, as long as the step holds
-        it."""
+        """Number of tokens, up to `wanted`, that the step takes after the first `computed` ones.
+
+        This is what is left of the budget. An image whose tokens attend to each other is not split.
+        It may exceed the limit of a step with decodes, but not that of a step.
+        """
         count = min(wanted, step.room(request))
         if self._whole_images and 0 < count < wanted:
             end = computed + count
@@ -475,16 +525,22 @@ class Scheduler:
         return count
 
     def _admit(self, step: StepBuilder, now: float) -> None:
-        """Admit new requests in order, while rows, budget and blocks last. The first that does not fit stops the rest. Only a
-        request whose adapter does not fit beside those of the running requests is overtaken, or one whose rank has no row left,
-        at most MOST_OVERTAKES times."""
+        """Admit new requests in order, while rows, budget and blocks last.
+
+        The first that does not fit stops the rest, with two exceptions: a request whose adapter
+        does not fit alongside those of the running requests, and a request whose rank has no free
+        row. They are overtaken, at most `MOST_OVERTAKES` times.
+        """
         passed: list[Request] = []
         self._admit_fitting(step, now, passed)
         for request in passed:
             self.requests.wait(request)
 
     def _admit_fitting(self, step: StepBuilder, now: float, passed: list[Request]) -> None:
-        """`passed`: those that were passed by; they are off the heap."""
+        """Do the work of `_admit`.
+
+        `passed` collects the overtaken requests, which have left the queue.
+        """
         scheduling = self.scheduling
         adapters = (
             {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None}
@@ -508,9 +564,8 @@ class Scheduler:
                 ([], request.num_computed_tokens) if holds else self._deal(step, request)
             )
             kv = request.kv
-            if (
-                kv.num_running >= scheduling.seqs_of_rank
-            ):  # mostly a fork or a beam: others get another rank
+            if kv.num_running >= scheduling.seqs_of_rank:
+                # mostly a fork or a beam; others get another rank
                 if not self._pass_by(request, passed):
                     return
                 continue
@@ -519,7 +574,7 @@ class Scheduler:
                 self.requests.waiting.pop()
                 request.status = Status.LOADING
                 continue
-            # An encoder reads its text at once, before the first token that looks at it.
+            # An encoder reads its whole text at once, before the first token that attends to it.
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
             count = (
@@ -550,16 +605,25 @@ class Scheduler:
             self._advance(step, request, count)
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
-        """Let others overtake the first of the queue, which does not fit. False: enough have."""
+        """Let others overtake the first request of the queue. False if enough have already."""
         if request.num_overtaken >= MOST_OVERTAKES or len(passed) == MOST_PASSED_BY:
             return False
         passed.append(self.requests.waiting.pop())
         return True
 
     def _deal(self, step: StepBuilder, request: Request) -> tuple[list[list[int]], int]:
-        """The blocks of a cached prefix that a request can begin with, by group, and their number of tokens. Of several ranks
-        one is chosen for the request: one that has room now; with the longest prefix, as long as not many more requests run
-        there than elsewhere; with the fewest requests. A beam that was there before stays."""
+        """Choose a request's rank, and find the cached prefix there.
+
+        Returns (block tables by group, number of cached tokens). The rank is chosen by these
+        criteria, in order:
+
+        1. It has room now.
+        2. It does not run many more requests than another (`UNEVEN_SHARE`).
+        3. It has the longest cached prefix.
+        4. It runs the fewest requests.
+
+        A beam stays on the rank where it was before.
+        """
         if len(self.kvs) == 1 or (
             request.is_beam and (request.num_preemptions or request.spec.parent is not None)
         ):
@@ -568,7 +632,7 @@ class Scheduler:
         most = least + max(1, least // UNEVEN_SHARE)
         found = []
         for kv in self.kvs:
-            request.kv = kv  # to ask what it would have there
+            request.kv = kv  # to ask what it would get there
             cached, computed = kv.cached_prefix(request)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
             count = self._prompt_tokens(step, request, computed, wanted)
@@ -591,8 +655,11 @@ class Scheduler:
     def _has_room(
         self, request: Request, cached: list[list[int]], num_tokens: int, encoded: int, spare: int
     ) -> bool:
-        """Whether there are blocks for `num_tokens` of a request that waits, and for an encoder's text, so that `spare` stay
-        free. `cached`: the blocks of its prefix, by group."""
+        """True if a waiting request fits with `spare` blocks left.
+
+        It needs blocks for `num_tokens` tokens, and for `encoded` tokens of an encoder's text.
+        `cached` are the blocks of its prefix, by group.
+        """
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
         kv = request.kv
         own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
@@ -600,7 +667,10 @@ class Scheduler:
         return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
 
     def _start(self, request: Request, cached: list[list[int]], computed: int) -> None:
-        """Run a request from this step on. Its first `computed` tokens are in blocks that it holds, or in the `cached` ones."""
+        """Run a request from this step on.
+
+        Its first `computed` tokens are in blocks that it holds, or in the `cached` ones.
+        """
         if cached:
             request.kv.adopt(request, cached)
             request.num_registered = len(cached[0])
@@ -617,7 +687,10 @@ class Scheduler:
     def _advance(
         self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()
     ) -> None:
-        """Put `count` tokens of the request into the step, the last of them `forced`. It holds the blocks for them."""
+        """Put `count` tokens of the request into the step; the last of them may be `forced`.
+
+        The request already holds the blocks for them.
+        """
         computed, known = request.num_computed_tokens, request.num_tokens
         end = computed + count
         num_sampled = 0 if request.spec.pooled else max(0, end - len(forced) - known + 1)
@@ -665,14 +738,17 @@ class Scheduler:
         return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
-        """Take in a step's result: new tokens, ends, full blocks. `core/in_flight.py` says how."""
+        """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""
         return self.in_flight.ended(plan, result)
 
     # --- Helpers ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, step: StepBuilder, kv: KVCacheManager) -> Request | None:
-        """Free some blocks of `kv`: those that waiting requests hold, or else those of the last request that is not in this
-        step yet. That request is preempted and returned."""
+        """Free some blocks of `kv`.
+
+        These are the blocks held by waiting requests. If there are none, the last request that is
+        not in this step yet is preempted and returned.
+        """
         if self.requests.drop_waiting_blocks(kv):
             return None
         victim = self._last_unscheduled(step, kv)
@@ -680,7 +756,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, request: Request) -> None:
-        """What `simulate/sleeping.py` adds to."""
+        """Preempt a request. `simulate/sleeping.py` overrides this."""
         self.requests.preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:

@@ -1,21 +1,25 @@
 """Chooses the drafts that a step verifies: how many, and for which requests.
 
-A draft is a guessed token behind a request's last one. The step computes it and samples at each position as always. A draft is
-accepted if it equals the token sampled at the position before it. The first wrong draft ends the run.
+A draft is a guessed token after a request's last one. The step computes it and samples at each
+position as always. A draft is accepted if it equals the token sampled at the previous position. The
+first wrong draft ends the run.
 
-With `num_speculative_tokens="auto"` the choice maximises the tokens that a step is expected to yield per second:
+With `num_speculative_tokens="auto"`, the choice maximises the expected tokens per second of a step:
 
-1. A draft survives with the product of the acceptance rates up to it. A rate is the request's own, shrunk towards the engine's
-   while the request has few drafts. Rates are kept by the length of the match, which grows along a proposal, and for drafts
-   of a model by position.
-2. The time of a step is measured, by its number of sequences and tokens (`StepCosts`); on a GPU also before the first request.
-3. Drafts are added in the order of falling survival, those of a model a position of all requests at a time (`core/chains.py`).
-   The number with the most tokens per second is taken, if it beats a step without drafts.
+1. A draft's survival probability is the product of the acceptance rates up to it. A rate is the
+   request's own, shrunk towards the engine's rate while the request has few drafts. Rates are kept
+   by match length, which grows along a proposal, and for drafts of a model by position.
+2. Step times are measured by number of sequences and tokens (`StepCosts`), on a GPU also before the
+   first request.
+3. Drafts are added in order of falling survival. Drafts of a model are added one position of all
+   requests at a time (`core/chains.py`). The number with the most tokens per second is taken, if it
+   beats a step without drafts.
 
-A step without drafts may be scheduled before its predecessor's tokens are known; a step with drafts needs them. So while a
-request has a proposal that pays, nothing is scheduled before the step in flight is done. All requests of the step then lose
-the overlap. The measured times contain that: plain steps are timed with overlap, steps with drafts without. To delay only
-the requests with drafts would cost more, since they would miss every second step.
+A step without drafts may be scheduled before the previous step's tokens are known. A step with
+drafts needs them. So while a request has a proposal that pays, nothing is scheduled until the step
+in flight is done, and all requests of the step lose the overlap. The measured times include this:
+plain steps are timed with overlap, steps with drafts without it. Delaying only the requests with
+drafts would cost more, since they would miss every second step.
 """
 
 from __future__ import annotations
@@ -42,16 +46,16 @@ from slipstream.core.step_times import (
 from slipstream.types import FROM_MODEL
 
 MOST_SALTS = 64
-"""Salts whose recent answers are kept."""
+"""Number of cache salts whose recent answers are kept."""
 
 LEVELS: tuple[int, ...] = (3, 4, 5, 7, 9, 13, 17, 25)
-"""Lengths of matches at which the next acceptance rate begins."""
+"""Match lengths at which the next acceptance rate begins."""
 
 FROM_MODEL_TIMES = tuple((FROM_MODEL,) * n for n in range(MOST_DRAFTS + 1))
 
 
 class Acceptance:
-    """The numbers of tried and accepted drafts, by the length of their match. Beyond `memory` tries both are halved."""
+    """Tried and accepted drafts by match length. Above `memory` tries, both are halved."""
 
     __slots__ = ("_accepted", "_memory", "_tried")
 
@@ -69,38 +73,40 @@ class Acceptance:
                 self._accepted[level] /= 2
 
     def rate(self, level: int, expected: float, weight: float = 4.0) -> float:
-        """The rate at `level`, where `expected` counts like `weight` tries."""
+        """Acceptance rate at `level`; the prior `expected` counts as `weight` tries."""
         return (self._accepted[level] + weight * expected) / (self._tried[level] + weight)
 
 
 class Drafting:
-    """The state of one request that drafts are proposed for."""
+    """Drafting state of one request."""
 
     __slots__ = ("acceptance", "match", "proposer")
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self.acceptance = Acceptance(memory=32)
-        self.match = 0  # length of the match whose drafts are being verified
+        self.match = 0  # match length of the drafts being verified
 
 
 class Speculation:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config = config
         self.costs = StepCosts()
-        self.num_drafts = self.num_tokens = 0  # runs of drafts, and the tokens in them
+        self.num_drafts = self.num_tokens = 0  # runs of drafts, and drafts in them
         self.accepted_by_position: list[int] = []  # how often the i-th draft of a run was accepted
         self._chains = Chains() if config.by_model else None
         self._acceptance = Acceptance(memory=1024)  # over all requests
         self._traffic: dict[str, RecentAnswers] = {}
-        self._last: float | None = (
-            None  # when the last step ended; None if the engine was idle since
-        )
+        # when the last step ended; None if the engine has been idle since
+        self._last: float | None = None
         self._was_plain = False
 
     def choose(self, running: Iterable[Request]) -> bool:
-        """Put drafts behind the last tokens of running requests, where that pays. True: nothing may be scheduled before the
-        step in flight is done, since the drafts need its tokens."""
+        """Set drafts on the running requests where that pays.
+
+        True means that nothing may be scheduled until the step in flight is done, because the
+        drafts need its tokens.
+        """
         decodes = _decodes(running)
         if not decodes:
             return False
@@ -125,7 +131,7 @@ class Speculation:
         return False
 
     def prepare(self, running: Iterable[Request]) -> None:
-        """As `choose`, of the step after the one in flight, while the drafts of that are verified."""
+        """Choose ahead for the step after the one in flight, whose drafts are being verified."""
         if self._chains is None or self.config.num_speculative_tokens is not None:
             return
         decodes = _decodes(running)
@@ -137,14 +143,17 @@ class Speculation:
             self._chains.prepare([r.request_id for r in decodes], limit, line)
 
     def _plain(self, num_seqs: int) -> float | None:
-        """`StepCosts.plain`, with a fixed number of drafts None."""
+        """`StepCosts.plain`; None with a fixed number of drafts."""
         if self.config.num_speculative_tokens is not None:
             return None
         is_sure = self._chains is not None and self._chains.gain > SURE
         return self.costs.plain(num_seqs, SURE_STALE if is_sure else STALE)
 
     def _choose_chains(self, chains: Chains, decodes: Sequence[Request]) -> bool:
-        """Leave the drafts to the worker's draft model, so many for each request."""
+        """Set the number of drafts of each request; the worker's draft model fills them in.
+
+        Returns the same as `choose`.
+        """
         is_auto = self.config.num_speculative_tokens is None
         limit = min(self.config.limit, chains.reach) if is_auto else self.config.limit
         counts = [self._most_drafts(request, limit) for request in decodes]
@@ -189,19 +198,20 @@ class Speculation:
 
     def _traffic_of(self, request: Request) -> RecentAnswers:
         salt = request.spec.cache_salt
-        found = self._traffic[salt] = self._traffic.pop(salt, RecentAnswers())  # now the latest
+        # moved to the end: the latest
+        found = self._traffic[salt] = self._traffic.pop(salt, RecentAnswers())
         if len(self._traffic) > MOST_SALTS:
             del self._traffic[next(iter(self._traffic))]
         return found
 
     def forget_answers(self) -> None:
-        """Of ended requests. Those that run keep what they have seen."""
+        """Forget the answers of ended requests. Running requests keep what they have seen."""
         self._traffic.clear()
 
     def _best(
         self, decodes: Sequence[Request], proposals: Sequence[Proposal], plain: float
     ) -> list[int]:
-        """The number of tokens of each proposal with which the step yields the most tokens per second."""
+        """Number of drafts taken from each proposal that maximises the step's tokens per second."""
         survivals = self._survivals(decodes, proposals)
         num_seqs, most = len(decodes), min(sum(map(len, survivals)), MOST_STEP_DRAFTS)
         seconds = seconds_from(
@@ -223,14 +233,12 @@ class Speculation:
     def _survivals(
         self, decodes: Sequence[Request], proposals: Sequence[Proposal]
     ) -> list[list[float]]:
-        """Of each request's drafts, as far as they may well survive."""
+        """Survival probabilities of each request's drafts, down to `LEAST_SURVIVAL`."""
         found: list[list[float]] = []
-        of_all: dict[
-            int, tuple[int, float]
-        ] = {}  # by match: its level, and the rate over all requests
+        of_all: dict[int, tuple[int, float]] = {}  # (level, rate over all requests) by match length
         for request, proposal in zip(decodes, proposals, strict=True):
             own, survival = list[float](), 1.0
-            first = request.num_pending  # the step in flight samples the ones before
+            first = request.num_pending  # the step in flight samples the drafts before this one
             rate = request.drafting.acceptance.rate if request.drafting is not None else None
             for j, match in enumerate(range(proposal.match, proposal.match + len(proposal.tokens))):
                 if match not in of_all:
@@ -281,10 +289,13 @@ class Speculation:
         idle: bool,
         is_cold: bool = False,
     ) -> None:
-        """A step's tokens came `now`. `idle`: no request is left to compute. `is_cold`: as in `StepResult`. The time of such a
-        step is not kept, since it would keep later ones of its size from being tried."""
+        """Record a finished step, whose tokens arrived at `now`.
+
+        `idle` means that no request is left to compute. `is_cold` is the same as in `StepResult`.
+        The time of a cold step is not kept, since it would prevent later tries of its size.
+        """
         is_plain = num_tokens == num_seqs
-        # The first plain step behind one with drafts was not launched ahead.
+        # The first plain step after one with drafts was not launched ahead.
         if (
             only_decodes
             and not is_cold
@@ -301,13 +312,13 @@ class Speculation:
         self._remember(request)
 
     def _remember(self, request: Request) -> None:
-        """Its answer may help others with the same salt."""
+        """Remember the request's answer, which may help others with the same salt."""
         if self.config.method == "suffix" and request.drafting is not None:
             self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
 
 
 def _decodes(running: Iterable[Request]) -> list[Request]:
-    """Those whose next step has one token besides drafts, if all that is in flight counts."""
+    """Requests whose next step has one token besides drafts, after everything in flight."""
     return [
         r
         for r in running

@@ -1,4 +1,4 @@
-"""A step while the scheduler plans it: its requests, their numbers of tokens, and the changes for the worker."""
+"""A step under construction: its requests, their token counts, and the changes for the worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPla
 
 
 class StepBuilder:
-    """`budget`: the number of tokens that may still be added. `rooms`: of several ranks, how many each may still have beside a
-    token of each request that runs there; empty: there is one rank. `KVCacheManager.allocate` notes new blocks before `add`."""
+    """Collects one step.
+
+    `budget` is the number of tokens that may still be added. `rooms` is the same per rank, not
+    counting one token of each request that runs there; it is empty with a single rank.
+    `KVCacheManager.allocate` records new blocks before `add` is called.
+    """
 
     __slots__ = (
         "budget",
@@ -30,32 +34,32 @@ class StepBuilder:
     )
 
     def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
-        """`updates`: changes of block tables that the worker does not have yet, by request."""
+        """`updates`: block table changes that the worker does not have yet, by request id."""
         self.budget = budget
         self.rooms: list[int] = []
         self.room_for_drafts = MOST_STEP_DRAFTS
-        self.decodes: list[
-            ScheduledRequest
-        ] = []  # requests of one token, which stand first in the plan
+        # requests with one token; they come first in the plan
+        self.decodes: list[ScheduledRequest] = []
         self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
-        self.encoding: set[Request] = set()  # whose encoder runs in this step
+        self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        self.drafts: dict[
-            Request, int
-        ] = {}  # guessed tokens that are checked, of those that have some
-        self.forced: dict[
-            Request, tuple[int, ...]
-        ] = {}  # tokens that a grammar forces, of those that have some
+        # number of drafts to verify, of requests that have some
+        self.drafts: dict[Request, int] = {}
+        # tokens that a grammar forces, of requests that have some
+        self.forced: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 
     def add(
         self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]
     ) -> None:
-        """`count` tokens of the request behind the `computed` ones, the last of them `drafts` or forced, in blocks that it has.
-        The step also carries the changes of its tables that the worker does not have yet."""
+        """Add `count` tokens of the request after its first `computed` tokens.
+
+        The request holds blocks for them. `drafts` are the last of them: drafts, forced tokens, or
+        a beam's tokens. The entry also carries the block table changes that the worker lacks.
+        """
         request_id = request.request_id
         if request.in_worker:
             updates = tuple(self.updates.pop(request_id, ()))
@@ -78,14 +82,14 @@ class StepBuilder:
             (self.sampled_decodes if count == 1 else self.sampled_prompts).append(request)
 
     def room(self, request: Request) -> int:
-        """How many tokens of a prompt the step may still have."""
+        """Number of prompt tokens of the request that the step can still take."""
         if not self.rooms:
             return self.budget
         return min(self.budget, self.rooms[request.kv.rank] + (request.status is Status.RUNNING))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the requests that are in the step."""
+        """Number of tokens in the step."""
         return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prompts)
 
     def _introduced(self, request: Request) -> NewRequest:

@@ -1,5 +1,7 @@
-"""The time of a step by its number of sequences and tokens, measured while steps run, and on some devices before the first
-request."""
+"""Step times by number of sequences and tokens.
+
+They are measured while steps run, and on some devices also before the first request.
+"""
 
 from __future__ import annotations
 
@@ -16,52 +18,63 @@ import numpy.typing as npt
 from slipstream.types import StepTime
 
 MARGIN = 1.05
-"""A step with drafts must promise this many times the tokens per second of a plain one."""
+"""Speed-up over a plain step, in tokens per second, that a step with drafts must promise."""
 
 LEAST_SURVIVAL = 0.02
-"""Drafts that are less likely to be right are not looked at."""
+"""Probability of being right below which drafts are not considered."""
 
 NUM_TIMES = 15
-"""The number of times that are kept for a size of step. Their median counts."""
+"""Number of times kept per step size. Their median is used."""
 
 LEAST_TIMES = 3
-"""A size of plain steps counts as measured with this many times."""
+"""Number of times after which a plain step's size counts as measured."""
 
 SPEED_MEMORY = 0.2
-"""The weight of the latest step in the running average of `StepCosts._slowness`."""
+"""Weight of the latest step in the running average of `StepCosts._slowness`."""
 
 SIMILAR = 1.34
-"""Until they are measured, steps of a number of sequences are taken to cost what steps of another do that is so near."""
+"""Largest ratio of two numbers of sequences at which one's times stand in for the other's."""
 
 EXPECTED_TIMES = 2
-"""What is expected of a size counts like so many times that were measured."""
+"""Weight of an expected time, in measurements."""
 
 EXCESS_MEMORY = 0.05
-"""The weight of the latest step in the running averages of `ExpectedStepTimes`."""
+"""Weight of the latest step in the running averages of `ExpectedStepTimes`."""
 
 STALE = 256
-"""Steps after which a size is measured anew: the machine, or the lengths of the sequences, may have changed."""
+"""Steps after which a size is measured again, since machine or lengths may have changed."""
 
 SURE, SURE_STALE = 1.25, 2048
-"""While chains promise so many times the tokens per second of plain steps, those are measured anew after so many steps. A
-measurement takes some plain steps, and then the drafter has tokens to catch up on."""
+"""Speed-up of chains above which plain steps are measured again only after `SURE_STALE` steps.
+
+A measurement is expensive: it takes some plain steps, and the drafter must then catch up.
+"""
 
 GUESSED_SLOPE = 0.04
-"""The assumed cost of a further token, as a share of a plain step's time, until it was measured. It is low, so that drafts are
-tried."""
+"""Assumed cost of one more token, relative to a plain step, until measured.
+
+It is low, so drafts are tried.
+"""
 
 COUNTS: tuple[int, ...] = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
-"""Numbers of sequences, and of tokens, whose steps are timed separately. Beyond 64 they grow by an eighth."""
+"""Numbers of sequences and tokens that are timed separately. Above 64 they grow by an eighth."""
 
 
 class ExpectedStepTimes:
-    """Steps that were measured before requests came: of dummy sequences with short contexts, by an idle host. Between them,
-    times rise with the rows that a step's graph computes. By how much steps of requests take longer is a running average, of
-    plain steps and of those with drafts."""
+    """Step times measured before requests arrive: dummy sequences, short contexts, an idle host.
+
+    Between measured sizes, times rise with the rows that a step's graph computes. Two running
+    averages correct for how much longer real steps take: one of plain steps, one of steps with
+    drafts.
+    """
 
     def __init__(self, times: Sequence[StepTime], padded: Callable[[int], int]) -> None:
-        """`times`: of some numbers of sequences from 1 on, with none and the same numbers of drafts each, of more sequences
-        perhaps not with the larger numbers. `padded`: a step's tokens → its graph's."""
+        """Store the measurements.
+
+        `times` cover some numbers of sequences, beginning with 1. Each has a step without drafts
+        and steps with the same numbers of drafts, but larger numbers of sequences may lack the
+        largest of these. `padded` maps a step's tokens to its graph's tokens.
+        """
         self._padded = padded
         ordered = sorted(times)
         self._seconds = {
@@ -82,7 +95,7 @@ class ExpectedStepTimes:
         self._excess[with_drafts] += share * (min(seconds / float(expected), 2 * known) - known)
 
     def line(self, num_seqs: int) -> list[tuple[int, float]]:
-        """(tokens, seconds), the plain step first."""
+        """Expected (tokens, seconds) of steps of `num_seqs` sequences, the plain step first."""
         plain, drafts = self._excess
         return [
             (n, seconds * (drafts if i else plain))
@@ -103,24 +116,28 @@ class ExpectedStepTimes:
 
 
 class StepCosts:
-    """Seconds of steps in which every token is sampled, by their numbers of sequences and of tokens.
+    """Seconds of steps in which every token is sampled, by number of sequences and of tokens.
 
-    Other work on the machine slows all sizes alike. `_slowness` is the ratio of recent steps' times to the known times of their
-    sizes, and times are divided by it. So a burst of other work makes no size look slow.
+    Other work on the machine slows all sizes alike. `_slowness` is the ratio of recent step times
+    to the known times of their sizes, and new times are divided by it. So a burst of other work
+    makes no size look slow.
     """
 
     def __init__(self) -> None:
         self._slowness = 1.0
         self._times: dict[tuple[int, int], deque[float]] = {}
-        self._measured: dict[tuple[int, int], int] = {}  # the step that measured it last
-        self._lines: dict[
-            int, list[tuple[int, float]]
-        ] = {}  # by sequences: (tokens, seconds), ascending
+        # index of the step that last measured the size
+        self._measured: dict[tuple[int, int], int] = {}
+        # (tokens, seconds) in ascending order, by number of sequences
+        self._lines: dict[int, list[tuple[int, float]]] = {}
         self._step = 0
         self._expected: ExpectedStepTimes | None = None
 
     def expect(self, times: Sequence[StepTime], padded: Callable[[int], int]) -> None:
-        """These were measured beforehand: no size need be tried to be known. `padded`: as for `ExpectedStepTimes`."""
+        """Use step times measured beforehand, so no size must be tried first.
+
+        `padded` is the same as for `ExpectedStepTimes`.
+        """
         self._expected = ExpectedStepTimes(times, padded) if times else None
 
     def add(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
@@ -140,14 +157,17 @@ class StepCosts:
             self._expected.add(num_seqs, num_tokens, times[-1])
 
     def plain(self, num_seqs: int, stale: int = STALE) -> float | None:
-        """Seconds of a step with one token of each sequence. None: it must be measured first, or was not for `stale` steps."""
+        """Seconds of a step with one token per sequence.
+
+        None if it was not measured within `stale` steps.
+        """
         if self._expected is not None:
             return self._with_measured(num_seqs, self._expected.line(num_seqs)[:1])[0][1]
         key = self._like(num_seqs, stale)
         return None if key is None else float(median(self._times[key, key]))
 
     def _like(self, num_seqs: int, stale: int = STALE) -> int | None:
-        """The number of sequences whose plain steps are known that is nearest, if it is near enough."""
+        """The nearest number of sequences with known plain steps, if one is near enough."""
         first = _near(num_seqs)
         near = [n for n, of in self._times if n == of and max(n, first) <= SIMILAR * min(n, first)]
         known = [n for n in near if self._is_known(n, stale)]
@@ -158,7 +178,7 @@ class StepCosts:
         return len(times) >= LEAST_TIMES and self._step - self._measured[first, first] <= stale
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
-        """The known steps of `num_seqs` sequences, (tokens, seconds), beginning with the plain step."""
+        """Known steps of `num_seqs` sequences as (tokens, seconds), the plain step first."""
         if self._expected is not None:
             return [
                 (num_seqs, plain),
@@ -183,7 +203,7 @@ class StepCosts:
     def _with_measured(
         self, num_seqs: int, expected: Sequence[tuple[int, float]]
     ) -> list[tuple[int, float]]:
-        """The points of a line, moved to what was measured of their sizes."""
+        """The points of a line, corrected by the measurements of their sizes."""
         first, found = _near(num_seqs), list[tuple[int, float]]()
         for num_tokens, seconds in expected:
             key = first, _near(num_tokens)
@@ -196,9 +216,12 @@ class StepCosts:
 def seconds_from(
     line: Sequence[tuple[int, float]], num_tokens: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Seconds of steps of so many tokens, interpolated on `line`. Beyond its end the line is extended as it rises among steps
-    with drafts, with at least the guessed slope. Before them it rises faster: the first draft of a step costs a run of the
-    drafter and the overlap of steps."""
+    """Seconds of steps with `num_tokens` tokens, interpolated on `line`.
+
+    Beyond its end, the line continues with its slope among steps with drafts, and at least with the
+    guessed slope. The slope from the plain step to the first draft is left out because it is
+    steeper: the first draft costs a run of the drafter and the overlap of steps.
+    """
     (fewest, plain), (last, seconds) = line[0], line[-1]
     slope = GUESSED_SLOPE * plain / sqrt(fewest)
     if len(line) > 2:
@@ -208,7 +231,10 @@ def seconds_from(
 
 
 def _near(count: int) -> int:
-    """The largest of `COUNTS` up to `count`. Beyond the last, the next lower multiple of an eighth of a power of two."""
+    """Largest of `COUNTS` up to `count`.
+
+    Above the last of them, a multiple of an eighth of a power of two.
+    """
     if count <= COUNTS[-1]:
         return COUNTS[bisect_right(COUNTS, count) - 1]
     below = 1 << (count.bit_length() - 4)

@@ -1,19 +1,21 @@
-"""Blocks of KV cache below the device: which are stored, which are loaded again, and when loading pays. No torch.
+"""KV cache tiers below the device: what is stored, what is loaded, when loading pays. No torch.
 
     device ── store ──> host ── store ──> disk          on a GPU
     device ── store ─────────────────────> disk          on a CPU, whose cache is the host's memory
 
-1. A block is offered when it is cached (`offer`), and stored once the steps that write it have ended. A cached block never
-   changes while it is held. A copy holds its block. So no block is written while it is copied.
-2. A request whose prompt goes on in a tier waits (`wants`) while its blocks are loaded into blocks that no other request can
-   find. Each is cached when it has arrived, and not before. The load holds them until the request is admitted, which then finds
-   them like any others; under pressure it gives them back.
-3. Loading is chosen if it takes less time than computing, by what both took lately (`Rates`). A rate that speaks against
-   loading expires after a while, and a few blocks are loaded to measure it again. A load that takes much longer than expected
-   is not waited for.
+1. A block is offered when it is cached (`offer`). It is stored after the steps that write it have
+   ended. A cached block does not change while it is held, and a copy holds its block. So no block
+   is written during its copy.
+2. A request waits (`wants`) if a tier has further blocks of its prompt. They are loaded into blocks
+   that no other request can find, and each is cached when it has arrived. The load holds the blocks
+   until the request is admitted, which then finds them in the cache. Under memory pressure the load
+   gives them back.
+3. Loading is chosen if it takes less time than computing, judged by recent measurements (`Rates`).
+   A rate that rules out loading expires, and a few blocks are then loaded to measure it again. A
+   load that takes much longer than expected is abandoned.
 4. A block that can't be read is a miss: the request computes it.
 
-The copies themselves are the worker's (`BlockStore`).
+The worker carries out the copies (`BlockStore`).
 """
 
 from __future__ import annotations
@@ -30,29 +32,29 @@ from slipstream.stats import TierStats
 from slipstream.types import BlockCopy, Place
 
 PROBE_BLOCKS = 8
-"""So many blocks are loaded to measure a rate anew."""
+"""Number of blocks loaded to measure a rate again."""
 
 RATE_AGE_S = 60.0
-"""A rate by which loading does not pay is forgotten after so long."""
+"""Age in seconds at which a rate that rules out loading is forgotten."""
 
 DECAY = 0.75
-"""What a measurement counts after the next one."""
+"""Factor by which each new measurement reduces the weight of the older ones."""
 
 PATIENCE = 3.0
-"""A request waits for a load this many times as long as computing its tokens is expected to take ..."""
+"""Longest wait for a load, as a multiple of the expected time to compute its tokens."""
 
 LEAST_PATIENCE_S = 0.25
-"""... and at least so long."""
+"""Shortest limit of the wait for a load, in seconds."""
 
 BLIND_PATIENCE_S = 10.0
-"""How long it waits while no prompt has been measured."""
+"""Longest wait for a load, in seconds, while no prompt has been measured."""
 
 STORE_SHARE = 8
-"""One of so many blocks of the device may be held by copies to the tiers."""
+"""Copies to the tiers may hold 1/`STORE_SHARE` of the device's blocks."""
 
 
 ELSEWHERE = -1
-"""In the place of a block of the device: it is in a tier."""
+"""Stands for a block that is in a tier, instead of a block number of the device."""
 
 
 class DiskInfo(Protocol):
@@ -61,34 +63,34 @@ class DiskInfo(Protocol):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this engine may write."""
+        """True if this engine may write to the disk tier."""
 
 
 class BlockStore(Protocol):
-    """Carries out the copies."""
+    """The worker's side of the tiers: it carries out copies."""
 
     block_bytes: int
-    num_slots: int  # in the host's memory; 0: there is no such tier
+    num_slots: int  # slots in host memory; 0 if there is no host tier
 
     @property
     def disk(self) -> DiskInfo | None:
-        """None: there is no such tier."""
+        """The disk tier; None if there is none."""
 
     def on_disk(self, key: bytes) -> bool:
-        """Whether the disk seems to have it. It may be gone when it is read."""
+        """True if the disk probably has the block. The block may be gone when it is read."""
 
     def submit(self, copies: Sequence[BlockCopy]) -> None:
-        """Begin copies. Those from and to the device come after all steps that are launched."""
+        """Start copies. A copy from or to the device runs after all steps launched so far."""
 
     def finished(self) -> list[tuple[int, bool]]:
-        """The numbers of copies that ended since the last call, and whether they succeeded."""
+        """Copies that ended since the last call, as (number, success)."""
 
     def clear(self) -> None:
-        """Forget what is on the disk."""
+        """Delete the contents of the disk tier."""
 
 
 class Rate:
-    """Seconds of one unit, as it was lately."""
+    """Seconds per unit, averaged over recent measurements."""
 
     def __init__(self) -> None:
         self._seconds = self._units = 0.0
@@ -104,17 +106,17 @@ class Rate:
 
     @property
     def seconds(self) -> float | None:
-        """None: not measured."""
+        """Seconds per unit; None if not measured."""
         return self._seconds / self._units if self._units else None
 
     @property
     def per_second(self) -> float:
-        """0: not measured."""
+        """Units per second; 0 if not measured."""
         return self._units / self._seconds if self._seconds > 0 else 0.0
 
 
 class Rates:
-    """What a block of each tier takes to load, and what a token of a prompt takes to compute."""
+    """Time to load a block from each tier, and time to compute a prompt token."""
 
     def __init__(self) -> None:
         self.host, self.disk, self.prefill = Rate(), Rate(), Rate()
@@ -122,12 +124,16 @@ class Rates:
         self._last_end = float("-inf")
 
     def launched(self, step_id: int, now: float, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A step of which at least half the tokens are prompts' measures the time of prompts."""
+        """Note a step's launch. It measures prompts if at least half of its tokens are theirs."""
         if 2 * num_prompt_tokens >= num_tokens:
             self._in_flight[step_id] = now, num_prompt_tokens
 
     def ended(self, step_id: int, now: float) -> None:
-        """A step takes from its launch, or the end of the step before it if that is later, to its own end."""
+        """Record the time of a step that was launched.
+
+        The time runs from the step's launch, or from the end of the previous step if that is later,
+        to the end of the step.
+        """
         if (launched := self._in_flight.pop(step_id, None)) is not None and now > (
             begin := max(launched[0], self._last_end)
         ):
@@ -138,7 +144,7 @@ class Rates:
         self._in_flight.clear()
 
     def loading_s(self, num_host: int, num_disk: int) -> float | None:
-        """None: a rate that it needs has not been measured."""
+        """Seconds to load the blocks; None if a rate it needs is not measured."""
         host, disk = self.host.seconds if num_host else 0.0, self.disk.seconds if num_disk else 0.0
         return None if host is None or disk is None else num_host * host + num_disk * disk
 
@@ -146,7 +152,10 @@ class Rates:
         return None if self.prefill.seconds is None else num_tokens * self.prefill.seconds
 
     def pays(self, num_host: int, num_disk: int, num_tokens: int, now: float) -> bool | None:
-        """Whether to load so many blocks rather than compute so many tokens. None: that is to be measured by a few."""
+        """Decide whether to load the blocks rather than compute `num_tokens` tokens.
+
+        None means that a few blocks should be loaded as a measurement.
+        """
         loading, computing = self.loading_s(num_host, num_disk), self.computing_s(num_tokens)
         if computing is None:
             return True
@@ -165,30 +174,33 @@ class Rates:
 
 
 class TierLoad:
-    """Blocks on their way to the device, for a request."""
+    """Blocks that are being loaded to the device for a request."""
 
     def __init__(
         self, request: Request, held: list[int], now: float, patience_s: float, era: int
     ) -> None:
-        self.request: Request | None = request  # None: it is gone, or waits no longer
-        self.others: list[Request] = []  # that want blocks of it, too
-        self.held = (
-            held  # blocks of the device that the request will find, beside those that arrive
-        )
-        self.pending: dict[int, tuple[int, bytes]] = {}  # block and key, by the order's number
+        self.request: Request | None = request  # None: the request is gone or waits no longer
+        self.others: list[Request] = []  # other requests that want blocks of this load
+        # device blocks that the request will find, in addition to those being loaded
+        self.held = held
+        self.pending: dict[int, tuple[int, bytes]] = {}  # (block, key) by copy number
         self.num_host = self.num_disk = 0
-        self.probes = False  # it measures a rate, and the rest may follow
+        self.probes = False  # the load measures a rate; more blocks may follow
         self.era = era
         self.begun, self.until = now, now + patience_s
 
     @property
     def incoming(self) -> list[int]:
-        """Blocks of the device that no other request can find yet."""
+        """Device blocks that no other request can find yet."""
         return [block for block, _ in self.pending.values()]
 
 
 class Tiers:
-    """`pool` is the device's, `own` are the groups of layers that requests write to, `clock` is the scheduler's."""
+    """All tiers of one device.
+
+    `pool` is the device's pool, `own` are the groups of layers that requests write to, and `clock`
+    is the scheduler's clock.
+    """
 
     def __init__(
         self,
@@ -203,18 +215,18 @@ class Tiers:
         self._own, self._windows = own, windows
         self._host = BlockPool(store.num_slots + 1) if store.num_slots else None
         self.rates = Rates()
-        self._number = self._era = 0  # an era ends when everything is forgotten
-        self._after: dict[
-            int, Callable[[bool], None]
-        ] = {}  # what to do when a copy is done, by the order's number
-        # A bound, where the tiers are slower than the device for long; most of the oldest blocks have been used again then.
-        self._offers: deque[tuple[int, int, bytes]] = deque(
-            maxlen=4 * pool.num_blocks
-        )  # (last step that writes, block, key)
-        self._storing: dict[bytes, int] = {}  # blocks of the device that stores hold, by key
-        self._loads: list[TierLoad] = []  # that are on their way
-        self._loading: dict[bytes, TierLoad] = {}  # by key
-        self._arrived: dict[Request, TierLoad] = {}  # that wait to be admitted
+        self._number = self._era = 0  # a new era begins when everything is forgotten
+        # callbacks to run when a copy ends, by copy number
+        self._after: dict[int, Callable[[bool], None]] = {}
+        # Bounded, in case the tiers stay slower than the device for long. Most of the oldest blocks
+        # have then been reused anyway.
+        # (last step that writes the block, block, key)
+        self._offers: deque[tuple[int, int, bytes]] = deque(maxlen=4 * pool.num_blocks)
+        self._storing: dict[bytes, int] = {}  # device blocks held by stores, by key
+        self._loads: list[TierLoad] = []  # loads in progress
+        self._loading: dict[bytes, TierLoad] = {}  # loads in progress, by the keys of their blocks
+        # finished loads whose requests are not admitted yet
+        self._arrived: dict[Request, TierLoad] = {}
         self._ready: list[Request] = []
         self._counts = dict.fromkeys(
             (
@@ -232,7 +244,7 @@ class Tiers:
 
     @property
     def is_busy(self) -> bool:
-        """Copies are under way, or blocks wait to be stored."""
+        """True if copies are in progress or blocks are offered for storing."""
         return bool(self._after or self._offers)
 
     @property
@@ -240,7 +252,7 @@ class Tiers:
         return bool(self._after)
 
     def holds(self, block: int) -> int:
-        """How many times copies and loads hold a block of the device, for tests."""
+        """Number of times that copies and loads hold a block of the device, for tests."""
         loads = [*self._loads, *self._arrived.values()]
         held = [
             *self._storing.values(),
@@ -251,13 +263,16 @@ class Tiers:
     # --- Storing ------------------------------------------------------------------------------------------------------
 
     def offer(self, block: int, key: bytes, step_id: int) -> None:
-        """The block is cached under `key`; the steps up to `step_id` may still write it."""
+        """Offer a block cached under `key`. The steps up to `step_id` may still write it."""
         if key not in self._storing and not self.has(key):
             self._counts["dropped_blocks"] += len(self._offers) == self._offers.maxlen
             self._offers.append((step_id, block, key))
 
     def store(self, last_ended: int, spare: int, at_once: int | None = None) -> None:
-        """Begin to store what is written by now, `at_once` blocks at most. `spare` blocks of the device stay free."""
+        """Start to store offered blocks that are already written, at most `at_once`.
+
+        `spare` blocks of the device stay free.
+        """
         most, copies = max(1, self._pool.num_usable // STORE_SHARE), list[BlockCopy]()
         while (
             self._offers
@@ -280,7 +295,7 @@ class Tiers:
                 continue
             if (slot := self._slot()) is None:
                 self._offers.appendleft((step_id, block, key))
-                break  # all of the host's memory is being copied
+                break  # all host slots are being copied
             self._pool.hold((block,))
             self._storing[key] = block
             target: Place = "disk" if self._host is None else "host"
@@ -305,7 +320,7 @@ class Tiers:
                     and not self._store.on_disk(key)
                 ):
                     self._store.submit([self._order("host", "disk", key, 0, slot, written)])
-                    return  # the slot stays until the disk has it
+                    return  # the slot stays held until the disk has the block
             self._release_slot(slot)
 
         def written(ok: bool) -> None:
@@ -319,7 +334,7 @@ class Tiers:
             self._host.release((slot,))
 
     def _slot(self) -> int | None:
-        """Room in the host's memory, held; None: all of it is being copied. 0: there is no such tier."""
+        """Allocate a host slot. None if copies hold all slots; 0 if there is no host tier."""
         if self._host is None:
             return 0
         return self._host.allocate(1)[0] if self._host.num_free else None
@@ -337,8 +352,11 @@ class Tiers:
     def wants(
         self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, spare: int
     ) -> bool:
-        """Whether the request is to wait for blocks. On the device it finds `tables`, with `num_cached` tokens. `spare` blocks
-        of the device stay free."""
+        """Decide whether the request waits for blocks from a tier, and start the load.
+
+        On the device the request finds `tables`, with `num_cached` tokens. `spare` blocks of the
+        device stay free.
+        """
         if request.looked_up:
             return False
         request.looked_up = True
@@ -357,7 +375,7 @@ class Tiers:
             load := next((self._loading[key] for key in wanted if key in self._loading), None)
         ) is not None:
             load.others.append(request)
-            request.looked_up = False  # there may be more
+            request.looked_up = False  # the tiers may have more of its blocks
             return True
         pays = self._pays(wanted, gained)
         if pays is None:
@@ -372,10 +390,13 @@ class Tiers:
         return True
 
     def _reach(self, request: Request) -> int:
-        """No prefix of more blocks is there. Most prompts are nowhere: to see it takes one look, since the GPU waits for it."""
-        whole = next(
-            (g for g in self._own if g not in self._windows), None
-        )  # of which all blocks of a prefix are needed
+        """Upper bound on the number of prefix blocks that the device and the tiers have.
+
+        Most prompts are in no tier. One look shows that, and it must be fast because the GPU waits
+        for it.
+        """
+        # a group that needs all blocks of a prefix
+        whole = next((g for g in self._own if g not in self._windows), None)
         if whole is not None:
             for i, key in enumerate(request.block_keys):
                 own = group_key(key, whole)
@@ -390,8 +411,11 @@ class Tiers:
         most: int,
         num_cached: int,
     ) -> tuple[list[bytes], int]:
-        """The keys of blocks to load for a prefix of at most `most` blocks, and how many tokens more it has. `found`: the
-        device's blocks, by group."""
+        """Choose the blocks to load for the longest prefix of at most `most` blocks.
+
+        Returns (keys of the blocks, number of tokens gained over `num_cached`). `found` has the
+        device's blocks by group.
+        """
         keys = {g: self._keys_of(request, g)[:most] for g in found}
         there = {
             g: [
@@ -415,7 +439,7 @@ class Tiers:
         return [group_key(key, group) for key in request.block_keys]
 
     def _pays(self, keys: Sequence[bytes], num_tokens: int) -> bool | None:
-        """`Rates.pays`, of the blocks with these keys."""
+        """`Rates.pays` for the blocks with these keys."""
         num_host = sum(self._tier_of(key) == "host" for key in keys)
         found = self.rates.pays(num_host, len(keys) - num_host, num_tokens, self._clock())
         if found is False:
@@ -425,16 +449,17 @@ class Tiers:
     def _begin(
         self, request: Request, keys: Sequence[bytes], held: Sequence[int], num_tokens: int
     ) -> TierLoad:
-        """Load the blocks with these keys for the request, which saves it `num_tokens`. The `held` ones on the device stay
-        there meanwhile. The device has room."""
+        """Start to load the blocks with these keys, which saves the request `num_tokens` tokens.
+
+        The `held` blocks stay on the device meanwhile. The device must have enough free blocks.
+        """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         patience = (
             BLIND_PATIENCE_S if computing is None else max(LEAST_PATIENCE_S, PATIENCE * computing)
         )
         self._pool.hold(held)
-        if (
-            probe := self._arrived.pop(request, None)
-        ) is not None:  # whose blocks are among the held ones
+        if (probe := self._arrived.pop(request, None)) is not None:
+            # its blocks are among the held ones
             self._pool.release(probe.held)
         load = TierLoad(request, list(held), now, patience, self._era)
         self._loads.append(load)
@@ -454,7 +479,7 @@ class Tiers:
         return load
 
     def _bring(self, load: TierLoad, block: int, key: bytes) -> BlockCopy:
-        """The first copy of a block's way to the device."""
+        """Make the first copy on a block's way to the device."""
 
         def arrived(ok: bool) -> None:
             self._take(load, copy.number, ok)
@@ -466,7 +491,8 @@ class Tiers:
             self._host.hold((slot,))
             copy = self._from_host(block, key, slot, arrived)
         elif (new := self._slot()) is None:
-            copy = self._order("disk", "disk", key, block, 0, arrived)  # no room to read it into
+            # no host slot to read it into
+            copy = self._order("disk", "disk", key, block, 0, arrived)
         else:
             copy = self._order("disk", "host", key, 0, new, self._read(block, key, new, arrived))
         load.pending[copy.number] = block, key
@@ -475,7 +501,7 @@ class Tiers:
     def _read(
         self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
     ) -> Callable[[bool], None]:
-        """The second part of a load from the disk: from the host to the device."""
+        """Callback after a read from the disk: it copies the block from the host to the device."""
         era = self._era
 
         def done(ok: bool) -> None:
@@ -491,7 +517,7 @@ class Tiers:
     def _from_host(
         self, block: int, key: bytes, slot: int, arrived: Callable[[bool], None]
     ) -> BlockCopy:
-        """The copy to the device of a slot that is held, and then released."""
+        """Copy a held host slot to the device. The slot is released when the copy ends."""
 
         def done(ok: bool) -> None:
             self._release_slot(slot)
@@ -500,7 +526,7 @@ class Tiers:
         return self._order("host", "device", key, block, slot, done)
 
     def _take(self, load: TierLoad, number: int, ok: bool) -> None:
-        """One of a load's blocks has arrived, or is missing."""
+        """Record that one block of a load has arrived or is missing."""
         block, key = load.pending.pop(number)
         self._loading.pop(key, None)
         self._counts["loaded_blocks" if ok else "failed_blocks"] += 1
@@ -530,7 +556,7 @@ class Tiers:
     # --- Between steps ------------------------------------------------------------------------------------------------
 
     def take(self) -> list[Request]:
-        """Note what is done. Returns requests that wait no longer for a load."""
+        """Process finished copies. Returns the requests that no longer wait for a load."""
         if self._after:
             for number, ok in self._store.finished():
                 self._after.pop(number)(ok)
@@ -547,7 +573,10 @@ class Tiers:
         return ready
 
     def let_go(self, request: Request) -> None:
-        """The request is admitted, or gone. What was held for it is the cache's."""
+        """Release what is held for a request that is admitted or gone.
+
+        The blocks stay in the cache.
+        """
         if (arrived := self._arrived.pop(request, None)) is not None:
             self._pool.release(arrived.held)
         for load in self._loads:
@@ -557,19 +586,22 @@ class Tiers:
                 load.others.remove(request)
 
     def give_way(self) -> bool:
-        """Give back the blocks that requests wait with; they may find them or not. False: there are none."""
+        """Give back the blocks held for waiting requests, which may then be evicted.
+
+        False if there are none.
+        """
         arrived, self._arrived = self._arrived, {}
         for load in arrived.values():
             self._pool.release(load.held)
         return bool(arrived)
 
     def forget_offers(self) -> None:
-        """A step failed: what it was to write may not be there."""
+        """Drop all offers after a failed step, because their blocks may not be written."""
         self._offers.clear()
         self.rates.forget_steps()
 
     def forget_all(self) -> None:
-        """Nothing that the tiers hold is found again, nor what is on its way."""
+        """Forget everything in the tiers and everything on its way."""
         self._era += 1
         self._offers.clear()
         if self._host is not None:

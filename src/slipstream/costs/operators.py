@@ -1,12 +1,8 @@
 """Bytes and operations of a model's products and attention, from the spec and the memory ledger. No
 torch.
 
-<<<<<<< HEAD:src/slipstream/costs/operators.py
-The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the planner count alike.
-=======
 The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the
 planner share these counts.
->>>>>>> prose2:src/slipstream/costs/operators.py
 """
 
 from __future__ import annotations

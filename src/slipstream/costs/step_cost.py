@@ -9,18 +9,11 @@ A step's time is a sum of parts. Each part grows with one count of `StepShape` a
   num_prompts        fixed cost of each prompt of a step
   num_drafts         cost of drafts to verify, on top of their cost as tokens
 
-<<<<<<< HEAD:src/slipstream/costs/step_cost.py
-A part is linear between knots. The slopes are fitted by least squares of relative errors, none of them negative (`fit_steps`),
-so that shapes between the measured ones are interpolated and noise can't make a larger step faster. Every answer says what it
-is: *measured* (this very shape was), *interpolated* (between measured ones) or *estimated* (beyond them, or from a model of the
-machine, `costs/analytic.py`).
-=======
 A part is linear between knots. The slopes are fitted by least squares of relative errors, none of
 them negative (`fit_steps`). So shapes between the measured ones are interpolated, and noise can't
 make a larger step faster. Every answer has a label: *measured* (this very shape was),
 *interpolated* (between measured ones) or *estimated* (beyond them, or from the analytic model,
 `costs/analytic.py`).
->>>>>>> prose2:src/slipstream/costs/step_cost.py
 """
 
 from __future__ import annotations
@@ -165,15 +158,10 @@ MOST_KNOTS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
     """Measured steps of one model with one set of settings on one kind of machine, and the fit to
-        them.
+    them.
 
-    <<<<<<< HEAD:src/slipstream/costs/step_cost.py
-        `identity` says of what (`costs/tables.py` compares it), `made_by` how and when. `error` is the mean relative error of the
-        fit at the measured steps.
-    =======
         `identity` says what was measured (`costs/tables.py` compares it), `made_by` how and when.
-        `error` is the mean relative error of the fit at the measured steps.
-    >>>>>>> prose2:src/slipstream/costs/step_cost.py
+    `error` is the mean relative error of the fit at the measured steps.
     """
 
     identity: dict[str, Any]

@@ -8,16 +8,10 @@ each takes. The loop is `EngineCore`'s (`engine/engine_core.py`):
    few decodes.
 3. When enough steps are in flight, wait for the oldest and take its tokens.
 
-<<<<<<< HEAD:src/slipstream/simulate/simulator.py
-The host's own work goes on meanwhile where steps overlap, and is added where they don't. What a client sees is a front end's
-time later. Answers have exactly the tokens that the workload says. How many drafts are right is drawn (`simulate/drafts.py`);
-the engine's own code chooses how many are verified. Everything is in seconds from the start.
-=======
 The host's own work overlaps with steps where steps overlap, and is added where they don't. A client
 sees a token one front end delay later. Answers have exactly the number of tokens that the workload
 says. The number of correct drafts is drawn at random (`simulate/drafts.py`); the engine's own code
 chooses how many to verify. All times are in seconds from the start.
->>>>>>> prose2:src/slipstream/simulate/simulator.py
 """
 
 from __future__ import annotations
@@ -430,16 +424,11 @@ def simulate(
     objectives: dict[str, float] | None = None,
     exact: bool = False,
 ) -> Simulation:
-<<<<<<< HEAD:src/slipstream/simulate/simulator.py
-    """`router`: one of those in `simulate/routing.py`. `exact`: plan every step by the `Scheduler` itself, which tells the same
-    at a tenth of the speed; drafts and an objective for the time between tokens need it."""
-=======
     """Simulates the traffic on `num_replicas` replicas. `router` is one of `simulate/routing.py`.
 
     `exact` plans every step with the `Scheduler` itself. It gives the same result at a tenth of the
     speed. Drafts and an objective for the time between tokens need it.
     """
->>>>>>> prose2:src/slipstream/simulate/simulator.py
     begin = time.process_time()
     requests = traffic.requests
     users = traffic.users

@@ -5,17 +5,6 @@ Nearly all requests in a step are decodes that only get one more token. Here suc
 until it needs a block or has all its tokens, so it is visited once in `block_size` steps. Its state
 follows from the number of steps since it fell asleep, and is written down when it wakes (`_wake`).
 
-<<<<<<< HEAD:src/slipstream/simulate/sleeping.py
-1. Everything that decides is the `Scheduler`'s own code: admission, blocks, prefix cache, budget, preemption.
-2. `schedule()` gives a plan of those that are awake. `num_asleep` others are in the step too, and look at `asleep_context`
-   tokens.
-3. A request that needs a block takes it asleep where there are blocks for everyone. Without a prefix cache and windows no block
-   is like another, so they are only counted (`BlockCount`): sleepers that need one in the same step are a group, by that step's
-   number modulo `block_size`, and the group takes its blocks at once.
-4. Steps hold the same requests, tokens and cached prefixes as the `Scheduler`'s, with at most two in flight
-   (tests/simulate/test_sleeping.py). That is so for answers that end by their length, which is what a simulation knows, without
-   drafts, forks, deadlines and an objective for the time between tokens. `Scheduler` itself can simulate those.
-=======
 1. All decisions are the `Scheduler`'s own code: admission, blocks, prefix cache, budget,
    preemption.
 2. `schedule()` returns a plan of the awake requests. The step also has `num_asleep` others, which
@@ -28,7 +17,6 @@ follows from the number of steps since it fell asleep, and is written down when 
    in flight (tests/plan/test_sleeping.py). That holds for answers that end by their length, which
    is what a simulation knows, without drafts, forks, deadlines and an objective for the time
    between tokens. `Scheduler` itself can simulate those.
->>>>>>> prose2:src/slipstream/simulate/sleeping.py
 """
 
 from __future__ import annotations

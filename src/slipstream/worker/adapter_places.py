@@ -1,4 +1,4 @@
-"""Decides which adapters are in the host's memory, and which is evicted for another. No torch."""
+"""Decides which adapters are in host memory, and which is evicted for another. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ class AdapterPlaces:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._held: OrderedDict[int, tuple[LoRARequest, str]] = (
-            OrderedDict()
-        )  # by id, the least recently used first
+        # by id, the least recently used first
+        self._held: OrderedDict[int, tuple[LoRARequest, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
     def use(self, request: LoRARequest) -> str | None:
-        """The version of the adapter's files that were read; None: it has no place. AdapterError: its id is another's."""
+        """Mark an adapter as used. Returns the version of its files; None if it has no place.
+
+        AdapterError if its id belongs to another adapter.
+        """
         if (held := self._held.get(request.id)) is None:
             return None
         known, version = held
@@ -35,16 +37,19 @@ class AdapterPlaces:
         return version
 
     def giving_way(self, keep: Callable[[], Collection[int]]) -> int | None:
-        """The id of the one that must be forgotten before another is added: the least recently used one whose id is not in
-        `keep()`. None: there is room. EngineOverloadedError: all must stay."""
+        """Id of the adapter to forget before another is added; None if there is room.
+
+        This is the least recently used adapter whose id is not in `keep()`. EngineOverloadedError
+        if all must stay.
+        """
         if len(self._held) < self.count:
             return None
         kept = keep()
         found = next((i for i in self._held if i not in kept), None)
         if found is None:
             raise EngineOverloadedError(
-                f"requests need {len(self._held)} other adapters, as many as max_cpu_loras allows; try again later, or start "
-                "with more"
+                f"requests need {len(self._held)} other adapters, as many as max_cpu_loras allows; try again later, or raise "
+                "max_cpu_loras"
             )
         return found
 
@@ -52,5 +57,5 @@ class AdapterPlaces:
         self._held[request.id] = request, version
 
     def forget(self, adapter_id: int) -> None:
-        """An unknown id is nothing to do."""
+        """Forget an adapter. An unknown id is ignored."""
         self._held.pop(adapter_id, None)

@@ -1,9 +1,12 @@
-"""The adapters that a worker has: those on the device in slots, and beside them more on the host. Both are bounded.
+"""A worker's adapters: some in slots on the device, more in host memory. Both are bounded.
 
-1. `load` reads an adapter into the host's memory; it may evict the least recently used one that no request needs.
-2. `place` brings adapters that a step needs into slots; the least recently used slots give way. Copies are queued before the
-   step, on its stream. (Pinned memory is torch's: it is used anew once its copies have ended.)
-3. Products that no adapter so far has weights for run as without adapters, and such parts of products are left out (`parts`).
+1. `load` reads an adapter into host memory. It may evict the least recently used adapter that no
+   request needs.
+2. `place` copies the adapters of a step into slots. The least recently used slots are reused.
+   Copies are queued on the step's stream before the step. Pinned memory belongs to torch's
+   allocator, which reuses it only after its copies have ended.
+3. Matrix products for which no loaded adapter has weights run as without adapters. Parts of
+   products without weights are left out (`parts`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ class Adapters:
         decoder: Decoder,
         shard: Shard = ALONE,
     ) -> None:
-        """With a `shard`, `decoder` is a rank's part of the model. Ranks that make the same calls have the same slots."""
+        """With a `shard`, `decoder` is a rank's part of the model.
+
+        Ranks that make the same calls have the same slots.
+        """
         self.settings = settings
         self.decoder = decoder
         self.layout = AdapterLayout(description, decoder, settings.max_lora_rank, shard)
@@ -46,25 +52,28 @@ class Adapters:
             settings.max_loras, self.layout.slot_size, dtype=decoder.dtype, device=device
         )
         self._places = AdapterPlaces(settings.max_cpu_loras)
-        self._host: dict[int, HostAdapter] = {}  # by id
-        self._placed: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # id → slot, the least recently used first
+        self._host: dict[int, HostAdapter] = {}  # by adapter id
+        # id → slot, the least recently used first
+        self._placed: OrderedDict[int, int] = OrderedDict()
         self._free = list(range(settings.max_loras - 1, -1, -1))
         self._num_reads = self._num_placements = 0
         self.parts: frozenset[tuple[str, int]] = frozenset()
-        """Stems of products, and their parts, that some adapter so far has weights for."""
+        """(stem of a product, part) for which some adapter so far has weights."""
         self.weights: dict[int, LoRAWeights] = {}
-        """Of the products that some adapter has weights for, by the `id` of their `Linear`."""
+        """Weights of the products that some adapter has weights for, by the `id` of their `Linear`.
+        """
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self._slots.nbytes
 
     def load(self, request: LoRARequest, keep: Callable[[], Collection[int]] = tuple) -> str:
-        """Have the adapter in the host's memory; its files' version. `keep` gives the ids that must stay. AdapterError: it
-        can't be read, or the id is another's. EngineOverloadedError: all that are there must stay."""
+        """Load an adapter into host memory. Returns the version of its files.
+
+        `keep` returns the ids of adapters that must stay. AdapterError if it can't be read, or its
+        id belongs to another adapter. EngineOverloadedError if all loaded adapters must stay.
+        """
         if (known := self._places.use(request)) is not None:
             return known
         if (victim := self._places.giving_way(keep)) is not None:
@@ -85,20 +94,23 @@ class Adapters:
         return version
 
     def unload(self, adapter_id: int) -> None:
-        """Forget it. No request may need it. An unknown id is nothing to do."""
+        """Forget an adapter, which no request may need. An unknown id is ignored."""
         self._places.forget(adapter_id)
         self._host.pop(adapter_id, None)
         if (slot := self._placed.pop(adapter_id, None)) is not None:
             self._free.append(slot)
 
     def place(self, wanted: Iterable[LoRARequest], in_use: Collection[int]) -> dict[int, int]:
-        """The slots of the `wanted` adapters, by id. Those in the slots `in_use` stay; there are enough others."""
+        """Place the `wanted` adapters in slots. Returns their slots by id.
+
+        Adapters in the slots `in_use` stay. There must be enough other slots.
+        """
         found = dict[int, int]()
         for request in wanted:
             slot = self._placed.get(request.id)
             if slot is None:
                 slot = self._free.pop() if self._free else self._evict({*in_use, *found.values()})
-                self.load(request)  # it is there, unless it was unloaded
+                self.load(request)  # reads it again only if it was unloaded
                 self._host[request.id].copy_to(self._slots[slot])
                 self._placed[request.id] = slot
                 self._num_placements += 1
@@ -108,7 +120,7 @@ class Adapters:
         return found
 
     def _evict(self, in_use: Collection[int]) -> int:
-        """The least recently used slot of those that no request uses."""
+        """Take the least recently used slot that no request uses."""
         victim = next(i for i, slot in self._placed.items() if slot not in in_use)
         return self._placed.pop(victim)
 
@@ -122,9 +134,9 @@ class Adapters:
 
 
 def _version(folder: Path) -> str:
-    """A value that changes when the files are written again, by the file system's times and sizes."""
+    """A value that changes when the files are rewritten, from their times, sizes and inodes."""
     try:
         found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
     except OSError:
-        return ""  # reading says what is wrong
+        return ""  # reading them will report the error
     return ":".join(f"{s.st_mtime_ns}.{s.st_size}.{s.st_ino}" for s in found)

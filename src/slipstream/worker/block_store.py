@@ -1,9 +1,10 @@
-"""Carries out the copies of KV blocks between the device's cache and the tiers below it (`core/tiers.py` plans them). No torch.
+"""Copies KV blocks between the device's cache and the tiers below it (`core/tiers.py` plans them).
 
-`BlockStore` is a CPU's: the cache is the host's memory, and blocks go from there to files and back. Its threads read and write
-the cache's own memory. That is safe without any order between them and the steps, since a block that is copied out never
-changes, and one that is copied in is nobody's yet; but a step that is under way may still write to a block that was given back
-meanwhile, so `submit` waits for it before blocks are copied in.
+No torch. `BlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
+back. Its threads read and write the cache's own memory. They need no ordering with the steps,
+because a block does not change while it is copied out, and belongs to nobody while it is copied in.
+There is one exception: a step under way may still write to a block that was released meanwhile. So
+`submit` waits for that step before it copies blocks in.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from slipstream.worker.disk_tier import DiskTier
 _logger = logging.getLogger("slipstream.engine")
 
 READERS = 2
-"""Threads that read. Half of a read is the checksum, which takes a core."""
+"""Number of reading threads. Half of a read is the checksum, which takes a core."""
 
 NICENESS = 10
-"""Of the thread that writes: it gives way to those that compute."""
+"""Niceness of the writing thread, which yields to the computing ones."""
 
 
 class BlockStore:
-    """`arrays`: the cache's memory, each uint8 [B, n]. `settle` waits for the step that is under way."""
+    """Block copies of a CPU.
+
+    `arrays` are the cache's memory, each uint8 [B, n]. `settle` waits for the step under way.
+    """
 
     num_slots = 0
 
@@ -71,7 +75,7 @@ class BlockStore:
             self.disk.clear()
 
     def close(self) -> None:
-        """End the threads. A copy that is under way is finished, within seconds; the rest is dropped."""
+        """End the threads. Copies under way are finished within seconds; others are dropped."""
         for waiting in (self._reads, self._writes):
             while not waiting.empty():
                 waiting.get()
@@ -84,7 +88,7 @@ class BlockStore:
             self.disk.close()
 
     def _queue(self, copy: BlockCopy) -> None:
-        """A copy from or to the disk."""
+        """Queue a copy from or to the disk."""
         assert self.disk is not None
         if copy.source == "disk":
             self._reads.put(copy)
@@ -92,7 +96,7 @@ class BlockStore:
             self._writes.put((copy, self.disk.era))
 
     def _pieces(self, copy: BlockCopy) -> list[memoryview]:
-        """The memory of a copy's other end, in the order of the file."""
+        """Memory of a copy's other end, in the order of the file."""
         return [memoryview(array[copy.block]) for array in self._arrays]
 
     def _read_all(self) -> None:
@@ -106,7 +110,10 @@ class BlockStore:
             self._note(*found)
 
     def _note(self, copy: BlockCopy, era: int | None) -> None:
-        """Write, or read if there is no `era`. The copy is reported as done in any case: a request may wait for it."""
+        """Write a block, or read it if `era` is None.
+
+        The copy is reported as done in any case, because a request may wait for it.
+        """
         assert self.disk is not None
         ok = False
         try:
@@ -122,7 +129,10 @@ class BlockStore:
 
 
 def block_arrays(caches: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
-    """`BlockStore`'s arrays, of NumPy's arrays [B, K, block_size, D], or with the memory layout [B, K, D, block_size]."""
+    """`BlockStore`'s arrays of NumPy caches [B, K, block_size, D].
+
+    The memory layout may also be [B, K, D, block_size].
+    """
     found = []
     for array in caches:
         array = array if array.flags.c_contiguous else array.swapaxes(2, 3)

@@ -1,16 +1,17 @@
-"""A canary: a few dozen tokens stored with a checkpoint, and the log-probabilities that the model had on the machine that made
-it.
+"""Canary: a few dozen tokens stored with a checkpoint, and the model's log-probabilities of them.
 
-At a start it tests whether the checkpoint, with this machine's kernels and this cache type, still gives these.
+The log-probabilities are those of the machine that made the canary. At the start it tests whether
+the checkpoint still gives these log-probabilities, with this machine's kernels and this cache type.
 
-1. Most of the tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not run: they replay the
-   same kernels.
-2. For each position the likeliest tokens are stored. The KL is taken over them and one bucket for all others. It is never more
-   than the KL over the whole vocabulary.
-3. Rounding, another type or an 8-bit cache stay below `max_kl`; a wrong kernel or file does not. `MAX_KL` says what was
-   measured, and what a canary can't see.
+1. Most tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not
+   run, because they replay the same kernels.
+2. For each position the likeliest tokens are stored. The KL divergence is taken over them and one
+   bucket for all others. It never exceeds the KL over the whole vocabulary.
+3. Rounding, another type or an 8-bit cache stay below `max_kl`. A wrong kernel or file does not.
+   `MAX_KL` documents the measurements, and what a canary can't detect.
 
-The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (a row for each token), max_kl, made_with.
+The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (one row per token),
+max_kl, made_with.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ NUM_TOKENS = 48
 NUM_DECODED = 4
 NUM_TOP = 16
 MAX_KL = 0.05
-"""Nats. Measured on SmolLM2-135M-Instruct, which is sensitive because it is small, against float32 and the reference kernels:
-bfloat16 costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or fp8 cache 0.01, int8 or fp8 products 0.04. An error in
-every layer costs nats, and one layer's MLP scaled by 2 costs 0.08. Scaled by 1.5 it costs 0.02, and an error in one head of one
-layer 0.006: the canary does not see these."""
+"""Limit of the mean KL in nats.
+
+It was measured on SmolLM2-135M-Instruct, which is sensitive because it is small, against float32
+and the reference kernels. bfloat16 costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or
+fp8 cache 0.01, int8 or fp8 products 0.04. An error in every layer costs nats, and one layer's MLP
+scaled by 2 costs 0.08. The canary does not detect an MLP scaled by 1.5, which costs 0.02, or an
+error in one head of one layer, which costs 0.006.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Row i of `top_ids` and `top_logprobs` has the likeliest successors of token i."""
+    """Stored canary. Row i of `top_ids` and `top_logprobs` has token i's likeliest successors."""
 
     token_ids: tuple[int, ...]
     top_ids: tuple[tuple[int, ...], ...]
@@ -68,7 +73,7 @@ def make_canary(
     made_with: Mapping[str, Any],
     max_kl: float = MAX_KL,
 ) -> Canary:
-    """The canary of the first NUM_TOKENS of `token_ids`, which must be more than NUM_DECODED."""
+    """Make a canary of the first NUM_TOKENS of `token_ids`. More than NUM_DECODED are needed."""
     tokens = tuple(token_ids[:NUM_TOKENS])
     found = _log_probabilities(forwards, kv, tokens, NUM_DECODED)
     ids = np.argsort(-found, axis=-1, kind="stable")[
@@ -87,7 +92,10 @@ def make_canary(
 def run_canary(
     forwards: Forwards | HostForward, kv: Sequence[LayerKV], canary: Canary, *, context: int
 ) -> CanaryResult:
-    """Run a canary in the blocks 1, 2, … of `kv`, which must be unused. A short context or too few blocks shorten it."""
+    """Run a canary in the blocks 1, 2, … of `kv`, which must be unused.
+
+    A short context or too few blocks shorten the canary.
+    """
     room = (len(kv[0].k) - 1) // len(forwards.decoder.spec.cache_groups) * kv[0].block_size
     num_tokens = min(len(canary.token_ids), context, room)
     found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
@@ -113,7 +121,7 @@ def _log_probabilities(
     token_ids: Sequence[int],
     num_decoded: int,
 ) -> npt.NDArray[np.float32]:
-    """[T, V]: a prefill, then `num_decoded` tokens one by one."""
+    """Log-probabilities [T, V] of a prefill, then of `num_decoded` single tokens."""
     first = max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
     size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
@@ -167,12 +175,10 @@ def _logits_by_tensors(
 
 
 def log_no_canary(model: Path, kind: str) -> None:
-    """Say that a canary beside a model that is no decoder is passed over."""
+    """Warn that the canary of a model that is no decoder is ignored."""
     if _place(model).is_file():
-        told = f"{model} is {kind}, for which no canary can tell anything"
-        _logger.warning(
-            "%s; its %s is not looked at: delete it, or set canary='off'", told, CANARY_NAME
-        )
+        told = f"{model} is {kind}, and only decoders have canaries"
+        _logger.warning("%s; its %s is ignored: delete it, or set canary='off'", told, CANARY_NAME)
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
@@ -185,14 +191,20 @@ def write_canary(canary: Canary, folder: Path) -> Path:
 
 
 def _place(model: Path) -> Path:
-    """Where a model's canary lies. Beside a GGUF file may lie others; an engine folder has one model."""
+    """Path of a model's canary.
+
+    It is in the model's folder. Only in an engine folder, which has one model, is it next to a GGUF
+    file.
+    """
     in_engine_folder = model.is_file() and is_engine_folder(model.parent)
     return (model.parent if in_engine_folder else model) / CANARY_NAME
 
 
 def read_canary(model: Path, vocab_size: int) -> Canary | None:
-    """That of a checkpoint's folder; None without one, and for a GGUF file but in an engine folder. CheckpointError if it is
-    damaged."""
+    """Read the canary of a checkpoint's folder or engine folder; None if there is none.
+
+    A GGUF file outside an engine folder has none. CheckpointError if the canary is damaged.
+    """
     path = _place(model)
     if not path.is_file():
         return None
@@ -217,7 +229,7 @@ def read_canary(model: Path, vocab_size: int) -> Canary | None:
 
 
 def _check(canary: Canary, vocab_size: int) -> None:
-    """ValueError or TypeError if something in it can't be."""
+    """Raise ValueError or TypeError if the canary's contents are invalid."""
     widths = {len(row) for row in (*canary.top_ids, *canary.top_logprobs)}
     if (
         not len(canary.token_ids) == len(canary.top_ids) == len(canary.top_logprobs) > 0
@@ -229,6 +241,6 @@ def _check(canary: Canary, vocab_size: int) -> None:
     if not all(isinstance(t, int) and 0 <= t < vocab_size for t in ids):
         raise ValueError(f"it has tokens that are none of the {vocab_size} of the model")
     if not all(isinstance(x, float) and x <= 0 for row in canary.top_logprobs for x in row):
-        raise ValueError("it has log-probabilities that are none")
+        raise ValueError("its log-probabilities must be numbers of at most 0")
     if not canary.max_kl > 0 or not canary.num_decoded >= 0:
-        raise ValueError("max_kl must be above 0, and num_decoded not below")
+        raise ValueError("max_kl must be above 0, and num_decoded 0 or more")

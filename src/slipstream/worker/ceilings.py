@@ -1,4 +1,4 @@
-"""Measures this device's ceilings: reading memory, products by type, the least time of an operator, and reading the disk."""
+"""Measures a device's ceilings: reading memory, matrix products, operator latency, reading disks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.roofline import measure_ceilings
 
 SIDE = 8192
-"""Rows and columns of the products that measure a GPU's rates."""
+"""Rows and columns of the matrices that measure a GPU's rates."""
 
 READ_BYTES = 2**31
 MOST_OF_FILE = 256 * 2**20
 NUM_SMALL = 200
-"""Operators in the graph that measures their least time."""
+"""Operators in the graph that measures the latency of one."""
 
 
 def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
-    """`read` in bytes a second, products in operations a second by type, and `op_s` on a GPU. What can't be measured is
-    left out."""
+    """Ceilings by name. Rates that can't be measured are left out.
+
+    `read` is in bytes/s, products are in operations/s by type, and a GPU also has `op_s` in
+    seconds.
+    """
     ops: object = runner.ops
     if isinstance(ops, NativeOps | HostOps):
         found = measure_ceilings(ops.pool)
@@ -73,7 +76,7 @@ def _gpu_ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> float:
-    """The best of some rounds: neighbours only ever add."""
+    """Best time of several rounds; other processes can only add time."""
     run()
     platform.synchronize()
     best = float("inf")
@@ -87,8 +90,11 @@ def _seconds(platform: Platform, run: Callable[[], object], rounds: int = 5) -> 
 
 
 def disk_rate(path: Path) -> float | None:
-    """Bytes a second from the disk that holds the model, with its file dropped from the system's cache first; None where
-    the system can't drop it."""
+    """Bytes per second read from the disk that holds the model.
+
+    The largest file is first dropped from the system's page cache. None where the system can't drop
+    it.
+    """
     files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()]
     if not files or not hasattr(os, "posix_fadvise"):
         return None

@@ -1,18 +1,21 @@
-"""CUDA graphs of a whole chain of a draft head or draft model: the newly verified tokens, then draft after draft.
+"""CUDA graphs of a chain of a draft head or model: newly verified tokens, then draft after draft.
 
-A pass of a head is a dozen small kernels, one of a model some hundred. Launched one by one, K drafts would cost more than the
-step that verifies them; a graph is one launch. Its shape is fixed:
+A pass of a head is a dozen small kernels, and a pass of a model some hundred. Launched one by one,
+K drafts would cost more than the step that verifies them. A graph is one launch. Its shape is
+fixed:
 
-1. Every sequence computes its last tokens, as many as a verified step can leave uncomputed: K + 1 pairs of a head, two tokens
-   of a model, whose drafts stay valid if they were right. What was computed before comes out the same. Each token is a row of
-   its own, like a decode's. If more are missing, they are computed op by op first.
-2. Padding is the null row. A sequence that wants no more drafts becomes padding, too.
-3. Drafts are the likeliest tokens, also of requests that draw theirs at random. Drafts drawn by the same random numbers are
-   right somewhat more often, but run op by op: a draft would take the host 2 ms.
+1. Every sequence computes its last tokens, as many as a verified step can leave uncomputed. These
+   are K + 1 pairs of a head, or two tokens of a model, whose drafts stay valid if they were right.
+   Tokens computed before come out the same. Each token is a row of its own, like a decode's. If
+   more tokens are missing, they are computed op by op first.
+2. Padding is the null row. A sequence that wants no more drafts also becomes padding.
+3. Drafts are the likeliest tokens, also for requests that sample at random. Drafts drawn with the
+   same random numbers are right somewhat more often, but run op by op: a draft would take the host
+   2 ms.
 
-A chain may be launched right behind the draw of the step that verifies the drafts before it (`run_ahead`). Which of those were
-right, and so where the chain begins, the graph then finds out by itself. So the GPU works while the host takes in what the step
-gave and launches the next.
+A chain may be launched right after the draw of the step that verifies the previous drafts
+(`run_ahead`). The graph then determines by itself which of those were right, and so where the chain
+begins. So the GPU works while the host processes the step's result and launches the next step.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from slipstream.worker.input_batch import gather_inputs
 from slipstream.worker.rows import RowTable
 
 _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
-"""What metadata has of each sequence of one token."""
+"""Metadata fields with one entry per sequence of one token."""
 
 
 class Passes(Protocol):
-    """Of `drafter.Chain`, what a graph needs."""
+    """The part of `drafter.Chain` that a graph needs."""
 
     first: int
     keeps_drafts: bool
@@ -51,12 +54,18 @@ class Passes(Protocol):
     def likeliest(
         self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
     ) -> tuple[Tensor, Any]:
-        """A pass over tokens [T], device work only. Returns the likeliest tokens [num] behind the last `num` of them, and what
-        the pass over these reads of this one: its `states`, None in the first pass."""
+        """Run a pass over tokens [T], as device work only.
+
+        Returns the likeliest tokens [num] after the last `num` of them, and the `states` for the
+        pass over these. `states` is None in the first pass.
+        """
 
 
 class ChainGraphs(Graphs):
-    """`depths`: the lengths of chains, ascending. `max_model_len`: tokens of the longest sequence."""
+    """Graphs of chains.
+
+    `depths` are the chain lengths, ascending. `max_model_len` is the longest sequence in tokens.
+    """
 
     def __init__(
         self,
@@ -72,14 +81,15 @@ class ChainGraphs(Graphs):
         self.drafter, self.rows, self.max_model_len = drafter, rows, max_model_len
         self.depths = tuple(depths)
         self.sizes = chain_sizes(max_num_seqs)
-        # The drafts of each row's last chain [C + 1, K], which a step overwrites with what it draws.
+        # Drafts of each row's last chain [C + 1, K]. A step overwrites the row itself with the
+        # tokens it draws.
         self._last_drafts = torch.zeros(
             rows.capacity + 1, max(self.depths, default=1), dtype=torch.int32, device=rows.device
         )
 
     @classmethod
     def of(cls, drafter: Passes, rows: RowTable, config: EngineConfig) -> ChainGraphs:
-        """All that are needed, captured."""
+        """All graphs that are needed, captured."""
         sizes = {
             "max_model_len": config.model.max_model_len,
             "max_num_seqs": config.scheduling.max_num_seqs,
@@ -89,21 +99,24 @@ class ChainGraphs(Graphs):
         return graphs
 
     def capture(self) -> None:
-        """Capture all sizes, the largest first. A step that is the first of its size would take so much longer that the choice
-        of the number of drafts would avoid its size."""
+        """Capture all sizes, the largest first.
+
+        The first step of an uncaptured size would take so long that the choice of draft counts
+        would avoid that size.
+        """
         for depth in reversed(self.depths):
             for size in reversed(self.sizes):
                 self._graph(size, depth)
 
     def covers(self, drafted: Sequence[ScheduledRequest]) -> bool:
-        """Whether a graph can run these."""
+        """True if a graph can run these requests."""
         depth = self._depth_for(drafted, max(map(self._num_missed, drafted)))
         if depth is None or len(drafted) > self.sizes[-1]:
             return False
         return all(self._is_long_enough(s.num_computed_tokens, depth) for s in drafted)
 
     def run(self, drafted: Sequence[ScheduledRequest]) -> None:
-        """Propose behind the requests' last tokens."""
+        """Propose drafts after the requests' last tokens."""
         missed = [self._num_missed(s) for s in drafted]
         depth = self._depth_for(drafted, max(missed))
         assert depth is not None, "`covers` says no"
@@ -115,7 +128,7 @@ class ChainGraphs(Graphs):
         self._replay(drafted, [0] * len(drafted), depth)
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """The drafts [N] of the requests' last chains."""
+        """Drafts [N] of the requests' last chains."""
         width = self._last_drafts.shape[1]
         begins = [self.rows.rows[s.request_id].index * width for s in drafted]
         where = [
@@ -126,8 +139,10 @@ class ChainGraphs(Graphs):
         return self._last_drafts.reshape(-1)[self.rows.upload(np.array(where, np.int64))]
 
     def run_ahead(self, drafted: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Behind the draw of a step that verifies chains of these requests: propose as many drafts again behind what the step
-        has given. Returns the requests for which that was possible: they have room for all of it."""
+        """Propose as many drafts again, right after the draw of the step that verifies these.
+
+        Returns the requests for which this was possible: those with room for all of it.
+        """
         found = [s for s in drafted if self._has_room(s)]
         if not found or (depth := self._depth_for(found)) is None:
             return []
@@ -141,8 +156,11 @@ class ChainGraphs(Graphs):
         return found
 
     def _has_room(self, s: ScheduledRequest) -> bool:
-        """If all drafts are right, a chain of as many still fits into the context and into the request's blocks. They are
-        compared with what is kept of the last chain, so all of them must be of that."""
+        """True if another chain of the same length fits even if all drafts are right.
+
+        It must fit into the context and into the request's blocks. The drafts are compared with
+        those kept of the last chain, so all of them must be from that chain.
+        """
         last, row = s.num_computed_tokens + s.num_sampled, self.rows.rows[s.request_id]
         if len(s.drafts) + 1 != s.num_sampled or last + len(s.drafts) > self.max_model_len:
             return False
@@ -175,7 +193,10 @@ class ChainGraphs(Graphs):
         return next(n for n in self.sizes if n >= num_seqs)
 
     def _depth_for(self, drafted: Sequence[ScheduledRequest], num_missed: int = 0) -> int | None:
-        """The shortest chain that holds all drafts, if possible one that begins with as many tokens before the last."""
+        """The shortest chain length that holds all drafts; None if there is none.
+
+        Preferred are lengths whose first pass computes more than `num_missed` tokens.
+        """
         most = max(len(s.drafts) for s in drafted)
         found = [d for d in self.depths if d >= most]
         return next(
@@ -183,28 +204,38 @@ class ChainGraphs(Graphs):
         )
 
     def _num_missed(self, s: ScheduledRequest) -> int:
-        """How many tokens before the last were not computed."""
+        """Number of tokens before the last that were not computed."""
         return s.num_computed_tokens - max(
             self.drafter.first, self.rows.rows[s.request_id].num_drafted
         )
 
     def _num_again(self, num_drafts: int) -> int:
-        """How many tokens of a sequence the first pass computes."""
+        """Number of tokens per sequence that the first pass computes."""
         return CAUGHT_UP if self.drafter.keeps_drafts else num_drafts + 1
 
     def _is_long_enough(self, last: int, depth: int) -> bool:
-        """Whether a sequence with its last token at position `last` has as many tokens as the first pass computes."""
+        """True if a sequence has as many tokens as the first pass computes.
+
+        Its last token is at position `last`.
+        """
         return last + 1 - self.drafter.first >= self._num_again(depth)
 
     def idle(self, size: int, num_drafts: int) -> npt.NDArray[np.int32]:
-        """Inputs of nothing but padding: rows, positions of the last known tokens, numbers of drafts, and of tokens that the
-        step in front has drawn behind the known ones. Each begins at a multiple of 16 bytes."""
+        """Inputs that consist of padding.
+
+        The rows of the array are: table rows, positions of the last known tokens, numbers of
+        drafts, and numbers of tokens that the preceding step has drawn after the known ones. Each
+        begins at a multiple of 16 bytes.
+        """
         inputs = np.zeros((4, -(-size // 4) * 4), dtype=np.int32)
         inputs[0], inputs[1] = self.rows.capacity, num_drafts + 1
         return inputs
 
     def chain(self, inputs: Tensor, size: int, num_drafts: int) -> Tensor:
-        """Propose `num_drafts` tokens for each of `size` sequences, [S, K], and write them to their rows. Device work only."""
+        """Propose `num_drafts` tokens for each of `size` sequences, and write them to their rows.
+
+        Returns the drafts [S, K]. Device work only.
+        """
         drafter, again, ops = self.drafter, self._num_again(num_drafts), self.rows.ops
         assert ops is not None
         sizes = {"num_drafts": num_drafts, "size": size, "num_again": again, "first": drafter.first}
@@ -231,7 +262,7 @@ class ChainGraphs(Graphs):
         return drafts.T
 
     def _inputs(self, places: ChainPlaces) -> tuple[Tensor, AttentionMetadata]:
-        """Its tokens [T] as sequences of one token each, which ends them."""
+        """The chain's tokens [T], as sequences with one computed token each, their last one."""
         return gather_inputs(
             self.rows,
             token_rows=places.rows,
@@ -249,7 +280,7 @@ class ChainGraphs(Graphs):
 
 
 def _some(meta: AttentionMetadata, begin: int, count: int) -> AttentionMetadata:
-    """Some of the sequences of one token each."""
+    """A range of the sequences of one token each."""
     parts = {name: getattr(meta, name)[begin : begin + count] for name in _OF_SEQUENCE}
     return dataclasses.replace(
         meta,

@@ -1,4 +1,4 @@
-"""The processes of the ranks that a `ProcessExecutor` starts. When one ends, so do all. No torch."""
+"""The rank processes that a `ProcessExecutor` starts. When one ends, all end. No torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from multiprocessing.connection import Connection
 from slipstream.worker.rank_messages import FromRank, Link
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""NVLink multicast stays off: a program that ends while it uses it can put GPUs that others share out of service."""
+"""Disables NVLink multicast: a program that ends while it uses it can take shared GPUs down."""
 
 LAST_WORDS_S = 0.2
-"""Once a rank has ended, the others have so long to say why they do too. Of several reasons the one is told that is no other's
-consequence."""
+"""Seconds that ranks have to report why they end, after the first rank has ended.
+
+Among several reasons, the one reported is not a consequence of another.
+"""
 
 
 @dataclass(slots=True)
 class Rank:
-    """`process` is None on another host, where `at` says."""
+    """One rank. On another host `process` is None, and `at` is its address."""
 
     number: int
     process: subprocess.Popen[bytes] | None
@@ -38,11 +40,11 @@ class Processes:
 
     def __init__(self) -> None:
         self.all: list[subprocess.Popen[bytes]] = []
-        self._killed: set[int] = set()  # by us
+        self._killed: set[int] = set()  # numbers of processes that we killed
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """All processes were started."""
+        """Start watching; call this after all processes were started."""
         for number in range(len(self.all)):
             threading.Thread(target=self._watch, args=(number,), daemon=True).start()
 
@@ -52,7 +54,7 @@ class Processes:
         self.kill()
 
     def kill(self) -> None:
-        """Those that run still."""
+        """Kill the processes that still run."""
         with self._lock:
             for number, process in enumerate(self.all):
                 if process.poll() is None:
@@ -60,15 +62,18 @@ class Processes:
                     process.kill()
 
     def wait(self, seconds: float) -> None:
-        """Until all have ended, or so long."""
+        """Wait until all have ended, for at most `seconds`."""
         end = time.monotonic() + seconds
         for process in self.all:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
 
     def describe_first(self, but: Collection[int]) -> str:
-        """How a rank ended that was not killed by us, one by a signal before others. Empty: there is none. `but`: ranks that
-        others are known to have ended before."""
+        """Describe how a rank ended that we did not kill. Empty if there is none.
+
+        A rank killed by a signal is preferred. `but` are ranks that are known to have ended because
+        of others.
+        """
         with self._lock:
             codes = [
                 (p.poll(), n)

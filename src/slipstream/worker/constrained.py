@@ -1,5 +1,7 @@
-"""Steps that sample for requests with a grammar. The forward runs first. Meanwhile the host computes the allowed tokens, and
-`constrain` draws."""
+"""Steps that sample for requests with a grammar.
+
+The forward runs first. Meanwhile the host computes the allowed tokens, and `constrain` then draws.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ class Drawn(Protocol):
 
 
 class AwaitingMask:
-    """A step whose hidden states are launched. `draw` samples and returns the whole step. `drafts` are on the host once
-    `drafted` has happened."""
+    """A step whose hidden states are launched and whose tokens are not drawn yet.
+
+    `draw` samples and returns the whole step. `drafts` are on the host once the event `drafted` has
+    happened.
+    """
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class AwaitingMask:
         return self._step is None
 
     def proposed(self) -> Sequence[int]:
-        """The drafts that a draft model proposed in this step, which it ran before the forward."""
+        """Drafts that a draft model proposed in this step, before the forward."""
         if self._drafted is not None:
             self._drafted.synchronize()
         return () if self._drafts is None else self._drafts.tolist()
@@ -60,7 +65,7 @@ class AwaitingMask:
 
     @property
     def is_ready(self) -> bool:
-        """`result()` does not wait."""
+        """True if `result()` does not wait."""
         return self._step is not None and self._step.is_ready
 
     def result(self) -> StepResult:
@@ -69,10 +74,9 @@ class AwaitingMask:
 
 
 def mask_bits(mask: TokenMask) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """The positions, and a row of bits for each."""
-    memory = (
-        mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)
-    )  # torch takes no constant
+    """Positions, and one row of bits per position."""
+    # torch needs writable memory
+    memory = mask.bits if isinstance(mask.bits, bytearray) else bytearray(mask.bits)
     bits = np.frombuffer(memory, np.int32).reshape(len(mask.positions), -1)
     return np.array(mask.positions, np.int64), bits
 

@@ -1,14 +1,18 @@
-"""Finds the fastest instruction set, type and number of threads of this machine's CPU, and keeps the answer.
+"""Finds and stores the fastest instruction set, type and thread count of this machine's CPU.
 
-Hosts hide, emulate or slow down instructions, and share cores. So the choice is by measurement.
+Hosts hide, emulate or slow down instructions, and share cores. So the choice is made by
+measurement.
 
-1. A small decoder of random weights, larger than the caches, runs one token and a prompt with the kernels that will serve.
-2. The candidates take turns, and the best time of each counts, since other load only adds time. A choice that is not the
-   obvious one must win by a margin, twice. This takes some two seconds.
-3. The answer is kept in the user's cache folder under a name made of all that it depends on. So another machine, library or
-   number of cores is measured anew. `slipstream doctor --measure` measures by hand.
-4. Of processes that start together one measures, and the others wait for its answer: they would slow each other down, and
-   might choose different things. They wait no longer than `PATIENCE_S`: the one that measures may have been stopped.
+1. A small decoder with random weights, larger than the caches, runs one token and a prompt with the
+   kernels that will serve.
+2. The candidates take turns, and each one's best time counts, since other load only adds time. A
+   choice other than the obvious one must win twice by a margin. All this takes about two seconds.
+3. The answer is stored in the user's cache folder, under a name made of everything it depends on.
+   So another machine, library or number of cores is measured again. `slipstream doctor --measure`
+   measures by hand.
+4. Of processes that start together, one measures and the others wait for its answer. Otherwise they
+   would slow each other down and might choose differently. They wait at most `PATIENCE_S`, since
+   the measuring process may have been stopped.
 """
 
 from __future__ import annotations
@@ -48,17 +52,19 @@ FORMAT = 1
 ROUNDS = 12
 PROMPT = 64  # tokens
 DECODES = 32
-"""A candidate's score is the time of one prompt and this many steps of one token."""
+"""Number of one-token steps in a candidate's score, in addition to one prompt."""
 MARGIN = 0.8
-"""Fewer threads or an older instruction set are chosen if they take less than this share of the time: other load may be
-gone next time."""
+"""Share of the time below which fewer threads or an older instruction set are chosen.
+
+There must be a margin, because other load may be gone next time.
+"""
 BLOCK = 16
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """A candidate's best time over the rounds. `weights`: int8, bfloat16 or float32."""
+    """A candidate's best time over the rounds. `weights` is int8, bfloat16 or float32."""
 
     kernels: str
     weights: str
@@ -73,7 +79,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuChoice:
-    """`isa` is None where the C++ kernels are not built and torch's products run instead."""
+    """The measured choice.
+
+    `isa` is None where the C++ kernels are not built and torch's matrix products run instead.
+    """
 
     isa: str | None
     dtype: DType
@@ -82,7 +91,7 @@ class CpuChoice:
 
     @property
     def reason(self) -> str:
-        """The types' times, for `doctor` and the log."""
+        """Times of the types, for `doctor` and the log."""
         best = {
             t.weights: t
             for t in self.timings
@@ -101,16 +110,18 @@ class CpuChoice:
 def choose_cpu(
     folder: Path, *, measure: bool = False, measuring: Callable[[], None] = lambda: None
 ) -> CpuChoice:
-    """The choice that was measured before on this machine. If there is none, or with `measure`, it is measured now, and
-    `measuring` called before. It can't wait until after the first answer: the weights' type follows from it, and so the
-    answer."""
+    """Load this machine's stored choice, or measure it now.
+
+    It is measured if there is none or with `measure`; `measuring` is called before. The measurement
+    can't wait until after the first answer, because the weights' type follows from it, and so does
+    the answer.
+    """
     path = folder / f"cpu-{_identity()}.json"
     known = None if measure else _read(path)
     if known is None:
         with _exclusive(folder):
-            known = (
-                None if measure else _read(path)
-            )  # another process may have measured while we waited
+            # another process may have measured while we waited
+            known = None if measure else _read(path)
             if known is None:
                 measuring()
                 known = measure_cpu()
@@ -122,7 +133,7 @@ def measure_cpu() -> CpuChoice:
     cores = available_cores()
     if has_cpu_kernels():
         return _measure(cores)
-    import torch  # whose products are measured
+    import torch  # its products are measured
 
     before = torch.get_num_threads()
     try:
@@ -157,13 +168,13 @@ def _measure(cores: int) -> CpuChoice:
 
 
 def _fastest(timings: Sequence[Timing]) -> Timing:
-    """The last, unless another is faster by the margin."""
+    """The last candidate, unless another is faster by the margin."""
     best = min(timings, key=lambda t: t.score)
     return best if best.score < MARGIN * timings[-1].score else timings[-1]
 
 
 def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
-    """(instruction set, weights, threads) each."""
+    """Time candidates, each (instruction set, weights, threads)."""
     runs = [_steps(*c) for c in candidates]
     best = [[float("inf"), float("inf")] for _ in candidates]
     for _ in range(ROUNDS):
@@ -187,7 +198,7 @@ def _time(candidates: Sequence[tuple[str | None, str, int]]) -> list[Timing]:
 def _steps(
     isa: str | None, weights: str, num_threads: int
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """One token after a prompt, and the prompt."""
+    """Functions that run one token after a prompt, and the prompt."""
     if isa is None:
         return _steps_by_torch(weights, num_threads)
     ops, dtype = (
@@ -238,7 +249,7 @@ def _steps_by_torch(
         ids = torch.zeros(num_tokens, dtype=torch.int32)
 
         def run() -> object:
-            torch.set_num_threads(num_threads)  # torch's products ask nobody else
+            torch.set_num_threads(num_threads)  # torch's products use the global setting
             return forwards.hidden(ids, kv, meta)
 
         return run
@@ -252,7 +263,7 @@ def _cache_shape() -> tuple[int, int, int, int]:
 
 
 def _as_any(x: object) -> Any:
-    """Of arrays where a decoder's types say tensors."""
+    """Any, for arrays where a decoder's types say tensors."""
     return x
 
 
@@ -270,14 +281,16 @@ _CONFIG = {
 
 @cache
 def _spec() -> ModelSpec:
-    """Two layers of 8M parameters: 34 MB in bfloat16, which no core's own cache holds."""
+    """Two layers of 8M parameters: 34 MB in bfloat16, more than a core's own cache."""
     return find_family("llama", None).read(ConfigReader(_CONFIG))
 
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """No other process is in here for the same folder, unless it is for longer than `PATIENCE_S`. A folder that can't be made
-    keeps nothing that is worth waiting for."""
+    """Hold an exclusive lock on the folder, or give up after `PATIENCE_S`.
+
+    A folder that can't be made stores nothing, so there is nothing to wait for.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY)
@@ -298,7 +311,7 @@ def _identity() -> str:
     if (path := library_path()) is not None:
         built: object = (path.stat().st_size, path.stat().st_mtime_ns)
     else:
-        from importlib.metadata import version  # late: it takes 20 ms
+        from importlib.metadata import version  # imported late: it takes 20 ms
 
         built = version("torch")
     info = (FORMAT, cpu_name(), cpu_features(), available_cores(), built)
@@ -306,7 +319,7 @@ def _identity() -> str:
 
 
 def _read(path: Path) -> CpuChoice | None:
-    """None where there is none, or one that can't be read: it is measured again."""
+    """Read a stored choice. None if there is none or it is invalid; it is then measured again."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         timings = tuple(Timing(**t) for t in value.pop("timings"))
@@ -316,7 +329,7 @@ def _read(path: Path) -> CpuChoice | None:
 
 
 def _write(choice: CpuChoice, path: Path) -> None:
-    """All of it or nothing. Where nothing can be kept, the next start measures again."""
+    """Store the choice atomically. If that fails, the next start measures again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dataclasses.asdict(choice)))

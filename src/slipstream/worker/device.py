@@ -1,5 +1,7 @@
-"""Finds the device, once at the start, in the process that will use it. On a CPU the first start measures what is fastest
-(`cpu_choice.py`)."""
+"""Finds the device, once at the start, in the process that will use it.
+
+On a CPU the first start measures which settings are fastest (`cpu_choice.py`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ def detect(
     num_ranks: int = 1,
     measuring: Callable[[], None] = lambda: None,
 ) -> DeviceInfo:
-    """The device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N; of several ranks, one's. `folder` keeps the
-    measurements of this machine's CPU; `measuring` is called if they are made now. `num_threads` is the user's choice; None:
-    the fastest. ConfigError: there is no such device, not one for each rank, or fewer cores than threads."""
+    """Describe the device `requested`: auto (a GPU if there is one), cpu, cuda, or cuda:N.
+
+    With several ranks, it is the device of `rank`. `folder` stores the measurements of this
+    machine's CPU, and `measuring` is called if they are made now. `num_threads` is the user's
+    choice; None means the fastest. ConfigError if there is no such device, not one for each rank,
+    or fewer cores than threads.
+    """
     kind, _, index = requested.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
         raise ConfigError(
@@ -33,12 +39,13 @@ def detect(
     if kind == "cpu" or (kind == "auto" and not driver_sees_gpu()):
         return _cpu(folder, num_threads, measuring)
     try:
+        # torch is not needed before
         from slipstream.platform import (
             gpu_platform,
             has_gpu,
             hash_triton,
             num_gpus,
-        )  # torch is not needed before
+        )
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -65,8 +72,8 @@ def detect(
         names = {gpu_platform(i).name for i in range(num_ranks)} if num_ranks > 1 else set()
         if len(names) > 1:
             raise ConfigError(
-                f"the ranks' GPUs are of several kinds ({', '.join(sorted(names))}), and a step takes as long as on the "
-                "slowest; choose alike ones by CUDA_VISIBLE_DEVICES",
+                f"the ranks' GPUs differ ({', '.join(sorted(names))}), and a step takes as long as on the "
+                "slowest; choose equal ones with CUDA_VISIBLE_DEVICES",
                 field="tensor_parallel_size",
             )
         if ordinal >= num_gpus():
@@ -76,7 +83,8 @@ def detect(
         gpu = gpu_platform(ordinal)
         hash_triton()
         if gpu.held():
-            gc.collect()  # an engine of this process that is no longer used is no reason to refuse another
+            # an engine of this process that is no longer used is no reason to refuse another
+            gc.collect()
             gpu.release_unused()
         free, total = gpu.memory()
         return DeviceInfo(
@@ -93,8 +101,8 @@ def detect(
 def _cpu(folder: Path, num_threads: int | None, measuring: Callable[[], None]) -> DeviceInfo:
     if num_threads is not None and num_threads > (cores := available_cores()):
         raise ConfigError(
-            f"num_threads={num_threads}, and this process may use {cores} cores: threads that share a core wait for each other "
-            f"in every operator. Use {cores} at most, or leave it out for the number that was measured as the fastest",
+            f"num_threads={num_threads} is more than the {cores} cores of this process: threads that share a core wait "
+            f"for each other in every operator. Use {cores} at most, or leave it out for the measured fastest number",
             field="num_threads",
         )
     choice = choose_cpu(folder, measuring=measuring)

@@ -1,10 +1,12 @@
-"""Copies of KV blocks between a GPU's cache and pinned memory of the host, beside the steps.
+"""Copies KV blocks between a GPU's cache and pinned host memory, in parallel with the steps.
 
-1. Copies run on a stream of their own, behind all steps that were launched before the order. A copy is reported to the engine
-   when the event behind it is reached. No step that reads the block is launched before.
-2. A block's numbers lie in many tensors, some ten kilobytes in each. One kernel brings a batch of blocks together in a
-   staging buffer, and those with neighbouring slots then cross the bus in one piece.
-3. Blocks go on from the host's memory to files, and come back, as on a CPU (`BlockStore`).
+1. Copies run on a stream of their own, after all steps that were launched before the order. A copy
+   is reported to the engine when the event recorded after it is reached. No step that reads the
+   block is launched earlier.
+2. A block's values are spread over many tensors, about ten kilobytes in each. One kernel gathers a
+   batch of blocks in a staging buffer. Those with neighbouring slots then cross the bus in one
+   transfer.
+3. Blocks go from host memory to files and back as on a CPU (`BlockStore`).
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from slipstream.worker.block_store import BlockStore
 from slipstream.worker.disk_tier import DiskTier
 
 CHUNK_BYTES = 2**30
-"""Pinned memory is taken in pieces of so many bytes. torch rounds each piece up to a power of two."""
+"""Size of a piece of pinned memory. torch rounds each piece up to a power of two."""
 
 
 class DeviceBlocks(BlockStore):
-    """`blocks`: the cache's. `num_staged`: blocks of the staging buffer."""
+    """Block copies of a GPU.
+
+    `blocks` are the cache's blocks; `num_staged` is the size of the staging buffer.
+    """
 
     def __init__(
         self,
@@ -97,7 +102,10 @@ class DeviceBlocks(BlockStore):
             self._under_way.append((self._copies.record(), [copy.number for copy in copies]))
 
     def _runs(self, copies: Sequence[BlockCopy]) -> Iterator[tuple[slice, Tensor]]:
-        """Which of `copies`, ordered by slot, lie side by side in the host's memory, and that memory."""
+        """Split `copies`, ordered by slot, into runs that are adjacent in host memory.
+
+        Yields (range of the copies, their memory).
+        """
         begin = 0
         for end in range(1, len(copies) + 1):
             if (
@@ -110,7 +118,7 @@ class DeviceBlocks(BlockStore):
             begin = end
 
     def _slots(self, first: int, count: int) -> Tensor:
-        """Slots count from 1, as blocks do."""
+        """Host memory of `count` slots. Slots are numbered from 1, like blocks."""
         chunk, row = divmod(first - 1, self._per_chunk)
         return self._chunks[chunk][row : row + count]
 

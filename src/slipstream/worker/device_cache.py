@@ -1,4 +1,4 @@
-"""The tensors of a KV cache on a device."""
+"""Allocates the tensors of a KV cache on a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """Makes caches for the layers that `spec` says this device holds."""
+    """Makes caches for the layers that this device holds, as listed in `spec`."""
 
     spec: ModelSpec
     ops: OpSet
@@ -35,7 +35,7 @@ class DeviceCache:
     def shared(
         self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
     ) -> list[LayerKV]:
-        """Zeros for the layers' keys and values, and an 8-bit cache's `scales` (`shared_caches`)."""
+        """Zeroed keys and values of the layers, with an 8-bit cache's `scales` (`shared_caches`)."""
         dtype, spec = TORCH_DTYPES[self.config.dtype], self.spec
         return shared_caches(
             spec.local_layers,
@@ -45,7 +45,7 @@ class DeviceCache:
         )
 
     def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
-        """The same without scales, a tensor for each layer."""
+        """Zeroed keys and values without scales, one tensor pair per layer."""
         return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.local_layers]
 
     def _layer(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,19 @@
-"""Blocks of KV cache in files. No torch.
+"""KV cache blocks in files. No torch.
 
     PATH/lock                              held by the one process that writes
     PATH/IDENTITY/ab/abcdef….kv            a block: header, payload; IDENTITY and name say what it holds
 
-1. IDENTITY is a digest of all that a block's bytes depend on but its tokens: the checkpoint, the types, the kernels. The name
-   is the block's key: its tokens and all before, adapter, salt and group. So whoever finds a file by its name can use it.
-2. A file is written under another name and then renamed. It is read only if its length, header and checksum are right. A file
-   that is torn, cut, damaged or somebody else's is a miss; one of ours that is damaged is removed.
-3. All files together take at most `limit_bytes`. The least recently used go first, those of other models among them.
-4. Several engines may share a folder. One writes and removes; the others read, look for new files every few seconds, and take
-   over when it has ended.
-5. A disk that refuses costs nothing but the blocks: a warning is logged, and writing pauses for some seconds.
+1. IDENTITY is a digest of everything a block's bytes depend on except its tokens: the checkpoint,
+   the types, the kernels. The file name is the block's key, which covers its tokens and all before,
+   adapter, salt and group. So any engine that finds a file by its name can use it.
+2. A file is written under another name and then renamed. It is used only if its length, header and
+   checksum are right. A torn, truncated, damaged or foreign file is a miss. A damaged file of this
+   model is removed.
+3. All files together take at most `limit_bytes`. The least recently used files are removed first,
+   including those of other models.
+4. Several engines may share a folder. One writes and removes. The others read, look for new files
+   every few seconds, and one takes over when the writer ends.
+5. A disk error costs only the blocks: a warning is logged, and writing pauses for some seconds.
 
 Methods may be called by several threads.
 """
@@ -38,42 +41,44 @@ from slipstream.files import open_new, open_private
 _logger = logging.getLogger("slipstream.engine")
 
 MAGIC = b"SLIPKV\x00\x01"
-"""The last byte is the format's number."""
+"""File signature. The last byte is the format version."""
 
 HEADER = struct.Struct("<8s16s24sQ16s")
 """Magic, identity, key, payload bytes, checksum of the payload."""
 
 IDENTITY_BYTES = 16
 PAUSE_S = 10.0
-"""After the disk has refused, nothing is written for so long."""
+"""Seconds without writes after a disk error."""
 
 LOOK_EVERY_S = 5.0
-"""How often a reader looks for new files, and for whether it may become the writer."""
+"""Seconds between a reader's looks for new files, and for whether it may become the writer."""
 
 MOST_PIECES = 1000
-"""Pieces of memory that one call of the system reads or writes (IOV_MAX is 1,024)."""
+"""Maximum pieces of memory per read or write system call (IOV_MAX is 1,024)."""
 
 _NAME = re.compile(r"[0-9a-f]{32,48}\.kv")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
 class DiskTier:
-    """The files in `path`. `identity`: IDENTITY_BYTES. ConfigError if the folder can't be made or used."""
+    """Block files in `path`.
+
+    `identity` has IDENTITY_BYTES bytes. ConfigError if the folder can't be made or used.
+    """
 
     def __init__(self, path: Path, limit_bytes: int, identity: bytes, block_bytes: int) -> None:
         self.path, self.limit_bytes = path, limit_bytes
         self._identity, self._file_bytes = identity, HEADER.size + block_bytes
         self._own = identity.hex()
         self._lock = threading.Lock()
-        self._files: OrderedDict[tuple[str, str], int] = (
-            OrderedDict()
-        )  # (identity, key) → bytes, the least recently used first
+        # (identity, key) → bytes, the least recently used first
+        self._files: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.num_bytes = self._era = 0
         self._paused_until = self._looked = float("-inf")
         self.is_writer = False
         if limit_bytes < self._file_bytes:
             raise ConfigError(
-                f"kv_disk_bytes={limit_bytes} holds not one block, which takes {self._file_bytes} bytes; raise it",
+                f"kv_disk_bytes={limit_bytes} is too small for one block, which takes {self._file_bytes} bytes; raise it",
                 field="kv_disk_bytes",
             )
         try:
@@ -105,10 +110,14 @@ class DiskTier:
         return (self._own, key.hex()) in self._files
 
     def read(self, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """A block's payload into `pieces`. False: there is none that is whole, and `pieces` hold anything."""
+        """Read a block's payload into `pieces`.
+
+        False if there is no valid block; the contents of `pieces` are then undefined.
+        """
         path = self._path(self._own, key.hex())
         try:
-            # A FIFO by that name would never open otherwise, and a link could lead anywhere.
+            # Without O_NONBLOCK, opening a FIFO of that name would hang. A link could lead
+            # anywhere.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             self._drop(key, remove=False)
@@ -123,7 +132,7 @@ class DiskTier:
             good = whole and bytes(header) == self._header(key, pieces)
             if good:
                 with contextlib.suppress(OSError):
-                    os.utime(file)  # so that a later start knows what was used last
+                    os.utime(file)  # so a later start knows what was used last
         except OSError as error:
             _logger.warning("a block of KV cache can't be read from %s: %s", path, error)
             good = False
@@ -137,7 +146,7 @@ class DiskTier:
         return True
 
     def write(self, key: bytes, pieces: Sequence[memoryview], era: int) -> bool:
-        """Keep a block. False: it is not kept. `era`: that of the order."""
+        """Store a block that was ordered in `era`. False if it is not stored."""
         if key in self:
             return True
         if not self.is_writer:
@@ -176,11 +185,11 @@ class DiskTier:
 
     @property
     def era(self) -> int:
-        """What is ordered before `clear` and not written yet is not written."""
+        """Number of `clear` calls. Blocks ordered before a `clear` are not written after it."""
         return self._era
 
     def clear(self) -> None:
-        """Forget this model's blocks, and remove them if this engine writes."""
+        """Forget this model's blocks, and remove their files if this engine is the writer."""
         with self._lock:
             self._era += 1
             gone = [file for file in self._files if file[0] == self._own]
@@ -190,7 +199,7 @@ class DiskTier:
                     self._unlink(file)
 
     def look(self) -> None:
-        """As a reader: find new files, and become the writer if there is none."""
+        """As a reader, find new files, and become the writer if there is none."""
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             with contextlib.suppress(OSError):
                 self._look()
@@ -210,7 +219,10 @@ class DiskTier:
             self._make_room(0)
 
     def _scan(self) -> Iterator[tuple[float, str, str, int]]:
-        """(time of the last use, identity, key, bytes) of each file. The writer removes unfinished files of an earlier one."""
+        """Yield (time of last use, identity, key, bytes) of each file.
+
+        The writer also removes unfinished files of an earlier writer.
+        """
         for identity in os.scandir(self.path):
             if not _FOLDER.fullmatch(identity.name) or not identity.is_dir(follow_symlinks=False):
                 continue
@@ -256,7 +268,7 @@ class DiskTier:
         return self.path / identity / name[:2] / f"{name}.kv"
 
     def _header(self, key: bytes, pieces: Sequence[memoryview]) -> bytes:
-        digest = hashlib.sha256()  # as fast as CRC-32 where the processor has instructions for it
+        digest = hashlib.sha256()  # as fast as CRC-32 where the processor has SHA instructions
         for piece in pieces:
             digest.update(piece)
         return HEADER.pack(
@@ -265,7 +277,7 @@ class DiskTier:
 
 
 def _read_all(file: int, pieces: list[memoryview]) -> bool:
-    """Whether the file had as many bytes."""
+    """Fill `pieces` from a file. False if it is too short."""
     offset = 0
     while pieces:
         some, pieces = pieces[:MOST_PIECES], pieces[MOST_PIECES:]
@@ -286,7 +298,7 @@ def _write_all(file: int, pieces: list[memoryview]) -> None:
 
 
 def _behind(pieces: list[memoryview], count: int) -> list[memoryview]:
-    """What follows the first `count` bytes."""
+    """The pieces that remain after the first `count` bytes."""
     for i, piece in enumerate(pieces):
         if count < len(piece):
             return [piece[count:], *pieces[i + 1 :]]

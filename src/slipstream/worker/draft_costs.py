@@ -1,11 +1,12 @@
-"""Measures what steps with drafts take, before the first request: made-up sequences with 0, 1, … drafts each.
+"""Measures step times of dummy sequences with 0, 1, … drafts each, before the first request.
 
-The number of drafts is chosen by what steps cost (`core/speculation.py`). Where requests come at random, each number of
-sequences is met for a few steps only, too few to learn from.
+The number of drafts is chosen by the cost of steps (`core/speculation.py`). With requests arriving
+at random, each number of sequences occurs for only a few steps, too few to learn from.
 
-1. Steps follow one another as the engine's do. Two without drafts may be in flight. One with drafts begins behind the last
-   token that the one before has drawn, so that a chain of drafts launched ahead is used.
-2. Ranks measure together, so how many steps there are does not depend on the clock.
+1. Steps follow one another as in the engine. Two steps without drafts may be in flight. A step with
+   drafts begins after the last token that the previous one has drawn, so a chain of drafts launched
+   ahead is used.
+2. Ranks measure together, so the number of steps does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
-    """With "auto" as the number of drafts: seconds of steps by numbers of sequences and of drafts. About a second for a model
-    of 8B on a GPU. `num_blocks` are in the cache, with the null block; they are written. No step may be in flight."""
+    """Measure seconds of steps by numbers of sequences and of drafts.
+
+    This is only done if the number of drafts is "auto". It takes about a second for an 8B model on
+    a GPU. `num_blocks` is the number of blocks in the cache, null block included; they are
+    overwritten. No step may be in flight.
+    """
     config, spec = runner.config, runner.model.spec
     speculation = config.speculation
     if speculation is None or speculation.num_speculative_tokens is not None:
         return []
-    if (
-        not (spec.has_first and spec.has_last) or spec.encoder is not None
-    ):  # a pipeline's stage has no result
+    if not (spec.has_first and spec.has_last) or spec.encoder is not None:
+        # a pipeline's stage has no result
         return []
     found, most = [], min(config.max_num_sampled, config.scheduling.max_num_batched_tokens)
     for num_seqs in _counts(config.scheduling.max_num_seqs):
@@ -74,7 +78,7 @@ def _counts(most: int) -> list[int]:
 
 
 class _Run:
-    """Steps of `num_seqs` sequences, which have room for `room` tokens behind those of their context."""
+    """Steps of `num_seqs` sequences, with room for `room` tokens after their context."""
 
     def __init__(
         self, runner: ModelRunner, num_blocks: int, num_seqs: int, num_drafts: int, room: int
@@ -83,21 +87,22 @@ class _Run:
         self.runner, self.num_blocks, self.room = runner, num_blocks, room
         self.context = min(CONTEXT, runner.config.model.max_model_len - room)
         self.drafts = (FROM_MODEL if runner.config.speculation.by_model else 1,) * num_drafts
-        self.last = dict.fromkeys(
-            (f"drafts {i}" for i in range(num_seqs)), self.context
-        )  # where the last known token is
+        # position of the last known token
+        self.last = dict.fromkeys((f"drafts {i}" for i in range(num_seqs)), self.context)
 
     def seconds(self) -> float:
-        """The median of the timed steps. The first two are not: one makes the rows, the other its drafts in front."""
+        """Median of the timed steps.
+
+        The first two are not timed: one makes the rows, and the other has no chain launched ahead.
+        """
         runner, in_flight, ends = self.runner, deque[Launched](), list[float]()
         for i in range(2 + NUM_TIMED):
             plan = self._next(i)
             in_flight.append(runner.launch(plan))
             if i == 0:
                 assert runner.rows is not None
-                for row in (
-                    runner.rows.rows.values()
-                ):  # of what was not computed the drafter need not see anything
+                for row in runner.rows.rows.values():
+                    # the drafter need not see tokens that were never computed
                     row.num_drafted = self.context
             while len(in_flight) >= (1 if self.drafts else runner.max_in_flight(plan)):
                 ends.append(self._end(in_flight.popleft()))
@@ -127,7 +132,7 @@ class _Run:
         )
 
     def _first(self) -> StepPlan:
-        """A token of each sequence. Sequences share blocks where the cache has too few."""
+        """Plan one token of each sequence. Sequences share blocks where the cache has too few."""
         config, groups = self.runner.config, range(len(self.runner.config.cache.groups))
         need = -(-(self.context + self.room) // config.cache.block_size)
         blocks = cycle(range(1, self.num_blocks))

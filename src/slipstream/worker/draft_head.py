@@ -1,4 +1,4 @@
-"""Draft heads by torch: `head_drafter`, on a device."""
+"""Draft heads on a device, with torch: the drafters of `head_drafter`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_drafter(
     device: torch.device,
     dtype: torch.dtype,
 ) -> HeadDrafter:
-    """ConfigError if more drafts are wanted than the head has."""
+    """Load a draft head. ConfigError if more drafts are wanted than the head has."""
     check_num_drafts(config, description)
     loaded = load_head(
         description,

@@ -1,4 +1,4 @@
-"""`DraftMemory` of torch's tensors on a device."""
+"""`DraftMemory` with torch tensors on a device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A `Drafter` with a smaller model, which proposes tokens one by one on the device (`worker/drafter.py`).
+"""A `Drafter` (`worker/drafter.py`) whose smaller model proposes tokens one by one on the device.
 
-In a shared block it finds its own keys and values, whichever request wrote them.
+Every block also holds the draft model's keys and values. So it finds them in a shared block,
+whichever request wrote them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from slipstream.worker.sampler import sampling_tensors
 
 
 class DraftModel(Chain):
-    """Loads the model when it is made."""
+    """Draft model, loaded when constructed."""
 
     def __init__(
         self,

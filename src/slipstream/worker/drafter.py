@@ -1,16 +1,17 @@
-"""Proposes draft tokens on the device, for the requests whose drafts a plan leaves open (`FROM_MODEL`).
+"""Proposes draft tokens on the device, for requests whose drafts a plan leaves open (`FROM_MODEL`).
 
-1. A drafter proposes at the beginning of a step. It samples as the request does: with its filters, penalties and biases,
-   and with the random number that the engine's model will use at that position. Where both have the same distribution they
-   draw the same token, and a seed gives the same answer as without drafts (communication-free coupling: Daliri, Musco and
-   Suresh 2024).
-2. The worker keeps the tokens that the engine's model draws. So the answer's distribution is that of plain sampling,
-   whatever was proposed.
-3. A drafter keeps its state of a request in tensors of its own, in the blocks of the request's full group. It computes
-   nothing for a request without drafts. When drafts are wanted it first computes the tokens that it has not seen yet
-   (`Row.num_drafted`); after a prefix hit or a preemption these are all tokens.
+1. A drafter proposes at the beginning of a step. It samples like the request: with its filters,
+   penalties and biases, and with the random number that the engine's model will use at that
+   position. Where both models have the same distribution they draw the same token, and a seed gives
+   the same answer as without drafts (communication-free coupling: Daliri, Musco and Suresh 2024).
+2. The worker keeps the tokens that the engine's model draws. So the answer's distribution is that
+   of plain sampling, whatever was proposed.
+3. A drafter keeps its state of a request in its own tensors, in the blocks of the request's full
+   group. It computes nothing for a request without drafts. When drafts are wanted, it first
+   computes the tokens that it has not seen yet (`Row.num_drafted`). After a prefix hit or a
+   preemption these are all tokens.
 
-Nothing here imports torch: what runs a drafter gives it tensors or arrays.
+No torch here: a drafter's caller gives it tensors or arrays.
 """
 
 from __future__ import annotations
@@ -34,38 +35,41 @@ if TYPE_CHECKING:
 
 
 class DraftMemory(Protocol):
-    """Where a drafter's keys, values and states are."""
+    """Memory of a drafter's keys, values and states."""
 
     itemsize: int
-    """Bytes of a number."""
+    """Bytes per number."""
 
     def zeros(self, shape: tuple[int, ...]) -> Any: ...
 
     def lowest(self, shape: tuple[int, ...]) -> Any:
-        """float32, −∞"""
+        """A float32 tensor filled with −∞."""
 
     def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
-        """A layer's keys and values, of zeros."""
+        """Zeroed keys and values of a layer."""
 
     def block_rows(self, arrays: Sequence[Any]) -> Any:
-        """What `copy_blocks` takes, of arrays [B, …] that hold a part of every block each."""
+        """Prepare arrays [B, …], which hold a part of every block each, for `copy_blocks`."""
 
     def copy_blocks(self, rows: Any, source: Any, target: Any) -> None:
-        """Blocks source[i] to blocks target[i], int64 [N] each."""
+        """Copy blocks source[i] to blocks target[i], int64 [N] each."""
 
 
 class Drafter(ABC):
-    """`allocate` must come before `write_drafts`."""
+    """Base of all drafters. `allocate` must precede `write_drafts`."""
 
     weights_bytes: int
     layers: tuple[LayerSpec, ...]
-    """The layers whose keys and values it keeps."""
+    """Layers whose keys and values it keeps."""
     first = 0
-    """The first token of a request that it computes. Its keys and values stand at position 0."""
+    """First token of a request that it computes. This token's keys and values are at position 0."""
     computes_all = True
-    """Whether it computes every token of a request, so that after steps without drafts it has some to catch up on."""
+    """True if it computes all tokens of a request, and must catch up after steps without drafts."""
     num_cold = 0
-    """How many proposals began with catching up on more tokens than a step with drafts adds. As `Forward.num_cold`."""
+    """Number of proposals that first caught up on more tokens than a step with drafts adds.
+
+    The counterpart of `Forward.num_cold`.
+    """
 
     def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
         self.memory = memory
@@ -78,7 +82,7 @@ class Drafter(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that it adds to a KV block."""
+        """Bytes added to each KV block."""
         return (
             sum(layer.attention.cached_size for layer in self.layers)
             * self.memory.itemsize
@@ -87,11 +91,11 @@ class Drafter(ABC):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of activations for each token of a step; 0 where unknown."""
+        """Bytes of activations per token of a step; 0 if unknown."""
         return 0
 
     def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:  # noqa: B027 (where bytes are known beforehand)
-        """Run it over a step of dummy prompts, while memory is measured."""
+        """Run over a step of dummy prompts, while memory is measured."""
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
@@ -102,7 +106,7 @@ class Drafter(ABC):
         self._block_rows = None
 
     def _block_arrays(self) -> list[Any]:
-        """What holds a part of every block each."""
+        """Arrays that hold a part of every block each."""
         return [
             cache
             for layer in self.kv
@@ -113,7 +117,7 @@ class Drafter(ABC):
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """Bytes to be left for its graphs."""
+        """Bytes to reserve for its graphs."""
         return 0
 
     def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
@@ -125,10 +129,12 @@ class Drafter(ABC):
     # --- Drafts -------------------------------------------------------------------------------------------------------
 
     def write_drafts(self, plan: StepPlan, rows: RowTable) -> list[ScheduledRequest]:
-        """Write drafts behind the last tokens of the requests that want some. Returns these."""
-        for s in (
-            plan.scheduled
-        ):  # forget the wrong drafts of the step before, also where this step wants none
+        """Write drafts after the last tokens of the requests that want some.
+
+        Returns these requests.
+        """
+        for s in plan.scheduled:
+            # forget the wrong drafts of the previous step, even if this step wants none
             row = rows.rows[s.request_id]
             row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
             if FROM_MODEL not in s.drafts:
@@ -145,7 +151,7 @@ class Drafter(ABC):
         return drafted
 
     def tokens_of(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> Tensor:
-        """Their drafts [N], which stand in their rows until the step has drawn."""
+        """Drafts [N] of the requests, which are in their rows until the step has drawn."""
         where: list[int] = []
         width = rows.tokens.shape[1]
         for s in drafted:
@@ -154,26 +160,34 @@ class Drafter(ABC):
         return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
 
     def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        """Whether their drafts are kept beside their rows, which a step overwrites with what it draws."""
+        """True if copies of the drafts are kept.
+
+        A step overwrites those in the rows with its tokens.
+        """
         return False
 
     def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
-        """What `tokens_of` gives before the draw, from where they are kept."""
+        """The same as `tokens_of` before the draw, from the kept copies."""
         raise NotImplementedError
 
     def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
-        """Behind the draw of `plan`: launch what the next step's `write_drafts` would begin with, where that can be known. The
-        host has time then, and in `write_drafts` the GPU waits for it."""
+        """Launch the start of the next `write_drafts`, as far as it is known after `plan`'s draw.
+
+        The host has time for it now, whereas the GPU waits for `write_drafts`.
+        """
 
     @abstractmethod
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Write as many tokens behind each request's last one as it has `drafts`."""
+        """Write as many tokens after each request's last one as it has `drafts`."""
 
     def unseen(
         self, drafted: Sequence[ScheduledRequest], rows: RowTable, counts: Sequence[int]
     ) -> Iterator[list[ScheduledRequest]]:
-        """Steps over the tokens that it has not computed. They end with as many as `counts` says, of which a request's last
-        token is the first; behind each of these a token is drawn."""
+        """Steps over the tokens that the drafter has not computed.
+
+        Each request's steps end with `counts` tokens, beginning with its last known token. A token
+        is drawn after each of these.
+        """
         begins = {
             s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted
         }
@@ -195,10 +209,13 @@ class Drafter(ABC):
 
 
 class Chain(Drafter):
-    """Proposes token by token, each from the ones before it. On a GPU a chain is a graph (`worker/chain_graphs.py`)."""
+    """Proposes token by token, each from the ones before it.
+
+    On a GPU a chain is a graph (`worker/chain_graphs.py`).
+    """
 
     keeps_drafts = True
-    """Whether its state of a draft stays valid if the draft was right."""
+    """True if its state of a draft stays valid when the draft was right."""
     graphs: ChainGraphs | None = None
 
     def release(self) -> None:
@@ -227,9 +244,8 @@ class Chain(Drafter):
         for s in self.graphs.run_ahead(drafting):
             computed = s.num_computed_tokens
             rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
-        if drafting or all(
-            s.num_tokens > 1 for s in plan.scheduled
-        ):  # beside decodes without drafts, prompts get none either
+        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):
+            # next to decodes without drafts, prompts get none either
             self._see_prompts(plan, rows)
 
     def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
@@ -242,14 +258,14 @@ class Chain(Drafter):
         return self.graphs.kept_drafts(drafted)
 
     def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute the tokens before each request's last one that it has not seen."""
+        """Compute the unseen tokens before each request's last one."""
         for shares in self.unseen(requests, rows, [0] * len(requests)):
             self.step(shares, rows)
         for s in requests:
             rows.rows[s.request_id].num_drafted = s.num_computed_tokens
 
     def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """A chain without a graph."""
+        """Run a chain without a graph."""
         self.catch_up(drafted, rows)
         for i in range(1, max(len(s.drafts) for s in drafted)):
             self.step(
@@ -263,7 +279,7 @@ class Chain(Drafter):
             )
 
     def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Compute the tokens of the requests that it has not seen, and draw each one's first draft."""
+        """Compute the requests' unseen tokens, and draw each one's first draft."""
         for shares in self.unseen(drafted, rows, [1] * len(drafted)):
             self.step(shares, rows)
 
@@ -271,18 +287,23 @@ class Chain(Drafter):
     def step(
         self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
     ) -> None:
-        """Compute the tokens of `shares`, and draw the token behind each share that samples. `follows`: a share's token was a
-        draft."""
+        """Compute the tokens of `shares`, and draw the token after each share that samples.
+
+        `follows` means that a share's token was a draft.
+        """
 
     @staticmethod
     def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
-        """Whether its drafts are proposed already."""
+        """True if its drafts are already proposed."""
         row = rows.rows[s.request_id]
         return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
 
     def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
-        """See the prompts in `plan`, so that their first drafts come out of a graph. That takes the host 2 ms op by op, for
-        which it has time while the GPU computes the step; `write_drafts` would keep the GPU waiting."""
+        """Compute the prompts in `plan`, so that their first drafts come out of a graph.
+
+        Op by op this takes the host 2 ms. It has that time while the GPU computes the step, whereas
+        `write_drafts` would keep the GPU waiting.
+        """
         behind = [
             s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens)
             for s in plan.scheduled

@@ -1,4 +1,7 @@
-"""The end of a step, whatever runs it: logits become tokens and log-probabilities. Values are tensors or arrays. No torch."""
+"""The end of a step on any device: from logits to tokens and log-probabilities.
+
+Values are tensors or arrays. No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,27 @@ from slipstream.worker.sampler import PROMPT_LOGPROB_ROWS, prompt_positions, sam
 from slipstream.worker.sampler_chain import draw_chained, places
 
 BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
-"""Which of the tokens have log-probabilities, the values of `best_logprobs`, and how many are wanted of each."""
+"""(indices of tokens with log-probabilities, values of `best_logprobs`, number wanted for each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a runner has for its kind of values."""
+    """A runner's functions for its kind of values."""
 
     sample: Callable[[Any, SamplingTensors], Any]
-    """`OpSet.sample`"""
+    """`OpSet.sample`."""
     mask: Callable[[Any, TokenMask], None]
     """Writes −∞ to logits that are not allowed."""
     best_logprobs: Callable[[Any, Any, int], tuple[Any, ...]]
     to_host: Callable[[Any], Any]
-    """A copy that may still be on its way when this returns."""
+    """Starts a copy to the host, which may not be complete when this returns."""
     as_array: Callable[[Any], Floats]
-    """Logits as an array float32 on the host, once they are there."""
+    """Converts logits to a float32 array on the host; waits for them."""
 
 
 @dataclass(slots=True)
 class Drawn:
-    tokens: Any  # int64 [N], where the runner computes
+    tokens: Any  # int64 [N], on the runner's device
     logprobs: BestLogprobs | None = None
     extras: list[Extra] = field(default_factory=list)
 
@@ -50,8 +53,11 @@ def draw(
     mask: TokenMask | None,
     params: SamplingTensors | None = None,
 ) -> Drawn:
-    """Draw a token of each row of `logits` [N, V], which may be overwritten. Log-probabilities are those of the model's own
-    distribution: before the mask and the sampler. `params`: what `sampling_tensors` has given already."""
+    """Draw one token per row of `logits` [N, V], which may be overwritten.
+
+    Log-probabilities are those of the model's own distribution, before the mask and the sampler.
+    `params` are the `sampling_tensors`, if already computed.
+    """
     params = params or sampling_tensors(rows, sampled)
     which: list[int] = []
     if rows.wanted("logprobs", sampled.names):
@@ -64,7 +70,7 @@ def draw(
         overwrites = mask is not None or params.changes_logits or not params.all_greedy
         if overwrites or len(which) < len(wanted):
             index = rows.upload(np.array(which, np.int64))
-        kept = logits[index]  # a copy, unless all rows are wanted and stay as they are
+        kept = logits[index]  # a copy, unless all rows are wanted and stay unchanged
     if mask is not None and mask.positions:
         by.mask(logits, mask)
     chained = places(rows, sampled)
@@ -81,7 +87,10 @@ def draw(
 
 
 def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:
-    """The pooled requests whose last prompt token is in the step, and the index of that token among the step's."""
+    """Pooled requests whose last prompt token is in the step.
+
+    Returns (request ids, index of that token among the step's tokens).
+    """
     wanted, end = rows.wanting["vector"], 0
     found: dict[str, int] = {}
     for s in plan.scheduled if wanted else ():
@@ -97,8 +106,11 @@ def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], 
 def prompt_logprobs(
     by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
 ) -> list[PromptLogprobs]:
-    """The log-probability of each prompt token that follows a position of this step, for sequences that asked.
-    `logits_of(start, i, n)`: of the n positions from the i-th on of the sequence whose tokens begin at `start` of the step."""
+    """Log-probabilities of prompt tokens after this step's positions, for requests that ask.
+
+    `logits_of(start, i, n)` returns the logits of n positions, from the i-th on, of the sequence
+    whose tokens begin at `start` in the step.
+    """
     found: list[PromptLogprobs] = []
     start = 0
     for s in plan.scheduled:

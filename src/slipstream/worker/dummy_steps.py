@@ -1,4 +1,4 @@
-"""Steps of made-up tokens at the start: activations are measured with them, and the scales of an 8-bit cache set."""
+"""Dummy steps at the start, which measure activations and set the scales of an 8-bit cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dummy_prefill(
 
 
 def dummy_sampling(num_rows: int, device: torch.device) -> SamplingTensors:
-    """Parameters of `num_rows` rows that are drawn with top-p, which takes the most memory."""
+    """Parameters of `num_rows` rows drawn with top-p, which takes the most memory."""
 
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device=device)
@@ -66,16 +66,18 @@ def calibrated_scales(
     block_size: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Scales of an 8-bit cache of `kind`: for each layer, float32 [K] for keys and for values. The largest magnitude of a head
-    in random text of `num_tokens`, times a margin, becomes the end of the range. A float's precision does not depend on the
-    scale, so fp8 has a wide margin. `make_cache` gives so many blocks in the model's own type."""
+    """Scales of an 8-bit cache of `kind`: float32 [K] for each layer's keys and for its values.
+
+    The largest magnitude of a head on random text of `num_tokens`, times a margin, maps to the end
+    of the range. A float's precision does not depend on the scale, so fp8 has a wide margin.
+    `make_cache` allocates blocks in the model's own type.
+    """
     meta, tokens = dummy_prefill(num_tokens, num_tokens, block_size, device)
     num_blocks = -(-num_tokens // block_size)
     table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None]
     meta = dataclasses.replace(meta, block_table=table, slot_mapping=meta.positions + block_size)
-    text = np.random.default_rng(
-        0
-    )  # of NumPy, as `HostRunner` has it, so that both find the same scales
+    # NumPy's generator, like `HostRunner`, so that both find the same scales
+    text = np.random.default_rng(0)
     tokens.copy_(torch.from_numpy(text.integers(0, vocab_size, num_tokens, dtype=np.int32)))
     kv = make_cache(num_blocks + 1)
     forwards.hidden(tokens, kv, meta)

@@ -1,7 +1,7 @@
-"""What the engine knows of a worker: the `Executor` interface, and `build_executor`, which chooses one.
+"""The engine's view of a worker: the `Executor` interface, and `build_executor`, which chooses one.
 
-`LocalExecutor` runs the model in this process. `ProcessExecutor` takes the same calls and sends them to a process for each
-rank, each of which has a `LocalExecutor`.
+`LocalExecutor` runs the model in this process. `ProcessExecutor` forwards the same calls to one
+process per rank, each of which has a `LocalExecutor`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from slipstream.worker.base import Launched as Launched
 def build_executor(
     args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
 ) -> Executor:
-    """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins."""
+    """Find the model and the device, resolve the settings, and load the model.
+
+    `progress` is called as each phase begins.
+    """
     if args.cpu_layers is not None:
         from slipstream.worker.process_executor import settled
 

@@ -1,11 +1,13 @@
-"""Which experts change ranks so that no rank has much more to compute than others. No torch.
+"""Decides which experts change ranks, so that no rank has much more to compute than the others.
 
-An expert's *place* is its number in the router's output. Rank r has the places that `Shard.dealt` gives it. Two experts change
-ranks by exchanging their places, in the router as well as in the memory of the ranks, so a step costs nothing more.
+No torch. An expert's *place* is its index in the router's output. Rank r has the places given by
+`Shard.dealt`. Two experts change ranks by exchanging places, in the router and in the ranks'
+memory, so a step costs nothing more.
 
-With R ranks a step waits in each layer for the rank whose experts were chosen for most tokens. From there the best exchange is
-searched for: the one after which the larger of the two ranks' loads is smallest. (DeepSeek's EPLB packs experts anew, and
-holds copies of some; here they move one by one, and there are no copies.)
+In each layer, a step waits for the rank whose experts got the most tokens. The search finds the
+best exchange with that rank: the one after which the larger of the two ranks' loads is smallest.
+(DeepSeek's EPLB repacks all experts and replicates some. Here experts move one at a time, without
+replicas.)
 """
 
 from __future__ import annotations
@@ -21,38 +23,47 @@ from slipstream.spec.parallel import Shard
 from slipstream.stats import ExpertBalance, ExpertTokens
 
 LOOK_EVERY = 128
-"""Steps after which the load is looked at."""
+"""Steps between two looks at the load."""
 
 KEPT = 0.5
-"""Of the load seen before, at each look: what counts is the recent load."""
+"""Factor applied to the earlier load at each look, since only the recent load matters."""
 
 LEAST_CHOICES = 4096
-"""Of experts, for each rank, in the recent load of a layer that is to be balanced. With fewer, ranks differ by chance."""
+"""Minimum expert choices per rank in a layer's recent load. With fewer, ranks differ by chance."""
 
 UNEVEN = 1.05
-"""A layer is balanced from here on: the largest rank's load over the mean."""
+"""Largest rank load over the mean, above which a layer is balanced."""
 
 GAIN = 0.01
-"""An exchange lowers its rank's load by so much of the mean at least, lest near ones go to and fro."""
+"""Minimum gain of an exchange as a share of the mean load.
+
+It keeps near-equal experts from swapping forever.
+"""
 
 LAYERS_AT_ONCE = 8
-"""In which exchanges are searched for at a look, in turns: 0.1 ms each, for which the next step's plan waits."""
+"""Layers searched per look, in turns. A search takes 0.1 ms, and the next step's plan waits for it.
+"""
 
 MOVED_BYTES = 2**26
-"""Of weights that a rank sends, and gets, at a look: a fraction of a millisecond between GPUs with NVLink, three over PCIe. One
-exchange is made though it be larger."""
+"""Bytes of weights that a rank sends and receives per look.
+
+This takes a fraction of a millisecond between GPUs with NVLink, and three over PCIe. One exchange
+is made even if it is larger.
+"""
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Swap: TypeAlias = tuple[int, int]
 """Two places."""
 
 LayerSwap: TypeAlias = tuple[int, int, int]
-"""A layer, and two places of it."""
+"""(layer, place, place)."""
 
 
 class Exchange(NamedTuple):
-    """Places that are exchanged at once, and by how much less the rank with the most load has then, or the other one if that
-    has more."""
+    """Places that are swapped together.
+
+    `gain` is how much the load of the busiest rank falls, or of its partner if that is then larger.
+    """
 
     gain: float
     swaps: tuple[Swap, ...]
@@ -70,13 +81,16 @@ def rank_of_places(num_experts: int, num_ranks: int) -> npt.NDArray[np.int64]:
 
 
 def loads_of_ranks(load: Floats, rank_of: npt.NDArray[np.int64]) -> Floats:
-    """Of the load by place."""
+    """Load by rank, from the load by place."""
     return np.asarray(np.bincount(rank_of, load), np.float64)
 
 
 def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int = 1) -> Exchange:
-    """Of a layer with `load` by place. The places of a group are chosen together (`GroupLimit`), so experts stay with their
-    group: two of one group are exchanged, or two whole groups."""
+    """Best exchange in a layer with `load` by place.
+
+    The places of a group are chosen together (`GroupLimit`), so experts stay in their group: either
+    two experts of one group are exchanged, or two whole groups.
+    """
     by_rank, group_of = (
         loads_of_ranks(load, rank_of),
         np.arange(len(load)) * num_groups // len(load),
@@ -95,9 +109,8 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
             load.reshape(num_groups, -1),
             np.eye(len(by_rank))[rank_of].reshape(num_groups, -1, len(by_rank)),
         )
-        brought = np.einsum(
-            "bi,air->abr", of_groups, is_on
-        )  # to each rank, if group b had the places of group a
+        # [a, b, rank]: load of each rank if group b had the places of group a
+        brought = np.einsum("bi,air->abr", of_groups, is_on)
         own_load = np.einsum("aar->ar", brought)
         both = (
             by_rank - own_load[:, None] - own_load[None, :] + brought + brought.transpose(1, 0, 2)
@@ -114,22 +127,23 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
 @dataclass(slots=True)
 class _Layer:
     num_groups: int
-    rank_of: npt.NDArray[np.int64]  # by place
-    expert_at: npt.NDArray[np.int64]  # by place
-    seen: npt.NDArray[np.int64]  # by expert, since the start
-    load: Floats  # by expert, the recent one
-    searched_at: int = 0  # the step at which an exchange was searched for last
+    rank_of: npt.NDArray[np.int64]  # rank of each place
+    expert_at: npt.NDArray[np.int64]  # expert at each place
+    seen: npt.NDArray[np.int64]  # tokens by expert since the start
+    load: Floats  # recent load by expert
+    searched_at: int = 0  # step of the last search for an exchange
 
     def by_rank(self) -> Floats:
         return loads_of_ranks(self.load[self.expert_at], self.rank_of)
 
     def take(self, counts: npt.NDArray[np.int64]) -> None:
-        fresh = counts - self.seen if (counts >= self.seen).all() else counts  # they began anew
+        # otherwise the counts were reset
+        fresh = counts - self.seen if (counts >= self.seen).all() else counts
         self.seen, self.load = counts, KEPT * self.load + fresh
 
     @property
     def is_uneven(self) -> bool:
-        """So much so, by enough tokens, that experts should move."""
+        """True if the loads differ enough, over enough tokens, to move experts."""
         by_rank = self.by_rank()
         return bool(
             by_rank.sum() >= LEAST_CHOICES * len(by_rank)
@@ -137,7 +151,7 @@ class _Layer:
         )
 
     def best(self) -> Exchange:
-        """None whose gain is too small."""
+        """Best exchange, or `NO_EXCHANGE` if its gain is too small."""
         if not self.is_uneven:
             return NO_EXCHANGE
         found = best_exchange(self.load[self.expert_at], self.rank_of, self.num_groups)
@@ -146,7 +160,10 @@ class _Layer:
 
 @dataclass(slots=True)
 class ExpertBalancer:
-    """Knows where every expert is. It is told the load, and says which experts change places; it takes them as moved then."""
+    """Tracks where every expert is. Given the load, it decides which experts change places.
+
+    It assumes that the exchanges are then carried out.
+    """
 
     spec: ModelSpec
     num_ranks: int
@@ -155,12 +172,15 @@ class ExpertBalancer:
     _layers: dict[int, _Layer] = field(default_factory=dict)
 
     def step(self) -> bool:
-        """A step begins. Whether the load is to be looked at."""
+        """Count a step. True if it is time to look at the load."""
         self._steps += 1
         return self._steps % LOOK_EVERY == 0
 
     def follow(self, load: ExpertTokens, expert_bytes: int) -> list[LayerSwap]:
-        """By the tokens of each expert since the start, in some of the layers. `expert_bytes`: of one's weights."""
+        """Decide exchanges from the tokens of each expert since the start, given for some layers.
+
+        `expert_bytes` is the size of one expert's weights.
+        """
         for i, counts in load:
             self._layer(i).take(np.asarray(counts, np.int64))
         uneven = sorted(

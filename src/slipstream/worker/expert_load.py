@@ -1,4 +1,4 @@
-"""Counts the tokens that each expert was chosen for."""
+"""Counts the tokens routed to each expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from slipstream.stats import ExpertTokens
 
 
 class ExpertLoad:
-    """`counts`: by layer int64 [X] on the device, which steps add to: of the expert at each place of the router's output.
-    Reading them never waits for a GPU: there the numbers are those of an earlier call, whose copy has arrived."""
+    """Token counts by layer and expert.
+
+    `counts` has an int64 [X] tensor per layer on the device, indexed by place in the router's
+    output. Steps add to it. Reading never waits for a GPU: it returns the numbers of an earlier
+    call, whose copy has arrived.
+    """
 
     def __init__(self, counts: dict[int, Tensor], platform: Platform) -> None:
         self.counts = counts
@@ -25,7 +29,7 @@ class ExpertLoad:
         self._read: ExpertTokens = ()
 
     def read(self) -> ExpertTokens:
-        """By expert, since the start, or `reset`."""
+        """Tokens by expert since the start or the last `reset`."""
         if not self.counts:
             return ()
         copied = self._copy
@@ -42,7 +46,7 @@ class ExpertLoad:
         return self._read
 
     def swap(self, layer: int, a: int, b: int) -> None:
-        """The experts at two places have exchanged them. Each takes its count along."""
+        """Record that the experts at two places were swapped. Each keeps its count."""
         swap_rows(self.counts[layer], a, b)
         own = self._expert_at[layer]
         own[a], own[b] = own[b], own[a]
@@ -53,7 +57,7 @@ class ExpertLoad:
 
 
 class _Copy(NamedTuple):
-    """Of all layers' counts by place, and which expert had each place then."""
+    """A host copy of all layers' counts by place, with the expert that was at each place."""
 
     counts: Tensor
     event: Event | None

@@ -1,8 +1,9 @@
-"""Lets experts of a mixture change ranks, where each rank holds some of them (`expert_balance` says which).
+"""Moves experts of a mixture between ranks, where each rank holds some of them.
 
-Two experts exchange their places in the router's output: on every rank the router's rows, biases and corrections change places,
-and the two ranks that hold the experts exchange all of their weights. Everything is written in place, behind the steps that
-are queued, so graphs stay right and no step needs a table.
+`expert_balance` decides which. Two experts exchange their places in the router's output: on every
+rank the router's rows, biases and corrections change places, and the two ranks that hold the
+experts exchange all of their weights. Everything is written in place, after the queued steps, so
+graphs stay valid and no step needs a lookup table.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ if TYPE_CHECKING:
 class _Mixture:
     router: Linear
     correction: Tensor | None
-    weights: list[Tensor]  # [experts here, …] each
+    weights: list[Tensor]  # [local experts, …] each
 
 
 class ExpertPlaces:
     def __init__(self, decoder: Decoder, load: ExpertLoad, partition: Partition) -> None:
-        """All ranks of the group make it at once: a layer is left as it is if its weights are not of one layout on all."""
+        """Collect the layers whose experts can move.
+
+        All ranks of the group must construct this at the same time. A layer is left out unless its
+        weights have the same layout on all ranks.
+        """
         self._load, self._group = load, partition.group
         own = {
             i: x.mlp
@@ -71,12 +76,15 @@ class ExpertPlaces:
 
     @property
     def layers(self) -> frozenset[int]:
-        """Those whose experts can move."""
+        """Layers whose experts can move."""
         return frozenset(self._mixtures)
 
     @torch.inference_mode()
     def swap(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places. All ranks do so between the same two steps. Other stages' layers are passed over."""
+        """Let experts change places. Layers of other stages are skipped.
+
+        All ranks must do this between the same two steps.
+        """
         for layer, a, b in swaps:
             if (mixture := self._mixtures.get(layer)) is None:
                 continue
@@ -97,7 +105,11 @@ class ExpertPlaces:
                 self._group.swap(x[mine - first], other)
 
     def _meet(self) -> None:
-        """Exchange a number with every rank: a library's first exchange sets up its way, which takes time and memory."""
+        """Exchange a number with every rank.
+
+        A communication library sets up its connection at the first exchange, which takes time and
+        memory.
+        """
         rank, size = self._group.rank, self._group.size
         x = torch.zeros(1, device=self._group.device)
         for a in range(size if self._mixtures else 0):
@@ -107,7 +119,7 @@ class ExpertPlaces:
 
 
 def _mixture(mlp: MoE) -> _Mixture | None:
-    """None: some of it can't be exchanged."""
+    """The exchangeable parts of a mixture; None if some part can't be exchanged."""
     parts = [expert_rows(w, mlp.spec.num_local_experts) for w in (mlp.up, mlp.down)]
     if not can_swap_outputs(mlp.router) or any(part is None for part in parts):
         return None

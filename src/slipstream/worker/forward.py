@@ -2,14 +2,15 @@
 
     eager       the decoder's loop over its layers, op by op; covers every step without adapters
     adapters    the same loop, with the adapters of the step's requests
-    images      the same loop, with embeddings of pictures among those of tokens; asked first
+    images      the same loop, with image embeddings among those of tokens; asked first
     program     the whole step as one program of the CPU's C++ kernels
     one-token   all layers of a step of one token as one GPU kernel
     graphs      a captured CUDA graph of any of these (`worker/graphs.py`)
 
-Each is a `Forward`: `covers(batch)` says why it can't take a batch, or None, and `run(batch)` computes it. `Forwards` holds
-them in the order in which they are asked. A way that this model rules out altogether is not in the table: its reason is in
-`Forwards.refused`, and is logged once.
+Each is a `Forward`: `covers(batch)` returns the reason why it can't take a batch, or None, and
+`run(batch)` computes it. `Forwards` holds them in the order in which they are asked. A path that
+this model rules out altogether is not in the table. Its reason is in `Forwards.refused`, and is
+logged once.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ HAS_ADAPTERS = Reason("a request of the step has an adapter")
 
 
 class InputBatch:
-    """The input of one forward: a scheduled step whose sequences have their rows, or plain tokens.
+    """Input of one forward: a scheduled step whose sequences have rows, or plain tokens.
 
-    The tensors of a scheduled step are gathered when they are first asked for, since a graph gathers its own.
+    The tensors of a scheduled step are gathered at first use, because a graph gathers its own.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class InputBatch:
         *,
         adapted: bool = True,
     ) -> None:
-        """`adapted` False: requests' adapters are left out (a draft model's)."""
+        """If `adapted` is False, requests' adapters are ignored (for a draft model)."""
         self.kv, self.plan, self.table, self._adapted = kv, plan, table, adapted
         if gathered is not None:
             self.gathered = gathered
 
     @classmethod
     def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
-        """Tokens [T] that belong to no plan: a canary's, a measurement's, those of a graph that is being captured."""
+        """Make a batch of tokens [T] without a plan: of a canary, a measurement or a capture."""
         return cls(
             kv,
             None,
@@ -103,20 +104,20 @@ class InputBatch:
 
     @cached_property
     def shape(self) -> StepShape:
-        """Of a scheduled step; where ranks have requests of their own, the largest of theirs."""
+        """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
         assert self.plan is not None
         return self.plan.largest or shape_of(self.plan.scheduled)
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Whether its requests want only the index of the largest logit."""
+        """True if the requests want only the index of the largest logit."""
         assert self.plan is not None
         assert self.table is not None
         return self.table.is_greedy([s.request_id for s in self.plan.scheduled if s.num_sampled])
 
     @cached_property
     def has_adapters(self) -> bool:
-        """Some request has an adapter."""
+        """True if some request has an adapter."""
         if (
             self.plan is None
             or self.table is None
@@ -128,7 +129,7 @@ class InputBatch:
 
     @cached_property
     def has_images(self) -> bool:
-        """Some request has placeholders of pictures in this step."""
+        """True if some request has image placeholders in this step."""
         if self.plan is None or self.table is None or not self.table.wanting["images"]:
             return False
         wanting, rows = self.table.wanting["images"], self.table.rows
@@ -140,7 +141,7 @@ class InputBatch:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a request samples by a grammar."""
+        """True if a request samples with a grammar."""
         assert self.plan is not None
         assert self.table is not None
         return self.table.wanted(
@@ -149,8 +150,10 @@ class InputBatch:
 
 
 class StateCache:
-    """States of tokens that a draft head reads, in the blocks of their requests' first group. They are kept only if `kept`
-    [B · block_size, E] is set."""
+    """Hidden states that a draft head reads, in the blocks of the requests' first group.
+
+    They are kept only if `kept` [B · block_size, E] is set.
+    """
 
     def __init__(self, block_size: int, hidden_size: int, dtype: torch.dtype) -> None:
         self.block_size, self.hidden_size, self.dtype = block_size, hidden_size, dtype
@@ -162,40 +165,40 @@ class StateCache:
             self.kept.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
 
     def read(self, meta: AttentionMetadata) -> Tensor:
-        """[T, E]"""
+        """States [T, E] of a step's tokens."""
         assert self.kept is not None
         return self.kept[meta.slot_mapping]
 
     def read_array(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """float32 [T, E], on a CPU"""
+        """States as a float32 array [T, E], on a CPU."""
         assert self.kept is not None
         return to_array(self.kept)[slots].astype(np.float32)
 
 
 @dataclass(slots=True)
 class Output:
-    """The result of a forward. Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: behind `num_decodes` rows
-    stand `padding` rows of no token."""
+    """Result of a forward.
+
+    Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: after `num_decodes` rows
+    there are `padding` rows without tokens.
+    """
 
     forward: Forward
-    hidden: Tensor | None  # None: there are `tokens` instead
-    sampled: SampledRows | None = None  # None: the batch has no plan
-    sample_index: Tensor | None = (
-        None  # int32 or int64 [N]: the rows of `hidden` that are sampled; None: all
-    )
-    tokens: Tensor | None = (
-        None  # int64 [N], if the forward has drawn them itself; written to the rows, unless it is `running`
-    )
+    hidden: Tensor | None  # None if there are `tokens` instead
+    sampled: SampledRows | None = None  # None if the batch has no plan
+    # rows of `hidden` that are sampled, int32 or int64 [N]; None: all
+    sample_index: Tensor | None = None
+    # int64 [N], if the forward has drawn them itself; already in the rows, unless `running`
+    tokens: Tensor | None = None
     running: RunningStep | None = None  # the step, if the CPU's threads still compute it
-    states: tuple[Tensor, AttentionMetadata] | None = (
-        None  # its states, to be written to the `StateCache` when it is done
-    )
+    # states to be written to the `StateCache` when the step is done
+    states: tuple[Tensor, AttentionMetadata] | None = None
     num_decodes: int = 0
     padding: int = 0
 
     @property
     def sampled_states(self) -> Tensor:
-        """The rows of `hidden` that are sampled [N, E]."""
+        """Sampled rows of `hidden`, [N, E]."""
         assert self.hidden is not None
         return (
             self.hidden
@@ -210,25 +213,28 @@ class Output:
 class Forward(ABC):
     name: str
     num_cold = 0
-    """How many steps captured a graph, or ran op by op because theirs is still to be captured."""
+    """Number of steps that captured a graph, or ran op by op because theirs is not captured yet."""
 
     @abstractmethod
     def covers(self, batch: InputBatch) -> Reason | None:
-        """Why this way can't run `batch`; None if it can. It has no side effect."""
+        """Reason why this path can't run `batch`; None if it can. No side effects."""
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:  # noqa: B027
-        """Called when `Forwards` runs `batch` in another way, since `covers` gave this reason."""
+        """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
 
     @abstractmethod
     def run(self, batch: InputBatch) -> Output: ...
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, E] of this way's `run` → [N, V]"""
+        """Logits [N, V] of hidden states [N, E] from this path's `run`."""
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
-        """[N, E] → int64 [N], the tokens whose logits are largest (of equals the first), without writing the logits. None: this
-        way makes logits."""
+        """Tokens with the largest logits, int64 [N], from hidden states [N, E].
+
+        The logits are not written to memory. Of equal logits the first wins. None if this path must
+        write logits.
+        """
         return None
 
 
@@ -236,7 +242,7 @@ class Eager(Forward):
     name = "eager"
 
     def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:
-        """`states`: where a draft head's states go."""
+        """`states` is where a draft head's states go."""
         self.decoder, self.states = decoder, states
 
     def covers(self, batch: InputBatch) -> Reason | None:
@@ -262,8 +268,10 @@ class Eager(Forward):
         return hidden
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """The encoder of an encoder-decoder over whole prompts [T]: what the decoder's layers read of them goes into the
-        cache."""
+        """Run the encoder of an encoder-decoder over whole prompts [T].
+
+        The keys and values that the decoder's layers read go into the cache.
+        """
         self.decoder.encode(token_ids, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -304,7 +312,10 @@ class ProgramForward(Eager):
         self.program = program
 
     def run(self, batch: InputBatch) -> Output:
-        """A step of nothing but greedy decodes is only begun: `Output.running` is waited for before the next."""
+        """Run a step. A step of only greedy decodes is just started, and `Output.running` tells so.
+
+        It must be waited for before the next step.
+        """
         given = batch.gathered
         if batch.plan is not None and given.sample_index is None and batch.is_greedy:
             begun = self.program.begin_greedy(given.token_ids, batch.kv, given.meta)
@@ -330,7 +341,10 @@ class ProgramForward(Eager):
 
 
 class Variant(Eager):
-    """The layers with something more, for steps that need it. `base`, which runs the other steps, makes the logits."""
+    """The layers with an addition, for steps that need it.
+
+    `base`, which runs other steps, makes the logits.
+    """
 
     def __init__(self, base: Eager) -> None:
         super().__init__(base.decoder, base.states)
@@ -344,12 +358,12 @@ class Variant(Eager):
 
     def _output(self, hidden: Tensor, given: GatheredInputs) -> Output:
         if isinstance(self.base, ProgramForward):
-            hidden = hidden.float()  # as its logits read it
+            hidden = hidden.float()  # the type that its logits read
         return Output(self, hidden, given.sampled, given.sample_index)
 
 
 def adapters_of(batch: InputBatch) -> LoRATokens:
-    """Which adapters the tokens of a scheduled step have."""
+    """Adapters of the tokens of a scheduled step."""
     plan, table, device = batch.plan, batch.table, batch.gathered.token_ids.device
     assert plan is not None
     assert table is not None
@@ -379,20 +393,20 @@ class Adapted(Variant):
     def hidden(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens
     ) -> Tensor:
-        """Tokens [T], which have the adapters `tokens` says → hidden states [T, E]."""
+        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens."""
         ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
         return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
 
 
 class WithImages(Variant):
-    """Steps in which embeddings of pictures stand in the place of some tokens', with the adapters of the step's requests."""
+    """Steps with image embeddings in place of some tokens', and with the requests' adapters."""
 
     name = "images"
 
     def __init__(
         self, base: Eager, encoder: ImageEncoder | None, adapters: Adapters | None
     ) -> None:
-        """`encoder`: None in a pipeline's later stages, which are sent its embeddings among those of tokens."""
+        """`encoder` is None in later pipeline stages, which receive its output among embeddings."""
         super().__init__(base)
         self.encoder, self.adapters = encoder, adapters
 
@@ -430,7 +444,7 @@ class WithImages(Variant):
 
 
 class Forwards:
-    """The table: ways to run the model, the most special first. Some way covers every batch."""
+    """The table of paths that run the model, most special first. Some path covers every batch."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -444,12 +458,12 @@ class Forwards:
         self._build()
 
     def take_adapters(self, adapters: Adapters) -> None:
-        """From now on requests may have adapters."""
+        """Let requests have adapters from now on."""
         self.adapters = adapters
         self._build()
 
     def take_images(self, encoder: ImageEncoder | None) -> None:
-        """From now on requests may have pictures. `encoder`: see `WithImages`."""
+        """Let requests have images from now on. `encoder`: see `WithImages`."""
         self.images, self.takes_images = encoder, True
         self._build()
 
@@ -459,12 +473,15 @@ class Forwards:
         return Adapted(self.base, self.adapters)
 
     def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
-        """From now on each step writes what `tap` reads between the layers, or without one its hidden states."""
+        """Keep states from now on: each step writes what `tap` reads between the layers.
+
+        Without a tap it writes the step's hidden states.
+        """
         self.states, self.decoder.tap = states, tap
         self._build()
 
     def _build(self) -> None:
-        """Ways that run given tokens; graphs are added by `add` once there is a cache."""
+        """Collect the paths that run given tokens. Graphs are added by `add` once there is a cache."""
         self.base = Eager(self.decoder, self.states)
         self.paths = [self.base]
         if self.decoder.device.type == "cpu":
@@ -487,11 +504,11 @@ class Forwards:
 
     def _refuse(self, name: str, reason: Reason) -> None:
         if name not in self.refused and reason.notable:
-            _logger.warning("steps do not run the fast way, %s: %s", name, reason)
+            _logger.warning("steps do not run on the fast path, %s: %s", name, reason)
         self.refused[name] = reason
 
     def add(self, path: Forward) -> None:
-        """Ask `path` before all others but the one for images."""
+        """Ask `path` before all others except the one for images."""
         self.paths.insert(self.takes_images, path)
 
     @property
@@ -507,7 +524,7 @@ class Forwards:
         raise AssertionError("the last way covers every batch")
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """Tokens [T] → hidden states [T, E] after the final norm; their keys and values are in the cache."""
+        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
         hidden = self.run(InputBatch.of(token_ids, kv, meta)).hidden
         assert hidden is not None
         return hidden
@@ -516,17 +533,20 @@ class Forwards:
         self.base.encode(token_ids, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, E] of `hidden` → [N, V]"""
+        """Logits [N, V] of hidden states [N, E]."""
         return self.base.logits(hidden)
 
     def count_experts(self) -> dict[int, Tensor]:
-        """From now on each step counts its tokens by expert: int64 [X] on the device for each layer that has experts."""
+        """Count the tokens of each expert from now on.
+
+        Returns int64 [X] on the device for each layer that has experts.
+        """
         counts = self.decoder.count_experts()
         if counts:
-            self._build()  # the other ways are told where to count
+            self._build()  # the other paths must count in the same place
         return counts
 
     @property
     def token_bytes(self) -> int | None:
-        """Bytes that a step takes for each of its tokens; None where they must be measured."""
+        """Bytes that a step takes per token; None if they must be measured."""
         return self.base.program.token_bytes if isinstance(self.base, ProgramForward) else None

@@ -1,8 +1,8 @@
-"""What settings and a spec say about the ways to run a step, before a model is loaded. No torch.
+"""Forward paths that settings and a model spec allow, before a model is loaded. No torch.
 
-`fast_paths` is for `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`), whose weights and device
-may rule a path out, too. `torch_reason` says which of the two runners an engine has: without a reason it is `HostRunner`,
-whose only path is the program.
+`fast_paths` serves `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`),
+because its weights and device may also rule a path out. `torch_reason` tells which runner an engine
+uses: without a reason it is `HostRunner`, whose only path is the program.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from slipstream.spec.reason import Reason
 
 
 def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
-    """The fast ways to run a step that the kernels here have, by name: None, or why they don't cover the model. Empty: these
-    kernels have none."""
+    """The kernels' fast forward paths by name.
+
+    The value is None if the path covers the model, otherwise the reason. Empty if these kernels have no fast paths.
+    """
     model, parallel, on_cpu = config.model, config.parallel, by_cpu_kernels(config)
     if not on_cpu and (not config.device.info.is_cuda or config.device.kernels == "reference"):
         return {}
@@ -33,20 +35,22 @@ def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None
 
 
 def torch_reason(config: EngineConfig, description: ModelDescription) -> Reason | None:
-    """Why an engine with these settings needs torch; None if it does not."""
+    """Reason why an engine with these settings needs torch; None if it does not."""
     reason = host_refusal(config, description)
     return reason if reason is not None else fast_paths(config, description.spec).get("program")
 
 
 def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
-    """Why torch is needed with these settings, or to load this model; None if it is not. It does not trace the model: what the
-    program lacks for it shows when it is compiled."""
+    """Reason why these settings, or loading this model, need torch; None if they do not.
+
+    The model is not traced here. What the program lacks for it shows when it is compiled.
+    """
     device, kept = config.device, config.cache.dtype
     table: tuple[tuple[bool, str], ...] = (
         (device.info.is_cuda, "the device is a GPU"),
         (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
         (not has_cpu_kernels(), "the C++ kernels are not built"),
-        (config.parallel.num_ranks > 1, "several ranks sum up their parts by torch"),
+        (config.parallel.num_ranks > 1, "several ranks need torch to sum up their parts"),
         (device.deterministic, "deterministic=True is for GPUs"),
         (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
         (
@@ -60,7 +64,7 @@ def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason 
 
 
 def load_refusal(description: ModelDescription, load_format: str) -> Reason | None:
-    """Why torch is needed to load a model, or to run its prompts."""
+    """Reason why loading a model, or running its prompts, needs torch; None if it does not."""
     spec, stored = description.spec, description.quantization
     table: tuple[tuple[bool, str], ...] = (
         (

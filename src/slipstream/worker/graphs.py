@@ -1,22 +1,27 @@
-"""CUDA graphs of steps: pure decodes over a ladder of batch sizes, and mixed steps over a grid of (decodes, prompt tokens).
+"""CUDA graphs of steps: decodes by batch size, and mixed steps by (decodes, prompt tokens).
 
-A step launches some three hundred kernels, for which the host takes longer than the GPU unless there are many tokens. Replaying
-a graph is one launch. A step runs in the smallest graph that holds it:
+A step launches about three hundred kernels, which takes the host longer than the GPU unless there
+are many tokens. Replaying a graph is one launch. A step runs in the smallest graph that holds it:
 
-1. In a decode graph the rows too many are the null row: seq_len 0, writes to the null block. A step that verifies drafts runs
-   there, too: each of its tokens takes a row, whose sequence ends with it.
-2. A mixed graph has room for so many decodes, padded in the same way, and behind them for so many tokens of prompts. The prompt
-   tokens too many are one more sequence, of the null row.
-3. A graph covers everything from the rows' numbers to the hidden states. What follows depends on what the rows ask for: the
-   likeliest tokens come out of another graph (`greedy_ends.py`), all else op by op.
+1. In a decode graph, surplus rows are the null row: seq_len 0, writes to the null block. A step
+   that verifies drafts also runs there. Each of its tokens takes a row, whose sequence ends with
+   that token.
+2. A mixed graph has room for a number of decodes, padded in the same way, and after them for a
+   number of prompt tokens. Surplus prompt tokens form one more sequence, of the null row.
+3. A graph covers everything from the row numbers to the hidden states. The rest depends on the
+   rows' settings. The likeliest tokens come from another graph (`greedy_ends.py`), everything else
+   runs op by op.
 
-Ranks that have requests of their own choose a size by the largest of their parts of a step, so that all replay the same one.
+Ranks with requests of their own choose a size by the largest of their parts of a step, so that all
+replay the same one.
 
-Of a pipeline's stage, what it receives is copied to where its graphs read it, and its result is sent behind the replay. On
-their way are the step's tokens without padding, so two stages need not run a step in graphs of one size.
+A pipeline stage copies its input to where its graphs read it, and sends its result after the
+replay. Stages exchange a step's tokens without padding, so two stages need not use graphs of one
+size.
 
-All graphs share one memory pool, and a graph's inputs stay where they are, so hidden states and sampled rows hold only until
-the next replay. On one stream that is after the tokens were sampled and written.
+All graphs share one memory pool, and a graph's inputs stay in place. So hidden states and sampled
+rows are valid only until the next replay. As all run on one stream, the tokens have been sampled
+and written by then.
 """
 
 from __future__ import annotations
@@ -60,55 +65,88 @@ from slipstream.worker.step_shape import num_leading_decodes
 _logger = logging.getLogger("slipstream.engine")
 
 SLACK = 1.3
-"""Until its own graph is captured, a step may run in one with up to this many times its tokens."""
+"""Maximum size of a larger graph, as a multiple of a step's tokens, until its own is captured."""
 
 LONGER = 16
-"""A size that was wanted so often is captured. Until then its steps may run in a graph that is larger still: with `LARGER`
-times its decodes, or with `_spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all requests
-wait, and such padding some ms at most."""
+"""Number of times a size is wanted before it is captured.
+
+Until then its steps may run in a graph that is larger still: with `LARGER` times its decodes, or
+with `_spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all
+requests wait. Such padding takes a few ms at most.
+"""
 
 LARGER = 2.0
 
 PATIENCE = 2
-"""A mixed step that no captured graph holds runs op by op, until its size is wanted for the second time. On an H200 that takes
-9 ms longer."""
+"""Number of times a mixed size is wanted before it is captured.
+
+Until then its steps run op by op if no captured graph holds them. On an H200 that takes 9 ms
+longer.
+"""
 
 LONG_PATIENCE = 6
-"""The same for a step of more than MIXED_TOKENS prompt tokens. It gains some 15 ms, and its capture takes 100 to 200."""
+"""The same for a step of more than MIXED_TOKENS prompt tokens.
+
+A graph saves about 15 ms there, and its capture takes 100 to 200.
+"""
 
 FIRST_DECODES = 64
-"""Powers of two up to it are captured at the start, and rows for drafts. Next come the sizes between them, since a batch that
-ends passes through each, larger powers of two and the largest."""
+"""Largest power of two captured at the start as a decode size. Rows for drafts are captured, too.
+
+Next come the sizes between them, since a batch that ends passes through each, then larger powers of
+two and the largest.
+"""
 
 FIRST_MIXED = ((64, 1024), (64, 384), (0, 128))
-"""Mixed graphs of the start have room for so much at most. Many steps fit into them until their own is captured. The last one
-is for a short prompt alone: on an H200 64 decodes of padding take 1 ms."""
+"""Upper bounds of the mixed sizes captured at the start.
+
+Many steps fit into them until their own size is captured. The last is for a short prompt alone: on
+an H200 64 decodes of padding take 1 ms.
+"""
 
 NEXT_MIXED = (64, 128)
 
 BESIDE_TOKENS = 2**37
-"""Tokens of a step, times the square of the model's width, in half of whose time on an H200 the host captures a graph: 8,192 of
-Llama-3-8B take 100 ms in FP8, a capture 40 to 50."""
+"""Tokens of a step, times the squared model width, that hide the capture of one graph.
+
+An H200 computes them in twice the time in which its host captures a graph. 8,192 tokens of
+Llama-3-8B take 100 ms in FP8, and a capture takes 40 to 50.
+"""
 
 STALL_S = 0.1
-"""A capture that took longer has waited for the GPU: one in seven does, when the driver makes room for graphs."""
+"""Seconds after which a capture must have waited for the GPU.
+
+One in seven does, when the driver makes room for graphs.
+"""
 
 FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
-"""The same where drafts are verified, too: beside a prompt, sequences with drafts take the room of prompts, and few have none.
-In (64, 1024) such a step takes some 2 ms longer on an H200."""
+"""Further mixed sizes captured at the start where drafts are verified.
+
+With a prompt in the step, sequences with drafts use the room for prompts, and few have no drafts.
+In (64, 1024) such a step takes about 2 ms longer on an H200.
+"""
 
 FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
-"""Where a layer's ranks have longer graphs: those of steps of 8,192 tokens, with 3 % of padding on average. Op by op such a
-step of Llama-3-8B takes 80 to 100 ms over two H200s, and 63 in a graph."""
+"""Further mixed sizes captured at the start where a layer's ranks have longer graphs.
+
+They serve steps of 8,192 tokens, with 3 % of padding on average. Such a step of Llama-3-8B takes 80
+to 100 ms over two H200s op by op, and 63 in a graph.
+"""
 
 MOST_PADDING = 2**33
-"""Tokens of padding in a mixed step, times the square of the model's width. On an H200 they take half as long as what running
-op by op adds: for each of that square a layer has some 12 numbers, and it has some 12 kernels."""
+"""Maximum tokens of padding in a mixed step, times the squared model width.
+
+On an H200 they take half as long as the overhead of running op by op. A layer has about 12 numbers
+for each unit of that square, and about 12 kernels.
+"""
 
 MOST_KEYS_AGAIN = 2**18
-"""In a decode graph each row of a sequence reads its keys anew. A mixed graph's kernel reads them in the time of MIXED_ROWS
-rows, but its larger tiles cost some 3 ms a step. So beyond MIXED_ROWS rows sequences may read up to so many keys again, in all.
-Measured of Llama-3-8B on an H200 (`verified_steps`); both grow with the layers."""
+"""Maximum keys that a decode graph's rows beyond each sequence's first MIXED_ROWS may read again.
+
+In a decode graph each row of a sequence reads its keys again. A mixed graph's kernel reads them in
+the time of MIXED_ROWS rows, but its larger tiles cost about 3 ms a step. This was measured with
+Llama-3-8B on an H200 (`verified_steps`). Both grow with the layers.
+"""
 
 NOT_CAPTURED = Reason("its graph is not captured yet")
 NO_MEMORY = Reason("there is no memory for its graph")
@@ -117,12 +155,12 @@ NO_MEMORY = Reason("there is no memory for its graph")
 @dataclass(frozen=True, slots=True)
 class Captured:
     graph: Graph
-    inputs: Tensor  # int32, as what was captured reads it
-    output: Tensor  # the graph's own: every replay writes it
+    inputs: Tensor  # int32, in the layout that the captured work reads
+    output: Tensor  # the graph's own; every replay overwrites it
 
 
 class Graphs:
-    """Steps that were captured, by size."""
+    """Captured steps, by size."""
 
     def __init__(self, device: torch.device) -> None:
         self.platform = platform_of(device)
@@ -133,8 +171,8 @@ class Graphs:
     def _capture(
         self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
     ) -> Captured:
-        """`idle`: inputs of a step of nothing but padding."""
-        inputs = self.platform.upload(idle)  # waits for no step that runs
+        """Capture a step. `idle` are the inputs of a step that is all padding."""
+        inputs = self.platform.upload(idle)  # waits for no running step
         graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
         captured = self._captured[size] = Captured(graph, inputs, output)
         self.num_cold += 1
@@ -149,12 +187,15 @@ class Graphs:
         return self._recorder.capture(work, compiling)
 
     def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
-        """Around the run that compiles what is captured then."""
+        """Context around the run that compiles kernels before a capture."""
         return contextlib.nullcontext()
 
 
 class StagePipe(Pipe):
-    """What is captured sends nothing: a stage's input lies in `incoming`, and its result is sent behind the replay."""
+    """A pipe that sends nothing, for captured steps.
+
+    A stage's input is in `incoming`, and its result is sent after the replay.
+    """
 
     def __init__(self, incoming: Tensor | None) -> None:
         self._incoming = incoming
@@ -168,7 +209,7 @@ class StagePipe(Pipe):
 
 
 class StepGraphs(Graphs, Forward):
-    """`forwards` run what is captured, and `logits`."""
+    """Graphs of decodes and mixed steps. `forwards` run what is captured, and compute `logits`."""
 
     name = "graphs"
     with_adapters = False
@@ -188,41 +229,43 @@ class StepGraphs(Graphs, Forward):
         self.prompt_sizes = mixed_prompts(config, decoder.spec)
         self.most_prompts = mixed_sequences(config, decoder.spec)
         largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
-        # All graphs share one buffer. None is read after the next replay, and a buffer of their own would never be freed.
+        # All graphs share one buffer. It is not read after the next replay, and one per graph would
+        # never be freed.
         self._hidden = torch.empty(
             largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device
         )
         self._ends: GreedyEnds | None = None
-        part = decoder.partition  # ranks draw together, but those with requests of their own
+        part = decoder.partition  # ranks draw together, except those with requests of their own
         if self._recorder is not None and (
             part is None or (part.shard.deals_requests and part.pipe is None)
         ):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
-        self._incoming = (
-            None if decoder.spec.has_first else torch.zeros_like(self._hidden)
-        )  # what the stage before has sent
-        self._ahead: list[Size] = []  # to be captured, the next one last
-        self._soon: set[Size] = set()  # the first of them
-        self._is_full = False  # memory ran out in a capture: those that are captured remain
-        self._wanted: Counter[Size] = (
-            Counter()
-        )  # how often a size was wanted before it was captured
+        # input from the previous stage
+        self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
+        self._ahead: list[Size] = []  # sizes to be captured, the next one last
+        self._soon: set[Size] = set()  # sizes that come first among them
+        self._is_full = False  # a capture ran out of memory; captured graphs remain
+        # number of times a size was wanted before it was captured
+        self._wanted: Counter[Size] = Counter()
         self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
-        self._starts = torch.arange(
-            self.sizes[-1] + 1, dtype=torch.int32, device=rows.device
-        )  # query_start_loc of decodes
+        # query_start_loc of decodes
+        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
 
     def capture(self) -> None:
-        """Capture the largest mixed step first, so that all others fit into its memory, then some decodes and mixed steps. The
-        rest is captured by `capture_next`, beside long steps, or by the first step that wants it, which takes some 40 ms
-        longer."""
+        """Capture the largest mixed step, then the commonest sizes.
+
+        The largest comes first so that all others fit into its memory. The rest is captured by
+        `capture_next`, during long steps, or by the first step that needs it, which takes about 40
+        ms longer.
+        """
         if self.prompt_sizes:
             self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
         first, self._soon = self._commonest()
         for size in first:
             self._graph(size)
-        # Small sizes come first: they are the commonest, and a capture delays a small step the most.
+        # Small sizes come first: they are the commonest, and a capture delays a small step the
+        # most.
         wanted = [(n, 0) for n in self.sizes] + [
             (d, p) for d in self.decode_sizes for p in self.prompt_sizes
         ]
@@ -230,7 +273,10 @@ class StepGraphs(Graphs, Forward):
         self._ahead = [size for size in reversed(wanted) if size not in self._captured]
 
     def _commonest(self) -> tuple[list[Size], set[Size]]:
-        """Sizes to be captured at the start, and soon. Ranks capture together, so all at the start."""
+        """Sizes to capture at the start, and soon after it.
+
+        Ranks capture together, so they capture all of these at the start.
+        """
         partition = self.forwards.decoder.partition
         powers = [n for n in self.sizes if n.bit_count() == 1]
         decodes = {n for n in powers if n <= FIRST_DECODES}
@@ -252,13 +298,13 @@ class StepGraphs(Graphs, Forward):
         return (first, soon) if partition is None else ([*first, *sorted(soon)], set())
 
     def _mixed_within(self, num_decodes: int, num_prompt: int) -> Size:
-        """The largest mixed step that has room for no more than that."""
+        """The largest mixed size within these limits."""
         return max(n for n in self.decode_sizes if n <= num_decodes), max(
             n for n in self.prompt_sizes if n <= num_prompt
         )
 
     def capture_next(self) -> bool:
-        """Capture the next size that is not captured yet. False: there is none."""
+        """Capture the next size that is not captured yet. False if there is none."""
         while self._ahead:
             size = self._ahead.pop()
             if size not in self._captured:
@@ -266,8 +312,11 @@ class StepGraphs(Graphs, Forward):
         return False
 
     def capture_beside(self, plan: StepPlan) -> bool:
-        """Capture some of the commonest sizes while the GPU runs a step of long prompts, but one where requests wait for the
-        tokens of the step before. True: the host did so."""
+        """Capture some of the commonest sizes while the GPU runs a step of long prompts.
+
+        True if any was captured. If decodes are in the step, at most one is captured, because
+        requests wait for their tokens.
+        """
         num_tokens = sum(s.num_tokens for s in plan.scheduled)
         if not self._soon:
             return False
@@ -282,8 +331,11 @@ class StepGraphs(Graphs, Forward):
         return self.num_cold > num_cold
 
     def _has_captured(self, size: Size) -> bool:
-        """Whether there is memory for this graph, which is captured if it was not. Once there is none, steps run in the graphs
-        that there are, or op by op. Of ranks each would find that out alone, while the others wait for it: they end."""
+        """Capture this graph unless it exists. False if there is no memory for it.
+
+        From then on, steps run in the existing graphs, or op by op. With several ranks the error is
+        raised and they end, because one rank alone would notice it while the others wait for it.
+        """
         try:
             self._graph(size)
         except torch.OutOfMemoryError:
@@ -334,8 +386,11 @@ class StepGraphs(Graphs, Forward):
 
     @contextlib.contextmanager
     def _compiling(self, size: Size) -> Iterator[None]:
-        """Layers of a kind run the same kernels, so that one of them compiles for all. The first graphs run all layers: what an
-        op keeps for a weight is made then. So do those of one token, which the one-token kernel runs."""
+        """Compile with one layer of each kind, since layers of a kind run the same kernels.
+
+        The first graphs run all layers, because an op creates what it keeps for a weight in that
+        run. Graphs of one token also run all layers, for the one-token kernel.
+        """
         decoder, kv = self.forwards.decoder, self.kv
         is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
         is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))
@@ -369,11 +424,14 @@ class StepGraphs(Graphs, Forward):
         else:
             size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
         if not self._has_captured(size):
-            return self.forwards.run(batch)  # in another graph, or another way
+            return self.forwards.run(batch)  # in another graph, or by another path
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
-        """The `count` sampled tokens, drawn and written; None: they are drawn op by op."""
+        """Draw and write the `count` sampled tokens by a graph.
+
+        None if they must be drawn op by op.
+        """
         if self._ends is None or not count or not batch.is_greedy:
             return None
         before = self._ends.num_captured
@@ -388,7 +446,7 @@ class StepGraphs(Graphs, Forward):
         return self.forwards.base.greedy(hidden)
 
     def _by_rows(self, step: StepShape) -> bool:
-        """Whether the step is one of decodes and drafts, and a decode graph has a row for each token."""
+        """True if a step of only decodes and drafts fits a decode graph, with a row per token."""
         return (
             step.only_drafts
             and step.num_tokens <= self.sizes[-1]
@@ -396,7 +454,7 @@ class StepGraphs(Graphs, Forward):
         )
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
-        """Replay a graph that has `num_behind` tokens from row `first` on."""
+        """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
         rows = ((0, num_decodes), (first, num_behind))
         if self._incoming is not None:
             assert self._pipe is not None
@@ -418,7 +476,7 @@ class StepGraphs(Graphs, Forward):
         return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
 
     def _size_for(self, num_seqs: int) -> int:
-        """The smallest decode graph that holds `num_seqs`. If it is not captured, a larger one that is."""
+        """The smallest decode graph for `num_seqs`; if not captured, a larger one that is."""
         size = next(n for n in self.sizes if n >= num_seqs)
         ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
         other, slack = (
@@ -450,7 +508,7 @@ class StepGraphs(Graphs, Forward):
         return min(ready, key=sum, default=size)
 
     def _note_wanted(self, size: Size) -> None:
-        """A step of this size runs in whatever graph is ready. An idle moment captures its own."""
+        """Count a wanted size, and queue it for capture at an idle moment."""
         if (
             size not in self._captured
             and not self._is_full
@@ -495,9 +553,8 @@ class StepGraphs(Graphs, Forward):
         captured = self._captured[size]
         self.platform.upload_into(captured.inputs, host)
         self._before_replay(size, plan)
-        self._replay(
-            captured, max(1, num_tokens), 0, size[0]
-        )  # without a request its token is padding
+        # without a request its token is padding
+        self._replay(captured, max(1, num_tokens), 0, size[0])
         tokens = self._greedy_end(batch, count, size)
         sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
         if samples_all:
@@ -514,15 +571,19 @@ class StepGraphs(Graphs, Forward):
         if self._ends is not None:
             self._ends.capture(size)
         if self.forwards.decoder.spec.has_last:
-            self.logits(
-                captured.output
-            )  # its kernels are compiled now, not in the first step of this size
+            # compiles its kernels now, not in the first step of this size
+            self.logits(captured.output)
         return captured
 
     def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
-        """Nothing but padding. Of sampled tokens: the row of hidden states, the row of the table and the position; of all
-        tokens: the row, the position, and the length that ends with them. Each begins at a multiple of 16 bytes: Triton
-        compiles a kernel anew for other pointers."""
+        """Inputs that are all padding, int32 [6, …].
+
+        1. Of sampled tokens: the row of hidden states, the row of the table, and the position.
+        2. Of all tokens: the row, the position, and the length that ends with them.
+
+        Each begins at a multiple of 16 bytes, because Triton recompiles a kernel for pointers of
+        another alignment.
+        """
         inputs = np.zeros((6, padded_room(size)), dtype=np.int32)
         inputs[[1, 3]] = self.rows.capacity
         return inputs
@@ -587,7 +648,7 @@ class StepGraphs(Graphs, Forward):
     def _forward(
         self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
-        """A stage's part receives and sends nothing: that is done around the replay."""
+        """Run a stage's part without receiving or sending, which happens around the replay."""
         decoder = self.forwards.decoder
         if self._pipe is not None:
             decoder.pipe = StagePipe(self._incoming)
@@ -602,12 +663,15 @@ class StepGraphs(Graphs, Forward):
         return self.forwards.hidden(token_ids, kv, meta)
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
-        """Inputs of what is captured beside those of every step."""
+        """Upload inputs of captured work in addition to those of every step."""
 
 
 class SharedPrefixGraphs(StepGraphs):
-    """Graphs of decodes some of which begin with the same blocks. They are captured when a size is wanted for the second time;
-    until then the graph without shared prefixes runs. They have the memory of those graphs, since one replays at a time."""
+    """Graphs of decodes some of which begin with the same blocks.
+
+    A size is captured when it is wanted for the second time. Until then the graph without shared
+    prefixes runs. Both share their memory, since one replays at a time.
+    """
 
     name = "graphs with shared prefixes"
 
@@ -644,7 +708,7 @@ class SharedPrefixGraphs(StepGraphs):
             self._wanted[self._size_for(len(batch.plan.scheduled)), 0] += 1
 
     def capture(self) -> None:
-        """Not before it is wanted."""
+        """Capture nothing before it is wanted."""
 
     def _capture(
         self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
@@ -664,8 +728,11 @@ class SharedPrefixGraphs(StepGraphs):
 
 
 class AdapterGraphs(StepGraphs):
-    """Graphs of steps with adapters. They are captured when adapters are first used, and anew when one has weights for products
-    that none had before: the launches of those that none has are left out."""
+    """Graphs of steps with adapters.
+
+    They are captured when adapters are first used, and again when an adapter has weights for
+    products that had none before, because launches for products without weights are left out.
+    """
 
     name = "graphs with adapters"
     with_adapters = True
@@ -681,10 +748,10 @@ class AdapterGraphs(StepGraphs):
         super().__init__(forwards, kv, rows, config)
         self.adapters = adapters
         self._parts = adapters.parts
-        self._tokens: dict[Size, Tensor] = {}  # what a graph reads of its step's adapters, int32
+        self._tokens: dict[Size, Tensor] = {}  # int32 inputs about the adapters of a graph's step
 
     def adapters_changed(self) -> None:
-        """Forget the graphs if other products than before have adapters."""
+        """Forget the graphs if the set of products with adapters has changed."""
         if self._parts != self.adapters.parts:
             self._parts = self.adapters.parts
             self.platform.synchronize()  # the last replay
@@ -693,7 +760,7 @@ class AdapterGraphs(StepGraphs):
             self._is_full = False
 
     def capture(self) -> None:
-        """With adapters from the start the commonest sizes are captured now."""
+        """Capture the commonest sizes now, if there are adapters from the start."""
         if self._parts:
             super().capture()
 
@@ -729,7 +796,7 @@ class AdapterGraphs(StepGraphs):
         own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
         slots[:num_decodes] = own[:num_decodes]
         behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
-        first = size[0] if size[1] else num_decodes  # in a decode graph drafts stand right behind
+        first = size[0] if size[1] else num_decodes  # in a decode graph drafts follow directly
         slots[first : first + len(behind)] = behind
         order, tiles, _ = sort_tokens(slots)
         host = np.zeros(len(self._tokens[size]), np.int32)

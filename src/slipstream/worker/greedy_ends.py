@@ -1,13 +1,16 @@
-"""The end of a captured step as a graph of its own: output head, likeliest tokens, and their write to the rows.
+"""The end of a captured step as a graph of its own: output head, argmax, writing tokens to rows.
 
-Launched op by op the end takes the host 0.45 to 0.75 ms on an H200's machine, half of a decode step's time there. What
-requests want is not known when a step is captured, so the end is no part of its graph. Steps of which some request wants more
-than the likeliest token, or that sample more tokens than the largest end has, end op by op. So do those of stages, and of ranks
-that draw together.
+Launched op by op, the end takes the host 0.45 to 0.75 ms on an H200 machine, half of a decode
+step's time there. It is not part of the step's graph, because the requests' sampling settings are
+unknown at capture. These steps end op by op:
 
-The step's graph copies to `places` which of its hidden states are sampled and where their tokens go. So one end serves all
-steps that sample as many tokens. With fewer it reads the step's padding too, whose tokens go to the null row. So an end may
-not be larger than the step's graph.
+1. Steps in which a request wants more than the likeliest token.
+2. Steps that sample more tokens than the largest end.
+3. Steps of pipeline stages, and of ranks that draw together.
+
+The step's graph copies to `places` which hidden states are sampled and where their tokens go. So
+one end serves all steps that sample as many tokens. With fewer sampled tokens it also reads the
+step's padding, whose tokens go to the null row. So an end may not be larger than the step's graph.
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ Record = Callable[[Callable[[], Tensor]], tuple[Graph, Tensor]]
 
 
 class GreedyEnds:
-    """`hidden` [T, E]: where the steps' graphs leave hidden states. `sizes`: those of decode graphs."""
+    """Graphs of step ends.
+
+    `hidden` [T, E] is where the steps' graphs leave hidden states. `sizes` are the sizes of decode
+    graphs.
+    """
 
     def __init__(
         self,
@@ -42,7 +49,7 @@ class GreedyEnds:
     ) -> None:
         self.forwards, self.rows, self._hidden, self._record = forwards, rows, hidden, record
         self.sizes = end_sizes(sizes)
-        # Of each sampled token: its row of `hidden`, its row of the table, and its position.
+        # For each sampled token: its row of `hidden`, its row of the table, and its position.
         self.places = torch.zeros(3, max(self.sizes), dtype=torch.int32, device=hidden.device)
         self.places[1] = rows.capacity
         self._captured: dict[int, tuple[Graph, Tensor]] = {}
@@ -52,13 +59,19 @@ class GreedyEnds:
         return len(self._captured)
 
     def take(self, places: Tensor) -> None:
-        """Device work of a step's graph: `places` int32 [3, T], beyond the sampled tokens those of the null row."""
+        """Copy `places`, int32 [3, T], as device work of a step's graph.
+
+        After the sampled tokens, `places` has those of the null row.
+        """
         count = min(places.shape[1], self.places.shape[1])
         self.places[:, :count].copy_(places[:, :count])
 
     def run(self, count: int, room: int) -> Tensor | None:
-        """Behind the replay of a step's graph that has room for `room` tokens, `count` of which are sampled: draw and write
-        them, by an end that is captured if one fits. Returns the tokens, int64 [N]; None: no end has the room."""
+        """Draw and write `count` tokens after the replay of a step's graph.
+
+        The graph has room for `room` tokens. If no captured end fits, one is captured now. Returns
+        the tokens, int64 [N]; None if no end fits.
+        """
         fits = range(count, room + 1)
         size = min((n for n in self._captured if n in fits), default=None)
         if size is None:
@@ -70,8 +83,11 @@ class GreedyEnds:
         return tokens[:count]
 
     def capture(self, size: int) -> bool:
-        """Whether there is an end of this size, which is captured if it was not. Right behind a step's graph of at least this
-        size: what is captured runs once before, with the places that are there."""
+        """Capture the end of this size, unless it exists. True if it exists afterwards.
+
+        Call this right after a step's graph of at least this size, because captured work runs once
+        before, with the current places.
+        """
         if size in self._captured or size not in self.sizes:
             return size in self._captured
         try:
@@ -79,7 +95,7 @@ class GreedyEnds:
         except torch.OutOfMemoryError:
             self.sizes = sorted(self._captured)
             _logger.warning(
-                "no memory is left for more graphs of steps' ends than the %d captured",
+                "no memory is left for more graphs of step ends than the %d captured",
                 len(self.sizes),
             )
             return False

@@ -1,12 +1,14 @@
 """Drafters with a trained head, with torch (`draft_head`) and without (`host_drafter`).
 
-1. The states of every token that the engine computes are kept, in the token's KV block. So prefix hits, preemption and copied
-   blocks need no code here, and a head computes nothing while no drafts are wanted.
-2. A head of layers reads pairs of the state at position p and the token at p + 1. The pair's keys and values stand at
-   position p of its cache. So the last pair of a shared block depends on the token behind the block. Of requests that share a
-   prefix and go on differently, the last to draft writes its pair there. Only drafts depend on it, never answers.
+1. The hidden states of all computed tokens are kept in the tokens' KV blocks. So prefix hits,
+   preemption and copied blocks need no code here, and a head computes nothing while no drafts are
+   wanted.
+2. A head with layers reads pairs of the state at position p and the token at p + 1. The pair's keys
+   and values are at position p of its cache. So the last pair of a shared block depends on the
+   token after the block. Among requests that share a prefix and continue differently, the last to
+   draft writes its pair there. Only drafts depend on it, never answers.
 
-Values are torch's tensors or NumPy's arrays.
+Values are torch tensors or NumPy arrays.
 """
 
 from __future__ import annotations
@@ -28,23 +30,23 @@ from slipstream.worker.rows import RowTable
 from slipstream.worker.sampler import sampling_tensors
 
 Sample = Callable[..., Any]
-"""`OpSet.sample`"""
+"""`OpSet.sample`."""
 
 
 class States(Protocol):
-    """`forward.StateCache`"""
+    """Interface of `forward.StateCache`."""
 
     kept: Any
-    """[B · block_size, E]; None: they are not kept."""
+    """[B · block_size, E]; None if states are not kept."""
 
     def write(self, states: Any, where: Any, /) -> None:
-        """Keep the states [T, E] of a step's tokens. `where`: its metadata, or its slots."""
+        """Keep the states [T, E] of a step's tokens. `where` is its metadata, or its slots."""
 
     def read(self, meta: AttentionMetadata) -> Any:
-        """[T, E]"""
+        """States [T, E] of a step's tokens."""
 
     def read_array(self, slots: Any) -> Any:
-        """float32 [T, E], an array; on a CPU"""
+        """States as a float32 array [T, E], on a CPU."""
 
 
 class HeadDrafter(Drafter):
@@ -52,7 +54,7 @@ class HeadDrafter(Drafter):
 
     head: LayeredHead | MedusaHead
     states: Any
-    """`States`"""
+    """`States`."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class HeadDrafter(Drafter):
         ]
 
     def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
-        """Draw a token of each of `sampled`, and put it where it belongs."""
+        """Draw a token for each of `sampled`, and write it to its row."""
         if rows.is_greedy(sampled.names):
             tokens = self.head.greedy(hidden, place, self.target_ids)
         else:
@@ -110,7 +112,7 @@ class HeadDrafter(Drafter):
 
 
 class HeadChain(Chain, HeadDrafter):
-    """EAGLE and MTP. `ends` has for each row the state for the pair behind its last one."""
+    """EAGLE and MTP. `ends` has the state for the pair after each row's last one."""
 
     first, keeps_drafts = 1, False
     head: LayeredHead
@@ -150,16 +152,21 @@ class HeadChain(Chain, HeadDrafter):
         self.write(hidden, sampled, rows)
 
     def passed(self, token_ids: Any, states: Any, meta: AttentionMetadata) -> tuple[Any, Any]:
-        """`LayeredHead.forward`. The states for the next pairs are of the type of `ends`."""
+        """Run the head (`LayeredHead.forward`).
+
+        The states for the next pairs have the type of `ends`.
+        """
         return self.head.forward(token_ids, states, self.kv, meta)
 
 
 class HeadBlock(HeadDrafter):
-    """P-EAGLE and DFlash: all places in one pass, with a mask in the place of each token that is not known.
+    """P-EAGLE and DFlash: one pass over all places, with a mask in place of each unknown token.
 
-    1. P-EAGLE: behind the pairs of known tokens stand pairs of masks. Each looks at those before it.
-    2. DFlash: the states before the last token are a context. That token and a mask for each place look at the context and at
-       each other, and each mask stands where the token does that is drawn from it.
+    1. P-EAGLE: pairs of masks follow the pairs of known tokens. Each pair attends to those before
+       it.
+    2. DFlash: the states before the last token are a context. That token and one mask per place
+       attend to the context and to each other. Each mask is at the position of the token drawn from
+       it.
     """
 
     first = 1
@@ -182,7 +189,7 @@ class HeadBlock(HeadDrafter):
     def _draw_pairs(
         self, shares: Sequence[ScheduledRequest], last: Sequence[int], rows: RowTable
     ) -> None:
-        """A pass over pairs, of which those of tokens behind the `last` ones are masks."""
+        """Run a pass over pairs, with masks for tokens after the `last` ones."""
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
         assert sampled is not None
@@ -201,8 +208,11 @@ class HeadBlock(HeadDrafter):
             self.write(hidden if index is None else hidden[index], sampled, rows)
 
     def _draw_block(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """A pass over the last tokens and the masks behind them. Each is a decode of all that its request has, so that the
-        tokens of a request see each other."""
+        """Run a pass over the last tokens and the masks after them.
+
+        Each token is a decode over all its request's tokens, so the tokens of a request attend to
+        each other.
+        """
         shares = [
             ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1)
             for s in drafted
@@ -236,7 +246,7 @@ class HeadBlock(HeadDrafter):
         )
 
     def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
-        """The tokens with masks at these places, which have the state of masks in `states`."""
+        """Put masks at the given places of `token_ids`, and the masks' state in `states`."""
         places = np.concatenate(masks)
         if len(places):
             where = rows.upload(places)
@@ -251,8 +261,10 @@ class HeadBlock(HeadDrafter):
 
 
 class MedusaDrafter(HeadDrafter):
-    """Medusa. All places in one pass, from the state before the last token: what a place holds does not depend on those before
-    it."""
+    """Medusa: one pass for all places, from the state before the last token.
+
+    A place does not depend on the tokens at the places before it.
+    """
 
     computes_all = False
 

@@ -1,11 +1,11 @@
 """A draft head's whole chain on a CPU, for greedy requests.
 
-A pass of a small head takes a few hundred µs, and gathering its inputs as a step's are gathered (`gather_pairs`) takes as long
-again. So the chain gathers less:
+A pass of a small head takes a few hundred µs. Gathering its inputs like a step's inputs
+(`gather_pairs`) takes as long again. So the chain gathers less:
 
 1. NumPy computes the rows, positions and slots of all passes at once.
-2. The first pass computes the pairs that the head has not seen. Each further pass is one call of the C++ program and one of its
-   argmax, over the same buffers.
+2. The first pass computes the pairs that the head has not seen. Each further pass is one call of
+   the C++ program and one of its argmax, over the same buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 
 
 def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None:
-    """ConfigError if more drafts are wanted than the head has."""
+    """Raise ConfigError if more drafts are wanted than the head has."""
     assert config.speculation is not None
     wanted, most = config.speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
@@ -46,9 +46,13 @@ def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None
 def head_scheme(
     config: EngineConfig, description: HeadDescription, default: str | None, *, rows: int = 1
 ) -> Scheme | None:
-    """The scheme of a head's products. Without a setting it is `default`, where that fits: a pass takes as long as its weights
-    take to be read, and 8 bits cost a head hardly a right guess. An MTP layer is as it came. 8-bit products must have outputs
-    in multiples of `rows`. ConfigError if what was chosen does not fit."""
+    """Scheme of a head's products.
+
+    Without a setting it is `default`, where that fits: a pass takes as long as reading its weights,
+    and 8 bits cost a head hardly any right guesses. An MTP layer keeps its own format. 8-bit
+    products must have outputs in multiples of `rows`. ConfigError if the user's choice does not
+    fit.
+    """
     assert config.speculation is not None
     chosen = config.speculation.quantization
     scheme = SCHEMES.get(chosen or (None if description.method == "mtp" else default) or "none")
@@ -61,7 +65,7 @@ def head_scheme(
 
 
 def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
-    """Why the head's products can't be rounded so."""
+    """Reason why the head's products can't be rounded by the scheme; None if they can."""
     if scheme.experts_only:
         return "rounds experts alone"
     for name, shape in spec.shapes.items():
@@ -75,7 +79,7 @@ def _misfit(spec: HeadSpec, scheme: Scheme, rows: int) -> str | None:
 
 
 class HostChain:
-    """For a head whose pass and argmax are C++ programs (`LayeredHead.is_compiled`)."""
+    """Chain of a head whose pass and argmax are C++ programs (`LayeredHead.is_compiled`)."""
 
     def __init__(self, drafter: HeadChain) -> None:
         self.drafter, self.head, self.size = drafter, drafter.head, drafter.block_size
@@ -83,25 +87,24 @@ class HostChain:
         self.target_ids: npt.NDArray[np.int64] | None = None if ids is None else _array(ids)
 
     def covers(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
-        """Whether the requests are greedy, and the pairs that the head has not seen fit into a step."""
+        """True if the requests are greedy, and their pairs unseen by the head fit into a step."""
         unseen = sum(s.num_computed_tokens + 1 - self._first(s, rows) for s in drafted)
         return unseen <= self.drafter.max_tokens and rows.is_greedy([s.request_id for s in drafted])
 
     def run(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
-        """Propose, and write the drafts to the requests' rows."""
-        # Those with one unseen pair come first, as attention wants it.
+        """Propose drafts, and write them to the requests' rows."""
+        # Requests with one unseen pair come first, as attention requires.
         drafted = sorted(
             drafted, key=lambda s: s.num_computed_tokens + 1 - self._first(s, rows) > 1
         )
         tokens, tables = _array(rows.tokens), _array(rows.block_tables[0])
         which = np.array([rows.rows[s.request_id].index for s in drafted], np.int64)
-        last = np.array(
-            [s.num_computed_tokens for s in drafted], np.int64
-        )  # the position of each request's last token
+        # position of each request's last token
+        last = np.array([s.num_computed_tokens for s in drafted], np.int64)
         unseen = last + 1 - np.array([self._first(s, rows) for s in drafted], np.int64)
         wanted = np.array([len(s.drafts) for s in drafted], np.int64)
 
-        # A pair stands one position before its token.
+        # A pair is one position before its token.
         token_rows, positions, starts = laid_out(which, last - unseen, unseen)
         slots = (
             tables[token_rows, positions // self.size] * np.int64(self.size) + positions % self.size
@@ -127,7 +130,7 @@ class HostChain:
         tokens[which, last + 1] = found
 
         if wanted.max() > 1:
-            order = np.argsort(-wanted, kind="stable")  # those that go on are always the first
+            order = np.argsort(-wanted, kind="stable")  # requests that go on are always the first
             which, last, wanted = which[order], last[order], wanted[order]
             passes = self._passes(tables[which], last, wanted)
             further = self.head.go_on(
@@ -138,7 +141,10 @@ class HostChain:
                 tokens[which[:n], last[:n] + i] = drafts
 
     def _passes(self, table: Array, last: Array, wanted: Array) -> Passes:
-        """Of the further passes, one fewer than drafts. A request has no blocks beyond its own drafts."""
+        """Inputs of the further passes, one fewer than drafts.
+
+        A request has no blocks beyond its own drafts.
+        """
         number = np.arange(1, wanted[0])[:, None]
         goes_on, positions = number < wanted, last + number - 1
         slots = (
@@ -158,5 +164,5 @@ class HostChain:
 
 
 def _array(x: Any) -> Array:
-    """The same memory, of a tensor or an array."""
+    """The memory of a tensor or an array, as an array."""
     return x if isinstance(x, np.ndarray) else x.numpy()

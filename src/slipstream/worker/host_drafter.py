@@ -1,4 +1,7 @@
-"""Draft models and draft heads on a CPU without torch: `DraftModel` and `head_drafter`'s drafters, of NumPy's arrays."""
+"""Draft models and draft heads on a CPU without torch.
+
+These are `DraftModel` and the drafters of `head_drafter`, with NumPy arrays.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class HostMemory:
-    """`DraftMemory`, of arrays. Unwritten pages take no memory."""
+    """`DraftMemory` with NumPy arrays. Unwritten pages take no memory."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -60,7 +63,10 @@ class HostMemory:
 
 
 class HostDraftModel(Chain):
-    """`draft_model.DraftModel`. NotCovered if the program lacks something for it."""
+    """`draft_model.DraftModel` on a CPU.
+
+    NotCovered if the program lacks something that the model needs.
+    """
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class HostDraftModel(Chain):
 
 
 class HostStates:
-    """`forward.StateCache`"""
+    """`forward.StateCache` with NumPy arrays."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -127,7 +133,7 @@ class HostStates:
         return self.read_array(meta.slot_mapping)
 
     def read_array(self, slots: npt.NDArray[np.int64]) -> Floats:
-        """float32 [T, E]"""
+        """Read hidden states, float32 [T, E]."""
         assert self.kept is not None
         return self.kept[slots].astype(np.float32)
 
@@ -139,7 +145,10 @@ def load_host_drafter(
     ops: HostOps,
     sample: Sample,
 ) -> HeadDrafter:
-    """`draft_head.load_drafter`. NotCovered if the head is no program."""
+    """Load a draft head, like `draft_head.load_drafter`.
+
+    NotCovered if the head does not compile to a program.
+    """
     check_num_drafts(config, description)
     loaded = load_host_head(
         description,

@@ -1,4 +1,4 @@
-"""A runner's mixtures whose experts the host computes beside a GPU (`kernels.host_experts`)."""
+"""Mixtures whose experts run on the host next to a GPU (`kernels.host_experts`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("slipstream.engine")
 
 LOOK_EVERY = 8
-"""Steps after which the experts that a GPU holds of one layer follow the load."""
+"""Steps after which one layer's experts on the GPU are adapted to the load."""
 
 
 def with_host_experts(config: EngineConfig, ops: OpSet, platform: Platform) -> OpSet:
-    """The op set that also computes experts on the host, if the settings say so. One core is left to queue the GPU's work."""
+    """Wrap the op set so that it also computes experts on the host, if the settings ask for it.
+
+    One core is left to queue the GPU's work.
+    """
     if not config.model.host_experts:
         return ops
     chosen = config.origins["num_threads"].source == "user"
@@ -37,7 +40,10 @@ def with_host_experts(config: EngineConfig, ops: OpSet, platform: Platform) -> O
 
 @torch.inference_mode()
 def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform) -> LoadedModel:
-    """Measure when copying experts to the device pays, and put some there for good. The model with the bytes of both."""
+    """Measure when copying experts to the device pays, and place some there for good.
+
+    Returns the model with the bytes of both included.
+    """
     ops, decoder = model.decoder.ops, model.decoder
     if not isinstance(ops, HostExpertOps):
         return model
@@ -50,7 +56,7 @@ def settle_experts(config: EngineConfig, model: LoadedModel, platform: Platform)
 
 
 class LoadFollower:
-    """After every few steps, lets the experts that the device holds of one layer follow the measured load."""
+    """Every few steps, adapts one layer's experts on the device to the measured load."""
 
     def __init__(self, ops: OpSet, load: ExpertLoad) -> None:
         self._ops, self._load, self._steps = (

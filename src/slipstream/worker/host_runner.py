@@ -1,8 +1,8 @@
-"""Runs steps on a CPU without torch: `ModelRunner` for models whose step is one C++ program. Values are NumPy's arrays.
+"""Runs steps on a CPU without torch, for models whose step is one C++ program.
 
-`forward_paths.host_refusal` is the table of what it does not cover. The scheduler's rows, a step's inputs, the sampler's
-parameters and what a step gives are the code that `ModelRunner` runs, too (`rows.py`, `input_batch.py`, `sampler.py`,
-`in_flight.py`).
+Values are NumPy arrays. It is the counterpart of `ModelRunner`. `forward_paths.host_refusal` lists
+what it does not cover. Both runners share the code for the scheduler's rows, step inputs, sampling
+parameters and step results (`rows.py`, `input_batch.py`, `sampler.py`, `in_flight.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HostPlatform:
     caches_memory = False
 
     def memory(self) -> tuple[int, int]:
-        """(free, all) bytes"""
+        """(free, total) bytes of host memory."""
         total, free = host_memory()
         return free, total
 
@@ -82,26 +82,30 @@ class HostPlatform:
 
 
 class HostForward:
-    """The model's steps: the program, the only path here. A model that it does not cover is `ModelRunner`'s, so there is no
-    table to choose from (`forward.Forwards`)."""
+    """Runs the model's steps with the C++ program, the only forward path here.
+
+    Models that the program does not cover run in `ModelRunner`, so this needs no table of paths
+    like `forward.Forwards`.
+    """
 
     def __init__(self, decoder: Decoder, program: StepProgram, pool: ThreadPool) -> None:
         self.program = program
         text_ops: Any = HostTextOps(pool)
-        self.decoder = decoder.with_ops(
-            text_ops
-        )  # what the program leaves out of an encoder, a classifier, pooling
+        # for what the program leaves out: parts of an encoder, a classifier, pooling
+        self.decoder = decoder.with_ops(text_ops)
 
     def hidden(self, token_ids: Array, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Array:
-        """token_ids [T] → [T, E]"""
+        """Token ids [T] to hidden states [T, E]."""
         given: Any = (
             self.decoder.embedded(token_ids, meta) if self.decoder.spec.is_encoder else None  # type: ignore[arg-type]
         )
         return self.program.forward(token_ids, kv, meta, given)[0]
 
     def encode(self, token_ids: Any, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """The encoder of an encoder-decoder over whole prompts [T]: what the decoder's layers read of them goes into the
-        cache."""
+        """Run the encoder of an encoder-decoder over whole prompts [T].
+
+        The keys and values that the decoder's layers read go into the cache.
+        """
         given: Any = self.decoder.embedded(token_ids, meta)
         self.program.encode(given, kv, meta)
 
@@ -109,7 +113,7 @@ class HostForward:
         return self.program.logits(hidden)
 
     def vectors(self, hidden: Any, starts: Any, how: PoolingSpec) -> Array:
-        """`texts.vectors_of`"""
+        """Compute texts' vectors or scores; see `texts.vectors_of`."""
         if how.score_tokens is not None:
             logits, (yes, no) = self.logits(hidden), how.score_tokens
             return logits[:, [yes]] - (np.float32(0.0) if no is None else logits[:, [no]])
@@ -123,8 +127,11 @@ class HostForward:
 
 
 class HostRunner:
-    """Loads the model at once; `allocate` must come before `launch`. `weights_folder`: where rounded weights are kept.
-    NotCovered if the program lacks something for this model."""
+    """Loads the model when constructed. `allocate` must precede `launch`.
+
+    `weights_folder` is where rounded weights are kept. NotCovered if the program lacks something
+    that this model needs.
+    """
 
     partition = None
     warms_up = False
@@ -160,9 +167,8 @@ class HostRunner:
             self._argmax = Argmax(self.ops.pool, description.spec.vocab_size)
         self.kv_scales: list[tuple[Array, Array]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if (
-                self.model.cache_scales is not None
-            ):  # `resolve` made sure that they are for this type
+            if self.model.cache_scales is not None:
+                # `resolve` has checked that they are for this type
                 self.kv_scales = self.model.cache_scales.layers()
             else:
                 with self._phase("calibrate"):
@@ -171,11 +177,10 @@ class HostRunner:
         self.kv: list[LayerKV] = []
         self.rows: RowTable | None = None
         self._under_way: InFlightStep | None = None
-        self._states: tuple[Array, Array] | None = (
-            None  # of the step under way, and their slots, for the draft head
-        )
+        # hidden states and slots of the step under way, for the draft head
+        self._states: tuple[Array, Array] | None = None
         self.draft: Drafter | None = None
-        self._kept_states: HostStates | None = None  # the draft head's
+        self._kept_states: HostStates | None = None  # states that the draft head reads
 
     def _compile(self) -> None:
         decoder = self.model.decoder
@@ -185,8 +190,9 @@ class HostRunner:
         self.program, self.forwards = program, HostForward(decoder, program, self.ops.pool)
 
     def load_head(self, description: HeadDescription) -> None:
-        """`ModelRunner.load_head`"""
-        from slipstream.worker.host_drafter import load_host_drafter  # late: most starts need none
+        """Load a draft head; see `ModelRunner.load_head`."""
+        # imported late: most starts need none
+        from slipstream.worker.host_drafter import load_host_drafter
 
         with self._phase("draft head"):
             self.draft = head = load_host_drafter(
@@ -197,7 +203,7 @@ class HostRunner:
             self.config = self.config.with_most_drafts(description.spec.most_drafts)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
-        """`ModelRunner.load_draft`"""
+        """Load a draft model; see `ModelRunner.load_draft`."""
         if (reason := load_refusal(description, self.config.model.load_format)) is not None:
             raise NotCovered(reason)
         from slipstream.worker.host_drafter import HostDraftModel
@@ -215,16 +221,16 @@ class HostRunner:
     # --- Start --------------------------------------------------------------------------------------------------------
 
     def profile(self) -> int:
-        """Bytes that activations take at the largest step: a whole budget of prefill, and every row sampled. They follow from
-        the program's buffers, so nothing is run."""
+        """Bytes of activations in the largest step: a full prefill budget with every row sampled.
+
+        They follow from the program's buffers, so nothing is run.
+        """
         config, spec = self.config, self.model.spec
-        sampled = (
-            2 * config.max_num_sampled + 8
-        ) * spec.vocab_size  # logits, a copy; the row that is drawn
+        # logits and a copy, and the row that is drawn
+        sampled = (2 * config.max_num_sampled + 8) * spec.vocab_size
         if spec.is_encoder:
-            sampled = (
-                2 * config.scheduling.max_num_batched_tokens * spec.hidden_size
-            )  # embeddings while they are summed
+            # embeddings while they are summed
+            sampled = 2 * config.scheduling.max_num_batched_tokens * spec.hidden_size
         per_token = self.program.token_bytes + (0 if self.draft is None else self.draft.token_bytes)
         return config.scheduling.max_num_batched_tokens * per_token + 4 * sampled
 
@@ -232,8 +238,11 @@ class HostRunner:
         return 0
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
-        """The KV cache of `num_blocks` blocks (block 0 is the null block), and the rows. 0: there are no graphs. `config` is
-        the engine's final one: its context may have been lowered to what fits."""
+        """Allocate the rows and the KV cache of `num_blocks` blocks, with the null block 0.
+
+        Returns 0, the bytes of graphs. `config` is the engine's final configuration, whose context
+        may have been lowered to what fits.
+        """
         self.config = config
         try:
             with self._phase("cache"):
@@ -249,20 +258,23 @@ class HostRunner:
         return 0
 
     def release(self) -> None:
-        """Give back what `allocate` took. No step is in flight, and `allocate` comes before the next."""
+        """Free what `allocate` allocated.
+
+        No step may be in flight, and `allocate` must precede the next step.
+        """
         self._take_tokens()
-        self.kv.clear()  # in place: the program looks at the same list
+        self.kv.clear()  # in place: the program holds the same list
         if self.draft is not None:
             self.draft.release()
         self.rows = None
 
     def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
-        """The tiers below the cache. A CPU has the disk alone."""
+        """Open the tiers below the cache. A CPU has only the disk tier."""
         assert not num_slots
         return BlockStore(block_arrays(self._caches()), disk, self._take_tokens)
 
     def _caches(self) -> list[Array]:
-        """The cache's arrays, those that groups share once."""
+        """The cache's arrays. Arrays shared by several groups are listed once."""
         return list(
             {  # type: ignore[arg-type]
                 id(x): x
@@ -275,7 +287,10 @@ class HostRunner:
         return False
 
     def _make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """The layers' keys and values, of zeros (`shared_caches`). Their memory is taken when it is first written."""
+        """Zeroed keys and values of the layers (`shared_caches`).
+
+        Memory is taken at the first write.
+        """
         spec, dtype, scales = self.model.spec, self.config.cache.dtype, self.kv_scales
         return shared_caches(
             spec.local_layers,
@@ -290,8 +305,11 @@ class HostRunner:
         return cache_tensors(attention, num_blocks, size, new)
 
     def _calibrate(self) -> list[tuple[Array, Array]]:
-        """Scales of an int8 cache: for each layer, float32 [K] for keys and for values, such that the largest magnitude that
-        random text puts into a head, times a margin, falls on the end of the range."""
+        """Scales of an int8 cache: float32 [K] for the keys and for the values of each layer.
+
+        The largest magnitude of a head on random text, times a margin, maps to the end of the
+        range.
+        """
         spec, size = self.model.spec, self.config.cache.block_size
         length = min(CALIBRATION_TOKENS, self.config.model.max_model_len)
         tokens = np.random.default_rng(0).integers(0, spec.vocab_size, length, dtype=np.int32)
@@ -312,8 +330,11 @@ class HostRunner:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> InFlightStep | AwaitingMask:
-        """Run one step. A step of a few greedy decodes is under way when this returns; any other is done, and so is what was
-        under way before."""
+        """Run one step.
+
+        A step of a few greedy decodes may still run when this returns. Any other step is done by
+        then, and so is the previous step.
+        """
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         rows = self._prepared(plan)
@@ -359,11 +380,11 @@ class HostRunner:
         )
 
     def max_in_flight(self, plan: Plan) -> int:
-        """`ModelRunner.max_in_flight`"""
+        """Number of steps that may be in flight; see `ModelRunner.max_in_flight`."""
         return 1 if isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1 else 2
 
     def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
-        """An encoder's step."""
+        """Run an encoder's step."""
         token_ids, meta = text_batch(plan, self.config.cache.block_size, None)
         hidden, tokens = self.forwards.hidden(token_ids, self.kv, meta), np.empty(0, np.int64)  # type: ignore[arg-type]
         vectors: Any = self.forwards.vectors(
@@ -372,13 +393,13 @@ class HostRunner:
         return InFlightStep(plan, None, tokens, None, vectors=vectors)  # type: ignore[arg-type]
 
     def forget_rows(self) -> None:
-        """Every sequence is gone, after a step failed."""
+        """Drop every sequence after a step failed."""
         self._under_way = self._states = None
         if self.rows is not None:
             self.rows.forget()
 
     def _prepared(self, plan: StepPlan) -> RowTable:
-        """The rows, brought up to date; shared blocks are copied, and an encoder reads new prompts."""
+        """Update the rows, copy shared blocks, and encode new prompts of an encoder-decoder."""
         assert self.rows is not None, "allocate() comes first"
         self._take_tokens()
         self.rows.apply(plan)
@@ -393,7 +414,7 @@ class HostRunner:
         return self.rows
 
     def _take_tokens(self) -> None:
-        """What the step under way has sampled goes where the next step reads it."""
+        """Finish the step under way, and write its tokens where the next step reads them."""
         if self._under_way is not None:
             step, self._under_way = self._under_way, None
             assert self.rows is not None
@@ -416,7 +437,7 @@ class HostRunner:
         hidden: Array,
         mask: TokenMask | None,
     ) -> InFlightStep:
-        """Tokens of the sequences that want one, log-probabilities and vectors of those that want these."""
+        """Compute the tokens, log-probabilities and vectors that the step's requests want."""
         assert self.rows is not None
 
         def logits_of(start: int, i: int, n: int) -> Array:
@@ -448,7 +469,7 @@ class HostRunner:
         )
 
     def _pooled(self, plan: StepPlan, hidden: Array) -> tuple[tuple[str, ...], Any] | None:
-        """`ModelRunner._pool`"""
+        """Vectors of complete pooled requests; see `ModelRunner._pool`."""
         assert self.rows is not None
         ids, ends = completed_prompts(self.rows, plan)
         if not ids:
@@ -457,13 +478,13 @@ class HostRunner:
         return ids, self.forwards.vectors(hidden[ends], starts, self.model.description.pooling)
 
     def expert_load(self) -> ExpertTokens:
-        """Tokens by expert since the start, of each layer with experts."""
+        """Tokens per expert since the start, for each layer with experts."""
         return tuple(
             (layer, tuple(counts.tolist())) for layer, counts in self._expert_counts.items()
         )
 
     def reset_expert_load(self) -> None:
-        """Forget what was counted so far: it was no request's."""
+        """Reset the counts, which so far came from no request."""
         for counts in self._expert_counts.values():
             counts[:] = 0
 
@@ -477,7 +498,7 @@ class HostRunner:
 def single_sequence(
     start: int, num_tokens: int, *, block_size: int, num_groups: int = 1
 ) -> AttentionMetadata:
-    """`AttentionMetadata.single_sequence`, of arrays."""
+    """`AttentionMetadata.single_sequence` with NumPy arrays."""
     length = start + num_tokens
     own = np.arange(-(-length // block_size), dtype=np.int32)[None] * np.int32(
         num_groups

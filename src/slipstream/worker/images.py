@@ -1,9 +1,11 @@
-"""Pictures in the worker: a cache of their embeddings, and the op set of steps with placeholders of pictures.
+"""Images in the worker: a cache of their embeddings, and the op set of steps with images.
 
-1. `ImageEncoder` gives a picture's embeddings, from its cache or from the image encoder. The cache is bounded. A picture whose
-   placeholders are in two chunks of a prompt is encoded once, unless the cache has dropped it in between.
-2. `step_images` says where the placeholders of a step are.
-3. `ImageOps` is the op set of such a step: rotations by three positions (M-RoPE), and attention among a picture's tokens.
+1. `ImageEncoder` returns an image's embeddings from its cache or from the image encoder. The cache
+   is bounded. An image whose placeholders are in two chunks of a prompt is encoded once, unless the
+   cache has dropped it in between.
+2. `step_images` finds the placeholders in a step.
+3. `ImageOps` is the op set of such a step. It adds rotations by three positions (M-RoPE) and
+   attention among an image's tokens.
 """
 
 from __future__ import annotations
@@ -30,17 +32,20 @@ if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
 
 PROBE_GROUPS = 17
-"""Groups of patches on the side of a picture whose memory is measured: no multiple of a window's, so that windows of several
-lengths, whose attention is another kernel, run at the start, too."""
+"""Side, in patch groups, of the image whose memory is measured.
+
+It is no multiple of a window's side, so windows of several lengths, which take another attention
+kernel, also run at the start.
+"""
 
 
 class ImageEncoder:
-    """The encoder with its cache of at most `max_bytes`. What was used longest ago goes first."""
+    """Image encoder with a least-recently-used cache of at most `max_bytes`."""
 
     def __init__(self, tower: ImageTower, max_bytes: int) -> None:
         self.tower, self.max_bytes = tower, max_bytes
         self.num_bytes = 0
-        self.num_encoded = 0  # pictures since the start
+        self.num_encoded = 0  # images since the start
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
 
     @property
@@ -48,20 +53,23 @@ class ImageEncoder:
         return self.tower.spec
 
     def embeddings(self, images: StepImages) -> list[Tensor]:
-        """Those of the picture of each part [num_tokens, E]."""
+        """Embeddings [num_tokens, E] of each part's image."""
         spans = [span for span, _, _ in images.parts]
         found = {span.key: self._kept[span.key] for span in spans if span.key in self._kept}
         if missing := list({span.key: span for span in spans if span.key not in found}.values()):
             made = self.tower([self._pixels(span) for span in missing])
             self.num_encoded += len(made)
-            # A picture's own memory: a part of what its neighbours are in would keep all of it.
+            # The clone owns its memory. A slice would keep the memory of the whole batch alive.
             found |= {span.key: x.clone() for span, x in zip(missing, made, strict=True)}
         for key in found:
             self._keep(key, found[key])
         return [found[span.key] for span in spans]
 
     def probe(self) -> int:
-        """Encode a picture, so that its memory can be measured. Returns how many times that memory a pass may take."""
+        """Encode an image so that its memory can be measured.
+
+        Returns how many times that memory a pass may take.
+        """
         s = self.spec
         side = s.patch_size * (
             s.position.side if isinstance(s.position, GridPositionSpec) else PROBE_GROUPS * s.merge
@@ -89,16 +97,14 @@ class ImageEncoder:
 
 @dataclass(frozen=True, slots=True)
 class StepImages:
-    """The placeholders of a step's T tokens."""
+    """Image placeholders among a step's T tokens."""
 
-    parts: list[
-        tuple[ImageSpan, int, int]
-    ]  # pictures, with the first and last + 1 of their tokens that are in the step
-    tokens: LongArray  # [N]: the step's tokens that are placeholders, part by part
-    sequences: IntArray  # of each part the sequence
-    places: tuple[
-        tuple[int, LongArray], ...
-    ]  # with three positions a token: a token of the step, and those [3, n] from it on
+    # (image, first, last + 1) of the image tokens that are in the step
+    parts: list[tuple[ImageSpan, int, int]]
+    tokens: LongArray  # [N]: indices of the placeholders among the step's tokens, part by part
+    sequences: IntArray  # sequence of each part
+    # for three positions per token: (first token in the step, positions [3, n] from it on)
+    places: tuple[tuple[int, LongArray], ...]
 
 
 def step_images(plan: StepPlan, table: RowTable) -> StepImages:
@@ -129,7 +135,7 @@ def step_images(plan: StepPlan, table: RowTable) -> StepImages:
 
 
 class ImageOps:
-    """The op set `ops` for a step with pictures. `meta` is the step's."""
+    """The op set `ops` for a step with images. `meta` is the step's metadata."""
 
     def __init__(
         self,
@@ -139,7 +145,7 @@ class ImageOps:
         spec: VisionSpec,
         sections: tuple[int, ...] | None,
     ) -> None:
-        """`sections`: the decoder's `RopeSpec.sections`."""
+        """`sections` are the decoder's `RopeSpec.sections`."""
         self._ops, self._images, self._sections = ops, images, sections
         self._among = spec.bidirectional and bool(images.parts)
         self._positions: Tensor | None = None  # int64 [3, T]
@@ -163,7 +169,7 @@ class ImageOps:
     ) -> Tensor:
         if self._positions is None or heads.cos_sin is None or self._sections is None:
             return self._ops.rope_and_cache(qkv, kv, meta, heads)
-        # Each token has a row of its own in a table made for the step.
+        # Each token has its own row in a table made for the step.
         table = self._tables.get(id(heads.cos_sin))
         if table is None:
             table = self._tables[id(heads.cos_sin)] = sectioned(
@@ -181,7 +187,7 @@ class ImageOps:
         out = self._ops.attention(q, kv, meta, params)
         if not self._among:
             return out
-        # A picture's tokens once more, as a sequence that ends with them and is not causal.
+        # Compute the images' tokens again, as sequences that end with them and are not causal.
         index = upload(self._images.tokens, q.device)
         own = self._pictures.get(id(meta))
         if own is None:
@@ -207,8 +213,11 @@ class ImageOps:
 
 
 def sectioned(cos_sin: Tensor, positions: Tensor, sections: Sequence[int]) -> Tensor:
-    """Rotations of tokens with the three `positions` [3, T], from a table [P, rotary_dim] of one: so many frequencies, in turn,
-    go by each. [T, rotary_dim]"""
+    """Rotations [T, rotary_dim] of tokens with three `positions` [3, T].
+
+    `cos_sin` [P, rotary_dim] is the table of one position. `sections` tells how many successive
+    frequencies follow each of the three positions.
+    """
     halves = cos_sin.unflatten(1, (2, -1))  # [P, 2, rotary_dim / 2]
     ends = np.cumsum(sections).tolist()
     parts = [

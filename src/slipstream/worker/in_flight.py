@@ -1,4 +1,7 @@
-"""A step that was launched, whatever runs it: its values are tensors on their way to the host, or arrays. No torch."""
+"""A launched step of any runner.
+
+Its values are tensors on their way to the host, or arrays. No torch.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +29,40 @@ if TYPE_CHECKING:
     from slipstream.platform import Event
 
 RUN_AHEAD = 8
-"""Most sequences of a step on a CPU that is left under way while the host looks at the one before and plans the next. The
-host's work, a tenth of a step of one sequence, is hidden so, but a request that comes waits a step longer. Steps of 16 and more
-gained nothing (benchmarks/CPU_NOTES.md)."""
+"""Maximum number of sequences in a CPU step that may run while the host handles the previous step.
+
+This hides the host's work, which is a tenth of a step of one sequence. In exchange, a new request
+waits one step longer. Steps of 16 and more sequences gained nothing (benchmarks/CPU_NOTES.md).
+"""
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched. `result()` waits for the device and may be called once."""
+    """A launched step. `result()` waits for the device and may be called once."""
 
     awaits_mask = False
 
     plan: Plan
     sampled: SampledRows | None
-    tokens: Tensor  # int64 [N], on the host once `done`
-    done: Event | RunningStep | None  # None: it is
-    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = (
-        None  # which samples, values, how many wanted
-    )
+    tokens: Tensor  # int64 [N], on the host once `done` has happened
+    done: Event | RunningStep | None  # None: the step is done
+    # (indices of samples, values, number wanted for each)
+    logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None
     extras: Sequence[Extra] = ()
-    pooled: tuple[tuple[str, ...], Tensor] | None = (
-        None  # which are complete, and their vectors float32 [N, E] on the host
-    )
-    drafts: Tensor | None = None  # int64 [N] on the host, which the draft model proposed
-    vectors: Tensor | None = None  # of a TextsPlan, float32 [S, E] on the host
+    # ids of complete pooled requests, and their vectors, float32 [N, E] on the host
+    pooled: tuple[tuple[str, ...], Tensor] | None = None
+    drafts: Tensor | None = None  # drafts of the draft model, int64 [N] on the host
+    vectors: Tensor | None = None  # vectors of a TextsPlan, float32 [S, E] on the host
     is_cold: bool = False
 
     @property
     def is_done(self) -> bool:
-        """The launch itself computed it."""
+        """True if the launch itself computed the step."""
         return self.done is None
 
     @property
     def is_ready(self) -> bool:
-        """`result()` does not wait."""
+        """True if `result()` does not wait."""
         return self.done is None or (not isinstance(self.done, RunningStep) and self.done.query())
 
     def proposed(self) -> Sequence[int]:

@@ -1,6 +1,7 @@
-"""The inputs of one step, gathered from the rows of its requests (`worker/rows.py`). Whole texts, for encoders, need no rows.
+"""Inputs of one step, gathered from the rows of its requests (`worker/rows.py`).
 
-Without a device (`device=None`) there is no torch: NumPy's arrays are in the place of tensors.
+An encoder's texts need no rows. Without a device (`device=None`) there is no torch, and NumPy
+arrays replace tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRows:
-    """The requests of a step that sample, in the plan's order, and the places of their N tokens. A request has
-    `num_sampled` tokens, in the order of their positions."""
+    """The requests of a step that sample, in the plan's order, and the places of their N tokens.
+
+    A request has `num_sampled` tokens, in the order of their positions.
+    """
 
     requests: tuple[ScheduledRequest, ...]
     rows: Tensor  # int32 or int64 [N]
@@ -34,17 +37,17 @@ class SampledRows:
 
     @property
     def names(self) -> list[str]:
-        """The id of each request."""
+        """Id of each request."""
         return [s.request_id for s in self.requests]
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The request of each of the N tokens."""
+        """Request id of each of the N tokens."""
         return tuple([s.request_id for s in self.requests for _ in range(s.num_sampled)])
 
     @property
     def num_tokens(self) -> tuple[int, ...] | None:
-        """The number of tokens of each request; None: one each."""
+        """Number of tokens of each request; None: one each."""
         counts = tuple([s.num_sampled for s in self.requests])
         return None if len(counts) == len(self.rows) else counts
 
@@ -55,23 +58,29 @@ class GatheredInputs:
 
     token_ids: Tensor  # int32 [T]
     meta: AttentionMetadata
-    sample_index: Tensor | None  # int64 [N]: the tokens whose logits are sampled; None: all tokens
-    sampled: SampledRows | None  # None: the tokens belong to no plan
+    # int64 [N]: indices of the tokens whose logits are sampled; None: all tokens
+    sample_index: Tensor | None
+    sampled: SampledRows | None  # None if the tokens belong to no plan
 
 
 def laid_out(
     rows: LongArray, computed: LongArray, lengths: LongArray
 ) -> tuple[LongArray, LongArray, LongArray]:
-    """The tokens of requests in `rows` [S], each with `lengths` tokens behind `computed` ones. Returns each token's row [T] and
-    position [T], and where the requests begin [S + 1]."""
+    """Lay out requests' tokens: `lengths` tokens after `computed` ones, in `rows`, each [S].
+
+    Returns the row [T] and position [T] of each token, and the starts of the requests [S + 1].
+    """
     starts = np.concatenate((np.zeros(1, np.int64), lengths.cumsum()))
     request_of = np.arange(len(rows)).repeat(lengths)
     return rows[request_of], np.arange(starts[-1]) + (computed - starts[:-1])[request_of], starts
 
 
 def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
-    """The inputs of a draft head for `shares` of requests: each token at the position before it, where the state stands
-    that it is paired with (`worker/head_drafter.py`). The sampled token follows the token, as always."""
+    """Inputs of a draft head for `shares` of requests (`worker/head_drafter.py`).
+
+    Each token is at the position before its own, because the state that it is paired with is there.
+    The sampled token follows the token, as always.
+    """
     before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
     given = gather(table, StepPlan(0, before), ahead=1)
     assert given.sampled is not None
@@ -80,14 +89,15 @@ def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> Gathere
 
 
 PADDING = ScheduledRequest("", 0, 1, 0)
-"""What a rank computes that has no request in a step: a token of the null row."""
+"""Share of a rank without requests in a step: one token of the null row."""
 
 
 def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs:
-    """The inputs of `plan`, whose rows are in `table`. A position's token is the one `ahead` positions later.
+    """Gather the inputs of `plan`, whose rows are in `table`.
 
-    On a GPU this is one upload, and the rows are read on the device. On a CPU numpy reads them: its calls cost a tenth of
-    torch's, and a step of one request takes only some 2 ms.
+    A position's token is the one `ahead` positions later. On a GPU this is one upload, and the rows
+    are read on the device. On a CPU NumPy reads them: its calls cost a tenth of torch's, and a step
+    of one request takes only about 2 ms.
     """
     scheduled = plan.scheduled or (PADDING,)
     num_seqs = len(scheduled)
@@ -151,7 +161,10 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
 
 
 def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArray:
-    """What `SharedPrefixes` has of each decode [3, num_decodes]. Each part begins at a multiple of 16 bytes."""
+    """Arrays of `SharedPrefixes` for each decode, [3, num_decodes] with padding.
+
+    Each part begins at a multiple of 16 bytes.
+    """
     made = np.zeros((3, -(-num_decodes // 4) * 4), np.int32)
     made[0] = np.arange(made.shape[1])
     made[1] = made[0] + 1
@@ -166,7 +179,10 @@ def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArra
 def _gather_inputs_after_upload(
     table: RowTable, arrays: list[LongArray], **sizes: Any
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    """`gather_inputs` of host arrays, after one upload of all of them. `sizes`: its other parameters."""
+    """`gather_inputs` of host arrays, after one upload of all of them.
+
+    `sizes` are its other parameters.
+    """
     token_rows, positions, starts, seq_lens, rows, *more = _upload_together(arrays, table.device)
     token_ids, meta = gather_inputs(
         table,
@@ -191,7 +207,7 @@ def _gather_inputs_on_host(
     max_encoder_len: int,
     ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
-    """`gather_inputs`, by numpy."""
+    """`gather_inputs` with NumPy."""
 
     def numpy(x: Tensor) -> npt.NDArray[Any]:
         return x if table.device is None else x.numpy()  # type: ignore[return-value]
@@ -247,14 +263,17 @@ def gather_inputs(
     max_encoder_len: int = 0,
     ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Tokens [T], and metadata with slots and block tables, from the rows. Device work only, so that a graph can capture it."""
+    """Gather tokens [T], and metadata with slots and block tables, from the rows.
+
+    This is device work only, so that a graph can capture it.
+    """
     num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
     first = table.block_tables[0]
     assert table.ops is not None
     ids, positions, slots = table.ops.gather_inputs(
         table.tokens[:, ahead:], first, token_rows, positions, size
     )
-    turned = positions  # by these tokens are rotated
+    turned = positions  # positions by which these tokens are rotated
     if table.position_shifts is not None:
         turned = positions + table.position_shifts.index_select(0, token_rows)
     meta = AttentionMetadata(
@@ -283,7 +302,10 @@ def gather_inputs(
 def _of_cross(
     table: RowTable, meta: AttentionMetadata, rows: Tensor, max_encoder_len: int
 ) -> list[AttentionMetadata]:
-    """The metadata of the group with an encoder's keys and values, if there is one. `max_encoder_len` 0: unknown."""
+    """Metadata of the group with an encoder's keys and values, if there is one.
+
+    `max_encoder_len` is 0 if unknown.
+    """
     if table.cross is None:
         return []
     return [
@@ -297,7 +319,10 @@ def _of_cross(
 
 
 def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMetadata] | None:
-    """The whole texts of a step's new requests for an encoder: tokens [T] and metadata; None if there are none. One upload."""
+    """Inputs of an encoder for a step's new requests: whole texts as tokens [T] and metadata.
+
+    None if there are none. This is one upload.
+    """
     new = [s for s in plan.new if s.encoder_token_ids]
     if not new:
         return None
@@ -318,8 +343,11 @@ def encoder_batch(table: RowTable, plan: StepPlan) -> tuple[Tensor, AttentionMet
 def text_batch(
     plan: TextsPlan, block_size: int, device: torch.device | None
 ) -> tuple[Tensor, AttentionMetadata]:
-    """An encoder's step: tokens [T] and metadata. The texts' keys and values go to the blocks 1, 2, … in order. Every step uses
-    these, since steps run one after another. One upload."""
+    """Inputs of an encoder's step: tokens [T] and metadata.
+
+    The texts' keys and values go to the blocks 1, 2, … in order. Every step uses these blocks,
+    since steps run one after another. This is one upload.
+    """
     lengths = np.frombuffer(plan.lengths, np.int32)
     num_blocks = -(-lengths // block_size)
     ends = np.cumsum(num_blocks, dtype=np.int32)
@@ -341,8 +369,10 @@ def _whole_texts(
     block_size: int,
     device: torch.device | None,
 ) -> tuple[Tensor, AttentionMetadata]:
-    """`tokens` [T] are texts of `lengths` [S]; text i has the blocks tables[i]. In pairs of texts the first `num_first` [S]
-    tokens have type 0 and the others type 1."""
+    """Inputs of `tokens` [T], which are texts of `lengths` [S]; text i has the blocks tables[i].
+
+    In pairs of texts the first `num_first` [S] tokens have type 0, and the others have type 1.
+    """
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     text = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
@@ -383,8 +413,10 @@ def _int64(x: Any) -> Any:
 def _upload_together(
     parts: Sequence[IntArray | LongArray], device: torch.device | None
 ) -> list[Tensor]:
-    """Host arrays [n] on the device by one copy, as int32. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew
-    for pointers that don't."""
+    """Upload host arrays [n] with one copy, as int32.
+
+    Each begins at a multiple of 16 bytes, because Triton recompiles a kernel for other pointers.
+    """
     begins = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
     packed = np.zeros(begins[-1], np.int32)
     for begin, part in zip(begins, parts, strict=False):

@@ -1,7 +1,8 @@
-"""The executor that runs the model in this process: plain values go in, plain values and handles of steps come out.
+"""Executor that runs the model in this process.
 
-`load_runner` chooses the runner: `HostRunner`, which needs no torch, for what one C++ program on a CPU covers; else
-`ModelRunner`, whose table of forward paths is in `forward.py`.
+Plain values go in; plain values and step handles come out. `load_runner` chooses the runner:
+`HostRunner` where one C++ program on a CPU covers the model (no torch needed), otherwise
+`ModelRunner`, whose forward paths are listed in `forward.py`.
 """
 
 from __future__ import annotations
@@ -71,16 +72,16 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class Ranks(Protocol):
-    """The processes that compute a model together, seen by one of them."""
+    """The processes that compute a model together, as seen by one of them."""
 
     rank: int
     size: int
-    local_rank: int  # among the `local_size` of this host
+    local_rank: int  # rank among the `local_size` ranks of this host
     local_size: int
-    mixed: bool  # some have a CPU and some a GPU
+    mixed: bool  # some ranks have a CPU and some a GPU
 
     def join(self, backend: str, device: torch.device) -> RankGroup:
-        """Meet the others."""
+        """Meet the other ranks."""
 
 
 class LocalExecutor(Executor):
@@ -91,7 +92,7 @@ class LocalExecutor(Executor):
         runner: Runner,
         tiles: TileTable = NO_TILES,
     ) -> None:
-        """Measure activations, size the cache, allocate it. `build` does what comes before."""
+        """Measure activations, then size and allocate the cache. `build` does the steps before."""
         self.description, self.runner, self.phases = description, runner, runner.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
         self.config, self.ledger = _fit(config, runner, runner.profile())
@@ -108,9 +109,12 @@ class LocalExecutor(Executor):
         ranks: Ranks | None = None,
         device: DeviceInfo | None = None,
     ) -> LocalExecutor:
-        """Find the model and the device, resolve the settings, load. `progress` is called with each phase as it begins. A CPU
-        runs the model without torch where it can (`forward_paths.host_refusal`), unless `by_torch`. With `ranks` this is one
-        rank's executor: it loads its part. `device`: see `load_runner`."""
+        """Find the model and the device, resolve the settings, and load the model.
+
+        `progress` is called as each phase begins. A CPU runs the model without torch where it can
+        (`forward_paths.host_refusal`), unless `by_torch`. With `ranks`, this is one rank's executor
+        and loads its part of the model. `device`: see `load_runner`.
+        """
         description, runner, tiles = load_runner(
             args, progress=progress, by_torch=by_torch, ranks=ranks, device=device
         )
@@ -174,7 +178,7 @@ class LocalExecutor(Executor):
     def keeps_no_weights(self) -> str | None:
         if self.runner.platform.kind == "cpu":
             return None
-        return "level 1 keeps weights in the host's memory, which is not done for a GPU"
+        return "level 1 keeps weights in host memory, which is not supported on a GPU"
 
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         self.shutdown()
@@ -182,20 +186,23 @@ class LocalExecutor(Executor):
         return partial(_woken, self.runner, self.canary) if level == 1 else None
 
     def shutdown(self) -> None:
-        """This process's memory goes with it; only the tiers have threads."""
+        """Stop the tiers' threads. Memory is freed when the process ends."""
         if self.store is not None:
             self.store.close()
             self.store = None
 
     def _run_canary(self, wanted: str) -> CanaryResult | None:
-        """Run the checkpoint's canary, where it has one. ModelError if it is to be refused. Only a decoder can have one."""
+        """Run the checkpoint's canary, if it has one. Only a decoder can have one.
+
+        ModelError if the result is bad and must be refused.
+        """
         if wanted == "off" or self.config.model.load_format == "dummy":
             return None
         path, spec = self.description.path, self.description.spec
         if spec.kind != "a decoder":
             if wanted == "refuse":
                 raise ConfigError(
-                    f"canary='refuse', but {path} is {spec.kind}, for which no canary can tell anything; leave it at "
+                    f"canary='refuse', but {path} is {spec.kind}, and only decoders have canaries; leave it at "
                     "'warn', or set 'off'",
                     field="canary",
                 )
@@ -217,16 +224,16 @@ class LocalExecutor(Executor):
         self.runner.reset_expert_load()
         self.phases["canary"] = time.perf_counter() - begin
         if not self.runner.model.spec.has_last:
-            return None  # the last stage knows
+            return None  # the last stage knows the result
         if wanted == "refuse" and not result.ok:
             raise ModelError(
-                f"{result.describe()}; take other kernels or another kv_cache_dtype, or canary='warn'"
+                f"{result.describe()}; use other kernels or another kv_cache_dtype, or set canary='warn'"
             )
         return result
 
 
 def _woken(runner: Runner, canary: CanaryResult | None) -> LocalExecutor:
-    """Of a runner that has given its cache back."""
+    """Make an executor of a runner that has given its cache back."""
     executor = LocalExecutor(runner.config, runner.model.description, runner)
     executor.canary = canary
     return executor
@@ -240,9 +247,12 @@ def load_runner(
     ranks: Ranks | None = None,
     device: DeviceInfo | None = None,
 ) -> tuple[ModelDescription, Runner, TileTable]:
-    """The model that `args` describe (with `ranks`: one rank's part), loaded on its device, without a cache; its config is
-    `runner.config`. `by_torch`: see `LocalExecutor.build`. `device`: the one to use, if it was looked up and chosen already.
-    ConfigError if it is to be split and there are no `ranks`."""
+    """Load the model that `args` describe, without a cache. With `ranks`, load one rank's part.
+
+    The engine configuration is `runner.config`. `by_torch`: see `LocalExecutor.build`. `device` is
+    the device to use, if it was chosen before. ConfigError if the model is to be split and there
+    are no `ranks`.
+    """
     size = 1 if ranks is None else ranks.size
     rank, num_local = (0, 1) if ranks is None else (ranks.local_rank, ranks.local_size)
     if size != num_ranks(args):
@@ -259,7 +269,8 @@ def load_runner(
         args.device, folder, num_threads=threads, rank=rank, num_ranks=num_local, measuring=once
     )
     config = resolve(args, description, info).of_rank
-    if ranks is None or (info.is_cuda and not ranks.mixed):  # who started the others has looked
+    # otherwise, whoever started the ranks has checked
+    if ranks is None or (info.is_cuda and not ranks.mixed):
         check_weights_fit(config, description)
     found = time.perf_counter() - begin
     progress("weights")
@@ -309,7 +320,10 @@ def _host_runner(
     kept: Path,
     load_draft: Callable[[HostRunner], None],
 ) -> HostRunner | None:
-    """The runner without torch. None, with the reason in the log, if it does not cover the model, its drafts or a setting."""
+    """The runner without torch. None if it does not cover the model, its drafts or a setting.
+
+    The reason is logged.
+    """
     reason = host_refusal(config, description)
     if reason is None:
         try:
@@ -324,7 +338,7 @@ def _host_runner(
 
 
 def _partition(config: EngineConfig, ranks: Ranks, spec: ModelSpec) -> Partition:
-    """This rank's part, once it has met the others."""
+    """Join the other ranks and describe this rank's part."""
     import torch
 
     from slipstream.platform import platform_of
@@ -360,7 +374,7 @@ def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> He
 def _fit(
     config: EngineConfig, runner: Runner, activation_bytes: int
 ) -> tuple[EngineConfig, MemoryLedger]:
-    """Size the KV cache by what is left, allocate it, and account for all of it."""
+    """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
     spec, ranks = runner.model.spec, runner.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
     weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
@@ -370,7 +384,7 @@ def _fit(
     rows += staged_blocks(config, one_block) * one_block
     graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
     runner.platform.release_unused()
-    free, total = runner.platform.memory()  # now, with the weights loaded
+    free, total = runner.platform.memory()  # measured with the weights loaded
     config, ledger = size_cache(
         config,
         spec,

@@ -1,4 +1,4 @@
-"""The inputs of a captured step of decodes and prompts: how they lie in the one array that is copied to the device."""
+"""Input layout of a captured step with decodes and prompts: one array, one copy to the device."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 
 Size: TypeAlias = tuple[int, int]
-"""(decodes or texts, tokens behind them): what a graph has room for."""
+"""(decodes or texts, tokens after them) that a graph has room for."""
 
 
 def padded_room(num_tokens: int) -> int:
-    """A part begins at a multiple of 16 bytes."""
+    """Round up to 4 int32 values, so that the next part begins at a multiple of 16 bytes."""
     return -(-num_tokens // 4) * 4
 
 
 class MixedInputs:
-    """The parts of a mixed step's inputs (an array or a tensor), with room for D decodes and P prompt tokens: T = D + P
-    tokens of S = D + `most_prompts` sequences. Each part begins at a multiple of 16 bytes."""
+    """The parts of a mixed step's inputs (an array or a tensor).
+
+    There is room for D decodes and P prompt tokens: T = D + P tokens of S = D + `most_prompts`
+    sequences. Each part begins at a multiple of 16 bytes.
+    """
 
     def __init__(self, inputs: Any, size: Size, most_prompts: int) -> None:
         num_seqs = size[0] + most_prompts
         parts = [inputs[begin:end] for begin, end in _bounds(size, num_seqs)]
         self.token_rows, self.positions = parts[:2]  # [T]
-        self.sample_index, self.sample_rows, self.sample_positions = parts[
-            2:5
-        ]  # [T]: sampled tokens, and where theirs go
+        # [T]: sampled tokens, and the rows and positions to write them to
+        self.sample_index, self.sample_rows, self.sample_positions = parts[2:5]
         self.seq_lens, self.rows = (part[:num_seqs] for part in parts[5:7])  # [S]
-        self.starts = parts[7]  # [S + 1]: where sequences begin
+        self.starts = parts[7]  # [S + 1]: starts of the sequences
 
     @staticmethod
     def sampled(inputs: Any, size: Size) -> Any:
-        """`sample_index`, `sample_rows` and `sample_positions` as one [3, T]."""
+        """`sample_index`, `sample_rows` and `sample_positions` as one array [3, T]."""
         (begin, _), _, (_, end) = _bounds(size, 0)[2:5]
         return inputs[begin:end].reshape(3, -1)
 
@@ -54,7 +56,7 @@ class MixedInputs:
 
 @cache
 def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
-    """Where the parts of `MixedInputs` begin and end."""
+    """Begin and end of each part of `MixedInputs`."""
     room = padded_room(num_seqs)
     ends = accumulate((*(5 * [sum(size)]), room, room, num_seqs + 1))
     return tuple(pairwise((0, *ends)))
@@ -63,9 +65,12 @@ def _bounds(size: Size, num_seqs: int) -> tuple[tuple[int, int], ...]:
 def mixed_inputs(
     table: RowTable, scheduled: Sequence[ScheduledRequest], size: Size, most_prompts: int
 ) -> tuple[npt.NDArray[np.int32], tuple[ScheduledRequest, ...], int]:
-    """A step's inputs for the graph of `size`, the sequences that sample, and the number of sampled positions. Free places of
-    decodes and of sampled tokens have the null row. Padding tokens of prompts are one sequence of the null row, all at position
-    0."""
+    """Build a step's inputs for the graph of `size`.
+
+    Returns (inputs, sequences that sample, number of sampled positions). Free places of decodes and
+    of sampled tokens have the null row. Padding tokens of prompts form one sequence of the null
+    row, all at position 0.
+    """
     num_decodes = num_leading_decodes(scheduled)
     host = np.zeros(MixedInputs.length(size, most_prompts), np.int32)
     to, first = MixedInputs(host, size, most_prompts), size[0]
@@ -91,9 +96,8 @@ def mixed_inputs(
     to.starts[first : first + num_prompts + 1] = first + begins
     to.starts[first + num_prompts + 1 :] = sum(size)
     counts = np.array([s.num_sampled for s in scheduled], np.int64)
-    ends = np.concatenate(
-        (np.arange(1, num_decodes + 1), first + begins[1:])
-    )  # where each sequence's tokens end
+    # end of each sequence's tokens
+    ends = np.concatenate((np.arange(1, num_decodes + 1), first + begins[1:]))
     rows, index, _ = laid_out(own, ends - counts, counts)
     n = len(rows)
     to.sample_rows[:n], to.sample_index[:n] = rows, index
@@ -104,7 +108,7 @@ def mixed_inputs(
 def mixed_step(
     table: RowTable, kv: Sequence[LayerKV], given: MixedInputs, size: Size, max_model_len: int
 ) -> tuple[Tensor, Sequence[LayerKV], AttentionMetadata]:
-    """The arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
+    """Arguments of `Forwards.hidden` for a mixed step: tokens [T], the cache, and the metadata."""
     token_ids, meta = gather_inputs(
         table,
         token_rows=given.token_rows,

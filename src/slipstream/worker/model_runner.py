@@ -1,13 +1,15 @@
-"""Runs steps on one device. It holds the model, its KV cache, and the rows of the running sequences.
+"""Runs steps on one device.
 
-    launch(plan) = sample(forward(prepare(plan)))
+It holds the model, its KV cache, and the rows of the running sequences. launch(plan) =
+sample(forward(prepare(plan)))
 
 1. `prepare` updates the rows and makes an `InputBatch`.
 2. `forward` computes hidden states. `worker/forward.py` chooses how.
 3. `sample` draws tokens and writes them where the next step reads them.
 
-On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run in the order of their launch on
-one stream. So the scheduler may give freed blocks to the next step while this one still runs.
+On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on
+one stream in the order of their launch. So the scheduler may give freed blocks to the next step
+while this one still runs.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class ModelRunner:
-    """Loads the model at once; `allocate` must come before `launch`. `weights_folder`: where rounded weights are kept."""
+    """Loads the model when constructed. `allocate` must precede `launch`.
+
+    `weights_folder` is where rounded weights are kept.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class ModelRunner:
         weights_folder: Path,
         partition: Partition | None = None,
     ) -> None:
-        """With a `partition` this is one rank of several."""
+        """With a `partition`, this is one rank of several."""
         self.config, self.partition = config, partition
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
@@ -123,9 +128,8 @@ class ModelRunner:
                 weights_bytes=config.model.weights_bytes,
                 host_experts=config.model.host_experts,
             )
-            if (
-                self.model.decoder.stream is not None
-            ):  # copying layers takes longer than the launches that a graph would save
+            if self.model.decoder.stream is not None:
+                # copying layers takes longer than the launches that a graph would save
                 self.config = config = dataclasses.replace(
                     config, device=dataclasses.replace(config.device, enforce_eager=True)
                 )
@@ -149,14 +153,13 @@ class ModelRunner:
                 self.forwards.take_images(self.images)
             self.platform.synchronize()
             if self.ops.name == "triton":
-                hash_triton()()  # it was begun with the device
+                hash_triton()()  # started when the device was found
         with self._phase("host experts"):
             self.model = settle_experts(config, self.model, self.platform)
         self.kv_scales: list[tuple[Tensor, Tensor]] | None = None
         if config.cache.dtype in FORMAT_MAX:
-            if (
-                self.model.cache_scales is not None
-            ):  # `resolve` made sure that they are for this type
+            if self.model.cache_scales is not None:
+                # `resolve` has checked that they are for this type
                 held = self.model.spec.local_layers
                 own = self.model.cache_scales.layers()[held.start : held.stop]
                 self.kv_scales = [
@@ -167,22 +170,22 @@ class ModelRunner:
                     self.kv_scales = self._calibrate()
         self._experts = ExpertLoad(self.forwards.count_experts(), self.platform)
         self._follower = LoadFollower(self.ops, self._experts)
-        self._places: ExpertPlaces | None = None  # if experts are dealt out to ranks
+        self._places: ExpertPlaces | None = None  # if experts are distributed over ranks
         if partition is not None and partition.shard.experts:
             self._places = ExpertPlaces(self.model.decoder, self._experts, partition)
         self.kv: list[LayerKV] = []
         self._block_rows: BlockRows | None = None
         self.rows: RowTable | None = None
-        self._under_way: Output | None = None  # on a CPU
-        self._first: FirstStage | None = None  # of a pipeline, as the next
+        self._under_way: Output | None = None  # a step that a CPU still computes
+        self._first: FirstStage | None = None  # of a pipeline, like `_last`
         self._last: LastStage | None = None
         self.graphs: StepGraphs | None = None
         self.adapter_graphs: AdapterGraphs | None = None
-        self.texts: EagerTexts | TextGraphs | None = None  # an encoder's
+        self.texts: EagerTexts | TextGraphs | None = None  # of an encoder
         self.draft: Drafter | None = None
 
     def load_head(self, description: HeadDescription) -> None:
-        """The head that proposes tokens."""
+        """Load the head that proposes tokens."""
         with self._phase("draft head"):
             self.draft = head = load_drafter(
                 self.config, description, self.model.decoder, device=self.device, dtype=self.dtype
@@ -194,7 +197,7 @@ class ModelRunner:
             self.config = self.config.with_most_drafts(most)
 
     def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
-        """The model that proposes tokens."""
+        """Load the model that proposes tokens."""
         with self._phase("draft model"):
             self.draft = DraftModel(
                 self.config,
@@ -205,19 +208,22 @@ class ModelRunner:
                 dtype=self.dtype,
                 weights_folder=None if self.config.model.weights_cache == "off" else weights_folder,
             )
-            if self.config.drafts_ahead:  # as above
+            if self.config.drafts_ahead:  # the same limit as for a head
                 self.config = self.config.with_most_drafts(CHAIN_DEPTHS[-1])
 
     # --- Start --------------------------------------------------------------------------------------------------------
 
     def profile(self) -> int:
-        """Bytes of activations in the largest step: a whole budget of prefill, with every row sampled."""
+        """Bytes of activations in the largest step: a full prefill budget with every row sampled."""
         with self._phase("profile"), torch.inference_mode(), self.without_copies():
             return measure_activations(self)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> int:
-        """Allocate the KV cache of `num_blocks` blocks (block 0 is the null block) and the rows, and capture graphs on a GPU.
-        Returns the graphs' bytes. `config` is the final one: its context may have been lowered to what fits."""
+        """Allocate the rows and the KV cache of `num_blocks` blocks, and capture graphs on a GPU.
+
+        Block 0 is the null block. Returns the graphs' bytes. `config` is the engine's final
+        configuration, whose context may have been lowered to what fits.
+        """
         self.config = config
         try:
             with self._phase("cache"):
@@ -244,28 +250,30 @@ class ModelRunner:
                 0 if config.device.enforce_eager else max(0, before - self.platform.memory()[0])
             )
             with self._phase("warm-up"), self.without_copies():
-                if self.warms_up and not isinstance(
-                    self.texts, TextGraphs
-                ):  # which have run their largest and smallest steps
+                if self.warms_up and not isinstance(self.texts, TextGraphs):
+                    # text graphs have already run their largest and smallest steps
                     compile_kernels(self)
         return graph_bytes
 
     def without_copies(self) -> AbstractContextManager[None]:
-        """For steps whose numbers no one reads: layers that are copied to the GPU in each step need not be."""
+        """Context for steps whose numbers nobody reads: streamed layers are not copied to the GPU."""
         stream = self.model.decoder.stream
         return stream.idle() if isinstance(stream, DeviceStream) else nullcontext()
 
     def release(self) -> None:
-        """Free the memory of `allocate`. No step may be in flight, and `allocate` must come before the next."""
+        """Free the memory of `allocate`.
+
+        No step may be in flight, and `allocate` must precede the next step.
+        """
         self._take_tokens()
-        self.kv.clear()  # in place, since the program holds the same list
+        self.kv.clear()  # in place, because the program holds the same list
         self._block_rows = None
         if self.draft is not None:
             self.draft.release()
         self.rows = self.texts = None
 
     def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
-        """The tiers below the cache: `num_slots` blocks of the host's memory (a GPU has some), and the disk."""
+        """Open the tiers below the cache: `num_slots` blocks of host memory (GPU only), and disk."""
         assert self._block_rows is not None
         if not num_slots:
             return BlockStore(
@@ -296,9 +304,12 @@ class ModelRunner:
                 self.draft.make_graphs(self.rows, config)
 
     def graph_reserve_bytes(self, activation_bytes: int) -> int:
-        """Bytes kept free for graphs: their hidden states or vectors, the largest graph's activations, and the driver's
-        memory for the launches. The largest step runs once eagerly before it is captured. `activation_bytes` is the result
-        of `profile`."""
+        """Bytes to keep free for graphs.
+
+        These are their hidden states or vectors, the largest graph's activations, and the driver's
+        memory for the launches. The largest step runs once eagerly before it is captured.
+        `activation_bytes` is the result of `profile`.
+        """
         spec, size = self.model.spec, self.dtype.itemsize
         if spec.is_encoder:
             sizes = text_ladder(self.config.scheduling.max_num_batched_tokens)
@@ -309,11 +320,11 @@ class ModelRunner:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Of captured steps."""
+        """Sizes of captured steps."""
         return () if self.graphs is None else tuple(self.graphs.sizes)
 
     def capture_next(self) -> bool:
-        """Capture one more graph that steps may want. False: there is none left."""
+        """Capture one more graph that steps may need. False if there is none left."""
         with torch.inference_mode():
             return any(
                 graphs is not None and graphs.capture_next()
@@ -324,16 +335,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlightStep | AwaitingMask:
-        """Queue one step. On a CPU the launch computes the step, except that a step of a few greedy decodes may still run when
-        this returns. A step that ran before is done."""
+        """Queue one step.
+
+        On a CPU the launch computes the step, but a step of a few greedy decodes may still run when
+        this returns. Any earlier step is done by then.
+        """
         if isinstance(plan, TextsPlan):
             return self._launch_texts(plan)
         batch, num_cold, rows = self.prepare(plan), self._num_cold, self.rows
         assert rows is not None
         drafts = copied = later = None
         if self.draft is not None and (drafted := self.draft.write_drafts(plan, rows)):
-            # A grammar's mask waits for them, so they are copied to the host while the forward runs. Otherwise the launch of
-            # the copy need not keep the GPU waiting for the forward.
+            # A grammar's mask waits for the drafts, so they are copied to the host while the
+            # forward runs. Without a grammar the copy is launched after the forward, so that the
+            # GPU does not wait for its launch.
             if not batch.has_grammar and self.draft.has_kept_drafts(drafted, rows):
                 later = partial(self.draft.kept_drafts, drafted)
             else:
@@ -370,7 +385,7 @@ class ModelRunner:
     def _awaiting(
         self, batch: InputBatch, output: Output, drafts: Tensor | None, is_cold: bool
     ) -> Callable[[TokenMask], InFlightStep]:
-        """The draw of a step with grammars. What needs no mask is launched now, so that it waits for none."""
+        """Make the draw of a step with grammars. The part that needs no mask is launched now."""
         ready: tuple[Tensor, SamplingTensors | None] | None = None
         if (sampled := output.sampled) is not None and output.hidden is not None:
             assert self.rows is not None
@@ -423,8 +438,10 @@ class ModelRunner:
         mask: TokenMask | None = None,
         ready: tuple[Tensor, SamplingTensors | None] | None = None,
     ) -> InFlightStep:
-        """Draw tokens, and compute the log-probabilities and vectors that requests want. `ready`: the logits and the sampling
-        parameters of the draw, if they are launched already."""
+        """Draw tokens, and compute the log-probabilities and vectors that requests want.
+
+        `ready` are the logits and sampling parameters of the draw, if they are already launched.
+        """
         plan, sampled = batch.plan, output.sampled
         assert plan is not None
         assert sampled is not None
@@ -477,28 +494,30 @@ class ModelRunner:
         )
 
     def _passed_on(self, plan: StepPlan, output: Output) -> InFlightStep:
-        """A step that the next stage continues."""
+        """Make the handle of a step that the next stage continues."""
         if self._first is not None and output.sampled is not None and output.sampled.requests:
             self._first.expect(output.sampled.requests)
         return InFlightStep(plan, None, _NO_TOKENS, self.platform.record())
 
     def max_in_flight(self, plan: Plan) -> int:
-        """How many steps may be in flight once `plan` is launched. 1: `launch` computes it before it returns, so the tokens of
-        the step before would wait for it."""
+        """Number of steps that may be in flight once `plan` is launched.
+
+        1 means that `launch` computes the step before it returns, so the previous step's tokens
+        would wait for it.
+        """
         if self.platform.is_asynchronous:
             return 2
         return 1 if isinstance(plan, TextsPlan) or plan.scheduled[-1].num_tokens > 1 else 2
 
     def _launch_texts(self, plan: TextsPlan) -> InFlightStep:
-        """An encoder's step."""
+        """Launch an encoder's step."""
         assert self.texts is not None, "allocate() comes first"
-        vectors = self.platform.to_host(
-            self.texts.run(plan)
-        )  # before the next replay overwrites them
+        # before the next replay overwrites them
+        vectors = self.platform.to_host(self.texts.run(plan))
         return InFlightStep(plan, None, _NO_TOKENS, self.platform.record(), vectors=vectors)
 
     def _run_ahead(self, plan: StepPlan, sampled: SampledRows, output: Output) -> InFlightStep:
-        """A CPU's step of greedy decodes that was begun."""
+        """Handle a CPU's step of greedy decodes that has been started."""
         assert output.tokens is not None
         assert output.running is not None
         self._under_way = output
@@ -508,7 +527,7 @@ class ModelRunner:
         return InFlightStep(plan, sampled, output.tokens, output.running if goes_on else None)
 
     def _take_tokens(self) -> None:
-        """Wait for the step that a CPU still computes, and write its tokens where the next step reads them."""
+        """Wait for a CPU's step under way, and write its tokens where the next step reads them."""
         if self._under_way is not None:
             assert self.rows is not None
             output, self._under_way = self._under_way, None
@@ -521,7 +540,10 @@ class ModelRunner:
                 self.draft.states.write(*output.states)
 
     def forget_rows(self) -> None:
-        """Drop every sequence, after a step failed. Nothing that the device still computes is read again."""
+        """Drop every sequence after a step failed.
+
+        Nothing that the device still computes is read again.
+        """
         self._under_way = None
         for stage in (self._first, self._last):
             if stage is not None:
@@ -530,8 +552,10 @@ class ModelRunner:
             self.rows.forget()
 
     def _pool(self, plan: StepPlan, output: Output) -> tuple[tuple[str, ...], Tensor] | None:
-        """The vectors (or scores) of a decoder's pooled sequences whose last token is in this step. They are made from its
-        state."""
+        """Vectors or scores of a decoder's pooled sequences whose last token is in this step.
+
+        They are computed from the last token's hidden state.
+        """
         assert self.rows is not None
         assert output.hidden is not None
         ids, ends = completed_prompts(self.rows, plan)
@@ -545,11 +569,11 @@ class ModelRunner:
         return ids, self.platform.to_host(vectors)
 
     def expert_load(self) -> ExpertTokens:
-        """Tokens by expert since the start, for each layer with experts."""
+        """Tokens per expert since the start, for each layer with experts."""
         return self._experts.read()
 
     def movable_load(self) -> tuple[ExpertTokens, int]:
-        """`expert_load` of the layers whose experts can change ranks, and the bytes of an expert's weights."""
+        """`expert_load` of layers whose experts can change ranks, and an expert's weight bytes."""
         assert self._places is not None
         layers = self._places.layers
         return tuple(
@@ -557,25 +581,25 @@ class ModelRunner:
         ), self._places.expert_bytes
 
     def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
-        """Let experts change places before the next step. All ranks make this call."""
+        """Let experts change places before the next step. All ranks must make this call."""
         assert self._places is not None
         self._take_tokens()
         self._places.swap(swaps)
 
     def reset_expert_load(self) -> None:
-        """Forget the tokens so far, which were no request's."""
+        """Reset the counts, which so far came from no request."""
         self._experts.reset()
 
     # --- Helpers ------------------------------------------------------------------------------------------------------
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
-        """Zeros for the layers' keys and values."""
+        """Zeroed keys and values of the layers."""
         return DeviceCache(self.model.spec, self.ops, self.platform, self.config.cache).shared(
             num_blocks, self.kv_scales
         )
 
     def _calibrate(self) -> list[tuple[Tensor, Tensor]]:
-        """Scales of an 8-bit cache."""
+        """Measure the scales of an 8-bit cache."""
         cache = self.config.cache
         return calibrated_scales(
             self.forwards,
@@ -597,7 +621,7 @@ class ModelRunner:
         )
 
     def _join_stages(self) -> None:
-        """Of a pipeline: the first and the last stage pass on tokens."""
+        """Set up the first and last stage of a pipeline, which pass on tokens."""
         if self.partition is None or self.partition.pipe is None or self.rows is None:
             return
         if self.model.spec.has_first:
@@ -615,7 +639,11 @@ class ModelRunner:
 
     @property
     def warms_up(self) -> bool:
-        """Whether warm-up steps are run: on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of them."""
+        """True if warm-up steps are needed.
+
+        They are needed on a GPU, whose kernels compile, and on a CPU that sends a GPU its part of the
+        steps.
+        """
         pipe = None if self.partition is None else self.partition.pipe
         return self.platform.is_asynchronous or (pipe is not None and pipe.through_host)
 

@@ -1,7 +1,7 @@
-"""Tables in one array, so that all that a step changes in them is one upload and one write.
+"""Tables packed in one array, so that all changes of a step are one upload and one write.
 
-On an H200's host an upload takes 20 µs, twice that on a slow host, and a write 9. A new request changes five tables.
-Without a device (`device=None`) the tables are NumPy's arrays.
+On an H200's host an upload takes 20 µs, twice that on a slow host, and a write takes 9 µs. A new
+request changes five tables. Without a device (`device=None`) the tables are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Words of 4 bytes. Each table begins at a multiple of 256 bytes, as if it were allocated alone."""
+"""Alignment of tables in 4-byte words: 256 bytes, as if each table were allocated alone."""
 
 
 class PackedTables:
-    """`tables`: the dtype, of 4 or 8 bytes, and the shape of each, by name. They begin as zeros."""
+    """Tables in one array, initially zero.
+
+    `tables` has the dtype (4 or 8 bytes) and shape of each table, by name.
+    """
 
     def __init__(
         self, tables: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device | None
@@ -46,7 +49,7 @@ class PackedTables:
             self._host = self._all.numpy() if device.type == "cpu" else None
 
     def __getitem__(self, name: str) -> Tensor:
-        """The table, in the memory that `put` changes."""
+        """The table, as a view of the memory that `put` changes."""
         dtype, shape = self._tables[name]
         begin, size = self._begins[name], math.prod(shape) * np.dtype(dtype).itemsize // 4
         own = self._all[begin : begin + size]
@@ -57,8 +60,10 @@ class PackedTables:
         return own.view(getattr(torch, dtype)).view(shape)  # type: ignore[no-any-return]
 
     def put(self, name: str, where: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
-        """Write `values` [n], of the table's type, to the places `where` [n] of the table, seen as flat. On a GPU it is done by
-        `flush`, and no place may be written twice before it."""
+        """Write `values` [n], of the table's type, to the flat indices `where` [n] of the table.
+
+        On a GPU, `flush` performs the write, and no index may be written twice before it.
+        """
         if not len(where):
             return
         words, at = values.view(np.int32), self._begins[name] + where
@@ -71,7 +76,7 @@ class PackedTables:
             self._words.append(words)
 
     def flush(self) -> None:
-        """Write what was put."""
+        """Write all pending values."""
         if not self._where:
             return
         import torch
@@ -85,10 +90,11 @@ class PackedTables:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:
-    """A host array on the device; on a GPU through pinned memory, so that the copy does not wait for the stream.
+    """Upload a host array.
 
-    torch's caching host allocator keeps the pinned memory until the copy that reads it is done. Without a device the array is
-    returned.
+    On a GPU this goes through pinned memory, so the copy does not wait for the stream. torch's
+    caching host allocator keeps the pinned memory until the copy is done. Without a device, the
+    array itself is returned.
     """
     if device is None:
         return array  # type: ignore[return-value]

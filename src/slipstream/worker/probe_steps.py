@@ -1,4 +1,4 @@
-"""Steps of made-up tokens that a loaded model runs before its first request: one to measure activations, some to compile."""
+"""Dummy steps before the first request, to measure activations and to compile kernels."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ if TYPE_CHECKING:
     from slipstream.worker.model_runner import ModelRunner
 
 PROBE_TOKENS = 64
-"""Tokens of the measured step where the bytes of most activations are known beforehand."""
+"""Tokens of the measured step if the bytes of most activations are known beforehand."""
 
 MOST_PROBED = 512
-"""At most so many on a CPU where they are not known, since 2,048 take half a minute. More take memory as these do; but a prompt
-that is computed whole is."""
+"""Maximum tokens of the measured step on a CPU if activation bytes are not known.
+
+2,048 tokens take half a minute. Larger steps are extrapolated. A prompt that must be computed whole
+is measured whole.
+"""
 
 LOGITS_PROBED = 2**24
-"""At most so many numbers of logits are sampled there: 64 MiB."""
+"""Maximum number of logits that this step samples: 64 MiB."""
 
 FEW_ROWS = 8
-"""Rows that this step samples. Each takes as much as the next. 64 rows of SmolLM2's vocabulary take 95 MB, which the process
-keeps."""
+"""Rows that this step samples.
+
+Rows take equal memory. 64 rows of SmolLM2's vocabulary would take 95 MB, which the process keeps.
+"""
 
 
 def measure_activations(runner: ModelRunner) -> int:
-    """Bytes of activations in the largest step: a whole budget of prefill, with every row sampled."""
+    """Bytes of activations in the largest step: a full prefill budget with every row sampled."""
     scheduling, size = runner.config.scheduling, runner.config.cache.block_size
     num_tokens, per_token = scheduling.max_num_batched_tokens, runner.forwards.token_bytes
     num_rows = few_rows = runner.config.max_num_sampled
     known, scale = 0, 1.0
-    if (
-        per_token is not None
-    ):  # a short step shows the rest, and the process keeps little of its memory
+    if per_token is not None:
+        # a short step shows the rest, and leaves the process with less unused memory
         known = num_tokens * (per_token + (0 if runner.draft is None else runner.draft.token_bytes))
         num_tokens = min(num_tokens, PROBE_TOKENS)
         few_rows = min(num_rows, FEW_ROWS)
-    elif (
-        not runner.platform.is_asynchronous
-    ):  # else a step of a million sequences would take all memory, and minutes
+    elif not runner.platform.is_asynchronous:
+        # otherwise a step of a million sequences would take all memory, and minutes
         whole = 0 if scheduling.enable_chunked_prefill else runner.config.model.max_model_len
         num_tokens = min(num_tokens, max(MOST_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
@@ -79,8 +82,10 @@ def measure_activations(runner: ModelRunner) -> int:
 
 
 def compile_kernels(runner: ModelRunner) -> None:
-    """Run a small prefill and two decodes, so that the first request waits for no compilation. A decode of one sequence has
-    kernels of its own."""
+    """Run a small prefill and two decodes, so that the first request waits for no compilation.
+
+    A decode of one sequence has kernels of its own.
+    """
     for num_tokens, length in compiled_steps(runner):
         meta, tokens = dummy_prefill(
             num_tokens, length, runner.config.cache.block_size, runner.device
@@ -98,13 +103,11 @@ def compile_kernels(runner: ModelRunner) -> None:
 
 
 def compiled_steps(runner: ModelRunner) -> list[tuple[int, int]]:
-    """(tokens, length of the prompts)"""
+    """(tokens, length of the prompts) of each step to compile."""
     steps = [(64, 64), (4, 1), (1, 1)]
-    if (
-        runner.has_latents
-    ):  # short and long prompts that begin at their first token have kernels of their own
-        most = min(
-            512, runner.config.scheduling.max_num_batched_tokens
-        )  # activations were measured for no more tokens
+    if runner.has_latents:
+        # short and long prompts that begin at their first token have kernels of their own
+        # activations were measured for no more tokens
+        most = min(512, runner.config.scheduling.max_num_batched_tokens)
         steps += [(most, min(n, most, runner.config.model.max_model_len)) for n in (128, 512)]
     return steps

@@ -1,18 +1,20 @@
-"""An executor over worker processes, one a rank of a model that is split. No torch here.
+"""Executor over worker processes, one per rank of a split model. No torch.
 
     ProcessExecutor ── plan, encoded once ──> rank 0, rank 1, …   (each a `LocalExecutor` with its part)
                     <─────── results ──────── rank 0
 
-Where requests are dealt out (`request_owners.py`), each rank gets its part of a plan and sends its part of the result.
+Where requests are distributed over ranks (`request_owners.py`), each rank gets its part of a plan
+and sends its part of the result.
 
-1. A rank is a child process with a Unix socket pair to this one. There is nothing to remove from the file system. To encode a
-   plan of 256 decodes takes 19 µs, to send its 4 KB to a rank 8; shared memory would save these 8, while the device works.
+1. A rank is a child process connected by a Unix socket pair, so nothing has to be removed from the
+   file system. Encoding a plan of 256 decodes takes 19 µs, and sending its 4 KB to a rank takes 8
+   µs. Shared memory would only save these 8 µs, while the device works anyway.
 2. A launch is a message and returns at once, so the next step is planned while the ranks compute.
-3. When a rank ends, all are killed at once. The next call, or one that waits, raises EngineError with the reason of the
-   first; this object is then of no more use.
+3. When a rank ends, all are killed at once. A waiting or later call raises EngineError with the
+   first rank's reason. The executor is then unusable.
 4. A rank ends when its standard input closes. So none outlives this process, however that ends.
-5. A thread reads what the ranks send as it comes (`rank_mailbox.py`). So no rank waits with a full socket while this process
-   waits to send to it, and a question keeps no result from who waits for that.
+5. A thread reads the ranks' messages as they arrive (`rank_mailbox.py`). So no rank blocks on a
+   full socket while this process waits to send to it, and a question does not delay results.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ OfRank: TypeAlias = tuple[EngineArgs, DeviceInfo | None]
 """A rank's settings, and its CPU; None: it has a GPU."""
 
 END_S = 5.0
-"""How long ranks have to end after the message to end."""
+"""Seconds that ranks have to end after the End message."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class RemoteStep:
     executor: ProcessExecutor
     plan: Plan
     awaits_mask: bool
-    parts: Sequence[StepPlan] = ()  # by rank of a stage, where requests are dealt out
+    parts: Sequence[StepPlan] = ()  # by rank of a stage, where requests are distributed over ranks
     is_done = False
 
     def proposed(self) -> Sequence[int]:
@@ -114,26 +116,28 @@ class RemoteStep:
 
 
 class ProcessExecutor(Executor):
-    """`ledgers`: each rank's; `ledger` is that of the one with the most weights."""
+    """Executor of a split model.
+
+    `ledgers` has each rank's memory ledger. `ledger` is that of the rank with the most weights.
+    """
 
     def __init__(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         progress("model")
-        path = resolve_model(
-            args.model, download_dir=args.download_dir
-        )  # once, and not by all at the same time
+        # once, and not by all ranks at the same time
+        path = resolve_model(args.model, download_dir=args.download_dir)
         self.description = read_spec(path).taking_images(args.max_images)
         self._parts, self._parallel = _check(args, self.description)
         self._ranks: list[Rank] = []
         self._dead: SlipstreamError | None = None
+        # all ranks must get all messages in one order
         self._sending, self._asking = (
             threading.Lock(),
             threading.Lock(),
-        )  # all ranks get all messages in one order
-        self._grammars: set[str] = set()  # requests that sample by one
-        self._adapters: AdapterPlaces | None = (
-            None  # those that every rank has in its host's memory
         )
-        self._balancer: ExpertBalancer | None = None  # of experts that are dealt out to ranks
+        self._grammars: set[str] = set()  # requests that sample with a grammar
+        # adapters that every rank has in its host memory
+        self._adapters: AdapterPlaces | None = None
+        self._balancer: ExpertBalancer | None = None  # for experts that are distributed over ranks
         self._group = Processes()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
@@ -167,8 +171,10 @@ class ProcessExecutor(Executor):
     def build(
         cls, args: EngineArgs, *, progress: Callable[[str], None] = lambda phase: None
     ) -> ProcessExecutor:
-        """Start the ranks, and load. `progress` is called with each phase as it begins. Errors are those of
-        `LocalExecutor.build`."""
+        """Start the ranks, and load the model. Raises the errors of `LocalExecutor.build`.
+
+        `progress` is called as each phase begins.
+        """
         return cls(args, progress)
 
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
@@ -204,7 +210,7 @@ class ProcessExecutor(Executor):
         self.config = config.with_memory_limits(self.ledger.num_blocks - 1, self.ledger.block_bytes)
         if config.lora is not None:
             self._adapters = AdapterPlaces(config.lora.max_cpu_loras)
-            for request in config.lora.requests:  # which the ranks have from their start
+            for request in config.lora.requests:  # the ranks have these from their start
                 self.load_adapter(request, tuple)
         if config.parallel.experts > 1 and config.lora is None:  # an adapter may change the router
             self._balancer = ExpertBalancer(self.description.spec, config.parallel.experts)
@@ -240,7 +246,7 @@ class ProcessExecutor(Executor):
         step.awaits_mask = False
 
     def proposed(self) -> Sequence[int]:
-        """The drafts of the newest step. Each rank has the draft model whole, and proposes the same."""
+        """Drafts of the newest step. Each rank has the whole draft model and proposes the same."""
         return self._ask(GetProposed())[0].proposed
 
     def max_in_flight(self, plan: Plan) -> int:
@@ -252,20 +258,20 @@ class ProcessExecutor(Executor):
             self._owners.forget()
         self._mail.expect(None)
         if self._dead is None:
-            with contextlib.suppress(EngineError):  # it is the step's error that is raised
+            with contextlib.suppress(EngineError):  # the step's error is the one to raise
                 self._broadcast(Forget())
 
     def warm_up(self) -> Sequence[StepTime]:
         times = self._ask(WarmUp())[0].step_times
         if self._owners is None:
             return times
-        ranks = self._owners.num_ranks  # each has had as many
+        ranks = self._owners.num_ranks  # each rank has run as many
         return [
             StepTime(ranks * time.num_seqs, ranks * time.num_tokens, time.seconds) for time in times
         ]
 
     def capture_next(self) -> bool:
-        """It is called while there is nothing to do, so a death is seen then too."""
+        """Capture the next size of step. It is called while idle, so it also detects a dead rank."""
         if self.config.device.enforce_eager:
             self._raise_if_dead()
             return False
@@ -279,8 +285,12 @@ class ProcessExecutor(Executor):
         return None if self._balancer is None else self._balancer.stats
 
     def load_adapter(self, request: LoRARequest, keep: Callable[[], Collection[int]]) -> str:
-        """Every rank reads its part of the adapter. They get a message only for one that they don't have, with the one to
-        evict. Each refuses the same, but for files that one of them can't read; then no rank has it."""
+        """Load an adapter; every rank reads its part.
+
+        The ranks get messages only for an adapter that they don't have, and for the one to evict.
+        All ranks refuse for the same reasons, except for files that one of them can't read. In that
+        case no rank keeps the adapter.
+        """
         if self._adapters is None:
             raise AdapterError("adapters are off; start with enable_lora", field="enable_lora")
         if (known := self._adapters.use(request)) is not None:
@@ -293,9 +303,8 @@ class ProcessExecutor(Executor):
             if len(refusals) < len(answers):
                 self.unload_adapter(request.id)
             raise refusals[0].as_error
-        version = ",".join(
-            sorted({answer.version for answer in answers})
-        )  # hosts have files of their own
+        # hosts have their own copies of the files
+        version = ",".join(sorted({answer.version for answer in answers}))
         self._adapters.add(request, version)
         return version
 
@@ -309,11 +318,11 @@ class ProcessExecutor(Executor):
 
     @property
     def release_unused(self) -> Callable[[], None] | None:
-        return None  # the ranks hold it
+        return None  # the ranks hold the memory
 
     @property
     def keeps_no_weights(self) -> str | None:
-        return "level 1 keeps weights in this process, and the ranks' are in theirs"
+        return "level 1 keeps weights in this process, but the ranks' weights are in their own processes"
 
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         assert level == 2, "the ranks' weights are in their processes"
@@ -321,19 +330,21 @@ class ProcessExecutor(Executor):
         return None
 
     def shutdown(self) -> None:
-        """End the ranks, and wait until they have."""
+        """End the ranks, and wait until they have ended."""
         self._dead = self._dead or EngineError("the ranks were shut down")
-        # By a thread: a rank that hangs reads nothing, and would hold us up.
+        # In a thread, because a rank that hangs reads nothing and would block us.
         sending = threading.Thread(target=_send_end, args=(self._ranks,), daemon=True)
         sending.start()
         self._group.wait(END_S)
         self._finalizer()
         self._group.wait(END_S)
-        self._mail.last_words()  # it has read all, so that the links can be closed
+        self._mail.last_words()  # the reader has finished, so the links can be closed
         sending.join(END_S)
         for rank in self._ranks:
             rank.link.cut()
-        sending.join()  # else it could send to a link that another engine has opened since, under the same number
+        # otherwise it could send to a link that another engine has opened since, with the same
+        # number
+        sending.join()
         for rank in self._ranks:
             if rank.process is not None:
                 assert rank.process.stdin is not None
@@ -351,7 +362,7 @@ class ProcessExecutor(Executor):
     # --- Messages -----------------------------------------------------------------------------------------------------
 
     def _has_grammar(self, plan: StepPlan) -> bool:
-        """Whether some request samples by one in this step."""
+        """True if some request samples with a grammar in this step."""
         self._grammars.difference_update(plan.released)
         self._grammars.update(
             r.request_id for r in plan.new if r.sampling.structured_outputs is not None
@@ -361,8 +372,11 @@ class ProcessExecutor(Executor):
         )
 
     def _balance_experts(self) -> None:
-        """Between two steps. The ranks are asked for their load every so often. What came of it since is acted on; all ranks
-        are told the same between the same launches."""
+        """Move experts between two steps.
+
+        The ranks are asked for their load at intervals. Answers that have arrived since are acted
+        on. All ranks get the same swaps between the same launches.
+        """
         if (balancer := self._balancer) is None:
             return
         each, waiting = self._parallel.ranks_of_stage, self._mail.expert_loads
@@ -380,11 +394,14 @@ class ProcessExecutor(Executor):
             self._broadcast(ReportExpertLoad())
 
     def _broadcast(self, message: ToRank) -> None:
-        """To all ranks."""
+        """Send a message to all ranks."""
         self._send_each([message])
 
     def _send_each(self, messages: Sequence[ToRank]) -> None:
-        """To each rank of a stage its own of `messages`, or all the same. The stages get the same."""
+        """Send each rank of a stage its own message, or all ranks the same one.
+
+        All stages get the same.
+        """
         self._raise_if_dead()
         encoded = [self._ranks[0].link.encode(message) for message in messages]
         try:
@@ -393,11 +410,10 @@ class ProcessExecutor(Executor):
                     rank.link.send_bytes(encoded[rank.number % len(encoded)])
         except OSError:
             self._die()
-        except (
-            BaseException
-        ):  # Ctrl-C: one rank may have the message and another not, and their sums would not fit
+        except BaseException:
+            # Ctrl-C: some ranks may have the message and others not, and their sums would not match
             self._dead = EngineError(
-                "the ranks were interrupted while they were told a step; start the engine again"
+                "the ranks were interrupted while a step was sent to them; start the engine again"
             )
             self._group.kill()
             raise
@@ -409,7 +425,7 @@ class ProcessExecutor(Executor):
             self._die()
 
     def _ask(self, question: Question, count: int | None = None) -> list[Reply]:
-        """The answers, `count` of them; None: one of each stage."""
+        """Ask a question. Returns `count` answers; None: one per stage."""
         with self._asking:
             self._broadcast(question)
             return [
@@ -418,7 +434,10 @@ class ProcessExecutor(Executor):
             ]
 
     def _await(self, find: Callable[[], T | None]) -> T:
-        """Wait until `find` finds something in the mail. EngineError, or the error that a rank had, if one has ended."""
+        """Wait until `find` returns a value from the mail.
+
+        If a rank has ended, raise the error that it had, or EngineError.
+        """
         self._raise_if_dead()
         found = self._mail.wait_for(find)
         if found is None:
@@ -428,18 +447,17 @@ class ProcessExecutor(Executor):
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise self._dead
-        if self._mail.is_over or any(
-            process.returncode is not None for process in self._group.all
-        ):  # a thread waits for each
+        if self._mail.is_over or any(process.returncode is not None for process in self._group.all):
+            # a thread waits for each process
             self._die()
 
     def _die(self) -> NoReturn:
-        """A rank has ended, or is about to: end all, and raise with the reason."""
+        """End all ranks, because one has ended or is about to, and raise with the reason."""
         self._group.wait(REASONS_S)
         self._group.kill()
         for rank in self._ranks:
             if rank.process is None:
-                rank.link.cut()  # it ends when it sees that
+                rank.link.cut()  # the rank ends when it sees that
         failures = sorted(self._mail.last_words(), key=lambda failed: failed.of_peer)
         gone = self._group.describe_first(but=self._mail.bereft)
         gone = gone or next(
@@ -453,8 +471,10 @@ class ProcessExecutor(Executor):
 
 
 def settled(args: EngineArgs) -> EngineArgs:
-    """With the number of layers that `cpu_layers` "auto" comes to; None if the GPU holds all. It is asked once: a GPU that has
-    been filled would give another number."""
+    """Resolve `cpu_layers` "auto" to a number of layers; None if the GPU holds all.
+
+    It is resolved once, because a GPU that has been filled would give another number.
+    """
     description = read_spec(
         resolve_model(args.model, download_dir=args.download_dir)
     ).taking_images(args.max_images)
@@ -463,12 +483,15 @@ def settled(args: EngineArgs) -> EngineArgs:
 
 
 def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank], ParallelConfig]:
-    """ConfigError if the settings are wrong, or this machine has not got so many devices, before a process is started. Returns
-    each rank's settings with its CPU (None: it has a GPU), and how the ranks share the model."""
+    """Check the settings and this machine's devices before a process is started.
+
+    Returns each rank's settings with its CPU (None: it has a GPU), and how the ranks share the
+    model. ConfigError if the settings are wrong or there are too few devices.
+    """
     size, info = num_ranks(args), this_device(args.device)
     config = resolve(args, description, info)
     if find_spec("torch") is None:
-        message = f"{args.model}: several ranks sum up their parts by torch; pip install 'slipstream[torch]'"
+        message = f"{args.model}: several ranks need torch to sum up their parts; pip install 'slipstream[torch]'"
         raise ConfigError(message, field=split_setting(args))
     check_weights_fit(config, description)
     if config.parallel.on_host:
@@ -481,7 +504,7 @@ def _check(args: EngineArgs, description: ModelDescription) -> tuple[list[OfRank
 
 
 def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
-    """ConfigError if this machine has not got a device for each of its ranks."""
+    """Raise ConfigError if this machine lacks a device for each of its ranks."""
     field, own = split_setting(args), args.local_ranks or num_ranks(args)
     have, what = (len(gpus()), "GPU") if info.is_cuda else (available_cores(), "core")
     if own > have:
@@ -489,7 +512,7 @@ def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
         if is_engine_folder(path) and read_engine_folder(path).settings.get(field) == getattr(
             args, field
         ):
-            remedy = f"lower it in {path / SERVE_NAME}, where it stands"
+            remedy = f"lower it in {path / SERVE_NAME}, where it is set"
         raise ConfigError(
             f"{field}: {own} ranks need a {what} each, and there are {have}; {remedy}", field=field
         )
@@ -498,7 +521,10 @@ def check_devices(args: EngineArgs, info: DeviceInfo) -> None:
 def _beside_a_gpu(
     args: EngineArgs, description: ModelDescription, config: EngineConfig
 ) -> list[OfRank]:
-    """Of `_check`: the stage of the host's CPU, and that of the GPU. A core is left to the process that feeds the GPU."""
+    """Settings of the host CPU's stage and of the GPU's stage, for `_check`.
+
+    One core is left to the process that feeds the GPU.
+    """
     cpu = detect("cpu", machine_folder(), num_threads=args.num_threads)
     on_cpu, on_gpu = stage_args(args, config, args.num_threads or max(1, cpu.num_threads - 1))
     own = resolve(on_cpu, description, cpu)

@@ -1,11 +1,14 @@
-"""Ranks on other hosts: the executor listens at an address (`rank_address`), and they come to it, as torchrun's do. No torch.
+"""Ranks on other hosts: they connect to the executor's `rank_address`, as in torchrun. No torch.
 
     this host:   slipstream serve MODEL --tensor-parallel-size 2 --local-ranks 1 --rank-address 10.0.0.1:29500
     another:     python -m slipstream.worker.rank_process --join 10.0.0.1:29500
 
-1. A rank says who it is (`Join`) and is given its number, in the order of arrival, with all that it needs (`Begin`).
-2. Who comes with another version, or for another number of ranks, is told why and sent away. So is one too many.
-3. There is neither a password nor encryption, as among torch's processes: the address must be of a network of one's own.
+1. A rank introduces itself (`Join`). It gets its number, in order of arrival, and everything it
+   needs (`Begin`).
+2. A rank of another version, a rank that expects another number of ranks, and a surplus rank are
+   told why and refused.
+3. There is neither a password nor encryption, as in torch.distributed. The address must be on a
+   private network.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from slipstream.errors import ConfigError, EngineError
 from slipstream.worker.rank_messages import FromRank, Join, Link, Refused, ToRank
 
 JOIN_S = 60.0
-"""So long ranks are waited for, and so long a rank tries to reach the executor."""
+"""Seconds that the executor waits for ranks, and that a rank tries to reach the executor."""
 
 HELLO_S = 5.0
-"""A connection without a message for so long is closed."""
+"""Seconds after which a connection without a message is closed."""
 
 
 def parse_address(text: str, field: str = "rank_address") -> tuple[str, int]:
-    """HOST:PORT. ConfigError if it is none."""
+    """Parse HOST:PORT. ConfigError if it is malformed."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -43,8 +46,11 @@ def parse_address(text: str, field: str = "rank_address") -> tuple[str, int]:
 def accept_ranks(
     address: str, size: int, count: int, *, wait_s: float = JOIN_S
 ) -> list[tuple[Link, Join, str]]:
-    """Wait for `count` of `size` ranks: the link to each, what it said, and where it is. ConfigError: the address is not this
-    host's or is taken. EngineError: not all have come in time."""
+    """Wait for `count` of `size` ranks. Returns (link, greeting, address) of each.
+
+    ConfigError if the address is not this host's or is in use. EngineError if not all ranks arrive
+    in time.
+    """
     host, port = parse_address(address)
     try:
         listener = socket.create_server(
@@ -52,7 +58,7 @@ def accept_ranks(
         )
     except OSError as error:
         raise ConfigError(
-            f"rank_address={address!r} can't be listened at: {error}", field="rank_address"
+            f"rank_address={address!r} can't be opened for listening: {error}", field="rank_address"
         ) from error
     found: list[tuple[Link, Join, str]] = []
     end = time.monotonic() + wait_s
@@ -75,7 +81,7 @@ def accept_ranks(
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
-    """The link to the rank that has connected. None: it was turned away."""
+    """Greet a rank that has connected. None if it was refused."""
     connection.settimeout(HELLO_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -85,9 +91,8 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         return None
     connection.settimeout(None)
     link = Link(Connection(connection.detach()), FromRank)
-    late = threading.Timer(
-        HELLO_S, link.cut
-    )  # ends the wait for a rank that says only half a message
+    # ends the wait for a rank that sends only half a message
+    late = threading.Timer(HELLO_S, link.cut)
     late.daemon = True
     late.start()
     try:
@@ -99,7 +104,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         late.cancel()
     why = ""
     if not isinstance(join, Join):
-        why = "it is no rank"
+        why = "it is not a rank"
     elif join.version != __version__:
         why = f"it has Slipstream {join.version}, and the executor {__version__}"
     elif join.world_size not in (None, size):
@@ -119,7 +124,7 @@ def join(
     wait_s: float = JOIN_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> Link:
-    """The link to the executor at `address`, from a rank. EngineError if no executor answers there in time."""
+    """Connect a rank to the executor at `address`. EngineError if none answers in time."""
     host, port = parse_address(address, "--join")
     end, why = clock() + wait_s, ""
     while clock() < end:

@@ -1,4 +1,4 @@
-"""What the ranks of a `ProcessExecutor` have sent and it has not taken yet. No torch."""
+"""Messages from the ranks of a `ProcessExecutor` that it has not taken yet. No torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from slipstream.worker.rank_messages import (
 T = TypeVar("T")
 
 REASONS_S = 0.6
-"""How long to wait for the reasons of ranks that end."""
+"""Seconds to wait for the failure reasons of ranks that end."""
 
 
 def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
-    """Of ranks that have counted their own tokens, or other layers."""
+    """Sum of the loads of ranks that counted their own tokens, or other layers."""
     total: dict[int, tuple[int, ...]] = {}
     for layer, counts in chain.from_iterable(loads):
         total[layer] = tuple(map(operator.add, counts, total.get(layer, (0,) * len(counts))))
@@ -38,21 +38,24 @@ def total_load(loads: Iterable[ExpertTokens]) -> ExpertTokens:
 
 
 class Mailbox:
-    """Messages of the ranks that were not taken yet. A thread reads their links until all are closed."""
+    """Messages from the ranks that were not taken yet.
+
+    A thread reads their links until all are closed.
+    """
 
     def __init__(self, ranks: Sequence[Rank], num_results: int = 1) -> None:
-        """`num_results`: how many ranks send a result of each step."""
+        """`num_results` is the number of ranks that send a result of each step."""
         self._num_results = num_results
         self._results: dict[int, dict[int, StepResult]] = {}  # by step and rank
         self.expert_loads: dict[int, RankExpertLoad] = {}  # by rank
         self._start: deque[tuple[Rank, Meeting | Phase | Started]] = deque()
         self._answers: deque[Reply] = deque()
         self._failures: list[RankFailed] = []
-        self._expected: set[int] = set()  # steps whose results somebody will want
+        self._expected: set[int] = set()  # steps whose results will be requested
         self._arrived = threading.Condition()
         self._is_over = False  # a rank has failed or ended
-        self.gone: list[Rank] = []  # whose links have ended, the first first
-        self.bereft: set[int] = set()  # ranks that failed since another was gone
+        self.gone: list[Rank] = []  # ranks whose links have ended, in order
+        self.bereft: set[int] = set()  # ranks that failed because another was gone
         self._reader = threading.Thread(target=self._read, args=(tuple(ranks),), daemon=True)
         self._reader.start()
 
@@ -61,7 +64,7 @@ class Mailbox:
         return self._is_over
 
     def expect(self, step_id: int | None) -> None:
-        """A step is launched. None: those that were launched are forgotten."""
+        """Register a launched step. None forgets all launched steps."""
         with self._arrived:
             if step_id is None:
                 self._expected.clear()
@@ -76,21 +79,21 @@ class Mailbox:
         return self._answers.popleft() if self._answers else None
 
     def results_of(self, step_id: int) -> list[StepResult] | None:
-        """Those of all ranks that send one, by rank, once they are there."""
+        """Take the results of a step, by rank; None until all have arrived."""
         if len(self._results.get(step_id, ())) < self._num_results:
             return None
         self._expected.discard(step_id)
         return [step for _, step in sorted(self._results.pop(step_id).items())]
 
     def wait_for(self, find: Callable[[], T | None]) -> T | None:
-        """What `find` finds, as soon as it does. None: a rank has failed or ended before."""
+        """Wait until `find` returns a value. None if a rank fails or ends first."""
         with self._arrived:
             while (found := find()) is None and not self._is_over:
                 self._arrived.wait()
             return found
 
     def last_words(self) -> list[RankFailed]:
-        """Why ranks have ended, once all have."""
+        """Reasons of the ranks that failed, once all ranks have ended."""
         self._reader.join(REASONS_S)
         return list(self._failures)
 

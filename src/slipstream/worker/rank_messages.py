@@ -1,9 +1,14 @@
-"""The messages between an executor and its ranks: msgpack over a Unix socket pair to each rank. No torch.
+"""Messages between an executor and its ranks: msgpack over one Unix socket pair per rank. No torch.
 
-To a rank: Begin, what a step needs, questions, UnloadAdapter, SwapExperts, End. From rank 0: Meeting, Phase. From the first
-rank of each stage: RankExpertLoad, and Reply; to LoadAdapter from all ranks. From the first of the last stage: Result. From
-any rank: Started, RankFailed. Where requests are dealt out, all ranks answer GetExpertLoad and ReportExpertLoad, and all of the
-last stage send a Result of each step. Answers come in the order of the questions; results in that of the launches.
+1. To a rank: Begin, a step's messages, questions, UnloadAdapter, SwapExperts, End.
+2. From rank 0: Meeting, Phase.
+3. From the first rank of each stage: RankExpertLoad and Reply. To LoadAdapter, all ranks reply.
+4. From the first rank of the last stage: Result.
+5. From any rank: Started, RankFailed.
+
+Where requests are distributed over ranks, all ranks answer GetExpertLoad and ReportExpertLoad, and
+all ranks of the last stage send a Result of each step. Answers come in the order of the questions,
+and results in the order of the launches.
 """
 
 from __future__ import annotations
@@ -36,9 +41,13 @@ from slipstream.types import (
 
 
 class Begin(msgspec.Struct, tag=True):
-    """`port`: where rank 0 listens for the others. Rank 0 gets 0, chooses a port and reports it (Meeting). `device`: the CPU of
-    all ranks, whose type and kernels were chosen once. None: a GPU each, which the ranks look up. `mixed`: the first of two
-    ranks has the CPU, the second a GPU."""
+    """Starts a rank.
+
+    `port` is where rank 0 listens for the other ranks. Rank 0 itself gets 0, chooses a port and
+    reports it (Meeting). `device` is the CPU of all ranks, whose type and kernels are chosen once;
+    None means one GPU per rank, which the rank looks up. `mixed`: the first of two ranks has the
+    CPU, the second a GPU.
+    """
 
     args: EngineArgs
     rank: int
@@ -50,13 +59,13 @@ class Begin(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """To a rank of another host that can't take part."""
+    """Tells a rank of another host that it can't take part."""
 
     why: str
 
 
 class Launch(msgspec.Struct, tag=True):
-    """A plan; where requests are dealt out, the rank's part of it."""
+    """Launches a plan, or the rank's part of it where requests are distributed over ranks."""
 
     plan: StepPlan
 
@@ -66,7 +75,7 @@ class LaunchTexts(msgspec.Struct, tag=True):
 
 
 class Constrain(msgspec.Struct, tag=True):
-    """Of the newest launch: a `TokenMask`."""
+    """Carries the `TokenMask` of the newest launch."""
 
     positions: tuple[int, ...]
     bits: bytes
@@ -89,23 +98,30 @@ class GetExpertLoad(msgspec.Struct, tag=True):
 
 
 class ReportExpertLoad(msgspec.Struct, tag=True):
-    """The first rank of each stage sends a RankExpertLoad; all ranks do where requests are dealt out. Nobody waits for it."""
+    """Asks for expert load, without waiting for the answer.
+
+    The first rank of each stage sends a RankExpertLoad. Where requests are distributed, all ranks
+    do.
+    """
 
 
 class SwapExperts(msgspec.Struct, tag=True):
-    """Before the next launch: a layer, and two places whose experts exchange them. All ranks get it."""
+    """Swaps experts before the next launch. All ranks get it.
+
+    Each entry is (layer, place, place): the experts at the two places change places.
+    """
 
     swaps: list[tuple[int, int, int]]
 
 
 class LoadAdapter(msgspec.Struct, tag=True):
-    """Ranks have room for it."""
+    """Loads an adapter. The ranks have room for it."""
 
     request: LoRARequest
 
 
 class GetProposed(msgspec.Struct, tag=True):
-    """Of the newest launch, which awaits a mask: `Launched.proposed`."""
+    """Asks for the drafts (`Launched.proposed`) of the newest launch, which awaits a mask."""
 
 
 class UnloadAdapter(msgspec.Struct, tag=True):
@@ -129,8 +145,11 @@ ToRank: TypeAlias = Begin | Refused | OfStep | OfExperts | Question | UnloadAdap
 
 
 class Join(msgspec.Struct, tag=True):
-    """The first words of a rank on another host. `local_rank`: which of its host's GPUs it takes. `world_size`: of how
-    many ranks it is to be one, if it was told."""
+    """First message of a rank on another host.
+
+    `local_rank` is the GPU of its host that it takes. `world_size` is the number of ranks that it
+    expects, if it was told one.
+    """
 
     version: str
     local_rank: int
@@ -142,7 +161,7 @@ class Meeting(msgspec.Struct, tag=True):
 
 
 class Result(msgspec.Struct, tag=True):
-    """A `StepResult`, its extras by kind."""
+    """A `StepResult`, with its extras by kind."""
 
     step_id: int
     token_ids: list[int]
@@ -179,15 +198,22 @@ class Result(msgspec.Struct, tag=True):
 
 
 class RankExpertLoad(msgspec.Struct, tag=True):
-    """Of the layers whose experts can change ranks, and the bytes of an expert's weights."""
+    """Load of the experts that can change ranks, and the bytes of one expert's weights."""
 
     load: ExpertTokens
     expert_bytes: int
 
 
 class Reply(msgspec.Struct, tag=True):
-    """To WarmUp (the step times), CaptureNext (whether there was one), GetExpertLoad, LoadAdapter (the version of its files, or
-    why it can't be), GetAdapterStats and GetProposed."""
+    """Answers a question.
+
+    1. WarmUp: `step_times`.
+    2. CaptureNext: `done` tells whether there was a size to capture.
+    3. GetExpertLoad: `expert_load`.
+    4. LoadAdapter: `version` of the adapter's files, or `refused`.
+    5. GetAdapterStats: `adapters`.
+    6. GetProposed: `proposed`.
+    """
 
     done: bool = True
     expert_load: ExpertTokens = ()
@@ -199,7 +225,7 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class RankFailed(Failed, tag=True):
-    """`of_peer`: it failed since another rank was gone."""
+    """A rank's failure. `of_peer`: it failed because another rank was gone."""
 
     of_peer: bool = False
 
@@ -210,7 +236,7 @@ FromRank: TypeAlias = (
 
 
 class Link:
-    """An end of the socket between the executor and a rank."""
+    """One end of the socket between the executor and a rank."""
 
     def __init__(self, connection: Connection, takes: Any) -> None:
         self._connection = connection
@@ -223,18 +249,18 @@ class Link:
         return self._encoder.encode(message)
 
     def send(self, message: ToRank | FromRank) -> None:
-        """OSError if the other end is closed."""
+        """Send a message. OSError if the other end is closed."""
         self.send_bytes(self.encode(message))
 
     def send_bytes(self, encoded: bytes) -> None:
         self._connection.send_bytes(encoded)
 
     def receive(self) -> Any:
-        """Wait for a message. EOFError or OSError when the other end is closed."""
+        """Wait for a message. EOFError or OSError if the other end is closed."""
         return self._decoder.decode(self._connection.recv_bytes())
 
     def cut(self) -> None:
-        """End the connection, whatever reads from it."""
+        """Shut the connection down for all its readers."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as same:
             same.shutdown(socket.SHUT_RDWR)
 

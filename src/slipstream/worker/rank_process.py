@@ -1,11 +1,12 @@
-"""One rank of a model that is split over processes: `python -m slipstream.worker.rank_process DESCRIPTOR`.
+"""One rank of a model split over processes: `python -m slipstream.worker.rank_process DESCRIPTOR`.
 
-It has a `LocalExecutor` with its part of the model, and makes the calls that the messages say, in their order. The first rank
-(of a pipeline's last stage) sends the results. All ranks of a stage compute the same tokens: logits are gathered, the same bits
-on every rank, and the sampler depends on nothing but them and the requests. Where requests are dealt out, each rank gets its
-part of a plan, computes its own requests' tokens and sends their results.
+It has a `LocalExecutor` with its part of the model, and makes the calls that the messages request,
+in order. The first rank of the last pipeline stage sends the results. All ranks of a stage compute
+the same tokens, because gathered logits have the same bits on every rank, and the sampler depends
+only on them and the requests. Where requests are distributed over ranks, each rank gets its part of
+a plan, computes its own requests' tokens and sends their results.
 
-It ends when its standard input closes, so it never outlives who started it.
+The process ends when its standard input closes, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -70,28 +71,30 @@ _logger = logging.getLogger("slipstream.engine")
 
 class RankProcess:
     def __init__(self, link: Link, local_rank: int | None = None) -> None:
-        """`local_rank`: which of its host's devices this rank takes, if it is not on the executor's host."""
+        """`local_rank` is the device that a rank on another host takes there."""
         self._link, self._local_rank = link, local_rank
         self._poll = select.poll()
         self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
-        self._steps: deque[InFlightStep | AwaitingMask] = (
-            deque()
-        )  # of who sends results: those not sent yet
+        # steps whose results are not sent yet, if this rank sends results
+        self._steps: deque[InFlightStep | AwaitingMask] = deque()
         self._newest: InFlightStep | AwaitingMask | None = None
 
     def run(self) -> int:
-        """Serve until the message to end. Returns the exit code: 0, or 1 after a failure that was reported."""
+        """Serve until the End message.
+
+        Returns the exit code: 0, or 1 after a failure that was reported.
+        """
         try:
             begin = self._link.receive()
             if isinstance(begin, Refused):
-                raise EngineError(f"the executor sent this rank away: {begin.why}")
+                raise EngineError(f"the executor refused this rank: {begin.why}")
             assert isinstance(begin, Begin)
             self._start(begin)
             while self._serve():
                 pass
             return 0
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return 1  # who started it is gone
+            return 1  # the executor is gone
         except Exception as error:
             of_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
             failed = Failed.of(error)
@@ -110,14 +113,15 @@ class RankProcess:
         self._answers = begin.rank % ranks_of_stage == 0
         self._answered_by_all: tuple[type, ...] = (LoadAdapter,)
         if self._rank:
-            logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 says it for all
+            logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 logs for all
         device, on_host = (
             begin.device,
             (0, 1) if begin.mixed else (begin.rank, begin.args.local_ranks or begin.size),
         )
         if self._local_rank is not None:
             on_host = self._local_rank, self._local_rank + 1
-            if device is not None:  # of the executor's host; the type is the same on all
+            # this is the executor's CPU; the dtype must be the same on all hosts
+            if device is not None:
                 here = detect("cpu", machine_folder(), num_threads=begin.args.num_threads)
                 device = dataclasses.replace(
                     here, best_dtype=device.best_dtype, dtype_reason=device.dtype_reason
@@ -131,21 +135,21 @@ class RankProcess:
         self._executor = own = LocalExecutor.build(
             begin.args, progress=tell, ranks=ranks, device=device
         )
-        if own.config.parallel.deals_requests:  # each has results of its own
+        if own.config.parallel.deals_requests:  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
             self._answered_by_all = (LoadAdapter, GetExpertLoad, ReportExpertLoad)
         self._link.send(
             Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
         )
         gc.freeze()
-        gc.disable()  # a step leaves no cycles, and to look for some stops it for 50 ms
+        gc.disable()  # a step leaves no cycles, and a search for them would pause it for 50 ms
 
     def _serve(self) -> bool:
-        """Take a message, or send a result that is there. False: it is to end."""
+        """Handle one message, or send a finished result. False at the End message."""
         while self._steps and self._steps[0].is_ready:
             self._link.send(Result.of(self._steps.popleft().result()))
         waits = not any(not step.awaits_mask for step in self._steps)
-        # A GPU's event has nothing that one could wait for beside a message.
+        # No wait covers both a GPU event and a message, so this polls.
         if not self._poll.poll(None if waits else 0):
             return True
         message: ToRank = self._link.receive()
@@ -161,7 +165,7 @@ class RankProcess:
         if isinstance(message, Launch | LaunchTexts):
             self._launch(message.plan)
         elif isinstance(message, Constrain):
-            if isinstance(self._newest, AwaitingMask):  # else another stage draws
+            if isinstance(self._newest, AwaitingMask):  # otherwise another stage draws
                 self._newest.constrain(TokenMask(message.positions, message.bits))
         elif isinstance(message, Forget):
             self._steps.clear()
@@ -207,14 +211,14 @@ class RankProcess:
 
 
 def end_with_parent() -> None:
-    """Exit when the parent's end of our standard input closes, whatever the main thread waits for."""
+    """Exit when the parent closes our standard input, whatever the main thread is doing."""
     while os.read(0, 1):
         pass
     os._exit(0)
 
 
 def join_executor(words: list[str]) -> int:
-    """As a rank on a host of its own: come to the executor, and serve until it ends."""
+    """Join the executor as a rank on another host, and serve until it ends."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.worker.rank_process")
     parser.add_argument(
         "--join", required=True, metavar="HOST:PORT", help="the executor's rank_address"
@@ -257,14 +261,16 @@ def main() -> int:
         code = join_executor(sys.argv[1:])
         sys.stderr.flush()
         os._exit(code)
-    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when its ranks end.
+    # Ctrl-C and a service manager's SIGTERM reach the whole process group. The parent decides when
+    # its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     code = RankProcess(Link(Connection(int(sys.argv[1])), ToRank)).run()
     sys.stderr.flush()
-    os._exit(code)  # peers may be gone already, for whom the libraries' own ends would wait
+    # peers may be gone already, and the libraries' own exit handlers would wait for them
+    os._exit(code)
 
 
 if __name__ == "__main__":

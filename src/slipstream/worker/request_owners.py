@@ -1,10 +1,10 @@
-"""Requests that are dealt out to ranks: what each rank gets of a step, and one result of theirs. No torch.
+"""Distribution of requests over ranks: each rank's part of a step, and one result from theirs.
 
-Each request belongs to a rank, which alone has its row, its keys and values, and its result (`NewRequest.rank`). A request that
-was preempted may come back to another rank.
+No torch. Each request belongs to one rank, which alone has its row, its keys and values, and its
+result (`NewRequest.rank`). A preempted request may return to another rank.
 
-A plan's *part* has one rank's requests. Block numbers count in each rank's cache anew. Part and plan have their requests in one
-order, so tokens are sorted in again by walking through the plan.
+A *part* of a plan has one rank's requests. Block numbers refer to that rank's cache. A part has its
+requests in the plan's order, so walking through the plan restores the order of tokens.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from slipstream.worker.step_shape import largest_shape, shape_of
 
 
 class RequestOwners:
-    """Which of `num_ranks` ranks each request belongs to."""
+    """Remembers which of `num_ranks` ranks each request belongs to."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._rank_of: dict[str, int] = {}
 
     def forget(self) -> None:
-        """All requests have ended."""
+        """Forget all requests; they have ended."""
         self._rank_of.clear()
 
     def parts(self, plan: StepPlan) -> list[StepPlan]:
-        """Each rank's part of the next plan."""
+        """Split the next plan into the parts of the ranks."""
         ranks, of = range(self.num_ranks), self._rank_of
         released: list[list[str]] = [[] for _ in ranks]
-        for name in (
-            plan.released
-        ):  # before the new ones: a request may come back to another rank in the same step
-            if (rank := of.pop(name, None)) is not None:  # else `forget` was called since
+        for name in plan.released:
+            # before the new ones, because a request may return to another rank in the same step
+            if (rank := of.pop(name, None)) is not None:  # None if `forget` was called since
                 released[rank].append(name)
         of.update((new.request_id, new.rank) for new in plan.new)
         scheduled: list[list[ScheduledRequest]] = [[] for _ in ranks]
@@ -68,11 +67,10 @@ class RequestOwners:
 
 
 def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -> list[TokenMask]:
-    """Of a plan's `mask` what each part's sampled positions may be."""
+    """Split a plan's `mask` into the masks of its parts."""
     rank_of = {s.request_id: rank for rank, part in enumerate(parts) for s in part.scheduled}
-    places: list[
-        tuple[int, int]
-    ] = []  # of each sampled position: (the rank, its number among the rank's)
+    # (rank, index among the rank's sampled positions) of each sampled position
+    places: list[tuple[int, int]] = []
     counts = [0] * len(parts)
     for s in plan.scheduled:
         rank = rank_of[s.request_id]
@@ -91,7 +89,7 @@ def masks_of_parts(parts: Sequence[StepPlan], plan: StepPlan, mask: TokenMask) -
 def joined_result(
     parts: Sequence[StepPlan], plan: StepPlan, results: Sequence[StepResult]
 ) -> StepResult:
-    """The plan's result, of those of its parts."""
+    """Join the results of a plan's parts."""
     tokens_of = {
         s.request_id: tokens
         for part, result in zip(parts, results, strict=True)
@@ -122,7 +120,10 @@ def joined_result(
 
 
 def _joined_logprobs(parts: Sequence[SampledLogprobs], plan: StepPlan) -> SampledLogprobs:
-    """In the plan's order. A part has as many of the likeliest tokens as one of its requests wants at most."""
+    """Join log-probabilities in the plan's order.
+
+    Each part has as many top tokens as its most demanding request wants.
+    """
     if len(parts) == 1:
         return parts[0]
     names = [name for part in parts for name in part.request_ids]

@@ -1,10 +1,11 @@
-"""The roofline of a CPU's step (Williams et al. 2009): each operator's time against the least time that the machine allows.
+"""Roofline of a CPU step (Williams et al. 2009): operators' times against the machine's minimum.
 
-1. The ceilings are measured: every thread only reads memory that no cache holds, or only multiplies operands in registers
-   and the nearest cache.
-2. An operator's floor is its bytes over the rate of reading, or its multiplications over their rate, whichever is longer.
-   Bytes are weights, keys and values; activations stay in the caches.
-3. An operator's share is floor / time. Operators that only move activations (norms, rotation, rounding) have no floor here.
+1. The ceilings are measured: every thread only reads memory that no cache holds, or only multiplies
+   operands in registers and the nearest cache.
+2. An operator's floor is its bytes over the read rate, or its multiplications over their rate,
+   whichever is longer. Bytes are weights, keys and values; activations stay in the caches.
+3. An operator's share is floor / time. Operators that only move activations (norms, rotation,
+   rounding) have no floor here.
 """
 
 from __future__ import annotations
@@ -38,17 +39,23 @@ from slipstream.spec.reason import Reason
 from slipstream.worker.model_runner import ModelRunner
 
 READ_BYTES = 2 * 2**30
-"""Several times what the last cache level of a server holds (320 MB and more). At most a quarter of the memory that is free."""
+"""Bytes read to measure the read rate, at most a quarter of free memory.
+
+This is several times the last cache level of a server (320 MB and more).
+"""
 MULTIPLY_ROUNDS = 12_500
-"""Each multiplies a tile eight times."""
+"""Rounds of the multiplication test; each multiplies a tile eight times."""
 REPEATS = 7
 CEILING_SECONDS = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The rates of all threads together: bytes a second, and operations a second by type. A multiplication with its
-    addition is two operations. int6: weights of up to 6 bits times inputs of 8; int8: of 8 bits."""
+    """Rates of all threads together: bytes per second, and operations per second by type.
+
+    A multiply-add is two operations. `int6` is weights of up to 6 bits times 8-bit inputs; `int8`
+    is 8-bit weights.
+    """
 
     read: float
     int6: float
@@ -59,8 +66,10 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """A step's operators of one kind and size together. `floor_s` and `bound` (read, int6, int8, bfloat16, float32) are None
-    where there is no floor."""
+    """All operators of one kind and size in a step.
+
+    `floor_s` and `bound` (read, int6, int8, bfloat16, float32) are None if there is no floor.
+    """
 
     operator: str
     count: int
@@ -77,7 +86,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShares:
-    """A shape of step: `num_seqs` sequences of `length` tokens, of which the last `num_new` are computed."""
+    """A step of `num_seqs` sequences of `length` tokens each; the last `num_new` are computed."""
 
     name: str
     num_seqs: int
@@ -105,22 +114,23 @@ class Roofline:
 def measure_roofline(
     runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int
 ) -> Roofline:
-    """Measure decode steps of each batch size with `context` tokens a sequence, and the prefill of one prompt. ConfigError
-    if a step is not one program of the C++ kernels."""
+    """Measure decode steps of each batch size, and the prefill of one prompt.
+
+    The decodes have `context` tokens per sequence. ConfigError if a step is not one program of the
+    C++ kernels.
+    """
     ops, step = runner.ops, compile_program(runner.model.decoder)
     if not isinstance(ops, NativeOps):
         raise ConfigError(
-            f"the roofline is that of the C++ kernels, and here {ops.name!r} run; use a CPU with kernels='auto' (`slipstream "
+            f"the roofline needs the C++ kernels, but {ops.name!r} run here; use a CPU with kernels='auto' (`slipstream "
             "doctor` says what is missing)",
             field="kernels",
         )
     if (kind := runner.model.spec.kind) != "a decoder":
-        raise ConfigError(
-            f"the roofline is that of a decoder's steps, and this model is {kind}", field="model"
-        )
+        raise ConfigError(f"the roofline needs a decoder, but this model is {kind}", field="model")
     if isinstance(step, Reason):
         raise ConfigError(
-            f"a step of {runner.model.spec.family} is no program of the C++ kernels, so its operators can't be timed: {step}",
+            f"a step of {runner.model.spec.family} is not one program of the C++ kernels, so it can't be timed: {step}",
             field="model",
         )
     longest = max(prompt, context)
@@ -140,7 +150,7 @@ def measure_roofline(
     )
     with torch.inference_mode():
         kv = runner.make_cache(num_blocks)
-        for layer in kv:  # memory that was never written is one page of zeros, which a cache holds
+        for layer in kv:  # untouched memory is one shared page of zeros, which caches hold
             layer.k.fill_(1)
             layer.v.fill_(1)
         steps = tuple(
@@ -160,8 +170,8 @@ def measure_roofline(
 
 def measure_ceilings(pool: ThreadPool) -> Ceilings:
     num_bytes = min(READ_BYTES, max(2**20, host_memory()[1] // 4))
-    data = Arena(size=0).take(num_bytes)  # in large pages, as weights are
-    data.fill(0)  # so that the system maps them
+    data = Arena(size=0).take(num_bytes)  # in large pages, like weights
+    data.fill(0)  # makes the system map the pages
     rates = {}
     for what, name in enumerate(native.CEILINGS):
         rounds = 1 if name == "read" else MULTIPLY_ROUNDS
@@ -172,7 +182,7 @@ def measure_ceilings(pool: ThreadPool) -> Ceilings:
             if name == "read"
             else 2 * native.load().ss_ceiling_macs(pool.pointer, what, rounds)
         )
-        best = float("inf")  # the best of several, since other load only adds time
+        best = float("inf")  # best of several, since other load only adds time
         until = time.perf_counter() + CEILING_SECONDS
         for repeat in itertools.count():
             if repeat >= REPEATS and time.perf_counter() > until:
@@ -207,9 +217,8 @@ def _shares(
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
     attention = [layer.attention for layer in step.spec.layers]
-    found: dict[
-        tuple[str, str | None], list[tuple[float, int, int]]
-    ] = {}  # sparse weights of one shape differ in bytes
+    # sparse weights of one shape differ in bytes
+    found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}
     at = 0
     for program, num_tokens in zip(programs, (num_seqs * num_new, num_seqs), strict=True):
         layers = iter(attention)
@@ -226,7 +235,7 @@ def _shares(
 
 
 def _of_operator(op: Operator, num_tokens: int) -> tuple[str, str | None, int, int]:
-    """(label, the type it multiplies in, bytes, operations)"""
+    """(label, multiplication type, bytes, operations) of an operator."""
     if op.weights is None:
         return op.name, None, 0, 0
     w = op.weights
@@ -247,8 +256,11 @@ def _type(w: Packed | PackedExperts) -> str:
 def _of_attention(
     a: AttentionKind, kv: LayerKV, num_seqs: int, num_new: int, length: int
 ) -> tuple[str, str | None, int, int]:
-    """`_of_operator` for attention. A new token sees itself and the tokens before it, within the window. A latent is read
-    once."""
+    """`_of_operator` for attention.
+
+    A new token attends to itself and the tokens before it, within the window. A latent is read
+    once.
+    """
     own = None if isinstance(a, LatentAttentionSpec) else a.window
     window = own or length
     seen = sum(min(n, window) for n in range(length - num_new + 1, length + 1))
@@ -262,7 +274,7 @@ def _of_attention(
 def _share(
     label: str, kind: str | None, each: list[tuple[float, int, int]], ceilings: Ceilings
 ) -> OperatorShare:
-    """`each`: seconds, bytes and operations of one operator."""
+    """Sum up operators of one label; `each` has seconds, bytes and operations of one operator."""
     seconds, num_bytes, operations = (
         sum(s for s, _, _ in each),
         sum(b for _, b, _ in each),

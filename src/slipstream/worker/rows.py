@@ -1,12 +1,15 @@
 """The worker's permanent rows.
 
-Each request has a row for as long as it runs. A row's tokens and block tables live on the device. A step only says which rows
-compute which positions, so that a token sampled in step N feeds step N + 1 without ever visiting the host.
+Each request has a row while it runs. A row's tokens and block tables live on the device. A step
+only says which rows compute which positions. So a token sampled in step N feeds step N + 1 without
+visiting the host.
 
-1. Row `capacity` is the null row (block 0), which padding reads and writes. Its tokens may be any.
-2. The host writes a row's tokens once, when it is made. Every later token is written by the sampler on the device. All tables
-   lie in one array (`packed_tables.py`), so that what a step changes in them is one upload.
-3. Without a device (`device=None`) there is no torch: NumPy's arrays are in the place of tensors.
+1. Row `capacity` is the null row (block 0), which padding reads and writes. Its tokens are
+   arbitrary.
+2. The host writes a row's tokens once, when the row is made. The sampler writes every later token
+   on the device. All tables are in one array (`packed_tables.py`), so a step's changes to them are
+   one upload.
+3. Without a device (`device=None`) there is no torch, and NumPy arrays replace tensors.
 """
 
 from __future__ import annotations
@@ -81,28 +84,26 @@ class Row:
     sampling: SamplingParams
     num_prompt_tokens: int
     seed: int
-    forbidden_early: tuple[int, ...]  # end tokens, which are forbidden before min_tokens
+    forbidden_early: tuple[int, ...]  # end tokens, which are forbidden before `min_tokens`
     num_encoder_tokens: int = 0
-    adapter: int = NO_ADAPTER  # its slot
+    adapter: int = NO_ADAPTER  # slot of its adapter
     mirostat_mu: float = 0.0
     num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
     num_kept: int = 0  # drafts of the last chain that a graph has run (`worker/chain_graphs.py`)
-    ahead: range = range(0)  # a chain is launched already, for when so many tokens are computed
-    num_blocks: int = 0  # in its first group
+    ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
+    num_blocks: int = 0  # blocks in its first group
     images: tuple[ImageSpan, ...] = ()
-    places: LongArray | None = (
-        None  # its tokens' three positions [3, n] up to the end of the last picture, if it has three
-    )
-    allowed: LongArray | None = field(
-        init=False
-    )  # the only tokens that can be drawn, without duplicates
+    # three positions [3, n] of its tokens up to the end of the last image, if they have three
+    places: LongArray | None = None
+    # the only tokens that may be drawn, without duplicates
+    allowed: LongArray | None = field(init=False)
 
     def __post_init__(self) -> None:
         allowed = self.sampling.allowed_token_ids
         self.allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
 
     def image_parts(self, share: ScheduledRequest) -> list[tuple[ImageSpan, int, int]]:
-        """Of pictures whose placeholders are in a step: (picture, first, last + 1) of the tokens of the picture."""
+        """Images with placeholders in a step, as (image, first, last + 1) of the image's tokens."""
         begin, end = share.num_computed_tokens, share.num_computed_tokens + share.num_tokens
         return [
             (image, max(begin - image.offset, 0), min(end, image.end) - image.offset)
@@ -111,7 +112,7 @@ class Row:
         ]
 
     def needs_images(self, share: ScheduledRequest) -> bool:
-        """Whether a step's part of the request is no plain text: it has placeholders, or three positions a token."""
+        """True if a step's part of the request has placeholders, or tokens with three positions."""
         if not self.images or share.num_computed_tokens >= self.images[-1].end:
             return False
         return self.places is not None or bool(self.image_parts(share))
@@ -134,7 +135,10 @@ class Row:
 
 
 class RowTable:
-    """Rows for up to `capacity` requests of up to `max_model_len` tokens, each with a block table in every one of `groups`."""
+    """Rows of up to `capacity` requests with up to `max_model_len` tokens.
+
+    Each row has a block table in every group of `groups`.
+    """
 
     def __init__(
         self,
@@ -148,17 +152,21 @@ class RowTable:
         groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
         sectioned: bool = False,
     ) -> None:
-        """`sectioned`: tokens of pictures have three positions, and text behind them counts fewer than there are tokens."""
+        """Allocate the tables.
+
+        `sectioned`: image tokens have three positions, and later text counts fewer positions than
+        tokens.
+        """
         self.capacity = capacity
         self.block_size = block_size
         self.ops = ops
         self.device = device
         self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
-        self.num_own = len(groups) - (
-            self.cross is not None
-        )  # groups of the requests' own tokens, which come first
+        # groups of the requests' own tokens; they come first
+        self.num_own = len(groups) - (self.cross is not None)
         max_blocks = -(-max_model_len // block_size)
-        # One column more than the context: the last sampled token has a place though it is never computed.
+        # One column more than the context, because the last sampled token is stored but never
+        # computed.
         tables: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("int32", (capacity + 1, max_model_len + 1)),
             "block_tables": ("int32", (len(groups), capacity + 1, max_blocks)),
@@ -170,10 +178,10 @@ class RowTable:
         self._tables = PackedTables(tables, device)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
-        self.position_shifts = (
-            self._tables["position_shifts"] if sectioned else None
-        )  # behind a row's pictures
-        # Of each row [C + 1]: temperature, top_p, min_p and the penalties; top_k, tokens of its prompt, seed.
+        # shift of the positions after a row's images
+        self.position_shifts = self._tables["position_shifts"] if sectioned else None
+        # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
+        # tokens, seed.
         self.sampling_floats, self.sampling_ints = (
             self._tables["sampling_floats"],
             self._tables["sampling_ints"],
@@ -194,19 +202,22 @@ class RowTable:
         sectioned: bool = False,
         rank: int = 0,
     ) -> RowTable:
-        """As many rows as `config` lets sequences run. `rank`: of several with other requests, whose seeds are others, too."""
+        """Make a table with as many rows as `config` allows running sequences.
+
+        `rank` is one of several ranks with different requests, so their seeds differ, too.
+        """
         model, cache = config.model, config.cache
         sizes = config.scheduling.max_num_seqs, model.max_model_len, cache.block_size
         return cls(*sizes, ops, device, model.seed + rank, groups=cache.groups, sectioned=sectioned)
 
     @cached_property
     def nothing(self) -> Tensor:
-        """float32 [0], for what a step has none of: an upload of nothing takes as long as another."""
+        """Empty float32 [0] tensor for absent inputs; an empty upload takes as long as any other."""
         return self.upload(np.empty(0, np.float32))
 
     @cached_property
     def _seeds(self) -> np.random.Generator:
-        return np.random.default_rng(self._seed)  # late: numpy.random takes 12 ms of a start
+        return np.random.default_rng(self._seed)  # made late: numpy.random takes 12 ms of a start
 
     def _next_seed(self, sampling: SamplingParams) -> int:
         return int(self._seeds.integers(2**62)) if sampling.temperature > 0.0 else 0
@@ -219,8 +230,10 @@ class RowTable:
         self._free = list(range(self.capacity - 1, -1, -1))
 
     def apply(self, plan: StepPlan, adapters: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Drop released rows, make new ones, update block tables: one upload at most. `adapters`: the slots of those that new
-        requests have, by id."""
+        """Drop released rows, make new ones, and update block tables, with at most one upload.
+
+        `adapters` maps the adapter ids of new requests to their slots.
+        """
         for request_id in plan.released:
             for wanting in self.wanting.values():
                 wanting.discard(request_id)
@@ -278,7 +291,7 @@ class RowTable:
             self._tables.put("encoder_lens", found[:, 0], found[:, 1].astype(np.int32))
 
     def _put_sampling(self, rows: Sequence[Row]) -> None:
-        """The rows' sampling parameters, which do not change while a row lives."""
+        """Write the rows' sampling parameters, which do not change while a row exists."""
         where = np.array([row.index for row in rows], np.int64)
         floats = [
             (
@@ -301,7 +314,7 @@ class RowTable:
             self._tables.put(name, places.reshape(-1), values.reshape(-1))
 
     def _put_shifts(self, rows: Sequence[Row]) -> None:
-        """Three positions a token for rows with pictures, and how far the text behind them is shifted."""
+        """Compute three positions per token of images, and the shift of the text after them."""
         shifts = np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows):
             if row.images:
@@ -314,21 +327,21 @@ class RowTable:
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:
-        """Whether the requests want only the index of the largest logit."""
+        """True if the requests want only the index of the largest logit."""
         return not any(self.wanted(want, request_ids) for want in NEEDS_LOGITS)
 
     def wanted(self, want: Want, request_ids: Sequence[str]) -> bool:
-        """Whether one of the requests asks for it."""
+        """True if one of the requests wants the option."""
         wanting = self.wanting[want]
         return bool(wanting) and not wanting.isdisjoint(request_ids)
 
     def adapters_of(self, scheduled: Sequence[ScheduledRequest]) -> IntArray:
-        """The adapters' slots of requests [S]."""
+        """Adapter slots of requests [S]."""
         return np.array([self.rows[s.request_id].adapter for s in scheduled], np.int32)
 
     def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
         _, num_rows, width = self.block_tables.shape
-        blocks: dict[int, int] = {}  # by place: of two updates of one, the later holds
+        blocks: dict[int, int] = {}  # by place; the later of two updates of one place counts
         for s in scheduled:
             for update in s.table_updates:
                 if update.group == 0:
@@ -348,7 +361,10 @@ class RowTable:
             )
 
     def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
-        """Write drafts to their rows. They are the last tokens that their requests compute in this step."""
+        """Write drafts to their rows.
+
+        They are the last tokens that their requests compute in this step.
+        """
         width, where = self.tokens.shape[1], list[int]()
         for s in drafted:
             end = self.rows[s.request_id].index * width + s.num_computed_tokens + s.num_tokens
@@ -371,11 +387,14 @@ class RowTable:
             self.ops.write_tokens(table, rows, columns, tokens)
 
     def columns(self, table: Tensor, which: Tensor) -> Tensor:
-        """The columns `which` [N] of `table` [n, C + 1], as [n, N]; a column is a row's."""
+        """The columns `which` [N] of `table` [n, C + 1], as [n, N].
+
+        A column belongs to a row of the table.
+        """
         return table[:, which] if self.device is None else table.index_select(1, which)
 
     def history(self, which: Tensor, longest: int) -> Tensor:
-        """The first `longest` tokens of the rows `which`, int32 [N, longest]"""
+        """The first `longest` tokens of the rows `which`, int32 [N, longest]."""
         return self.of_rows(self.tokens[:, :longest], which)
 
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Makes the inputs of `ops.sample` from the rows' sampling parameters, and log-probabilities of its tokens.
+"""Prepares the inputs of `ops.sample` from the rows' parameters, and checks drafts by its output.
 
-Only parameters that some row uses are gathered. A step of greedy rows needs none. A table without a device gives arrays.
+Only parameters that some row uses are gathered. A step of greedy rows needs none. A table without a
+device yields NumPy arrays.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORBIDDEN = -1e30
-"""Added to the logit of a forbidden token. It is finite, so that a token is drawn even if all are forbidden."""
+"""Added to the logit of a forbidden token.
+
+It is finite, so a token can be drawn even if all are forbidden.
+"""
 
 PROMPT_LOGPROB_ROWS = 256
 """Positions whose logits are computed at once for prompt log-probabilities."""
 
 
 def sampling_tensors(table: RowTable, sampled: SampledRows) -> SamplingTensors:
-    """The sampling parameters of the N tokens of `sampled`, in its order. They are on the device already, except biases and
-    lists of allowed tokens, which are uploaded each step."""
+    """Sampling parameters of the N tokens of `sampled`, in its order.
+
+    They are already on the device, except biases and lists of allowed tokens, which are uploaded in
+    each step.
+    """
     names = sampled.names
     bias, limits = biases_of(table, sampled, names), limits_of(table, sampled, names)
     penalised, draws = table.wanted("penalties", names), table.wanted("draw", names)
@@ -84,8 +91,7 @@ def _int32(x: Any) -> Any:
 def positions_of(
     table: RowTable, sampled: SampledRows, want: Want, names: Sequence[str]
 ) -> Iterator[tuple[int, Row, int]]:
-    """For each token of the requests that ask for `want`: (its index among the N tokens, the row, how many tokens precede
-    it)."""
+    """Yield (index of N, row, number of preceding tokens) of the tokens of requests with `want`."""
     if not table.wanted(want, names):
         return
     wanting, i = table.wanting[want], 0
@@ -100,7 +106,11 @@ def positions_of(
 def limits_of(
     table: RowTable, sampled: SampledRows, names: Sequence[str]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(tokens of `sampled` that are limited, and for each allowed token: which of these, and the token), or None."""
+    """Lists of allowed tokens; None if there are none.
+
+    Returns the indices of limited tokens of `sampled`, and for each allowed token the index it
+    belongs to and its id.
+    """
     limited = [
         (i, row.allowed)
         for i, row, _ in positions_of(table, sampled, "allowed", names)
@@ -116,13 +126,16 @@ def limits_of(
 def biases_of(
     table: RowTable, sampled: SampledRows, names: Sequence[str]
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(row, token, value) of every change to a logit, or None: logit biases; FORBIDDEN on end tokens before min_tokens, and
-    on the last tokens of bad words. Only the device knows whether a bad word's earlier tokens stand there; the value is 0
-    where they do not."""
+    """Changes to logits as (row, token, value) arrays; None if there are none.
+
+    1. Logit biases.
+    2. FORBIDDEN on end tokens before `min_tokens`.
+    3. FORBIDDEN on the last tokens of bad words. Only the device knows whether a bad word's earlier
+       tokens precede; where they do not, the value is 0.
+    """
     entries: list[tuple[int, int, float]] = []
-    begun: list[
-        tuple[int, int, tuple[int, ...]]
-    ] = []  # bad words of several tokens that the answer may have begun
+    # bad words of several tokens that the answer may have begun
+    begun: list[tuple[int, int, tuple[int, ...]]] = []
     for i, row, end in positions_of(table, sampled, "bias", names):
         sampling, num_answered = row.sampling, end - row.num_prompt_tokens
         entries.extend((i, token, value) for token, value in sampling.logit_bias.items())
@@ -140,9 +153,8 @@ def biases_of(
     biases = table.upload(np.array(values, np.float32))
     if begun:
         longest = max(len(word) for *_, word in begun) - 1
-        wanted = np.full(
-            (2, len(begun), longest), -1, np.int32
-        )  # tokens (−1: any), and their places in the table
+        # tokens (−1: any), and their places in the table
+        wanted = np.full((2, len(begun), longest), -1, np.int32)
         wanted[1] = 0
         for n, (_, end, word) in enumerate(begun):
             size = len(word) - 1
@@ -156,20 +168,24 @@ def biases_of(
 def verified(
     requests: Sequence[ScheduledRequest], tokens: Sequence[int], from_model: Sequence[int] = ()
 ) -> tuple[list[int], tuple[int, ...]]:
-    """The `tokens` that count, of those sampled at all positions of `requests`, and how many each request gets: its drafts
-    up to the first that was not sampled, and the token that was sampled there. `from_model`: the drafts that the plan left
-    to the draft model.
+    """Compare sampled tokens with drafts. Returns (tokens that count, number of them per request).
 
-    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. There a draft d is accepted
-    with probability p(d), and otherwise a token is drawn from p without d. That is the same as to draw one token from p and
-    compare it with d. So a seed gives the same answer with and without drafts.
+    `tokens` are sampled at all positions of `requests`. Each request gets its drafts up to the
+    first that was not sampled, and the token sampled there. `from_model` are the drafts that the
+    plan left to the draft model.
+
+    This is rejection sampling (Leviathan et al. 2023) of drafts proposed with probability 1. That
+    accepts a draft d with probability p(d), and otherwise draws a token from p without d. Drawing
+    one token from p and comparing it with d is the same. So a seed gives the same answer with and
+    without drafts.
     """
     kept: list[int] = []
     counts = []
     begin = 0
     proposed = iter(from_model)
     for s in requests:
-        guessed = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]  # the others are forced
+        # the other drafts are forced tokens
+        guessed = s.drafts[max(0, len(s.drafts) + 1 - s.num_sampled) :]
         drafts = [next(proposed) if draft == FROM_MODEL else draft for draft in guessed]
         end = begin + s.num_sampled
         last = end - 1 - len(drafts)  # the position before the first draft
@@ -182,7 +198,7 @@ def verified(
 
 
 def prompt_positions(row: Row, s: ScheduledRequest) -> int:
-    """The number of this step's positions that precede a *prompt* token."""
+    """Number of this step's positions that precede a *prompt* token."""
     return max(
         0,
         min(s.num_computed_tokens + s.num_tokens, row.num_prompt_tokens - 1)

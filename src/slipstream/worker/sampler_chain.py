@@ -1,15 +1,17 @@
-"""Draws tokens of requests with parameters that the batch's sampler lacks (`SamplingParams.by_chain`), row by row. No torch.
+"""Draws tokens row by row for requests that the batch sampler does not cover. No torch.
 
-The slower path: it works on the host, with NumPy, some milliseconds a row and a hundred thousand tokens of vocabulary. On a GPU
-the logits of these rows are copied to the host first, and the launch waits for that; other rows of the step are drawn on the
-device as always. A step without such rows takes nothing of this.
+These have parameters that it lacks (`SamplingParams.by_chain`). This is the slower path: it runs on
+the host, with NumPy, in some milliseconds per row and hundred thousand vocabulary tokens. On a GPU
+the logits of these rows are first copied to the host, and the launch waits for that. Other rows of
+the step are drawn on the device as always. A step without such rows is not affected.
 
-1. Allowed tokens, biases and bad words come first, then the request's own functions, then the samplers in their order, then one
-   draw. A grammar's mask was applied before.
-2. The draw uses the same random number as the batch's sampler would, so it depends on seed, position and logits alone. What
-   is verified of drafts is drawn so, too: drafts change no answer.
-3. Mirostat has a state, `Row.mirostat_mu`. It goes to the scheduler with each token (`SamplerState`) and comes back with a
-   request that was preempted. Such requests have no drafts.
+1. Allowed tokens, biases and bad words come first, then the request's own functions, then the
+   samplers in their order, then one draw. A grammar's mask was applied before.
+2. The draw uses the same random number as the batch sampler would, so it depends only on seed,
+   position and logits. Tokens that verify drafts are drawn the same way, so drafts change no
+   answer.
+3. Mirostat has a state, `Row.mirostat_mu`. It goes to the scheduler with each token
+   (`SamplerState`), and returns with a request that was preempted. Such requests have no drafts.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from slipstream.worker.sampler import biases_of, limits_of, positions_of
 _logger = logging.getLogger("slipstream.engine")
 
 XTC_SALT = 0x5851F42D4C957F2D
-"""Makes another random number of a seed: whether XTC acts."""
+"""Changes a seed, for the separate random number that decides whether XTC acts."""
 
 
 class Chained(NamedTuple):
-    """Tokens [M] of some of a step's positions, and the details to report for their requests."""
+    """Tokens [M] of some of a step's positions, and details to report for their requests."""
 
     tokens: Longs
     extras: list[Extra]
 
 
 def places(table: RowTable, sampled: SampledRows) -> list[int]:
-    """Which of the N positions are drawn here."""
+    """Indices of the N positions that are drawn here."""
     if not table.wanted("chain", sampled.names):
         return []
     chained = table.wanting["chain"]
@@ -54,7 +56,7 @@ def places(table: RowTable, sampled: SampledRows) -> list[int]:
 def draw_chained(
     table: RowTable, sampled: SampledRows, which: Sequence[int], logits: Floats
 ) -> Chained:
-    """The tokens at the `places` of `sampled`, of their logits [M, V], which are overwritten."""
+    """Draw tokens at the `places` of `sampled` from their logits [M, V], which are overwritten."""
     chained = table.wanting["chain"]
     own = SampledRows(
         requests=tuple([s for s in sampled.requests if s.request_id in chained]),
@@ -80,12 +82,11 @@ def draw_chained(
 
 
 def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
-    """A token behind `tokens` [L]."""
+    """Draw a token after `tokens` [L]."""
     params, counter = row.sampling, np.array([len(tokens)])
     for given in params.logits_processors:
-        masked = (
-            logits == -np.inf
-        )  # by a grammar or a list of allowed tokens: a function can't bring them back
+        # by a grammar or a list of allowed tokens; a function can't allow these again
+        masked = logits == -np.inf
         logits[:] = np.where(
             masked, -np.inf, _processed(given, tokens, row.num_prompt_tokens, logits)
         )
@@ -108,8 +109,11 @@ def _draw_row(row: Row, logits: Floats, tokens: Longs) -> int:
 def apply_samplers(
     logits: Floats, tokens: Longs, num_prompt: int, p: SamplingParams, u_xtc: float
 ) -> None:
-    """All samplers that `p` takes, in its order, on logits [V]. With temperature 0 only those that change logits: the likeliest
-    token is never left out."""
+    """Apply all samplers of `p` to logits [V], in its order.
+
+    With temperature 0 only samplers that change logits apply, because the others never remove the
+    likeliest token.
+    """
     steps: dict[str, Callable[[], None]] = {
         "penalties": lambda: samplers.penalties(
             logits,
@@ -171,7 +175,7 @@ def _processed(given: Any, tokens: Longs, num_prompt: int, logits: Floats) -> Fl
 
 @lru_cache(maxsize=256)
 def processor(name: str) -> Callable[..., Any]:
-    """The function "module:function"."""
+    """Import the function named "module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):

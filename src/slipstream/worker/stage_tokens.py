@@ -1,10 +1,13 @@
-"""A pipeline's sampled tokens: its last stage draws them, and its first reads them in the next step of their requests.
+"""Sampled tokens of a pipeline, sent from the last stage to the first.
 
-They go from device to device, so neither stage waits for the host, which plans the next step before it knows them.
+The last stage draws them, and the first reads them in their requests' next step. They go from
+device to device. So neither stage waits for the host, which plans the next step before it knows
+them.
 
 1. Each step that samples is one message, int64 [N], in the order of the steps.
-2. The first stage takes a step's tokens just before it launches the next step of one of its requests. Until then it computes
-   steps of other requests, while the last stage is still at this one.
+2. The first stage takes a step's tokens just before it launches the next step of one of its
+   requests. Until then it computes steps of other requests, while the last stage is still at this
+   one.
 """
 
 from __future__ import annotations
@@ -23,19 +26,25 @@ from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.rows import Row, RowTable
 
 MOST_DUE = 4
-"""Steps whose tokens may be left at the last stage. Of requests that have ended nobody asks for them."""
+"""Maximum number of steps whose tokens may stay at the last stage.
+
+Ended requests never fetch theirs.
+"""
 
 
 @dataclass(slots=True)
 class Due:
-    """Tokens that are to come. `requests` sample `counts` of them each (None: one each), and had `rows` then. `places`, int64
-    [2, N]: the row of each token and its position."""
+    """Tokens that are expected.
+
+    `requests` sample `counts` of them each (None: one each), and had `rows` at that time. `places`,
+    int64 [2, N], has the row and position of each token.
+    """
 
     requests: Sequence[str]
     rows: Sequence[Row]
     counts: Sequence[int] | None
     places: npt.NDArray[np.int64]
-    num_dropped: int  # `RowTable.num_dropped` of then
+    num_dropped: int  # `RowTable.num_dropped` at that time
 
 
 class FirstStage:
@@ -44,7 +53,7 @@ class FirstStage:
         self._due: deque[Due] = deque()
 
     def expect(self, sampled: Sequence[ScheduledRequest]) -> None:
-        """A step was launched in which these requests sample."""
+        """Register a launched step in which these requests sample."""
         table = self._rows.rows
         rows, counts = [table[s.request_id] for s in sampled], [s.num_sampled for s in sampled]
         indices, ends = (
@@ -62,7 +71,10 @@ class FirstStage:
         )
 
     def before(self, plan: StepPlan) -> None:
-        """Have the tokens that the requests of `plan` begin with. To be called before it changes rows."""
+        """Receive the tokens that the requests of `plan` begin with.
+
+        Call this before `plan` changes rows.
+        """
         names = {s.request_id for s in plan.scheduled}
         newest = max(
             (i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1
@@ -72,9 +84,7 @@ class FirstStage:
 
     def _take(self, due: Due) -> None:
         tokens, places, rows = self._receive(due), due.places, self._rows
-        if (
-            rows.num_dropped > due.num_dropped
-        ):  # new requests may have the rows of some that have ended since
+        if rows.num_dropped > due.num_dropped:  # new requests may have taken the rows of ended ones
             alive = np.array(
                 [
                     rows.rows.get(name) is row
@@ -93,7 +103,10 @@ class FirstStage:
         return self._pipe.receive_back((due.places.shape[1],), torch.int64)
 
     def forget(self) -> None:
-        """All requests have ended. What is on its way is received, so that what follows is not taken for it."""
+        """Drop everything after all requests have ended.
+
+        Messages on their way are received, so that later ones are not mistaken for them.
+        """
         while self._due:
             self._receive(self._due.popleft())
 
@@ -104,15 +117,21 @@ class LastStage:
         self._owed = 0
 
     def awaits_mask(self, count: int) -> None:
-        """A step was launched that draws `count` tokens once it has its grammars' masks. No other is launched before."""
+        """Register a launched step that draws `count` tokens once it has its grammars' masks.
+
+        No other step may be launched before.
+        """
         self._owed = count
 
     def drawn(self, tokens: Tensor) -> None:
-        """Of the newest step."""
+        """Send the tokens of the newest step."""
         self._owed = 0
         self._pipe.send_back(tokens)
 
     def forget(self) -> None:
-        """All requests have ended. The first stage receives a message of each step, also of one that was never drawn."""
+        """Drop everything after all requests have ended.
+
+        The first stage receives a message of each step, even of one that was never drawn.
+        """
         if self._owed:
             self.drawn(torch.zeros(self._owed, dtype=torch.int64, device=self._device))

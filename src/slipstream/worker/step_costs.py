@@ -1,9 +1,11 @@
-"""Measures how long steps take on this device: decodes, chunks of prompts, and both together, of dummy sequences.
+"""Measures step times of dummy sequences on this device: decodes, prompt chunks, both together.
 
-1. A step is launched through the executor, as the engine launches it, but without the scheduler: its sequences have blocks
-   filled with ones, and no tokens were computed before. So any shape is ready within milliseconds.
+1. A step is launched through the executor, like the engine does, but without the scheduler. Its
+   sequences have blocks filled with ones and no tokens computed before. So any shape is ready
+   within milliseconds.
 2. Two steps are in flight where the device allows it, as in the engine.
-3. Shapes take turns over several rounds, so that other load slows all alike. The result is the median of the rounds.
+3. Shapes take turns over several rounds, so that other load slows all alike. The result is the
+   median of the rounds.
 """
 
 from __future__ import annotations
@@ -28,18 +30,21 @@ from slipstream.worker.local_executor import LocalExecutor
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ROUNDS = 5
 VERIFIED = (3, 6)
-"""Tokens of a sequence with drafts."""
+"""Tokens per sequence in steps that verify drafts."""
 
 ONE_IN_8_BITS = 0x38
 """1.0 in float8 e4m3, and a small number in int8."""
 
 LEAST_S = 0.03
-"""Seconds for which each round repeats a shape. It repeats it at least twice."""
+"""Minimum seconds that each round repeats a shape, and at least twice."""
 
 
 class Step(NamedTuple):
-    """The sequences of a step: the computed tokens of each decode, (computed, tokens to compute) of each prompt, and (computed,
-    tokens to verify) of each decode with drafts."""
+    """The sequences of a step.
+
+    `decodes` has each decode's number of computed tokens. `prompts` has (computed, tokens to
+    compute) of each prompt. `verified` has (computed, tokens to verify) of each decode with drafts.
+    """
 
     decodes: tuple[int, ...] = ()
     prompts: tuple[tuple[int, int], ...] = ()
@@ -57,8 +62,11 @@ def grid(
     num_cached: int,
     largest: int,
 ) -> list[Step]:
-    """Steps over the range of an engine with these limits. `num_cached`: tokens that the cache holds. `largest`: tokens of the
-    longest context that is measured."""
+    """Steps that cover the range of an engine with these limits.
+
+    `num_cached` is the cache's capacity in tokens. `largest` is the longest measured context in
+    tokens.
+    """
     longest = min(max_model_len - 1, largest)
     contexts = [n for n in (32, 256, 1024, 4096, 16384) if n < longest]
     counts = _doubling(max_num_seqs)
@@ -90,9 +98,8 @@ def grid(
         ):
             steps.append(Step(decodes=(256,) * n, prompts=((0, size),)))
     for n, tokens in itertools.product(counts[::2], VERIFIED):
-        if (
-            n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest
-        ):  # the sampler has room
+        if n * tokens <= max_num_seqs and n * 320 <= num_cached and 256 + tokens <= longest:
+            # the sampler has room
             steps.append(Step(verified=((256, tokens),) * n))
     return steps
 
@@ -111,18 +118,19 @@ def measure_steps(
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:
-    """The times of `steps` by `clock`. ConfigError if the model is no decoder, or a step does not fit into the cache or the
-    context."""
+    """Measure `steps` with `clock`.
+
+    ConfigError if the model is no decoder, or a step does not fit into the cache or the context.
+    """
     spec, config = executor.description.spec, executor.config
     if not spec.generates or spec.encoder is not None:
         raise ConfigError(
-            f"steps are measured of a decoder, and {config.model.model} is {spec.kind}",
+            f"only steps of a decoder can be measured, and {config.model.model} is {spec.kind}",
             field="model",
         )
     most = 1 + max(_num_blocks(step, config) for step in steps)
-    for layer in (
-        executor.runner.kv
-    ):  # memory that was never written is one page of zeros, which a cache holds
+    for layer in executor.runner.kv:
+        # untouched memory is one shared page of zeros, which CPU caches hold
         for held in (layer.k[:most], layer.v[:most]):
             _fill(held)
     timer = _Timer(executor, clock)
@@ -138,7 +146,7 @@ def measure_steps(
 
 
 def _fill(held: Any) -> None:
-    """With ones. `held` is a tensor, or an array of a runner without torch."""
+    """Fill with ones. `held` is a tensor, or an array of a runner without torch."""
     if held.itemsize == 1:
         held.view(np.uint8 if isinstance(held, np.ndarray) else torch.uint8)[...] = ONE_IN_8_BITS
     else:
@@ -160,7 +168,7 @@ class _Timer:
         self._ids = itertools.count()
 
     def seconds(self, step: Step, least_s: float) -> float:
-        """Seconds of a step, the mean of several equal ones."""
+        """Mean seconds of a step over several equal ones."""
         scheduled, new = self._sequences(step)
         first = StepPlan(next(self._ids), scheduled, new)
         self.executor.launch(first).result()  # captures its graph and compiles its kernels

@@ -1,7 +1,8 @@
-"""What of a step decides in which graph it runs, and whether in one. No torch.
+"""The shape of a step, which decides the graph it runs in, if any. No torch.
 
-Ranks that have requests of their own exchange rows in each mixture, so all of them run a step in graphs of one size, or all op
-by op. So they choose by one shape, which has the largest of their numbers.
+Ranks with requests of their own exchange rows in each mixture, so all of them must run a step in
+graphs of one size, or all op by op. So they choose by one common shape, which has the largest of
+their numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Sequence
 from slipstream.types import ScheduledRequest, StepShape
 
 MIXED_ROWS = 3
-"""A mixed graph's kernel reads a sequence's keys in the time of so many rows of a decode graph, of which each reads them."""
+"""Number of decode rows that read keys in the same time as one sequence in a mixed graph.
+
+Each row of a decode graph reads the keys again.
+"""
 
 
 def num_leading_decodes(scheduled: Sequence[ScheduledRequest]) -> int:
-    """The number of sequences of one token at the front."""
+    """Number of one-token sequences at the front."""
     return next((i for i, s in enumerate(scheduled) if s.num_tokens > 1), len(scheduled))
 
 
@@ -35,7 +39,10 @@ def shape_of(scheduled: Sequence[ScheduledRequest]) -> StepShape:
 
 
 def largest_shape(shapes: Sequence[StepShape]) -> StepShape:
-    """Of the ranks' parts of a step. One without requests computes a token of padding."""
+    """Smallest shape that covers the ranks' parts of a step.
+
+    A rank without requests computes one token of padding.
+    """
     tokens, decodes, prompts, prompt_tokens, _, again = (
         max(numbers) for numbers in zip(*shapes, strict=True)
     )

@@ -1,11 +1,11 @@
-"""An encoder's steps: the vectors of whole texts, op by op or as CUDA graphs over a ladder of tokens.
+"""Encoder steps: vectors of whole texts, op by op or as CUDA graphs of several token counts.
 
-A small encoder's kernels take the GPU less time than their launches take the host, so a step is one graph from the uploaded
-tokens to the vectors.
+A small encoder's kernels take less GPU time than their launches take host time. So a step is one
+graph, from the uploaded tokens to the vectors.
 
-1. A graph runs steps of up to its number of tokens, however they are divided into texts: the launches depend on the number of
-   tokens alone (`OpSet.bidirectional_attention`).
-2. Padding tokens belong to no text, have position 0 and see themselves.
+1. A graph runs steps of up to its number of tokens, however they are divided into texts, because
+   launches depend only on the number of tokens (`OpSet.bidirectional_attention`).
+2. Padding tokens belong to no text, have position 0 and attend to themselves.
 3. Padding texts have no tokens, and nothing reads their vectors.
 """
 
@@ -30,7 +30,10 @@ from slipstream.worker.rows import IntArray
 
 
 def text_ladder(longest: int) -> list[int]:
-    """Numbers of tokens to capture graphs for, up to `longest`. From 128 on padding is at most 1/5 of a step."""
+    """Token counts to capture graphs for, up to `longest`.
+
+    From 128 on, padding is at most 1/5 of a step.
+    """
     sizes, n = [], 32
     while n < longest:
         sizes.append(n)
@@ -39,12 +42,15 @@ def text_ladder(longest: int) -> list[int]:
 
 
 def most_texts(config: EngineConfig, num_tokens: int) -> int:
-    """The most texts in a step of `num_tokens` tokens."""
+    """Maximum number of texts in a step of `num_tokens` tokens."""
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
 def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
-    """States [T, E], text i at starts[i] : starts[i + 1] → the texts' vectors or a classifier's scores, float32 [S, …]."""
+    """Compute the texts' vectors or a classifier's scores, float32 [S, …].
+
+    `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
+    """
     decoder = forwards.decoder
     if how.score_tokens is not None:
         yes, no = how.score_tokens
@@ -65,7 +71,7 @@ class EagerTexts:
         self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
 
     def run(self, plan: TextsPlan) -> Tensor:
-        """The vectors [S, …] of a step, which hold until the next."""
+        """Vectors [S, …] of a step, valid until the next step."""
         token_ids, meta = text_batch(
             plan, self.config.cache.block_size, self.forwards.decoder.device
         )
@@ -90,19 +96,22 @@ class TextGraphs(Graphs):
         self.kv = kv
         self.config = config
         self.sizes = text_ladder(config.scheduling.max_num_batched_tokens)
-        self.pairs = (
-            decoder.classifier is not None and decoder.spec.num_token_types > 1
-        )  # its texts have two parts
+        # whether texts have two parts
+        self.pairs = decoder.classifier is not None and decoder.spec.num_token_types > 1
 
     def capture(self) -> None:
-        """Capture the largest, so that the others fit into its memory, and the smallest, since few rows take other kernels
-        (`pointwise.rows_per_program`, `linear.SKINNY_TOKENS`, `bidirectional.LONG`) and a first short text should not wait for
-        their compilation. The others are captured when they are first wanted."""
+        """Capture the largest graph and the smallest.
+
+        The others are captured when they are first needed. The largest comes first, so that the
+        others fit into its memory. The smallest is captured now because few rows take other kernels
+        (`pointwise.rows_per_program`, `linear.SKINNY_TOKENS`, `bidirectional.LONG`), and a short
+        first text should not wait for their compilation.
+        """
         for size in (self.sizes[-1], self.sizes[0]):
             self._of(size)
 
     def run(self, plan: TextsPlan) -> Tensor:
-        """The vectors [S, …] of a step, which hold until the next."""
+        """Vectors [S, …] of a step, valid until the next step."""
         size = next(n for n in self.sizes if n >= plan.num_tokens)
         captured = self._of(size)
         inputs = text_inputs(
@@ -135,8 +144,10 @@ class TextGraphs(Graphs):
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:
-    """The inputs of a step with room for `num_tokens` and `num_texts`, in the layout of `_split`. Texts have the blocks 1,
-    2, … in order; text i's keys and values begin at slot first_slots[i]."""
+    """Inputs of a step with room for `num_tokens` and `num_texts`, in the layout of `_split`.
+
+    Texts have the blocks 1, 2, … in order. Text i's keys and values begin at slot first_slots[i].
+    """
     lengths = np.frombuffer(plan.lengths, np.int32)
     count, total = len(lengths), plan.num_tokens
     inputs = np.zeros(_ends(num_tokens, num_texts)[-1], np.int32)
@@ -151,15 +162,23 @@ def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: in
 
 
 def _ends(num_tokens: int, num_texts: int) -> list[int]:
-    """The ends of `_split`'s parts. Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for other
-    pointers."""
+    """Ends of the parts of `_split`.
+
+    Each part begins at a multiple of 16 bytes, because Triton recompiles a kernel for pointers of
+    another alignment.
+    """
     sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
     return np.cumsum([-(-n // 4) * 4 for n in sizes]).tolist()  # type: ignore[no-any-return]
 
 
 def _split(inputs: Any, num_tokens: int, num_texts: int) -> list[Any]:
-    """The parts of an array or tensor: token ids [T], where texts begin [S + 1], their first slots [S], and the tokens of each
-    pair's first part [S]."""
+    """Split an array or tensor into its parts.
+
+    1. Token ids [T].
+    2. Starts of the texts [S + 1].
+    3. First slots of the texts [S].
+    4. Number of tokens in each pair's first part [S].
+    """
     sizes = (num_tokens, num_texts + 1, num_texts, num_texts)
     begins = [0, *_ends(num_tokens, num_texts)]
     return [inputs[begin : begin + n] for begin, n in zip(begins, sizes, strict=False)]
@@ -168,8 +187,11 @@ def _split(inputs: Any, num_tokens: int, num_texts: int) -> list[Any]:
 def lay_out(
     inputs: Tensor, num_tokens: int, num_texts: int, *, block_size: int, longest: int, pairs: bool
 ) -> tuple[Tensor, AttentionMetadata]:
-    """A step's tokens [T] and metadata, from `text_inputs`. Device work only, so that a graph can capture it: no number
-    comes from the host, as it would with a number in `torch.where`. No text is longer than `longest`."""
+    """Build a step's tokens [T] and metadata from `text_inputs`.
+
+    No text may be longer than `longest`. This is device work only, so that a graph can capture it.
+    In particular no scalar comes from the host, as one in `torch.where` would.
+    """
     token_ids, starts, first_slots, num_first = _split(inputs, num_tokens, num_texts)
     at = torch.arange(num_tokens, dtype=torch.int32, device=inputs.device)
     text = torch.bucketize(at, starts[1:], right=True)

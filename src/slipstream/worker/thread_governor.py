@@ -1,16 +1,20 @@
 """Chooses how many of a CPU's threads compute steps, while the engine runs.
 
-A step ends when its slowest thread does. Where another program takes a core, the thread that shares it holds the others up, and
-one thread fewer can be faster. So decode steps are timed. A step counts by its time over the least of steps with as many
-tokens and about as many keys, and a window of steps by the median, so that single interruptions do not matter:
+A step ends when its slowest thread does. If another program takes a core, the thread on that core
+delays the others, and one thread fewer can be faster. So decode steps are timed. A step's value is
+its time over the least time of steps with as many tokens and about as many keys. A window of steps
+counts by its median, so that single interruptions do not matter.
 
-1. A window above `SLOWER` gets a trial: a window with one thread fewer. That number is kept if it is faster by `MARGIN`.
-2. With fewer threads than there are, one more gets a trial now and then, and is kept if it is faster.
-3. A trial that fails makes the wait for the next one twice as long, up to `MOST_WAIT` windows.
-4. Prompts end a trial with fewer threads, which is not judged then. They take far longer than decodes, and few decodes between
-   them could make a window of many seconds.
+1. A window above `SLOWER` starts a trial: a window with one thread fewer. That number is kept if it
+   is faster by `MARGIN`.
+2. With fewer threads than available, one more gets a trial now and then, and is kept if it is
+   faster.
+3. A failed trial doubles the wait for the next one, up to `MOST_WAIT` windows.
+4. Prompts end a trial with fewer threads, without a verdict. They take far longer than decodes, and
+   with few decodes between them a window could last many seconds.
 
-Only speed depends on it: a step's results are the same, bit by bit, with any number (csrc/cpu/pool.h).
+Only speed depends on this: a step's results are bit-identical with any number of threads
+(csrc/cpu/pool.h).
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from __future__ import annotations
 from typing import Protocol
 
 WINDOW = 8
-"""Steps of a window."""
+"""Steps in a window."""
 
 SLOWER, MARGIN = 1.3, 0.93
 
 AGING = 1.0005
-"""By which a least time grows with each step: sequences grow, and so do their steps."""
+"""Factor by which a least time grows with each step, since sequences and their steps grow."""
 
 FIRST_WAIT, MOST_WAIT = 4, 64
 """Windows between two trials."""
@@ -37,29 +41,28 @@ class Threads(Protocol):
 
 
 class ThreadGovernor:
-    """Chooses among 1 to `threads.num_threads`."""
+    """Chooses between 1 and `threads.num_threads` threads."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._least: dict[
-            tuple[int, int], float
-        ] = {}  # by tokens of a step, and bits of its number of keys: its least seconds
+        # least seconds, by tokens of a step and bit length of its number of keys
+        self._least: dict[tuple[int, int], float] = {}
         self._window: list[float] = []
-        self._before: tuple[int, float] | None = (
-            None  # during a trial: the number of threads to beat, and its window
-        )
+        # during a trial: the number of threads to beat, and the value of its window
+        self._before: tuple[int, float] | None = None
         self._wait = self._next_wait = FIRST_WAIT
-        self._down = True  # where both may help: whether fewer come next; they take turns
+        # whether fewer threads are tried next where both directions may help; they take turns
+        self._down = True
 
     def begin_prompts(self) -> None:
-        """A step with prompts begins."""
+        """End a trial with fewer threads, because a step with prompts begins."""
         if self._before is not None and self._threads.num_used < self._before[0]:
             self._threads.use(self._before[0])
             self._before, self._wait = None, FIRST_WAIT
             self._window.clear()
 
     def note(self, num_tokens: int, num_keys: int, seconds: float) -> None:
-        """A decode step of so many tokens, whose sequences have so many keys in all, took so long."""
+        """Record a decode step's seconds; its sequences have `num_keys` keys in total."""
         size = num_tokens, num_keys.bit_length()
         least = self._least.get(size)
         self._least[size] = seconds if least is None else min(seconds, least * AGING)

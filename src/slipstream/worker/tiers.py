@@ -1,4 +1,7 @@
-"""Opens the tiers below the device's cache: what a block's bytes depend on, and where they go. No torch on a CPU."""
+"""Opens the tiers below the device's cache, and identifies what blocks depend on.
+
+No torch on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,10 @@ def open_tiers(
     runner: ModelRunner | HostRunner,
     block_bytes: int,
 ) -> BlockStore | None:
-    """The tiers that the settings ask for; None: there are none. ConfigError if the folder can't be used, or the host's memory
-    is too small."""
+    """Open the tiers that the settings ask for; None if there are none.
+
+    ConfigError if the folder can't be used, or the host's memory is too small.
+    """
     cache, disk = config.cache, None
     if cache.host_bytes is None and cache.disk_bytes is None:
         return None
@@ -44,7 +49,7 @@ def open_tiers(
             )
         if cache.host_bytes < block_bytes:
             raise ConfigError(
-                f"kv_host_bytes={cache.host_bytes} holds not one block, which takes {block_bytes} bytes; raise it",
+                f"kv_host_bytes={cache.host_bytes} is too small for one block, which takes {block_bytes} bytes; raise it",
                 field="kv_host_bytes",
             )
     if cache.disk_bytes is not None:
@@ -62,7 +67,10 @@ def open_tiers(
 def identity(
     config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner
 ) -> bytes:
-    """A digest of all that the bytes of a block depend on beside its tokens, adapter and salt, which its key covers."""
+    """Digest of everything a block's contents depend on, except what its key covers.
+
+    The key covers the block's tokens, adapter and salt.
+    """
     model, cache, device = config.model, config.cache, config.device
     dummy = model.load_format == "dummy"
     known = [

@@ -1,7 +1,8 @@
-"""Steps of made-up requests before the first real one, so that no request waits for a compiler.
+"""Steps of dummy requests before the first real one, so that no request waits for a compiler.
 
-Captured graphs hold a step's layers, and greedy ends. Other heads and samplers run after them, with kernels that depend on what
-is asked for and on the number of rows. Triton compiles a kernel anew for one row, for multiples of 16 and for other numbers.
+Captured graphs contain a step's layers and greedy ends. Other heads and samplers run after them,
+with kernels that depend on the sampling settings and the number of rows. Triton compiles separate
+kernels for one row, for multiples of 16, and for other numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.model_runner import ModelRunner
 
 NUM_ROWS = (1, 3, 16, 80)
-"""More than 64 rows are sampled in another way (`sampling.SPLIT_ROWS`)."""
+"""Numbers of rows. More than 64 rows are sampled differently (`sampling.SPLIT_ROWS`)."""
 PROMPT = (0,) * 8
 SAMPLINGS = (
     SamplingParams(temperature=0.0),
@@ -31,15 +32,17 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, presence_penalty=0.5, logprobs=1),
     SamplingParams(
         temperature=1.0, structured_outputs=StructuredOutputsParams(regex="a")
-    ),  # masks, if not this grammar's
+    ),  # masks; its grammar does not matter
 )
 NUM_DRAFTS = 2
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run prompts, decodes and, with speculation, drafts of a few rows with each of SAMPLINGS. All of them write into the null
-    block. Nothing is done where nothing is compiled at run time (CPU), nor for models that generate nothing or have an
-    encoder."""
+    """Run prompts, decodes and, with speculation, drafts of a few rows with each of `SAMPLINGS`.
+
+    All of them write into the null block. Nothing is run where nothing is compiled at run time
+    (CPU), nor for models that generate nothing or have an encoder.
+    """
     spec, scheduling = runner.model.spec, runner.config.scheduling
     if not runner.warms_up or not spec.generates or spec.encoder is not None:
         return
@@ -59,7 +62,7 @@ def warm_up(runner: ModelRunner) -> None:
             prompts = tuple(ScheduledRequest(name, 0, len(PROMPT), 1, null) for name in names)
             decodes = tuple(ScheduledRequest(name, len(PROMPT), 1, 1) for name in names)
             plans = [StepPlan(0, prompts, new), StepPlan(1, decodes)]
-            if runner.config.speculation is not None:  # from a prompt, and behind a run of drafts
+            if runner.config.speculation is not None:  # after a prompt, and after a run of drafts
                 count = min(
                     NUM_DRAFTS,
                     runner.config.speculation.limit,
@@ -81,7 +84,7 @@ def warm_up(runner: ModelRunner) -> None:
 
 
 def _anything(plan: StepPlan, vocab_size: int) -> TokenMask:
-    """All tokens may be drawn at all positions."""
+    """A mask that allows all tokens at all positions."""
     count = sum(s.num_sampled for s in plan.scheduled)
     return TokenMask(
         tuple(range(count)), np.full((count, -(-vocab_size // 32)), -1, np.int32).tobytes()
