@@ -28,9 +28,9 @@ ACTIVATION_PASSES = 3.6
 """How often an operator's inputs and outputs pass through memory, norms, rotation and rounding included."""
 
 LAUNCH_S = 120e-6
-"""In which the host launches an operator where no graph does. In five runs of an engine beside H200s (benchmarks/results:
-beams, also that of November 23, beams_tiles, beams_16k, beams_16k_tiles) a prompt step of GPT-J took it 29 to 46 ms, 103 to
-165 µs an operator; in two loops that do nothing else 54 µs (mixed_steps, mixed_steps_h100). This is the median."""
+"""In which the host launches an operator where no graph does. In five runs of an engine beside H200s (the last is
+benchmarks/results/beams.json) a prompt step of GPT-J took it 29 to 46 ms, 103 to 165 µs an operator; in two loops that do
+nothing else 54 µs (the last: mixed_steps). This is the median."""
 
 ONE_TOKEN_SHARE = 0.3
 """Of the fixed times where a step of one token is one kernel."""
