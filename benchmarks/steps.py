@@ -5,7 +5,6 @@
     python benchmarks/steps.py --study products     # decode steps with Hopper's products of few tokens and without (GPU)
     python benchmarks/steps.py --study scheduler    # `schedule()` and `update()` of decodes, without a model
     python benchmarks/steps.py --study beams        # the same of beam search, with the choice of its beams
-    python benchmarks/steps.py --study threads      # threads that give way to a neighbour, beside a fixed number
 
 `--help` behind a study prints what it does and its options.
 """

@@ -77,7 +77,8 @@ def test_the_records_of_an_h200_are_met():
 
 
 def test_steps_that_no_graph_holds_are_launched_op_by_op():
-    """The host's time is that of results/beams*.json. Graphs are not longer than the context, and hold few prompts."""
+    """The host's time is that of results/beams.json and of runs before it. Graphs are not longer than the context,
+    and hold few prompts."""
     gpt_j, fp8 = planned("gpt-j-6b"), planned(quantization="fp8", kv_cache_dtype="fp8")
     assert 0.029 < gpt_j.simulated.cost.host.launch_s < 0.046
     for engine, longest in (

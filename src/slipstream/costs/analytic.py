@@ -39,9 +39,8 @@ LAUNCH_S = 120e-6
 """Seconds in which the host launches one operator outside a graph.
 
 Five engine runs next to H200s took 29 to 46 ms for a prompt step of GPT-J, which is 103 to 165 µs
-per operator (benchmarks/results: beams, also that of November 23, beams_tiles, beams_16k,
-beams_16k_tiles). The constant is their median. Two loops that do nothing else took 54 µs
-(mixed_steps, mixed_steps_h100).
+per operator (the last: benchmarks/results/beams.json). The constant is their median. Two loops that
+do nothing else took 54 µs (the last: mixed_steps.json).
 """
 
 ONE_TOKEN_SHARE = 0.3

@@ -197,7 +197,7 @@ def grouped_gemm(
 def _default_tile(
     tiles: ExpertTiles, *, gated: bool, eight_bits: bool
 ) -> tuple[int, int, int, bool]:
-    """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/kernels.py --op moe-tiles)."""
+    """(BLOCK_N, warps, stages, skip_half), measured on an H200 (benchmarks/GPU_NOTES.md)."""
     if tiles.tile_m == 64:
         return 128, 4, 4, False
     few_tiles = (

@@ -410,7 +410,7 @@ def mla_paged_attention(
     wide = q.dtype == torch.float32
 
     def default_tile(count: int) -> tuple[int, int, int, int]:
-        """Measured on an H200 (`benchmarks/results/kernels_cuda_attention_tiles.json`)."""
+        """Measured on an H200 (benchmarks/GPU_NOTES.md)."""
         if wide:
             return 16, 16, 4, 2
         return (16, 16, 2, 3) if count <= 16 else (32, 32, 4, 2)
