@@ -252,7 +252,7 @@ def test_a_pattern_that_takes_hours_is_given_up(model_copy, monkeypatch):
     finally:
         ends.set()
         clock.join()
-    wait_for(lambda: tokenizer_parts._texts._num_stuck == 0, "the texts that were given up")
+    wait_for(lambda: tokenizer_parts._texts.num_stuck == 0, "the texts that were given up")
     assert tokenizer.encode("b")
 
 
@@ -272,7 +272,7 @@ def test_a_client_with_a_stuck_text_is_refused_and_others_are_not(monkeypatch):
         finally:
             client.reset(token)
     release.set()
-    wait_for(lambda: tokenizer_parts._texts._num_stuck == 0, "the text that was given up")
+    wait_for(lambda: tokenizer_parts._texts.num_stuck == 0, "the text that was given up")
 
 
 @pytest.mark.parametrize("size", [100, 20_000])

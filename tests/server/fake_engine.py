@@ -108,7 +108,16 @@ class FakeEngine:
         self.prompt_tokens = self.generation_tokens = 0
 
     async def submit(
-        self, prompt, sampling, sink, *, priority=0, cache_salt="", share=None, reserve=None
+        self,
+        prompt,
+        sampling,
+        sink,
+        *,
+        priority=0,
+        cache_salt="",
+        share=None,
+        reserve=None,
+        client="",
     ):
         """`AsyncLLM.submit`, without `on_token`."""
         self.salts.append(cache_salt)

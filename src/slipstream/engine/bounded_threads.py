@@ -53,6 +53,12 @@ class BoundedThreads(Generic[T]):
         self._running: dict[Future[T], str | None] = {}
         self._stuck: Counter[str | None] = Counter()
 
+    @property
+    def num_stuck(self) -> int:
+        """Calls that were given up and still run."""
+        with self._lock:
+            return self._stuck.total()
+
     def submit(self, run: Callable[[], T], client: str | None = None) -> Future[T]:
         """What the call gives, or its exception; TimeoutError if it takes too long. EngineOverloadedError, here or later, if so
         many calls are stuck that no more are begun, or the client has too many, or if its turn does not come in time.
