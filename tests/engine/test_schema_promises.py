@@ -666,3 +666,14 @@ def test_paths_in_a_part_with_a_long_name_take_no_memory():
 def test_a_pattern_of_many_classes_is_checked_within_the_time():
     """A copy of the rest for each class made it the square of their number."""
     check(StructuredOutputsParams(json={"type": "string", "pattern": "[a]" * 80_000}))
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder", "pythonic"])
+def test_definitions_that_are_written_for_each_argument_are_bounded(name):
+    """They would be written on the event loop, and refused only then."""
+    definitions = {"d": {"enum": [f"{i:06}" for i in range(12_000)]}}
+    properties = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(8)}
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    with pytest.raises(RequestError, match="fewer tools") as error:
+        FORMATS[name]().calls([Tool("f", schema)], Writer(lambda text: None), parallel=False)
+    assert error.value.field == "tools"
