@@ -565,6 +565,16 @@ def test_whitespace(grammars, tokenizer):
     assert opening(disable_any_whitespace=True) == {"1"}
     assert opening() == {"1", " ", "\n", "\t", "\r"}
     assert opening(whitespace_pattern="[ ]?") == {"1", " "}
+    assert opening(whitespace_pattern=r"(?:\s|\x20){0,2}") == {"1", " ", "\n", "\t", "\r"}
+
+
+@pytest.mark.parametrize(
+    "pattern", ["x*", "[ x]?", r"[\t-\r]*", "[^a]", ".*", r"\u00a0", " " * 1001]
+)
+def test_whitespace_that_is_none_of_json_is_refused(pattern):
+    with pytest.raises(RequestError, match="between tokens of JSON") as error:
+        check(StructuredOutputsParams(json={}, whitespace_pattern=pattern))
+    assert error.value.field == "structured_outputs.whitespace_pattern"
 
 
 def test_grammars_of_every_kind_compose():

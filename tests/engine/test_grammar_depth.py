@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -218,3 +220,28 @@ def test_measuring_does_not_recurse(monkeypatch):
     grammar_depth.check_grammar(rules(20_000, "r{}: r{}", 'r{}: "a"'))
     grammar_depth.check_schema(chain(20_000, LINKS["references"]))
     assert grammar.MAX_CHARACTERS < 2**20
+
+
+BEGUN = {
+    "texts": 'start: "\\' * 20_000,
+    "regular expressions": "start: " + "/\\" * 130_000,
+    "empty lines": "x" + "\n" * 250_000 + "x",
+    "llama.cpp's texts": "root ::= " + '"\\' * 130_000,
+    "llama.cpp's classes": "root ::= " + "[" * 250_000,
+}
+
+
+@pytest.mark.parametrize("text", BEGUN.values(), ids=BEGUN)
+def test_what_is_begun_often_and_never_ends_is_read_once(text):
+    """By the square of the length it takes half an hour, in which no other thread runs."""
+    check_in_child = (
+        f"from slipstream.engine.grammar_depth import check_grammar; check_grammar({text!r})"
+    )
+    subprocess.run([sys.executable, "-"], input=check_in_child.encode(), check=True, timeout=60)
+
+
+@pytest.mark.parametrize("text", BEGUN.values(), ids=BEGUN)
+def test_what_is_begun_and_never_ends_is_refused(text):
+    with pytest.raises(RequestError) as error:
+        check(StructuredOutputsParams(grammar=text))
+    assert error.value.field == "structured_outputs.grammar"

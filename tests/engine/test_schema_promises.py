@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import random
+import tracemalloc
 import warnings
 from collections.abc import Iterator
 from fractions import Fraction
@@ -456,6 +457,13 @@ def test_an_answer_is_taken_as_a_parser_reads_it(schema, invalid, valid):
             },
             r"own \$id",
         ),
+        *(
+            ({key: 10**400}, "100000.*larger than doubles")
+            for key in ("minimum", "multipleOf", "const")
+        ),
+        ({"exclusiveMaximum": 5, "multipleOf": 10**400}, "larger than doubles"),
+        ({"required": [{}], "minProperties": 3}, "minProperties 3"),
+        ({"$id": "x:" + "a/" * 1000, "items": {"$ref": "y"}}, r"\$id has 2002 characters"),
         ({"type": "string", "pattern": "^a++$"}, "quantifier"),
         ({"type": "string", "pattern": "(?x) a"}, "flag"),
         ({"items": {"type": "string", "pattern": "[]a]"}}, r"empty class.*items\)"),
@@ -642,3 +650,30 @@ def test_common_schemas_of_programs_are_taken():
     ):
         with warnings.catch_warnings():
             check(StructuredOutputsParams(json=schema))
+
+
+def test_paths_in_a_part_with_a_long_name_take_no_memory():
+    inner = {f"{i}": {} for i in range(2000)}
+    schema = {"properties": {"a" * 100_000: {"properties": inner}}}
+    tracemalloc.start()
+    try:
+        promise(schema)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pattern_of_many_classes_is_checked_within_the_time():
+    """A copy of the rest for each class made it the square of their number."""
+    check(StructuredOutputsParams(json={"type": "string", "pattern": "[a]" * 80_000}))
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder", "pythonic"])
+def test_definitions_that_are_written_for_each_argument_are_bounded(name):
+    """They would be written on the event loop, and refused only then."""
+    definitions = {"d": {"enum": [f"{i:06}" for i in range(12_000)]}}
+    properties = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(8)}
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    with pytest.raises(RequestError, match="fewer tools") as error:
+        FORMATS[name]().calls([Tool("f", schema)], Writer(lambda text: None), parallel=False)
+    assert error.value.field == "tools"

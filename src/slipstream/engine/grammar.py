@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from slipstream.engine.grammar_depth import (
     check_json_text,
     check_regex,
     check_schema,
+    is_lark,
 )
 from slipstream.engine.schema_promises import promise
 from slipstream.engine.string_lengths import (
@@ -72,6 +74,11 @@ SMALL_CHARACTERS = 8 * 1024
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
 
+MAX_WHITESPACE = 1000
+"""Characters of a request's own pattern of it."""
+
+_SPACE = r"(?:[ \t\n\r]|\\[tnrs ]|\\x(?:20|0[9AaDd]))"
+_ONLY_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
 """Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
@@ -105,7 +112,7 @@ def _compose(params: StructuredOutputsParams) -> str:
     if len(text) > MAX_CHARACTERS:
         raise _refused(f"it has {len(text)} characters, more than {MAX_CHARACTERS}", name)
     try:
-        check_regex(params.whitespace_pattern or "")
+        whitespace = _whitespace(params.whitespace_pattern)
     except ValueError as error:
         raise _refused(str(error), "whitespace_pattern") from None
     try:
@@ -122,7 +129,7 @@ def _compose(params: StructuredOutputsParams) -> str:
                     )
                 schema = {} if schema is True else schema
                 promised = promise(schema)
-                return json_grammar(json.dumps(schema), **_options(params), **promised)
+                return json_grammar(json.dumps(schema), **_options(params, whitespace), **promised)
             case "regex":
                 check_regex(text)
                 return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
@@ -130,9 +137,19 @@ def _compose(params: StructuredOutputsParams) -> str:
                 return str(_library(_llguidance().grammar_from, "choice", text))
             case _:
                 check_grammar(text)
-                return str(_library(_llguidance().grammar_from, "grammar", text))
+                lark = text if is_lark(text) else _from_llama_cpp(text)
+                return str(_library(_llguidance().grammar_from, "lark", lark))
     except (ValueError, RecursionError) as error:
         raise _refused(str(error), name) from None
+
+
+def _from_llama_cpp(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        raise ValueError(f"it is no grammar as llama.cpp writes it: {error}") from None
 
 
 def _llguidance() -> Any:
@@ -173,10 +190,24 @@ def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
         raise
 
 
-def _options(params: StructuredOutputsParams) -> dict[str, Any]:
+def _whitespace(pattern: str | None) -> str:
+    r"""A pattern of whitespace as llguidance takes it, where `\s` stands for JSON's. ValueError if it may match anything else:
+    the answer would be no JSON."""
+    if not pattern:
+        return WHITESPACE
+    check_regex(pattern)
+    if len(pattern) > MAX_WHITESPACE or not _ONLY_SPACE.fullmatch(pattern):
+        raise ValueError(
+            r"between tokens of JSON may stand only space, \t, \n and \r: write a pattern of these, \s, groups and "
+            f"repetitions, of at most {MAX_WHITESPACE} characters"
+        )
+    return pattern.replace(r"\s", r"[ \t\n\r]")
+
+
+def _options(params: StructuredOutputsParams, whitespace: str) -> dict[str, Any]:
     if params.disable_any_whitespace:
         return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    return {"whitespace_pattern": whitespace}
 
 
 class Threads(Generic[T]):

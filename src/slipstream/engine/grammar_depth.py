@@ -55,15 +55,17 @@ _REGEX_PART = re.compile(
 )
 _OPTIONAL_GROUP = re.compile(r"\[|\{\s*0|\(\s*\|")
 _SPACE = re.compile(r"\s*")
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")  # how llguidance tells it from GBNF
+# How llguidance tells it from GBNF, in linear time.
+_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
+# What is begun and never ends is one token to the end of the text. Else each beginning is searched for its end, with the GIL.
 _LARK_TOKEN = re.compile(
-    r"""(?P<skip>(?:\#|//)[^\n]*|"(?:[^"\\]|\\.)*"|<[^<>\s]+>|@[\w-]+|::)|/(?P<regex>(?:\\.|[^/\\])+)/
+    r"""(?P<skip>(?:\#|//)[^\n]*|"(?:[^"\\]|\\.)*"?|<[^<>\s]+>|@[\w-]+|::)|/(?P<regex>(?:\\.|[^/\\])+)/?
     |(?P<json>%(?:json|regex|llguidance))\b|(?P<inner>%lark\s*\{)|%\w+|(?P<name>_?(?:[a-z][_a-z0-9-]*|[A-Z][_A-Z0-9-]*))
     |(?P<optional>[?*~]|\|(?=\s*(?:[|)\n]|\Z)))|(?P<is>:)|(?P<line>\n)|(?P<open>[(\[{])|(?P<close>[)\]}])""",
     re.DOTALL | re.VERBOSE,
 )
 _GBNF_TOKEN = re.compile(
-    r"""(?P<skip>\#[^\r\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\])|(?P<name>[\w-]+)
+    r"""(?P<skip>\#[^\r\n]*|"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?)|(?P<name>[\w-]+)
     |(?P<optional>[?*])|(?P<is>::=)|(?P<line>[\r\n])|(?P<open>[({])|(?P<close>[)}])""",
     re.DOTALL | re.VERBOSE,
 )
@@ -126,7 +128,12 @@ def check_grammar(text: str) -> None:
         raise TooDeepError(
             f"rules behind each other are deeper than {MAX_DEPTH}; shorten the chain of references"
         )
-    _check_terminals(edges, optional, _LARK.search(text) is not None)
+    _check_terminals(edges, optional, is_lark(text))
+
+
+def is_lark(text: str) -> bool:
+    """Whether a grammar is in Lark's form, and not in llama.cpp's."""
+    return _LARK.search(text) is not None
 
 
 def _longest(nodes: Iterable[Hashable], edges: Callable[[Any], Edges]) -> int:
@@ -256,7 +263,7 @@ def _rule_edges(
     text: str,
 ) -> tuple[Mapping[Hashable, list[tuple[Hashable, int]]], Mapping[Hashable, int]]:
     """By rule and terminal: those that it names, with how deep they stand; and how many optional parts it has itself."""
-    form = _GBNF_TOKEN if _LARK.search(text) is None else _LARK_TOKEN
+    form = _LARK_TOKEN if is_lark(text) else _GBNF_TOKEN
     edges: dict[Hashable, list[tuple[Hashable, int]]] = {}
     optional = Counter[Hashable]()
     numbers = itertools.count()  # of inner grammars, whose rules are theirs alone, and of schemas

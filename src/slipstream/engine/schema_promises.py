@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -36,6 +37,10 @@ MAX_DECIMALS = 20
 SHORT_STEP = 1e-4
 """Numbers with as many digits behind the point are told apart from each other and from any bound."""
 
+MAX_ID = 2000
+"""Characters of the whole schema's `$id`, which each reference is resolved by."""
+
+_SHOWN = 20
 _MAPS = {"properties", "patternProperties"}
 _PARTS = {
     "anyOf",
@@ -80,7 +85,7 @@ def promise(schema: dict[str, Any]) -> dict[str, Any]:
         try:
             _rewrite(part, walk)
         except ValueError as error:
-            raise ValueError(f"{error} (in the schema's {path})" if path else str(error)) from None
+            raise ValueError(f"{error}{_where(path)}") from None
         walk.has_control |= _has_control([part.get("const"), part.get("enum")])
     walk.check_references()
     if walk.merges and len(walk.factors) > 1:
@@ -99,6 +104,18 @@ def promise(schema: dict[str, Any]) -> dict[str, Any]:
     return {"json_allowed_escapes": NO_UNICODE_ESCAPES}
 
 
+_Path = tuple["_Path", str] | None
+"""Of a part: that of the one around it, and a name. As texts, the paths in a part with a long name would take gigabytes."""
+
+
+def _where(path: _Path) -> str:
+    names: list[str] = []
+    while path is not None:
+        path, name = path
+        names.append(name)
+    return f" (in the schema's {'.'.join(reversed(names))})" if names else ""
+
+
 class _Walk:
     """The parts of a schema that can be reached, and what was found in them. A `$ref` is resolved by the innermost part around
     it that has its own `$id`, here called its base."""
@@ -107,8 +124,10 @@ class _Walk:
         self._root = root
         self.draft = draft_of(root)
         self._id_key = "id" if self.draft in ("draft-03", "draft-04") else "$id"
+        if len(own := str(root.get(self._id_key, ""))) > MAX_ID:
+            raise ValueError(f"{self._id_key} has {len(own)} characters, more than {MAX_ID}")
         self._everywhere = _has_named_reference(root)
-        self._strange: tuple[str, str] | None = (
+        self._strange: tuple[str, _Path] | None = (
             None  # a $ref into a part with another base, and its path
         )
         self._relative = ""  # a $ref in a part whose base is not the whole schema
@@ -117,9 +136,9 @@ class _Walk:
         self.merges = False  # parts are combined
         self.factors = set[Fraction]()
 
-    def parts(self) -> Iterator[tuple[dict[str, Any], str]]:
+    def parts(self) -> Iterator[tuple[dict[str, Any], _Path]]:
         """Each once, before what is in it: its parts may be changed meanwhile. A stack, since schemas may be deep."""
-        stack: list[tuple[Any, str, dict[str, Any]]] = [(self._root, "", self._root)]
+        stack: list[tuple[Any, _Path, dict[str, Any]]] = [(self._root, None, self._root)]
         seen = set[int]()
         while stack:
             part, path, base = stack.pop()
@@ -130,9 +149,7 @@ class _Walk:
             if isinstance(part.get("$ref"), str):
                 stack.append(self._target(part["$ref"], path, base))
             yield part, path
-            inside = [
-                (x, f"{path}.{name}" if path else name, base) for name, x in self._inside(part)
-            ]
+            inside = [(x, (path, name), base) for name, x in self._inside(part)]
             stack += reversed(inside)
 
     def _inside(self, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -150,8 +167,8 @@ class _Walk:
         return isinstance(own, str) and not own.startswith("#")
 
     def _target(
-        self, reference: str, path: str, base: dict[str, Any]
-    ) -> tuple[Any, str, dict[str, Any]]:
+        self, reference: str, path: _Path, base: dict[str, Any]
+    ) -> tuple[Any, _Path, dict[str, Any]]:
         """What a `$ref` names, if its place is said. llguidance takes what is in it as if it stood where the `$ref` does, which
         is wrong if that has another base and names something relative to it."""
         address, fragment = urldefrag(reference)
@@ -175,7 +192,7 @@ class _Walk:
                 found = found[name]
             else:
                 return None, path, base  # llguidance says so
-        return found, ".".join(names), base
+        return found, (None, ".".join(names)) if names else None, base
 
     def check_references(self) -> None:
         """Once all parts were looked at."""
@@ -183,8 +200,7 @@ class _Walk:
             reference, path = self._strange
             raise ValueError(
                 f"$ref {reference!r} names something inside a part with its own $id, and {self._relative!r} is relative "
-                "to such a part; leave out the $id, and write #/$defs/…"
-                + (f" (in the schema's {path})" if path else "")
+                f"to such a part; leave out the $id, and write #/$defs/…{_where(path)}"
             )
 
 
@@ -244,6 +260,7 @@ def _rewrite_numbers(part: dict[str, Any], walk: _Walk) -> None:
     types = types if isinstance(types, list) else [types]
     whole = "integer" in types and "number" not in types
     step = part["multipleOf"] if _is_number(part.get("multipleOf")) else None
+    _decimal(step or 0)
     tight: dict[str, Any] = {}
     short: dict[str, Any] = {}
     for inclusive, exclusive, sign in _BOUNDS:
@@ -286,8 +303,10 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _decimal(value: int | float) -> Decimal:
-    if not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a number of JSON")
+    if not abs(value) <= sys.float_info.max:  # NaN, too
+        raise ValueError(
+            f"{str(value)[:_SHOWN]} is not a number of JSON, or is larger than doubles"
+        )
     return Decimal(value) if isinstance(value, int) else Decimal(repr(value))
 
 
@@ -376,7 +395,7 @@ def _rewrite_names(part: dict[str, Any], walk: _Walk) -> None:
     if (names or patterns) and not (is_closed and not (names and patterns)):
         walk.is_open = True
     least, required = part.get("minProperties"), part.get("required")
-    num_required = len(set(required)) if isinstance(required, list) else 0
+    num_required = len(set(_strings(required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least - num_required > 1 and (patterns or not is_closed):
         raise ValueError(
             f"minProperties {least}: free names may be equal, and a parser keeps one of them; name the properties in "
@@ -516,7 +535,10 @@ def _class(tokens: list[str], at: int, exact: bool) -> tuple[int, str]:
     in them and are combined by `&&`, `--` and `~~`."""
     negated = tokens[at : at + 1] == ["^"]
     at += negated
-    end = tokens.index("]", at) if "]" in tokens[at:] else len(tokens)
+    try:
+        end = tokens.index("]", at)
+    except ValueError:
+        end = len(tokens)
     if end == at:
         raise ValueError("a pattern has an empty class of characters")
     out, sets = [], set[str]()

@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from slipstream.engine.schema_promises import promise
+from slipstream.errors import RequestError
 
 MAX_NAME = 256
 """Characters of a function's name."""
+
+MAX_GRAMMAR = 256 * 1024
+"""Characters of the schemas in one grammar. A longer grammar is refused anyhow, after it was written on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +350,7 @@ class Writer:
     def __init__(self, special: Callable[[str], int | None]) -> None:
         self._special = special
         self.rules: dict[str, str] = {}
+        self._num_characters = 0  # of schemas
 
     def text(self, text: str) -> str:
         token = self._special(text)
@@ -371,7 +376,15 @@ class Writer:
         return "SPACES?"
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        own = json.loads(json.dumps(schema))
+        text = json.dumps(schema)
+        self._num_characters += len(text)  # $defs are written again for each argument
+        if self._num_characters > MAX_GRAMMAR:
+            raise RequestError(
+                f"the schemas of the functions' arguments, each with its $defs, have more than {MAX_GRAMMAR} characters; offer "
+                "fewer tools, or write smaller $defs",
+                field="tools",
+            )
+        own = json.loads(text)
         options = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **promise(own)}
         return "%json " + json.dumps({"x-guidance": options, **own}, ensure_ascii=False)
 
