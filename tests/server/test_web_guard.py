@@ -182,8 +182,8 @@ def test_the_bound_name_is_a_host(monkeypatch):
     from slipstream.server.web_guard import WebGuard
 
     guard = WebGuard(None, ServerSettings(host="box.lan"), has_keys=False)
-    assert guard._is_allowed("box.lan:8000")
-    assert not guard._is_allowed("other.lan")
+    assert guard.is_allowed("box.lan:8000")
+    assert not guard.is_allowed("other.lan")
 
 
 def test_with_keys_only_given_hosts_are_checked(serve):

@@ -63,7 +63,7 @@ class WebGuard:
     def _check_host(self, headers: Headers) -> None:
         """No `Host` at all is accepted: every browser sends one."""
         for host in headers.getlist("host"):
-            if not self._is_allowed(host):
+            if not self.is_allowed(host):
                 raise ApiError(
                     421,
                     f"this server does not answer to the host {host[:100]!r}; "
@@ -71,7 +71,7 @@ class WebGuard:
                     code="host_not_allowed",
                 )
 
-    def _is_allowed(self, host: str) -> bool:
+    def is_allowed(self, host: str) -> bool:
         found = _HOST.fullmatch(host.lower())
         if found is None:
             return False
