@@ -172,9 +172,7 @@ def test_a_request_of_a_revoked_key_ends_at_the_gateway_and_the_replica(start, t
             known.clear()
         with pytest.raises(openai.APIError, match="was revoked or has expired"):
             answer.result(PATIENCE_S)
-    fleet.wait_for(
-        lambda: all(r.num_in_flight == 0 for r in fleet.replicas()), "the replica goes on"
-    )
+    fleet.wait_idle()
 
 
 def test_a_request_that_is_tried_twice_is_counted_once(start):
