@@ -18,7 +18,7 @@ ASK = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
 @pytest.fixture
 def fleet(tiny, tmp_path):
     fields = {"allowed_hosts": ("chat.example",), "cors_origins": ("https://chat.example",)}
-    made = fleet_of(version(tiny), router={"probe_s": 0})
+    made = fleet_of(version(tiny, replicas=1), router={"probe_s": 0})
     with stubbed(made, tmp_path / "state", files_dir=str(tmp_path / "files"), **fields) as found:
         found[0].wait_serving(1)
         yield found[0]
