@@ -30,8 +30,8 @@ class Browser:
 
     @classmethod
     @contextmanager
-    def start(cls, folder):
-        """Skips the test, and says why, where there is no browser."""
+    def start(cls, folder, *more):
+        """`more` are options of the browser. Skips the test, and says why, where there is none."""
         driver, browser = (
             shutil.which("chromedriver"),
             next(filter(None, map(shutil.which, BROWSERS)), None),
@@ -55,6 +55,7 @@ class Browser:
                     "--no-sandbox",
                     "--disable-gpu",
                     "--disable-dev-shm-usage",
+                    *more,
                 ],
             }
             options["args"].append(f"--user-data-dir={folder / 'profile'}")

@@ -392,7 +392,7 @@ def request(rng: random.Random) -> tuple[bytes, bool, bool]:
     head = b"\r\n".join(
         [
             b"%b %b %b" % (method, path.encode(), version),
-            b"host: a",
+            b"host: localhost",
             b"content-type: application/json",
             *more,
         ]

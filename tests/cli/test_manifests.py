@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from slipstream.cli.main import Parser, main
+from slipstream.cli.serve import server_settings
 from slipstream.server.auth import OPEN_ROUTES
 from slipstream.server.manifests import PORT, READY
+from slipstream.server.web_guard import WebGuard
 
 CLONE = Path(__file__).parents[2]
 SERVE = "smollm2 --max-model-len 4096 --drain-timeout 60 --tool-call-parser 'none'"
@@ -79,6 +81,28 @@ def test_words_reach_the_server_as_they_are(tmp_path):
     _, composed, objects = write(tmp_path, serve="smollm2 --served-model-name 'a$HOME$(PATH)$'")
     assert composed["services"]["slipstream"]["command"][3] == "a$$HOME$$(PATH)$$"
     assert replicas_of(objects)[1]["containers"][0]["args"][3] == "a$$HOME$$(PATH)$$"
+
+
+def test_without_keys_a_server_is_reached_by_the_names_of_its_services(tmp_path):
+    _, composed, objects = write(
+        tmp_path, "--name", "chat", serve="smollm2 --allowed-hosts llm.example"
+    )
+    container = replicas_of(objects)[1]["containers"][0]
+    assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+    words = [word.replace("$(POD_NAMESPACE)", "prod") for word in container["args"]]
+
+    def is_allowed(words, host):
+        parsed = Parser(prog="slipstream serve", module="serve").parse_args(words[1:])
+        return WebGuard(None, server_settings(parsed), has_keys=False).is_allowed(host)
+
+    names = ("chat", "chat.prod", "chat.prod.svc", "chat.prod.svc.cluster.local", "llm.example")
+    pods = (f"chat-0.chat-replicas{more}" for more in ("", ".prod", ".prod.svc.cluster.local"))
+    for host in (*names, *pods, "10.1.2.3"):
+        assert is_allowed(words, f"{host}:8000"), host
+    assert not is_allowed(words, "chat.evil.example")
+    words = composed["services"]["chat"]["command"]
+    assert is_allowed(words, "chat:8000")
+    assert not is_allowed(words, "chat.evil.example")
 
 
 def test_it_stops_only_when_the_requests_had_their_time(tmp_path):

@@ -154,6 +154,27 @@ def test_of_a_client_that_leaves_what_was_written_counts(start, stream):
     assert used(fleet, key)[0] == PROMPT_TOKENS + 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_of_a_revoked_key_ends_at_the_gateway_and_the_replica(start, tmp_path, stream):
+    fleet, (stub,), (key,) = start(1)
+    stub.hang_at = 3
+    state = fleet.head.gateway.state
+    asked = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "stream": stream}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def ask():
+            found = client_of(fleet, key).completions.create(**asked)
+            return [part.choices[0].text for part in found] if stream else found
+
+        answer = pool.submit(ask)
+        fleet.wait_for(lambda: state.in_flight, "it was not admitted")
+        with keys.changing(tmp_path / "keys") as known:
+            known.clear()
+        with pytest.raises(openai.APIError, match="was revoked or has expired"):
+            answer.result(PATIENCE_S)
+    fleet.wait_idle()
+
+
 def test_a_request_that_is_tried_twice_is_counted_once(start):
     fleet, stubs, (key,) = start(
         2, [{"requests_per_minute": 10, "tokens_per_minute": 1000}], router={"next_token_s": 3}

@@ -310,7 +310,7 @@ def test_a_client_that_reads_slowly_fills_no_memory_and_harms_nobody(start):
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect((address.hostname, address.port))
         slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
             % (len(body), body)
         )
         fleet.wait_for(lambda: stub.num_written, "it never began")

@@ -17,13 +17,13 @@ from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 400}
-LIVE = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
+LIVE = b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SLOW = 0.5  # s a token: 400 tokens are 200 s, longer than any of these tests waits
 
 
 def post(body, *, path="/v1/completions", version="1.1", headers=""):
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/{version}\r\nhost: a\r\n{headers}content-length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/{version}\r\nhost: localhost\r\n{headers}content-length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -112,7 +112,7 @@ def test_pipelined_requests_are_answered_in_their_order(serve):
         sock.sendall(
             post(COMPLETION | {"max_tokens": 3}) + LIVE + post(COMPLETION | {"max_tokens": 2})
         )
-        sock.sendall(b"GET /nowhere HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         answer = read_all(sock)
     assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"200", b"404"]
     assert [answer.index(text) for text in (b'"hih"', b"alive", b'"hi"')] == sorted(
@@ -163,13 +163,14 @@ def test_a_body_that_nobody_reads_is_not_waited_for(serve, monkeypatch, chunked,
     server = serve(**settings)
     with connect(server) as sock:
         how = "transfer-encoding: chunked" if chunked else f"content-length: {10**9}"
-        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode())
+        sock.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{how}\r\n\r\n".encode())
         block = b"10000\r\n" + b"a" * 65536 + b"\r\n" if chunked else b"a" * 65536
         assert num_taken(sock, block, 2000) < 1000
     monkeypatch.setattr(connection, "LINGER_S", PATIENCE_S)
     with connect(server) as sock:  # who reads in time gets the answer
         sock.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\n{how}\r\n\r\n".encode() + block * 20
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{how}\r\n\r\n".encode()
+            + block * 20
         )
         answer = read_all(sock)
         assert answer.startswith(b"HTTP/1.1 %d" % status)
@@ -229,7 +230,7 @@ UPGRADES = [
     "Connection: keep-alive\r\nConnection: Upgrade\r\nUpgrade: a\r\nUpgrade: b\r\n",
     "Upgrade: anything\r\n",
 ]
-HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n"
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def statuses(answer):
@@ -243,8 +244,8 @@ def closing(body, headers, *, chunked):
         data = b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in (body[:7], body[7:])) + b"0\r\n\r\n"
     else:
         framing, data = f"content-length: {len(body)}\r\n", body
-    head = f"POST /tokenize HTTP/1.1\r\nhost: a\r\n{headers}{framing}\r\n".encode()
-    return head, data, LIVE.replace(b"host", b"connection: close\r\nhost")
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n{headers}{framing}\r\n".encode()
+    return head, data, LIVE.replace(b"host:", b"connection: close\r\nhost:")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -294,7 +295,7 @@ def test_a_body_behind_an_upgrade_is_never_a_request(serve, headers):
 @pytest.mark.parametrize("upgrade", [b"", b"connection: upgrade\r\nupgrade: x\r\n"])
 def test_an_ambiguous_length_is_refused_and_the_connection_ended(serve, head, upgrade):
     with connect(serve()) as sock:
-        sock.sendall(b"POST /tokenize HTTP/1.1\r\nhost: a\r\n" + upgrade + head + b"\r\n")
+        sock.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + upgrade + head + b"\r\n")
         time.sleep(0.02)
         sock.sendall(b"0\r\n\r\n" + HIDDEN)
         answer = read_all(sock)
@@ -305,13 +306,13 @@ def test_an_ambiguous_length_is_refused_and_the_connection_ended(serve, head, up
 @pytest.mark.parametrize("target", [b"a:80", b"/"])
 def test_connect_is_refused(serve, target):
     with connect(serve()) as sock:
-        sock.sendall(b"CONNECT " + target + b" HTTP/1.1\r\nhost: a\r\n\r\n" + HIDDEN)
+        sock.sendall(b"CONNECT " + target + b" HTTP/1.1\r\nhost: localhost\r\n\r\n" + HIDDEN)
         assert statuses(read_all(sock)) == [400]
 
 
 def test_a_key_in_a_trailer_does_not_authenticate(serve):
     data = json.dumps({"model": "fake", "prompt": "hi"}).encode()
-    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
     body = b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(data), data)
     with connect(serve(api_keys=("secret",))) as sock:
         sock.sendall(head + body)
@@ -325,7 +326,7 @@ def test_a_key_in_a_trailer_does_not_authenticate(serve):
 @pytest.mark.parametrize("before", [b"", LIVE])
 def test_a_malformed_chunk_is_answered_with_400(serve, body, apart, before):
     server = serve()
-    head = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with connect(server) as sock:
         sock.sendall(before + head + (b"" if apart else body))
         if apart:

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -318,6 +319,85 @@ def test_the_file_is_read_again(keyed, keys_file, capsys, caplog):
     time.sleep(keys_module.LOOK_S + 0.1)
     keyed.client(second).models.list()
     assert any("stay as they were" in record.message for record in caplog.records)
+
+
+STREAMS = {
+    "/v1/completions": ({"prompt": "hello" * 40, "max_tokens": 200}, b"data: {"),
+    "/v1/chat/completions": ({"max_tokens": 200}, b"data: {"),
+    "/v1/responses": ({"input": "hello" * 40, "max_output_tokens": 200}, b"event: response.failed"),
+    "/v1/messages": ({"max_tokens": 200}, b"event: error"),
+    "/api/chat": ({"options": {"num_predict": 200}}, b'{"error":'),
+    "/v2/models/fake/generate_stream": (
+        {"text_input": "hello" * 40, "parameters": {"max_tokens": 200}},
+        b'data: {"error":',
+    ),
+}
+
+
+def end_key(keys_file, key, how):
+    if how == "revoked":
+        main(["keys", "revoke", str(keys_file), key.split("-")[1]])
+        return
+    with keys_module.changing(keys_file) as known:
+        id_ = key.split("-")[1]
+        gone = known.pop(id_)
+        if how == "expired":
+            known[id_] = msgspec.structs.replace(gone, expires=int(time.time()))
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired", "removed"])
+@pytest.mark.parametrize("path", STREAMS)
+def test_streams_of_a_revoked_key_end_with_an_error(keyed, keys_file, path, how):
+    key, other = keyed.add(), keyed.add()
+    server = keyed.start(FakeEngine(delay_s=0.2))
+    body, begins = STREAMS[path]
+    if not path.startswith("/v2/"):
+        body = {"model": "fake", "stream": True, **body}
+    if "chat" in path or "messages" in path:
+        body["messages"] = [{"role": "user", "content": "hello" * 40}]
+    headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    with (
+        server.http() as http,
+        keyed.client(other).completions.create(
+            model="fake", prompt="other" * 40, max_tokens=200, stream=True
+        ) as lasting,
+        http.stream("POST", path, json=body, headers=headers) as answer,
+    ):
+        assert answer.status_code == 200
+        parts = answer.iter_bytes()
+        next(parts)
+        next(iter(lasting))
+        end_key(keys_file, key, how)
+        text = b"".join(parts)
+        end = text[text.rindex(begins) :]
+        assert b"was revoked or has expired" in end
+        server.wait_for(lambda: server.engine.running == 1, "another key's stream goes on alone")
+        assert next(iter(lasting)).choices
+
+
+def test_a_request_that_waits_ends_with_its_key(keyed, keys_file):
+    key = keyed.add()
+    server = keyed.start(FakeEngine(delay_s=1000.0))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(keyed.client(key).completions.create, **ASK)
+        server.wait_for(lambda: server.state.in_flight, "it was not admitted")
+        end_key(keys_file, key, "revoked")
+        with pytest.raises(openai.AuthenticationError, match="was revoked or has expired"):
+            asked.result(PATIENCE_S)
+    server.wait_idle()
+
+
+def test_streams_of_a_rotated_key_go_on(keyed, keys_file):
+    key = keyed.add()
+    server = keyed.start(FakeEngine(delay_s=0.02))
+    with keyed.client(key).completions.create(
+        model="fake", prompt="hello" * 40, max_tokens=150, stream=True
+    ) as stream:
+        parts = iter(stream)
+        next(parts)
+        main(["keys", "rotate", str(keys_file), key.split("-")[1]])
+        assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    server.wait_idle()
 
 
 def refused(keyed, key):

@@ -50,7 +50,7 @@ def test_a_client_that_never_reads_is_cut(serve, monkeypatch):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         client.sendall(head % len(body) + body)
         server.wait_for(lambda: engine.running == 1, "it does not begin")
         server.wait_for(lambda: engine.running == 0, "it is never cut")

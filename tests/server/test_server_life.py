@@ -56,7 +56,7 @@ def test_leaving_while_waiting_for_the_whole_answer_frees_the_request(serve, mor
     body = json.dumps(COMPLETION | more).encode()
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
             % (len(body), body)
         )
         server.wait_for(lambda: server.engine.running, "it did not begin")

@@ -312,7 +312,7 @@ class Reader:
         self.socket.settimeout(PATIENCE_S)
         body = json.dumps(BODY | {"prompt": [5, 9], "max_tokens": 200}).encode()
         self.socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
             % (len(body), body)
         )
         self.data = b""

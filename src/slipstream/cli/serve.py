@@ -67,6 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ORIGIN",
         "whose pages may ask from a browser, such as https://chat.example; * for any",
     )
+    text = "what a request's Host may say beside localhost, IP addresses and the machine's name, such as chat.example, "
+    add(
+        "--allowed-hosts",
+        text + "*.chat.example or * (any); without keys others are refused",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+    )
     text = "a host that pictures of requests may be fetched from (default: none; data URIs are always taken)"
     add_several("--allowed-media-hosts", "HOST[:PORT]", text)
     add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
@@ -238,6 +247,9 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     given["logits_processors"] = logits_processors(args.logits_processors)
     given["allowed_media_hosts"] = tuple(
         h for text in args.allowed_media_hosts for h in text.split(",") if h
+    )
+    given["allowed_hosts"] = tuple(
+        name for text in args.allowed_hosts for name in text.split(",") if name
     )
     return ServerSettings(
         **given, api_keys=keys, served_model_names=names_served, cors_origins=origins

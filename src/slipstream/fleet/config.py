@@ -175,6 +175,8 @@ class Fleet(Spec, frozen=True, kw_only=True):
     state_dir: str | None = None  # where keys' tokens by day are kept beyond the fleet's life
     detect: bool = False  # watch the replicas for trouble
     alert_urls: tuple[str, ...] = ()  # addresses that get findings
+    allowed_hosts: tuple[str, ...] = ()  # as --allowed-hosts of `slipstream serve`
+    cors_origins: tuple[str, ...] = ()  # as --cors-origin
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     grpc_port: Annotated[int, Meta(ge=0, le=65535)] | None = (
@@ -250,6 +252,8 @@ _NOT_IN_FLEET = {
     "keys_file": "the gateway lets clients in, by the fleet's own api_key_file and keys_file",
     "files_dir": "files and batches are the gateway's, by the fleet's own files_dir",
     "grpc_port": "the gateway speaks gRPC, by the fleet's own grpc_port",
+    "allowed_hosts": "clients reach the gateway, which has the fleet's own allowed_hosts",
+    "cors_origins": "clients reach the gateway, which has the fleet's own cors_origins",
     "audit_log": "the gateway writes the audit log, by the fleet's own audit_log",
     "lora_folder": "adapters of a fleet stand in engine.lora_modules",
     "enable_sleep_mode": "replicas of a fleet do not sleep; autoscale with min: 0 ends those that nobody needs",
@@ -258,6 +262,7 @@ _NOT_IN_FLEET = {
 
 _OF_GATEWAY = (
     *("host", "port", "keys_file", "state_dir", "ssl_certfile", "ssl_keyfile", "grpc_port"),
+    *("allowed_hosts", "cors_origins"),
     *(
         "files_dir",
         "max_files_bytes",

@@ -315,7 +315,7 @@ class Gateway:
         )
         try:
             with limits:
-                async with in_flight(self.state, receive):
+                async with in_flight(self.state, receive, call.record):
                     await self._answer(name, call)
         except ApiError as error:
             if not call.begun:

@@ -48,6 +48,7 @@ from slipstream.server.auth import ApiKeys
 from slipstream.server.record import RequestLog
 from slipstream.server.run import BACKLOG, Server, needs_grpc, uvicorn_config
 from slipstream.server.state import ServerSettings, Watch
+from slipstream.server.web_guard import WebGuard, with_cors
 from slipstream.simulate.engines import this_hardware
 from slipstream.spec.description import read_spec
 
@@ -271,7 +272,10 @@ class Head:
         self.gateway = Gateway(self.members, state, state.metrics)
         if self.fleet.detect:
             state.watch = _watch(self.members, self.fleet.alert_urls)
-        app = RequestLog(ApiKeys(self.gateway, state.keys), state.observers)
+        guarded = WebGuard(
+            ApiKeys(self.gateway, state.keys), self.settings, has_keys=bool(state.keys)
+        )
+        app = RequestLog(with_cors(guarded, self.settings), state.observers)
         return Server(
             uvicorn_config(app, self.settings), state, FleetLineRunner(self.members, state)
         )

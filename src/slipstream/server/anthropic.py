@@ -581,7 +581,7 @@ async def _count(state: ServerState, request: Request) -> Response:
     made = body.chat(state)
     with renamed(body.param):
         made.check()
-        async with in_flight(state, request.receive):
+        async with in_flight(state, request.receive, request.scope["record"]):
             prompt = await chat.prompt_of(state, made)
     return json_response({"input_tokens": len(prompt.tokens)})
 

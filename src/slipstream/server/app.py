@@ -1,6 +1,7 @@
 """The HTTP application: routes, and the layers around them.
 
-RequestLog (id, log line, count, unforeseen errors) > ApiKeys (401) > routes: strict body -> prompt tokens -> engine -> deltas
+RequestLog (id, log line, count, unforeseen errors) > CORS > WebGuard (421, 403, 415) > ApiKeys (401)
+> routes: strict body -> prompt tokens -> engine -> deltas
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -60,7 +60,7 @@ from slipstream.server.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from slipstream.server.rates import RATE_HEADERS, SharedLimiter
+from slipstream.server.rates import SharedLimiter
 from slipstream.server.record import Observers, RequestLog
 from slipstream.server.replies import greeting, json_response
 from slipstream.server.sleep import Sleeping
@@ -68,6 +68,7 @@ from slipstream.server.state import Engine, ServerSettings, ServerState, Shorten
 from slipstream.server.status import StatusRoutes
 from slipstream.server.store import ResponseStore
 from slipstream.server.tokens import Tokens
+from slipstream.server.web_guard import WebGuard, with_cors
 
 
 def make_state(
@@ -153,13 +154,6 @@ def create_app(
             return RedirectResponse("docs")  # a browser
         return Response(greeting(state.model_names), media_type="text/plain")
 
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.cors_origins,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", *RATE_HEADERS],
-    )
     app = Starlette(
         routes=[
             Route(
@@ -210,9 +204,8 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestLog, observers=state.observers),
-            *(
-                [cors] if settings.cors_origins else []
-            ),  # outside the keys: a browser's preflight request has none
+            Middleware(with_cors, settings),
+            Middleware(WebGuard, settings, has_keys=has_keys or settings.fleet_key is not None),
             Middleware(ApiKeys, keys=state.keys),
             *(
                 []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -75,6 +76,16 @@ class Keyring:
         if found is not None:
             return self._plain_key(found)
         return None if self._file is None else self._file.keys.get(id_)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a key that was good may be so no more: those of a file."""
+        return self._file is not None
+
+    def is_active(self, key: Key) -> bool:
+        """Whether a key that was found before may still be used. A new secret does not make it another key."""
+        known = self.by_id(key.id)
+        return known is not None and known.state(time.time()) == "active"
 
     def _plain_key(self, digest: bytes) -> Key:
         """One of `--api-key`. If there is one such key, its requests need no salt: those of a file's keys have theirs."""

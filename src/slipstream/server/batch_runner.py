@@ -559,9 +559,7 @@ class BatchRunner:
         try:
             key, found = self._key(work)
             if not found:
-                work.failure = BatchError(
-                    "key_gone", "the key of the batch is revoked, has expired, or is not there"
-                )
+                work.failure = _key_gone()
                 return
             one.scope["key"] = key
             status, headers, body = await call(self.app, one.scope, bytes(line.body))
@@ -574,6 +572,10 @@ class BatchRunner:
                 {},
                 b'{"error":{"message":"internal error","type":"server_error"}}',
             )
+        if status == 401:  # the key was revoked while the line ran
+            self._put_back(work, line)
+            work.failure = work.failure or _key_gone()
+            return
         if status in (429, 503):
             record = one.scope.get("record")
             self._put_back(work, line, died=record is not None and record.error in DEATHS)
@@ -610,6 +612,10 @@ class BatchRunner:
             return None, not work.batch.owner
         key = self.state.keys.by_id(work.batch.owner)
         return key, key is not None and key.state(time.time()) == "active"
+
+
+def _key_gone() -> BatchError:
+    return BatchError("key_gone", "the key of the batch is revoked, has expired, or is not there")
 
 
 def _count(batch: Batch, work: Work) -> None:

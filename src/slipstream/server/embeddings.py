@@ -61,7 +61,7 @@ class PooledRoute:
         raw = await read_prompt_body(state, scope, receive)
         body = self.read(raw)
         body.model = record.model = served_model(state, body.model, adapters=False)
-        async with in_flight(state, receive):
+        async with in_flight(state, receive, record):
             with admitted(state, record, body.model):
                 found = await self.answer(state, body, record)
         state.metrics.e2e.observe(time.monotonic() - record.start)

@@ -128,6 +128,11 @@ def storage_error(message: str, error: OSError) -> ApiError:
     return unavailable(f"{message}: {error.strerror}", "storage_failed")
 
 
+def revoked_key() -> ApiError:
+    message = "the API key of this request was revoked or has expired"
+    return ApiError(401, message, code="invalid_api_key")
+
+
 def shutting_down() -> ApiError:
     return unavailable("the server is shutting down; send the request to another", "shutting_down")
 

@@ -513,7 +513,7 @@ class GenerationRoute:
         body.model = record.model = served_model(state, body.model)
         started = False
         try:
-            async with in_flight(state, receive):
+            async with in_flight(state, receive, record):
                 with admitted(state, record, body.model):
                     answer = record.answer = await self.prepare(state, body, record)
                     answer.marks = answer.stream and scope.get("from_gateway", False)

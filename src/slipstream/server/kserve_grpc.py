@@ -288,7 +288,7 @@ class Gateway:
         self, body: GrpcInference, record: RequestRecord
     ) -> AsyncGenerator[bytes, None]:
         """To a request that is right in itself. Before the last, the record says that all went well."""
-        async with in_flight(self.state, _never):
+        async with in_flight(self.state, _never, record):
             answer = record.answer = await prepare(self.state, body, record, answer=GrpcAnswer)
             with admitted(self.state, record, body.model):
                 async with aclosing(answer.events(None)) as events:

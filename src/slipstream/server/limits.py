@@ -21,8 +21,10 @@ from slipstream.server.errors import (
     ClientDisconnected,
     bad_request,
     overloaded,
+    revoked_key,
     shutting_down,
 )
+from slipstream.server.keys import LOOK_S, Key
 from slipstream.server.protocol import decode
 from slipstream.server.record import RequestRecord
 from slipstream.server.state import ServerSettings, ServerState
@@ -91,12 +93,12 @@ async def read_as(kind: type[T], request: Request, state: ServerState) -> T:
 
 
 class Exchange:
-    """One request in flight: the task that answers it, and why it was cancelled, if it was."""
+    """One request in flight: the task that answers it, the key that asked, and why it was cancelled, if it was."""
 
-    __slots__ = ("over", "reason", "task")
+    __slots__ = ("key", "over", "reason", "task")
 
-    def __init__(self, task: asyncio.Task[None]) -> None:
-        self.task = task
+    def __init__(self, task: asyncio.Task[None], key: Key | None) -> None:
+        self.task, self.key = task, key
         self.reason: Exception | None = None
         self.over = False
 
@@ -107,7 +109,9 @@ class Exchange:
 
 
 @asynccontextmanager
-async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]:
+async def in_flight(
+    state: ServerState, receive: Receive, record: RequestRecord
+) -> AsyncIterator[None]:
     """The code inside runs while the client is there. Raises ClientDisconnected, or the reason given to `Exchange.cancel`.
 
     A task of its own waits for the disconnect, so that watching costs nothing per token.
@@ -121,7 +125,7 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
         )
     task = asyncio.current_task()
     assert task is not None
-    exchange = Exchange(task)
+    exchange = Exchange(task, record.key)
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -142,6 +146,15 @@ async def in_flight(state: ServerState, receive: Receive) -> AsyncIterator[None]
         watcher.cancel()
         state.in_flight.discard(exchange)
         state.load.end_request()
+
+
+async def end_revoked(state: ServerState) -> None:
+    """End the requests of keys that were revoked, have expired or left the file, for as long as the server runs."""
+    while state.keys.may_change:
+        await asyncio.sleep(LOOK_S)
+        for exchange in tuple(state.in_flight):
+            if exchange.key is not None and not state.keys.is_active(exchange.key):
+                exchange.cancel(revoked_key())
 
 
 @contextmanager

@@ -28,6 +28,9 @@ GRACE_S = 15
 LEAVE_S = 5
 """Kubernetes stops a replica and removes it from its services at the same time. So a replica still answers for so long."""
 
+_NAMESPACE = "POD_NAMESPACE"
+"""The variable of a pod whose value Kubernetes puts in the place of `$(POD_NAMESPACE)` in the arguments."""
+
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 
 
@@ -56,6 +59,10 @@ class Deployment:
     def escaped_command(self) -> list[str]:
         """Compose and Kubernetes would put variables in the place of `$NAME` and `$(NAME)`; to both `$$` is a `$`."""
         return [word.replace("$", "$$") for word in self.command]
+
+    def allowed_hosts(self, *names: str) -> list[str]:
+        """Words for the names by which others reach a server without keys; with keys it asks for none."""
+        return [] if self.key_secret is not None else ["--allowed-hosts", self.name, *names]
 
     @property
     def stop_s(self) -> int:
@@ -97,7 +104,7 @@ def compose(made: Deployment, *, build_from: str, dockerfile_name: str) -> dict[
     service: dict[str, Any] = {
         "image": made.image,
         "build": {"context": build_from, "dockerfile": dockerfile_name},
-        "command": made.escaped_command,
+        "command": [*made.escaped_command, *made.allowed_hosts()],
         "ports": [f"127.0.0.1:{PORT}:{PORT}"],
         "volumes": [f"home:{HOME}"],
         "tmpfs": ["/tmp"],
@@ -203,10 +210,17 @@ def _pod(made: Deployment) -> dict[str, Any]:
         volumes.append(
             {"name": "keys", "secret": {"secretName": made.key_secret, "defaultMode": 0o440}}
         )
+    pods = f"*.{made.name}-replicas"
+    services = (f"{made.name}.$({_NAMESPACE})", pods, f"{pods}.$({_NAMESPACE})")
+    hosts = made.allowed_hosts(
+        *services, f"*.$({_NAMESPACE}).svc", f"*.$({_NAMESPACE}).svc.cluster.local"
+    )
+    field = {"fieldRef": {"fieldPath": "metadata.namespace"}}
     container = {
         "name": "serve",
         "image": made.image,
-        "args": made.escaped_command,
+        "args": [*made.escaped_command, *hosts],
+        **({"env": [{"name": _NAMESPACE, "valueFrom": field}]} if hosts else {}),
         "ports": [{"name": "http", "containerPort": PORT}],
         "startupProbe": probe("/ready", 5, START_S // 5),
         "readinessProbe": probe("/ready", 5, 1),

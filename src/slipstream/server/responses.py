@@ -361,7 +361,7 @@ class Responses:
         body = await read_as(ResponseInput, request, state)
         body.check()
         body.model = served_model(state, body.model)
-        async with in_flight(state, request.receive):
+        async with in_flight(state, request.receive, request.scope["record"]):
             made = await _as_chat(state, body, request.scope["record"].owner)
             with renamed(partial(body.param, places=made.places)):
                 prompt = await chat.prompt_of(state, made.body)
@@ -399,7 +399,7 @@ class Responses:
         after, limit, newest_first = page_options(
             request, "include", "include[]", most=MAX_LISTED, usual=20
         )
-        async with in_flight(self.state, request.receive):
+        async with in_flight(self.state, request.receive, request.scope["record"]):
             found = await self._store.conversation(
                 request.scope["record"].owner, id_, max_bytes=self.state.settings.max_body_bytes
             )
@@ -429,7 +429,7 @@ class Responses:
 
     async def _stored(self, request: Request) -> StoredResponse:
         id_ = request.path_params["id"]
-        async with in_flight(self.state, request.receive):
+        async with in_flight(self.state, request.receive, request.scope["record"]):
             found = await self._store.get(request.scope["record"].owner, id_)
         if found is None:
             raise _unknown(id_)

@@ -28,6 +28,7 @@ from slipstream.server.batch_runner import BatchRunner, EngineLineRunner, LineRu
 from slipstream.server.certificates import Certificates
 from slipstream.server.connection import Connection
 from slipstream.server.errors import shutting_down
+from slipstream.server.limits import end_revoked
 from slipstream.server.load import Acceptor
 from slipstream.server.record import LogFormatter
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener, Watch
@@ -59,6 +60,7 @@ class Server(uvicorn.Server):
         self._renewing: asyncio.Task[None] | None = None
         self._batches: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._revoking: asyncio.Task[None] | None = None
         self.grpc: Gateway | None = None
 
     def stop(self) -> None:
@@ -95,7 +97,7 @@ class Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in (self._renewing, self._batches, self._watching):
+        for task in (self._renewing, self._batches, self._watching, self._revoking):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -125,6 +127,7 @@ class Server(uvicorn.Server):
             self._renewing = asyncio.create_task(certificates.keep_fresh(self.config.ssl))
         if self.state.watch is not None:
             self._watching = asyncio.create_task(self.state.watch.run(self.state))
+        self._revoking = asyncio.create_task(end_revoked(self.state))
         if not self.state.load.is_shared:
             return
         config, state, open_now = self.config, self.server_state, self.server_state.connections

@@ -199,6 +199,8 @@ class ServerSettings:
     allowed_media_hosts: tuple[
         str, ...
     ] = ()  # from which pictures are fetched, as HOST or HOST:PORT; empty: from none
+    # Names, `*.DOMAIN` or `*`: what `Host` may say beside this machine's own names and IP addresses
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()  # whose pages may send requests from a browser; "*": any
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
@@ -297,6 +299,11 @@ class ServerSettings:
             ),
             "allowed_media_hosts",
             "made of HOST or HOST:PORT",
+        )
+        require(
+            all(re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", name) for name in self.allowed_hosts),
+            "allowed_hosts",
+            "made of NAME without a port, *.DOMAIN or *",
         )
         need = "made of SCHEME://HOST[:PORT] as browsers send it (small letters, no path, no usual port), null or *"
         require(all(map(_is_origin, self.cors_origins)), "cors_origins", need)

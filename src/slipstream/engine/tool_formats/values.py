@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slipstream.engine.schema_promises import translate
-from slipstream.engine.tool_formats.base import Parser, Tool, Writer
+from slipstream.engine.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer
 from slipstream.errors import RequestError
 
 _NOTES = {
@@ -54,13 +54,21 @@ def properties(
     ]
     if not between:
         return " ".join(f"({text})" if name in required else f"({text})?" for name, text in parts)
-    for begin in range(len(parts)):
-        rest = "".join(
-            f" ({between} {text})" if name in required else f" ({between} {text})?"
-            for name, text in parts[begin + 1 :]
-        )
-        name, text = parts[begin]
-        whole += ("" if first else " | ") + f"({text}{rest})"
+    texts = [
+        f" ({between} {text})" if name in required else f" ({between} {text})?"
+        for name, text in parts
+    ]
+    rest, num_characters = sum(map(len, texts)), 0
+    for begin, (name, text) in enumerate(parts):
+        rest -= len(texts[begin])
+        num_characters += rest  # the square of the optional arguments before the first required
+        if num_characters > MAX_GRAMMAR:
+            raise RequestError(
+                f"parameters of {tool.name}: its grammar is longer than {MAX_GRAMMAR} characters in the format "
+                f"{form!r}; make more of them required, or have fewer",
+                field="tools",
+            )
+        whole += ("" if first else " | ") + f"({text}{''.join(texts[begin + 1 :])})"
         first = False
         if name in required:
             return f"({whole})"
