@@ -217,7 +217,7 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
 
 _written: dict[str, tuple[dict[str, bytes], Any]] = {}
 """Checkpoints that this process has made: their files, and the state that torch's random numbers were left in."""
-MOST_BYTES = 2**21
+MAX_BYTES = 2**21
 """Of a checkpoint that is kept."""
 
 
@@ -235,7 +235,7 @@ def write(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
         return
     is_alone = not path.exists() or not any(path.iterdir())
     build(path, family, seed=seed, **overrides)
-    if is_alone and sum(file.stat().st_size for file in path.iterdir()) <= MOST_BYTES:
+    if is_alone and sum(file.stat().st_size for file in path.iterdir()) <= MAX_BYTES:
         _written[called] = (
             {file.name: file.read_bytes() for file in path.iterdir()},
             torch.get_rng_state(),

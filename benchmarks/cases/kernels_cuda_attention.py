@@ -41,7 +41,7 @@ CASES = {  # lengths of the prompts, tokens in the cache before them, (query hea
     "8 of 2,048, D = 64": ([2048] * 8, 0, (32, 8, 64)),
     "4 of 2,048, GPT-J": ([2048] * 4, 0, (16, 16, 256)),
 }
-MOST_SPLIT = 256
+MAX_SPLIT = 256
 """Tokens of a step whose keys may be split."""
 EVERY_CHIP = {
     ("bf16", 64): (128, 32, 4, 3),
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
                 case, f"{kind} every chip", flops, partial(call, prefill_tile=EVERY_CHIP[kind, dim])
             )
             measure(case, f"{kind} Hopper", flops, call)
-            if sum(lengths) <= MOST_SPLIT:
+            if sum(lengths) <= MAX_SPLIT:
                 with mock.patch.object(hopper, "num_parts", return_value=1):
                     measure(case, f"{kind} Hopper, unsplit", flops, call)
         if len(set(lengths)) == 1 and not context:

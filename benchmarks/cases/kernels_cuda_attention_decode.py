@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
             call = partial(paged_attention, q, kv, meta, AttentionParams(scale=DIM**-0.5))
             call()
             taken = microseconds([call] * 20)
-            with mock.patch.multiple(split_keys, LEAST_KEYS=2**30, FEW_SEQUENCES=0):
+            with mock.patch.multiple(split_keys, MIN_KEYS=2**30, FEW_SEQUENCES=0):
                 meta.derived.clear()
                 call()
                 whole = microseconds([call] * 20)

@@ -23,7 +23,7 @@ from slipstream.engine.beams import BeamSearches
 from slipstream.sampling_params import MAX_LOGPROBS, BeamSearchParams
 from slipstream.types import BeamsRequest, SampledLogprobs, StepPlan, StepResult
 
-VOCAB, MOST_SAMPLED = 50_400, 4096
+VOCAB, MAX_SAMPLED = 50_400, 4096
 
 
 class Found:
@@ -32,7 +32,7 @@ class Found:
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._ids = (
-            np.argsort(self._rng.random((2 * MOST_SAMPLED, 4 * MAX_LOGPROBS)), axis=1)[
+            np.argsort(self._rng.random((2 * MAX_SAMPLED, 4 * MAX_LOGPROBS)), axis=1)[
                 :, :MAX_LOGPROBS
             ]
             + VOCAB // 2
@@ -43,7 +43,7 @@ class Found:
 
     def result(self, plan: StepPlan, num_top: int) -> StepResult:
         names = tuple([s.request_id for s in plan.scheduled if s.num_sampled])
-        num, first = len(names), int(self._rng.integers(MOST_SAMPLED))
+        num, first = len(names), int(self._rng.integers(MAX_SAMPLED))
         ids, values = (x[first : first + num, :num_top] for x in (self._ids, self._values))
         arrays = values[:, 0], np.ones(num, np.int64), ids, values
         logprobs = SampledLogprobs(

@@ -3,7 +3,7 @@
     python benchmarks/steps.py --study verified [--config llama-3-8b] [--quantization fp8] [--kv-cache-dtype fp8]
 
 Random weights of the true shape; the drafts' own cost is not in these times. `worker/graphs.py` chooses between the two by
-MOST_KEYS_AGAIN and MIXED_ROWS, which this study sets so that one of them runs; `chosen` says which one they give.
+MAX_KEYS_AGAIN and MIXED_ROWS, which this study sets so that one of them runs; `chosen` says which one they give.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     room = (llm.core.ledger.num_blocks - 1) * llm.core.config.cache.block_size
     cases = [(n, drafts, c) for c in CONTEXTS for n, drafts in SIZES if n * (c + 32) <= room]
     steps = [Step(verified=((context, 1 + drafts),) * n) for n, drafts, context in cases]
-    most, rows, found = graphs.MOST_KEYS_AGAIN, graphs.MIXED_ROWS, {}
+    most, rows, found = graphs.MAX_KEYS_AGAIN, graphs.MIXED_ROWS, {}
     for way, bound in (("rows", 1 << 62), ("mixed", -(1 << 62))):
-        graphs.MOST_KEYS_AGAIN = bound
+        graphs.MAX_KEYS_AGAIN = bound
         found[way] = [
             1e3 * step.seconds for step in measure_steps(executor, steps, rounds=args.rounds)
         ]

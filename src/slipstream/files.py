@@ -16,7 +16,7 @@ from typing import Any
 from slipstream import locks
 from slipstream.errors import ConfigError
 
-MOST_YAML_VALUES = 100_000
+MAX_YAML_VALUES = 100_000
 _PID_BYTES = 20
 MAX_YAML_BYTES = 2**20
 MAX_YAML_DIGITS = 100
@@ -148,7 +148,7 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_yaml(path: Path) -> Any:
     """The file's one document. ValueError says where it is none; a bad date, a file that refers to itself, one that is longer
-    than `MAX_YAML_BYTES`, and one whose aliases stand for more than `MOST_YAML_VALUES` are none, too. OSError if there is no
+    than `MAX_YAML_BYTES`, and one whose aliases stand for more than `MAX_YAML_VALUES` are none, too. OSError if there is no
     file."""
     import yaml
 
@@ -160,9 +160,9 @@ def read_yaml(path: Path) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            if _num_values(node, {}) > MOST_YAML_VALUES:
+            if _num_values(node, {}) > MAX_YAML_VALUES:
                 raise ValueError(
-                    f"it holds more than {MOST_YAML_VALUES:,} values, counted as often as aliases name them"
+                    f"it holds more than {MAX_YAML_VALUES:,} values, counted as often as aliases name them"
                 )
             return loader.construct_document(node)
         finally:

@@ -49,7 +49,7 @@ FLAGS = (
     "spaces_between_special_tokens",
 )
 
-MOST_PENALTY = 10
+MAX_PENALTY = 10
 """Of a length: to its power even a million tokens are a number."""
 
 
@@ -502,10 +502,10 @@ class BeamSearchParams:
         if (
             not isinstance(penalty, int | float)
             or isinstance(penalty, bool)
-            or not abs(penalty) <= MOST_PENALTY
+            or not abs(penalty) <= MAX_PENALTY
         ):
             raise RequestError(
-                f"length_penalty must be a number from -{MOST_PENALTY} to {MOST_PENALTY}, got {penalty!r}",
+                f"length_penalty must be a number from -{MAX_PENALTY} to {MAX_PENALTY}, got {penalty!r}",
                 field="length_penalty",
             )
         if self.beam_width % self.num_beam_groups:

@@ -35,7 +35,7 @@ def test_the_longest_run_of_its_own_text_goes_on(tokens, cuts, most):
         grown += tokens[len(grown) : len(grown) + count]
         found = look_up.propose(grown, most)
         place, length = (
-            longest_suffix(grown, grown, proposer.MOST_MATCH, same=True)
+            longest_suffix(grown, grown, proposer.MAX_MATCH, same=True)
             if len(grown) > 1
             else (-1, 0)
         )
@@ -82,7 +82,7 @@ def test_an_encoders_text_and_ended_answers_are_searched():
 
 
 def test_traffic_is_bounded(monkeypatch):
-    monkeypatch.setattr(proposer, "MOST_TRAFFIC", 40)
+    monkeypatch.setattr(proposer, "MAX_TRAFFIC", 40)
     traffic = RecentAnswers()
     for i in range(30):
         traffic.add([2 * i, 2 * i + 1, 3, 4])
@@ -92,7 +92,7 @@ def test_traffic_is_bounded(monkeypatch):
 
 
 def test_of_a_long_prompt_the_end_is_searched(monkeypatch):
-    monkeypatch.setattr(proposer, "MOST_INDEXED", 8)
+    monkeypatch.setattr(proposer, "MAX_INDEXED", 8)
     text = [1, 2, 3, *range(10, 20), 4, 5, 6, 4, 5]
     assert LookUp().propose(text, 1) == ((6,), 2)
     assert LookUp().propose([*text, 1, 2], 1) == ((), 0)

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
-from slipstream.core.kv_cache_manager import LEAST_SHARED
+from slipstream.core.kv_cache_manager import MIN_SHARED
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
@@ -44,7 +44,7 @@ from slipstream.types import (
 from tests.core.configs import BLOCK, CROSS, FULL, config, window
 
 STOP_TOKEN = 7
-MOST_READ = 9  # tokens of an encoder's text
+MAX_READ = 9  # tokens of an encoder's text
 
 
 class Worker:
@@ -269,7 +269,7 @@ class Engine:
 
 
 def test_a_request_whose_adapter_does_not_fit_is_passed_by_so_often_and_no_more(monkeypatch):
-    monkeypatch.setattr("slipstream.core.scheduler.MOST_OVERTAKES", 2)
+    monkeypatch.setattr("slipstream.core.scheduler.MAX_OVERTAKES", 2)
     engine = Engine({**config(max_num_seqs=2), "max_adapters": 1})
     ours, other = LoRARequest("ours", 1, "ours"), LoRARequest("other", 2, "other")
     engine.scheduler.add(request("long", range(4), 12, lora=ours))
@@ -687,8 +687,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching, chunked, mixed, budget = (
                 False,
                 True,
-                max_num_seqs + MOST_READ,
-                budget + max_num_seqs + MOST_READ,
+                max_num_seqs + MAX_READ,
+                budget + max_num_seqs + MAX_READ,
             )
         self.engine = Engine(
             config(
@@ -718,7 +718,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         stops=st.booleans(),
         deadline=st.sampled_from([None, None, 3.0]),
-        read=st.sampled_from([1, BLOCK, BLOCK + 1, MOST_READ]),
+        read=st.sampled_from([1, BLOCK, BLOCK + 1, MAX_READ]),
         pooled=st.sampled_from([False, False, True]),
     )
     def add(self, start, length, max_tokens, priority, n, stops, deadline, read, pooled):
@@ -894,7 +894,7 @@ def test_what_is_computed_again_after_preemption_is_charged_once():
 
 def test_decodes_that_share_a_long_prompt_are_named():
     engine = Engine(config(max_model_len=200, num_blocks=150, max_num_batched_tokens=512))
-    length = LEAST_SHARED + BLOCK + 1
+    length = MIN_SHARED + BLOCK + 1
     engine.scheduler.add(request("a", range(length), max_tokens=4))
     for name in ("b", "c"):
         engine.scheduler.add(request(name, range(length), max_tokens=4, fork_of="a"))
@@ -902,13 +902,13 @@ def test_decodes_that_share_a_long_prompt_are_named():
     engine.run()
     for plan in engine.plans[2:4]:
         assert [s.request_id for s in plan.scheduled][:3] == ["a", "b", "c"]
-        assert plan.shared == (SharedPrefix(0, 3, LEAST_SHARED + BLOCK),)
+        assert plan.shared == (SharedPrefix(0, 3, MIN_SHARED + BLOCK),)
     alike = [Request(request(name, range(length)), (0, 0.0, 0), b"", 1) for name in "xy"]
     for each in alike:
         each.blocks[0] = list(range(1, 35))
     for computed, shared in (
-        (LEAST_SHARED, (SharedPrefix(0, 2, LEAST_SHARED),)),
-        (LEAST_SHARED - 1, ()),
+        (MIN_SHARED, (SharedPrefix(0, 2, MIN_SHARED),)),
+        (MIN_SHARED - 1, ()),
     ):
         assert engine.scheduler.kv.shared_prefixes([(each, computed) for each in alike]) == shared
 

@@ -329,7 +329,7 @@ def test_acceptance_by_length_of_match():
 
 
 def test_a_salts_answers_stay_with_it(monkeypatch):
-    monkeypatch.setattr("slipstream.core.speculation.MOST_SALTS", 2)
+    monkeypatch.setattr("slipstream.core.speculation.MAX_SALTS", 2)
     speculation = Speculation(SpeculationConfig(method="suffix", num_speculative_tokens=2))
 
     def ask(salt, *answer):

@@ -345,7 +345,7 @@ def test_a_request_without_a_place_outlives_a_full_queue(made):
 
 def test_those_with_a_place_go_before_one_without(made, monkeypatch):
     """As many as the scheduler would let: then its turn comes. Choices go with their first."""
-    monkeypatch.setattr("slipstream.engine.engine_core.MOST_OVERTAKES", 2)
+    monkeypatch.setattr("slipstream.engine.engine_core.MAX_OVERTAKES", 2)
     core = make(made, max_loras=1, max_cpu_loras=1).core
     core.add([asked(made, 1, "a0", 8)])
     core.add([asked(made, 2, "b0")])

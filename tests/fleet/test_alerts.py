@@ -113,7 +113,7 @@ async def test_no_error_of_one_address_ends_the_others(receiver, monkeypatch, er
 
 
 async def test_few_wait(monkeypatch):
-    monkeypatch.setattr(alerts, "MOST_WAITING", 5)
+    monkeypatch.setattr(alerts, "MAX_WAITING", 5)
     hook = alerts.Webhook("http://127.0.0.1:9/", "here")
     for _ in range(12):
         hook.enqueue("began", FINDING)

@@ -283,7 +283,7 @@ def test_a_lasting_change_is_how_things_are_now():
 
 
 def test_state_is_bounded_and_silence_ends_findings(monkeypatch):
-    monkeypatch.setattr(module, "MOST_REPLICAS", 3)
+    monkeypatch.setattr(module, "MAX_REPLICAS", 3)
     detector = Detector()
     for i in range(5):
         detector.observe(Observation(replica=f"r{i}", at=float(i), is_up=False))
@@ -293,8 +293,8 @@ def test_state_is_bounded_and_silence_ends_findings(monkeypatch):
     assert all(f.ended is not None for f in detector.findings)
     for i in range(1000):
         detector.observe(Observation(replica="r", at=float(i), is_up=i % 2 == 0))
-    assert len(detector.findings) <= module.MOST_ENDED + 1
-    assert len(detector.drain_findings()) <= 2 * module.MOST_ENDED
+    assert len(detector.findings) <= module.MAX_ENDED + 1
+    assert len(detector.drain_findings()) <= 2 * module.MAX_ENDED
 
 
 def test_expected_steps_are_learned():

@@ -130,7 +130,7 @@ def test_pictures(tmp_path, family, split):
 )
 def test_experts_move_between_steps(tmp_path, monkeypatch, family, settings, split):
     """Whenever it gains anything, while graphs that were captured before are replayed: graphs read the weights that came."""
-    for name, value in (("LOOK_EVERY", 2), ("LEAST_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
+    for name, value in (("LOOK_EVERY", 2), ("MIN_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
         monkeypatch.setattr(expert_balance, name, value)
     tiny_models.write(tmp_path, family, **SHAPE_OF_EXPERTS[family])
     found = []

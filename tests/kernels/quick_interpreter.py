@@ -37,7 +37,7 @@ NUMPY_TYPES = {
 }
 ADDRESS = np.dtype(np.uint64)
 BOOL = np.dtype(bool)
-MOST_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()}
+MAX_BYTES = {name: dtype.itemsize for name, dtype in NUMPY_TYPES.items()}
 """Of one element of a type."""
 OVERFLOWS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
@@ -119,7 +119,7 @@ def handle(self, data, dtype, attr=None):
     self.data = data
     self.dtype = dtype
     self.attr = {} if attr is None else attr
-    most = MOST_BYTES.get(dtype.name)
+    most = MAX_BYTES.get(dtype.name)
     if most is None or data.itemsize > most:
         self.__post_init__()  # the interpreter's own check, which knows more types
 
@@ -129,7 +129,7 @@ def binary_op(self, left, right, operation):
         return binary_op_slowly(self, left, right, operation)
     kind = left.dtype.scalar
     output = operation(left.data, right.data)
-    if output.itemsize > MOST_BYTES.get(kind.name, ADDRESS.itemsize):
+    if output.itemsize > MAX_BYTES.get(kind.name, ADDRESS.itemsize):
         output = output.astype(numpy_type(kind))
     return interpreter.TensorHandle(output, kind)
 

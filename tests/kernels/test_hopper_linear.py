@@ -58,7 +58,7 @@ def test_weights_are_asked_for_before_the_kernel_in_front_has_ended(kind, sizes,
 
 
 def test_what_it_covers():
-    x, rows = torch.zeros(65, 64, dtype=torch.bfloat16), hopper_linear.LEAST_ROWS
+    x, rows = torch.zeros(65, 64, dtype=torch.bfloat16), hopper_linear.MIN_ROWS
     w = Linear(weight=torch.zeros(rows, 64, dtype=torch.bfloat16), bias=None)
     assert [n for n in (0, 1, 64, 65) if hopper_linear.covers(x[:n], w)] == [1, 64]
     assert not hopper_linear.covers(x[:4], Linear(weight=w.weight[1:], bias=None))  # few rows

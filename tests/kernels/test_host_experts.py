@@ -14,8 +14,8 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels import native
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.host_experts import LEAST_COPIED, SLICE, HostExpertOps
-from slipstream.kernels.hot_experts import MOST_MOVES, best_moves
+from slipstream.kernels.host_experts import MIN_COPIED, SLICE, HostExpertOps
+from slipstream.kernels.hot_experts import MAX_MOVES, best_moves
 from slipstream.kernels.layouts import Experts
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.quantize import round_linear
@@ -249,7 +249,7 @@ def test_which_experts_change_places():
     assert best_moves(load, [0, 1, 2]) == {2: 4, 1: 5, 0: 6}
     assert best_moves(load, [4, 5, 3]) == {}  # 7 is not enough more than 6
     assert best_moves(load, [4, 5, 1]) == {2: 6}
-    assert len(best_moves(np.arange(20.0), list(range(10)))) == MOST_MOVES
+    assert len(best_moves(np.arange(20.0), list(range(10)))) == MAX_MOVES
 
 
 def test_no_more_experts_are_held_than_fit():
@@ -282,7 +282,7 @@ def test_memory_that_the_system_does_not_pin(monkeypatch, caplog):
     assert ops.copy_from is None
     ops.arena.is_pinned = True
     ops.choose([packed], torch.float32, 4 * SLICE)
-    assert ops.copy_from == LEAST_COPIED
+    assert ops.copy_from == MIN_COPIED
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -127,7 +127,7 @@ def test_parts_of_decodes(lens, extra, splits, window):
 def test_the_last_thread_block_merges(monkeypatch, heads, kv_heads, options):
     """In each layer: what it counts by is 0 again behind it."""
     monkeypatch.setattr(module, "PARTS_PER_SM", 200)
-    monkeypatch.setattr(module, "LEAST_KEYS", 16)
+    monkeypatch.setattr(module, "MIN_KEYS", 16)
     sequences = tuple((1, n - 1) for n in (500, 17, 300, 1, 64, 49))
     shape = cases.Shape(
         sequences=sequences,

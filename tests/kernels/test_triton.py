@@ -98,7 +98,7 @@ def test_attention(data, extra, dtype):
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
-        patch.setattr("slipstream.kernels.triton.split_keys.LEAST_KEYS", 16)
+        patch.setattr("slipstream.kernels.triton.split_keys.MIN_KEYS", 16)
         patch.setattr(
             "slipstream.kernels.triton.split_keys.FEW_SEQUENCES",
             data.draw(st.sampled_from([0, 1, 4])),

@@ -45,7 +45,7 @@ def logits(model):
 
 @pytest.fixture(autouse=True)
 def even_tiny(monkeypatch):
-    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packed_cache, "MIN_BYTES", 0)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_nothing_is_kept_where_nothing_is_gained(tmp_path):
 def test_of_a_small_model_nothing_is_kept(tmp_path, monkeypatch):
     tiny_models.write(tmp_path / "m", **SIZES)
     monkeypatch.undo()
-    assert packed_cache.LEAST_BYTES > 0
+    assert packed_cache.MIN_BYTES > 0
     load(tmp_path / "m", tmp_path / "kept")
     assert not (tmp_path / "kept").exists()
 

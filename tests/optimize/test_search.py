@@ -11,7 +11,7 @@ import pytest
 from slipstream.errors import ConfigError, EngineError
 from slipstream.optimize.candidates import Candidate, Prediction, Space, TrialResult
 from slipstream.optimize.pareto import hypervolume
-from slipstream.optimize.search import LEAST_MEASURED, Search
+from slipstream.optimize.search import MIN_MEASURED, Search
 
 pytest.importorskip("optuna", reason="the search needs Optuna (the extra `optimize`)")
 
@@ -83,7 +83,7 @@ def test_fifteen_percent_of_the_measurements_find_nearly_the_whole_front():
         world = World(seed)
         search = Search(SPACE, prior, world, seed=seed)
         results = search.run(budget_s=most, clock=lambda asked=world.asked: len(asked))
-        assert LEAST_MEASURED <= len(results) <= most
+        assert MIN_MEASURED <= len(results) <= most
         shares.append(volume(results, every))
         at_random.append(volume(random.Random(seed).sample(every, most), every))
     assert sum(shares) / len(shares) > 0.97
@@ -96,7 +96,7 @@ def test_no_candidate_is_measured_twice_and_the_search_ends_by_itself():
     search.run(budget_s=1e9)
     assert len(set(world.asked)) == len(world.asked)
     assert "expected to move the front" in search.why_ended
-    assert LEAST_MEASURED <= len(world.asked) < len(SPACE.candidates())
+    assert MIN_MEASURED <= len(world.asked) < len(SPACE.candidates())
     front = search.front()
     assert [r.throughput for r in front] == sorted((r.throughput for r in front), reverse=True)
 

@@ -324,7 +324,7 @@ def test_a_full_disk_refuses(serve, tmp_path, disk):
 
 
 def test_a_full_disk_may_lose_lines_and_counts_them(serve, tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(audit_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(audit_module, "MAX_WAITING", 2)
     path = tmp_path / "a"
     server = serve(audit_log=str(path), audit_failure="serve")
     client = server.client()

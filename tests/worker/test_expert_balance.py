@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slipstream.spec.description import read_spec
 from slipstream.worker import expert_balance
 from slipstream.worker.expert_balance import (
-    LEAST_CHOICES,
+    MIN_CHOICES,
     MOVED_BYTES,
     UNEVEN,
     ExpertBalancer,
@@ -73,7 +73,7 @@ def balancer(tmp_path, family="qwen3_moe", num_ranks=2):
     return ExpertBalancer(read_spec(tmp_path).spec, num_ranks)
 
 
-SKEWED = (9 * LEAST_CHOICES, 9 * LEAST_CHOICES, 9 * LEAST_CHOICES, 1, 2, 3)
+SKEWED = (9 * MIN_CHOICES, 9 * MIN_CHOICES, 9 * MIN_CHOICES, 1, 2, 3)
 
 
 def test_the_load_is_looked_at_every_so_often(tmp_path):
@@ -103,7 +103,7 @@ def test_the_load_is_that_of_experts_wherever_they_are(tmp_path):
     for _ in range(5):
         counts = counts + SKEWED
         assert own.follow(((0, tuple(counts)),), expert_bytes=1) == []
-    away = 9 * LEAST_CHOICES * np.array([0, 0, 0, 1, 1, 1])  # now others are chosen
+    away = 9 * MIN_CHOICES * np.array([0, 0, 0, 1, 1, 1])  # now others are chosen
     for _ in range(20):
         counts = counts + away
         own.follow(((0, tuple(counts)),), expert_bytes=1)
@@ -121,7 +121,7 @@ def test_little_is_moved_at_a_time(tmp_path):
     "load",
     [
         tuple(x // 20 for x in SKEWED),  # few tokens
-        (1000 * LEAST_CHOICES,) * 6,
+        (1000 * MIN_CHOICES,) * 6,
         (int(UNEVEN * 1e6) - 1, 10**6, 10**6, 10**6, 10**6, 10**6),  # near enough
     ],
 )
@@ -142,7 +142,7 @@ def test_groups_move_whole_where_a_rank_has_them_whole(tmp_path):
     """DeepSeek V3's four groups of two on two ranks."""
     own = balancer(tmp_path, "deepseek_v3")
     layer = next(i for i, x in enumerate(own.spec.layers) if hasattr(x.mlp, "num_experts"))
-    busy = 9 * LEAST_CHOICES
+    busy = 9 * MIN_CHOICES
     swaps = own.follow(((layer, (busy, busy, busy, busy, 1, 1, 1, 1)),), expert_bytes=1)
     assert len(swaps) == 2
     assert {a // 2 for _, a, _ in swaps} < {0, 1, 2, 3}

@@ -273,7 +273,7 @@ def answers(path, **how):
 )
 def test_experts_move_while_requests_run(tmp_path, monkeypatch, family, how):
     """Whenever it gains anything: random weights choose some experts more than others."""
-    for name, value in (("LOOK_EVERY", 2), ("LEAST_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
+    for name, value in (("LOOK_EVERY", 2), ("MIN_CHOICES", 1), ("UNEVEN", 1.0), ("GAIN", 0.0)):
         monkeypatch.setattr(expert_balance, name, value)
     monkeypatch.setattr(process_executor, "available_cores", lambda: 4)
     build(tmp_path, family, **{"mxfp4": GROUPS, "int4-g32": BIG}.get(how.get("quantization"), {}))

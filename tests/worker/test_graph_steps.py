@@ -375,7 +375,7 @@ def test_drafts_are_verified_by_graphs(tmp_path):
 def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
     """Where the keys that it reads once more are few; else drafts are verified as a prompt's tokens are. Some requests of the
     steps have no drafts, and one draws."""
-    monkeypatch.setattr(module, "MOST_KEYS_AGAIN", again)
+    monkeypatch.setattr(module, "MAX_KEYS_AGAIN", again)
     tiny_models.write(tmp_path, "llama")
     sampling = [
         SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)

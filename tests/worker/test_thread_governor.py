@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.worker.thread_governor import FIRST_WAIT, MOST_WAIT, WINDOW, ThreadGovernor
+from slipstream.worker.thread_governor import FIRST_WAIT, MAX_WAIT, WINDOW, ThreadGovernor
 
 
 class Machine:
@@ -57,7 +57,7 @@ def test_a_neighbour_takes_a_core_and_gives_it_back(threads):
         Never(), steps
     )  # (threads − 1) / threads instead of a half
     machine.neighbour = False
-    machine.run(governor, (MOST_WAIT + 3) * WINDOW)
+    machine.run(governor, (MAX_WAIT + 3) * WINDOW)
     assert machine.num_used == threads
     before = len(machine.used)
     machine.run(governor, 2000)
@@ -87,7 +87,7 @@ def test_batches_that_change_at_every_step():
         machine.run(governor, 1, 1 + i % 5)
     assert machine.num_used == 3
     machine.neighbour = False
-    for i in range((MOST_WAIT + 3) * WINDOW):
+    for i in range((MAX_WAIT + 3) * WINDOW):
         machine.run(governor, 1, 1 + i % 5)
     assert machine.num_used == 4
 

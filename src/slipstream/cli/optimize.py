@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 COMPRESS_SHARE = 1 / 3
 """Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
 
-LEAST_AGAIN = 0.8
+MIN_AGAIN = 0.8
 """Of the candidate's throughput, that its folder has to reach; else a line says that the machine's speed has changed."""
 
 
@@ -433,7 +433,7 @@ def _show(
             print(
                 f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms"
             )
-            if again["output_throughput"] < LEAST_AGAIN * (chosen.throughput or 0):
+            if again["output_throughput"] < MIN_AGAIN * (chosen.throughput or 0):
                 print(
                     f"its candidate was faster: the machine was busier, or is. Again: slipstream bench folder {out}"
                 )

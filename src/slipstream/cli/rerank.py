@@ -18,7 +18,7 @@ from slipstream.cli.options import (
 )
 from slipstream.errors import ConfigError
 
-MOST_SHOWN = 100
+MAX_SHOWN = 100
 """Characters of a document in a line."""
 
 
@@ -57,6 +57,6 @@ def run(args: argparse.Namespace) -> int:
     places = len(str(len(documents) - 1))
     for result in results:
         text = " ".join(result.document.split())
-        shown = text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
+        shown = text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
         print(f"{result.relevance_score:9.4f}  {result.index:{places}}  {shown}")
     return 0

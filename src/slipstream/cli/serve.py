@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.frontend.supervisor import Supervisor
     from slipstream.server.state import ServerSettings
 
-MOST_API_SERVERS = 8  # that are chosen by themselves
+MAX_API_SERVERS = 8  # that are chosen by themselves
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("processes and log")
     text = "processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
-    text += f"{MOST_API_SERVERS} at most (default: auto)"
+    text += f"{MAX_API_SERVERS} at most (default: auto)"
     add("--api-servers", text, default=None, type=_number_or_auto, metavar="N")
     add(
         "--drain-timeout",
@@ -234,7 +234,7 @@ def choose_api_servers(device: str) -> int:
 
     if device == "cpu" or (device == "auto" and not gpus()):
         return 1
-    return max(1, min(available_cores() // 4, MOST_API_SERVERS))
+    return max(1, min(available_cores() // 4, MAX_API_SERVERS))
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:

@@ -10,8 +10,8 @@ from slipstream.config.parallel import native_products
 from slipstream.config.resolver import resolve
 from slipstream.config.settings import (
     DTYPE_BYTES,
-    MOST_DRAFTS,
-    MOST_STEP_DRAFTS,
+    MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
     CacheConfig,
     DeviceConfig,
     DeviceInfo,
@@ -32,8 +32,8 @@ from slipstream.config.settings import (
 
 __all__ = [
     "DTYPE_BYTES",
-    "MOST_DRAFTS",
-    "MOST_STEP_DRAFTS",
+    "MAX_DRAFTS",
+    "MAX_STEP_DRAFTS",
     "CacheConfig",
     "DType",
     "DeviceConfig",

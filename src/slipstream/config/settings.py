@@ -359,10 +359,10 @@ class SchedulingConfig:
         return -(-self.max_num_mixed_tokens // self.num_ranks)
 
 
-MOST_STEP_DRAFTS = 512
+MAX_STEP_DRAFTS = 512
 """The most guessed tokens of a step. Each has logits: 512 of a vocabulary of 128k take 400 MB, and no step wants more."""
 
-MOST_DRAFTS = 16
+MAX_DRAFTS = 16
 """Drafts of a request in a step, where the number is chosen."""
 
 
@@ -380,7 +380,7 @@ class SpeculationConfig:
     quantization: str | None = (
         None  # the scheme that its weights are rounded by at load; "none": a head's are not
     )
-    most_drafts: int = MOST_DRAFTS  # of a request in a step; a head may have fewer
+    most_drafts: int = MAX_DRAFTS  # of a request in a step; a head may have fewer
 
     @property
     def by_model(self) -> bool:
@@ -515,7 +515,7 @@ class EngineConfig:
             return self
         return dataclasses.replace(
             self,
-            speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MOST_DRAFTS)),
+            speculation=dataclasses.replace(self.speculation, most_drafts=min(most, MAX_DRAFTS)),
         )
 
     @property
@@ -539,7 +539,7 @@ class EngineConfig:
         drafts = 0 if self.speculation is None else self.speculation.limit
         num_seqs = self.scheduling.max_num_seqs
         return min(
-            num_seqs + min(num_seqs * drafts, MOST_STEP_DRAFTS),
+            num_seqs + min(num_seqs * drafts, MAX_STEP_DRAFTS),
             self.scheduling.max_num_mixed_tokens,
         )
 

@@ -18,7 +18,7 @@ does:
 4. A step takes at most twice as many prompt tokens as the largest measured step, since a prediction
    far from all measurements means nothing. The first step has `MIN_CHUNK`.
 5. If the first prompt in line has waited more than `PATIENCE_S`, a step takes a minimum number of
-   its tokens. This is the number predicted to take `LEAST_SHARE` of the objective, from 1 to
+   its tokens. This is the number predicted to take `MIN_SHARE` of the objective, from 1 to
    `MIN_CHUNK`; with graphs, it is the smallest graph's room. So prompts progress even where decodes
    alone exceed the objective.
 
@@ -38,7 +38,7 @@ from slipstream.types import ScheduledRequest
 
 MIN_CHUNK = 32
 PATIENCE_S = 0.5
-LEAST_SHARE = 0.25
+MIN_SHARE = 0.25
 PROBE_EVERY = 64
 
 FEW_CHUNKS, FEW_REQUESTS = 4, 64
@@ -325,9 +325,7 @@ class Pace:
         return max(
             fits,
             1,
-            min(
-                MIN_CHUNK, self.cost.tokens_within(self.target_s * LEAST_SHARE, computed, MIN_CHUNK)
-            ),
+            min(MIN_CHUNK, self.cost.tokens_within(self.target_s * MIN_SHARE, computed, MIN_CHUNK)),
         )
 
     def _is_of_graph(self, step: StepSize) -> bool:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS
-from slipstream.core.step_times import LEAST_SURVIVAL, MARGIN, seconds_from
+from slipstream.config import MAX_DRAFTS, MAX_STEP_DRAFTS
+from slipstream.core.step_times import MARGIN, MIN_SURVIVAL, seconds_from
 
 STAY = 1.01
 """Speed-up, in tokens per second, that a new chain length must promise over the last one."""
 
-LEAST_FIRST = 0.3
+MIN_FIRST = 0.3
 """Acceptance rate of the first draft below which a request gets no drafts."""
 
 REACH = 2
@@ -34,21 +34,21 @@ OWN_MEMORY, MEMORY = 32, 1024
 OWN_WEIGHT = 4
 """Weight of a prior in tries: the overall rates are a request's prior, `_FIRST` is theirs."""
 
-_POSITIONS = np.arange(MOST_DRAFTS)
+_POSITIONS = np.arange(MAX_DRAFTS)
 _FIRST = (_POSITIONS + 8) / (_POSITIONS + 10)  # expected acceptance rates before any measurement
 
 
 class DraftCounts:
-    """Tried and accepted drafts by position, [rows, MOST_DRAFTS]."""
+    """Tried and accepted drafts by position, [rows, MAX_DRAFTS]."""
 
     def __init__(self, num_rows: int, memory: int) -> None:
-        self.tried, self.accepted = np.zeros((2, num_rows, MOST_DRAFTS))
+        self.tried, self.accepted = np.zeros((2, num_rows, MAX_DRAFTS))
         self._memory = memory
 
     def add(
         self, rows: npt.NDArray[np.int64] | int, tried: npt.NDArray[Any], accepted: npt.NDArray[Any]
     ) -> None:
-        """Add counts of distinct rows, [rows, MOST_DRAFTS], or of one row, [MOST_DRAFTS]."""
+        """Add counts of distinct rows, [rows, MAX_DRAFTS], or of one row, [MAX_DRAFTS]."""
         sum_tried, sum_accepted = self.tried[rows] + tried, self.accepted[rows] + accepted
         shares = np.where(sum_tried > self._memory, 0.5, 1.0)
         self.tried[rows], self.accepted[rows] = sum_tried * shares, sum_accepted * shares
@@ -139,9 +139,9 @@ class Chains:
         rates = self._own.rates(rows, self._all.rates(0, _FIRST))[:, :longest]
         survivals = np.cumprod(rates, axis=1)
         survivals[
-            (survivals < LEAST_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])
+            (survivals < MIN_SURVIVAL) | (_POSITIONS[:longest] >= np.array(most)[:, None])
         ] = 0
-        survivals[survivals[:, 0] < LEAST_FIRST] = 0
+        survivals[survivals[:, 0] < MIN_FIRST] = 0
         # drafts in a step, for each chain length
         num_drafts = np.count_nonzero(survivals, axis=0).cumsum()
         speeds = (num_seqs + survivals.sum(axis=0).cumsum()) / seconds_from(
@@ -149,7 +149,7 @@ class Chains:
         )
         if self._length:
             speeds[self._length - 1 : self._length] *= STAY
-        speeds[(num_drafts > MOST_STEP_DRAFTS) | (num_drafts == 0)] = 0
+        speeds[(num_drafts > MAX_STEP_DRAFTS) | (num_drafts == 0)] = 0
         chosen = int(speeds.argmax()) + 1
         gain = float(speeds[chosen - 1]) * line[0][1] / num_seqs
         if gain <= MARGIN:

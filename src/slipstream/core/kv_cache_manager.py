@@ -30,7 +30,7 @@ from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore, Tiers
 from slipstream.types import SharedPrefix, TableUpdate
 
-LEAST_SHARED = 128
+MIN_SHARED = 128
 """Minimum number of common tokens that a step marks as a shared prefix."""
 
 
@@ -298,7 +298,7 @@ class KVCacheManager:
     def shared_prefixes(self, decodes: Iterable[tuple[Request, int]]) -> tuple[SharedPrefix, ...]:
         """Find runs of neighbouring decodes that begin with the same prompt blocks.
 
-        `decodes` are (request, number of computed tokens). A run counts from `LEAST_SHARED` common
+        `decodes` are (request, number of computed tokens). A run counts from `MIN_SHARED` common
         tokens.
         """
         found, first, last = list[SharedPrefix](), 0, None
@@ -306,7 +306,7 @@ class KVCacheManager:
             block = None
             if request is not None and self.full is not None and self.cross is None:
                 whole = min(request.num_prompt_tokens, computed) // self.block_size
-                if whole * self.block_size >= LEAST_SHARED:
+                if whole * self.block_size >= MIN_SHARED:
                     # equal last blocks mean that all blocks before them are equal, too
                     block = whole, request.blocks[self.full][whole - 1]
             if block != last or block is None:

@@ -9,7 +9,7 @@ the tokens that followed it there.
 Both find earlier runs like LZ77 compressors (Ziv and Lempel 1977). A table has the last place of
 each pair of tokens, and each place links to the previous place of the same pair. A token costs well
 under a microsecond and about 150 bytes. A suffix automaton in Python costs ten times as much. Only
-the latest `MOST_PLACES` places are compared.
+the latest `MAX_PLACES` places are compared.
 
 A draft model's tokens are drawn by the worker (`worker/drafter.py`).
 """
@@ -21,16 +21,16 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_PLACES = 32
+MAX_PLACES = 32
 """Earlier places of a pair that are compared."""
 
-MOST_MATCH = 32
+MAX_MATCH = 32
 """Tokens of a run that are compared. Longer runs predict no better."""
 
-MOST_INDEXED = 32_768
+MAX_INDEXED = 32_768
 """Tokens of a request that are searched: the latest ones at its first proposal."""
 
-MOST_TRAFFIC = 65_536
+MAX_TRAFFIC = 65_536
 """Tokens of ended answers that are searched, per cache salt."""
 
 SEPARATOR = -1
@@ -83,7 +83,7 @@ class PairIndex:
         """
         place, found = self._latest.get(own[-2] << 32 | own[-1], -1), (-1, 0)
         last = len(own) - 1
-        for _ in range(MOST_PLACES):
+        for _ in range(MAX_PLACES):
             if place < 0:
                 break
             length, limit = 2, min(most, place - self._begin + 1, last + 1)
@@ -108,10 +108,10 @@ class RecentAnswers:
 
     def add(self, answer: Sequence[int]) -> None:
         tokens, index = self.generations[0]
-        if len(tokens) > MOST_TRAFFIC // 2:
+        if len(tokens) > MAX_TRAFFIC // 2:
             tokens, index = [], PairIndex()
             self.generations = [(tokens, index), self.generations[0]]
-        tokens += [*answer[-MOST_TRAFFIC // 2 :], SEPARATOR]
+        tokens += [*answer[-MAX_TRAFFIC // 2 :], SEPARATOR]
         index.add(tokens, len(tokens))
 
 
@@ -124,7 +124,7 @@ class LookUp(Proposer):
         self,
         *,
         least: int = 2,
-        most_match: int = MOST_MATCH,
+        most_match: int = MAX_MATCH,
         text: Sequence[int] = (),
         traffic: RecentAnswers | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class LookUp(Proposer):
 
     def propose(self, tokens: Sequence[int], most: int) -> Proposal:
         if self._index is None:
-            self._index = PairIndex(max(0, len(tokens) - MOST_INDEXED))
+            self._index = PairIndex(max(0, len(tokens) - MAX_INDEXED))
         if len(tokens) < 2:
             return Proposal()
         self._index.add(tokens, len(tokens) - 1)  # without the last pair, which would find itself

@@ -25,7 +25,7 @@ from typing import TypeAlias
 from slipstream.core.request import Request, Status
 from slipstream.types import Share
 
-_MOST_IDLE = 1024
+_MAX_IDLE = 1024
 """Number of accounts from which accounts without requests are removed."""
 
 _NOBODY = Share("")
@@ -66,7 +66,7 @@ class WaitingQueue:
             else:  # no owner is active, so all counters restart at 0
                 for other in self._accounts.values():
                     other.served = 0.0
-            if len(self._accounts) > _MOST_IDLE:
+            if len(self._accounts) > _MAX_IDLE:
                 self._forget_idle(account)
         account.num_requests += 1
         request.account = account

@@ -90,14 +90,14 @@ A cached prefix decides a request's rank unless that rank runs more requests tha
 """
 
 
-MOST_OVERTAKES = 32
+MAX_OVERTAKES = 32
 """Maximum number of requests that overtake one whose adapter does not fit or whose rank is full.
 
 After that, no other request is admitted before it.
 """
 
 
-MOST_PASSED_BY = 128
+MAX_PASSED_BY = 128
 """Maximum number of such requests that are passed by in one step."""
 
 
@@ -529,7 +529,7 @@ class Scheduler:
 
         The first that does not fit stops the rest, with two exceptions: a request whose adapter
         does not fit alongside those of the running requests, and a request whose rank has no free
-        row. They are overtaken, at most `MOST_OVERTAKES` times.
+        row. They are overtaken, at most `MAX_OVERTAKES` times.
         """
         passed: list[Request] = []
         self._admit_fitting(step, now, passed)
@@ -606,7 +606,7 @@ class Scheduler:
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
         """Let others overtake the first request of the queue. False if enough have already."""
-        if request.num_overtaken >= MOST_OVERTAKES or len(passed) == MOST_PASSED_BY:
+        if request.num_overtaken >= MAX_OVERTAKES or len(passed) == MAX_PASSED_BY:
             return False
         passed.append(self.requests.waiting.pop())
         return True

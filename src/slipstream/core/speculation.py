@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config import MOST_DRAFTS, MOST_STEP_DRAFTS, SpeculationConfig
+from slipstream.config import MAX_DRAFTS, MAX_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
 from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.request import Request
 from slipstream.core.step_times import (
-    LEAST_SURVIVAL,
     MARGIN,
+    MIN_SURVIVAL,
     STALE,
     SURE,
     SURE_STALE,
@@ -45,13 +45,13 @@ from slipstream.core.step_times import (
 )
 from slipstream.types import FROM_MODEL
 
-MOST_SALTS = 64
+MAX_SALTS = 64
 """Number of cache salts whose recent answers are kept."""
 
 LEVELS: tuple[int, ...] = (3, 4, 5, 7, 9, 13, 17, 25)
 """Match lengths at which the next acceptance rate begins."""
 
-FROM_MODEL_TIMES = tuple((FROM_MODEL,) * n for n in range(MOST_DRAFTS + 1))
+FROM_MODEL_TIMES = tuple((FROM_MODEL,) * n for n in range(MAX_DRAFTS + 1))
 
 
 class Acceptance:
@@ -200,7 +200,7 @@ class Speculation:
         salt = request.spec.cache_salt
         # moved to the end: the latest
         found = self._traffic[salt] = self._traffic.pop(salt, RecentAnswers())
-        if len(self._traffic) > MOST_SALTS:
+        if len(self._traffic) > MAX_SALTS:
             del self._traffic[next(iter(self._traffic))]
         return found
 
@@ -213,7 +213,7 @@ class Speculation:
     ) -> list[int]:
         """Number of drafts taken from each proposal that maximises the step's tokens per second."""
         survivals = self._survivals(decodes, proposals)
-        num_seqs, most = len(decodes), min(sum(map(len, survivals)), MOST_STEP_DRAFTS)
+        num_seqs, most = len(decodes), min(sum(map(len, survivals)), MAX_STEP_DRAFTS)
         seconds = seconds_from(
             self.costs.line(num_seqs, plain), np.arange(num_seqs + 1, num_seqs + 1 + most)
         ).tolist()
@@ -233,7 +233,7 @@ class Speculation:
     def _survivals(
         self, decodes: Sequence[Request], proposals: Sequence[Proposal]
     ) -> list[list[float]]:
-        """Survival probabilities of each request's drafts, down to `LEAST_SURVIVAL`."""
+        """Survival probabilities of each request's drafts, down to `MIN_SURVIVAL`."""
         found: list[list[float]] = []
         of_all: dict[int, tuple[int, float]] = {}  # (level, rate over all requests) by match length
         for request, proposal in zip(decodes, proposals, strict=True):
@@ -246,7 +246,7 @@ class Speculation:
                     of_all[match] = level, self._acceptance.rate(level, match / (match + 2))
                 level, expected = of_all[match]
                 survival *= expected if rate is None else rate(level, expected)
-                if survival < LEAST_SURVIVAL:
+                if survival < MIN_SURVIVAL:
                     break
                 if j >= first:
                     own.append(survival)

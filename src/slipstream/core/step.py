@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.config import MOST_STEP_DRAFTS
+from slipstream.config import MAX_STEP_DRAFTS
 from slipstream.core.request import Request, Status
 from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPlan, TableUpdate
 
@@ -37,7 +37,7 @@ class StepBuilder:
         """`updates`: block table changes that the worker does not have yet, by request id."""
         self.budget = budget
         self.rooms: list[int] = []
-        self.room_for_drafts = MOST_STEP_DRAFTS
+        self.room_for_drafts = MAX_STEP_DRAFTS
         # requests with one token; they come first in the plan
         self.decodes: list[ScheduledRequest] = []
         self.prompts: list[ScheduledRequest] = []

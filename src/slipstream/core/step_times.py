@@ -20,13 +20,13 @@ from slipstream.types import StepTime
 MARGIN = 1.05
 """Speed-up over a plain step, in tokens per second, that a step with drafts must promise."""
 
-LEAST_SURVIVAL = 0.02
+MIN_SURVIVAL = 0.02
 """Probability of being right below which drafts are not considered."""
 
 NUM_TIMES = 15
 """Number of times kept per step size. Their median is used."""
 
-LEAST_TIMES = 3
+MIN_TIMES = 3
 """Number of times after which a plain step's size counts as measured."""
 
 SPEED_MEMORY = 0.2
@@ -146,7 +146,7 @@ class StepCosts:
         if self._step - self._measured.get(key, self._step) > STALE:
             self._times.pop(key, None)
         times = self._times.setdefault(key, deque(maxlen=NUM_TIMES))
-        if len(times) >= LEAST_TIMES:
+        if len(times) >= MIN_TIMES:
             self._slowness += SPEED_MEMORY * (
                 min(seconds / median(times), 4 * self._slowness) - self._slowness
             )
@@ -175,7 +175,7 @@ class StepCosts:
 
     def _is_known(self, first: int, stale: int) -> bool:
         times = self._times.get((first, first), ())
-        return len(times) >= LEAST_TIMES and self._step - self._measured[first, first] <= stale
+        return len(times) >= MIN_TIMES and self._step - self._measured[first, first] <= stale
 
     def line(self, num_seqs: int, plain: float) -> list[tuple[int, float]]:
         """Known steps of `num_seqs` sequences as (tokens, seconds), the plain step first."""

@@ -43,7 +43,7 @@ DECAY = 0.75
 PATIENCE = 3.0
 """Longest wait for a load, as a multiple of the expected time to compute its tokens."""
 
-LEAST_PATIENCE_S = 0.25
+MIN_PATIENCE_S = 0.25
 """Shortest limit of the wait for a load, in seconds."""
 
 BLIND_PATIENCE_S = 10.0
@@ -455,7 +455,7 @@ class Tiers:
         """
         now, computing = self._clock(), self.rates.computing_s(num_tokens)
         patience = (
-            BLIND_PATIENCE_S if computing is None else max(LEAST_PATIENCE_S, PATIENCE * computing)
+            BLIND_PATIENCE_S if computing is None else max(MIN_PATIENCE_S, PATIENCE * computing)
         )
         self._pool.hold(held)
         if (probe := self._arrived.pop(request, None)) is not None:

@@ -18,7 +18,7 @@ from slipstream.spec.scheme import SCHEMES
 SMALLER = ("fp8", "int8", "int4")
 """Schemes suggested as a remedy if the device has products for them, the most exact first."""
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 
 HOST_SHARE = 0.95
 """Share of the host's free memory that layers may take. The process needs some too."""
@@ -106,7 +106,7 @@ def _remedies(config: EngineConfig, description: ModelDescription) -> str:
         if (size := resident_weights_bytes(smaller, description)) <= free:
             found.append(f"quantization={name!r} ({_gib(size)})")
     if info.is_cuda:
-        for ranks in (2, 4, MOST_RANKS):
+        for ranks in (2, 4, MAX_RANKS):
             split = dataclasses.replace(
                 config, parallel=dataclasses.replace(config.parallel, tensor=ranks)
             )

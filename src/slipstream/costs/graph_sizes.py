@@ -155,7 +155,7 @@ def mixed_sequences(config: EngineConfig, spec: ModelSpec) -> int:
     return max(prompts, min(config.scheduling.max_num_seqs, VERIFIED_PROMPTS) + 1)
 
 
-MOST_SAMPLED = 256
+MAX_SAMPLED = 256
 """Sampled tokens of the largest graph of a step's end. Larger logits take much memory, and such
 steps keep the GPU busy for longer than the host."""
 
@@ -163,7 +163,7 @@ steps keep the GPU busy for longer than the host."""
 def end_sizes(decodes: Sequence[int]) -> list[int]:
     """Returns the numbers of sampled tokens with a graph of the greedy end, ascending, from the
     sizes of decode graphs."""
-    return [n for n in decodes if n <= MOST_SAMPLED]
+    return [n for n in decodes if n <= MAX_SAMPLED]
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> int:

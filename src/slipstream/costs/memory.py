@@ -121,15 +121,15 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype_bytes: int) -> int:
     return spec.block_bytes_per_token(dtype_bytes) * block_size
 
 
-MOST_BLOCKS = 2**22
+MAX_BLOCKS = 2**22
 """Maximum number of blocks, as each costs the host about 100 bytes. Only a toy model on a large
 device could have more: 67 million tokens."""
 
 
 def plan_kv(*, budget_bytes: int, block_bytes: int) -> int:
     """Number of whole blocks that fit in `budget_bytes`, including the null block, at most
-    MOST_BLOCKS. It is 0 if the budget is already spent."""
-    return min(MOST_BLOCKS, max(0, budget_bytes) // block_bytes)
+    MAX_BLOCKS. It is 0 if the budget is already spent."""
+    return min(MAX_BLOCKS, max(0, budget_bytes) // block_bytes)
 
 
 def scratch_blocks(config: EngineConfig) -> int:

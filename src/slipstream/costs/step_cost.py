@@ -144,7 +144,7 @@ PARTS = (
     "num_prompts",
     "num_drafts",
 )
-MOST_KNOTS = {
+MAX_KNOTS = {
     "num_tokens": 24,
     "num_sampled": 5,
     "decode_context": 4,
@@ -273,7 +273,7 @@ def fit_steps(
     if any(p.seconds <= 0 for p in points):
         raise ValueError("a step takes no time")
     knots = {
-        name: _knots([getattr(p.shape, name) for p in points], MOST_KNOTS[name]) for name in PARTS
+        name: _knots([getattr(p.shape, name) for p in points], MAX_KNOTS[name]) for name in PARTS
     }
     ramps = [(name, i) for name in PARTS for i in range(len(knots[name]) - 1)]
     rows = [

@@ -25,7 +25,7 @@ from itertools import islice
 from slipstream.config import EngineArgs
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
 from slipstream.core.prefix_cache import KEY_BYTES
-from slipstream.core.scheduler import MOST_OVERTAKES, MOST_PASSED_BY, Scheduler
+from slipstream.core.scheduler import MAX_OVERTAKES, MAX_PASSED_BY, Scheduler
 from slipstream.costs.graph_sizes import padding
 from slipstream.engine.beams import BeamSearches
 from slipstream.engine.grammar import GrammarError, Grammars
@@ -272,18 +272,18 @@ class EngineCore:
         return outputs
 
     def _overtake(self, first: EngineRequest) -> None:
-        """Queue requests behind the `first`, which finds no place, if requests in the queue have their adapters: MOST_OVERTAKES
+        """Queue requests behind the `first`, which finds no place, if requests in the queue have their adapters: MAX_OVERTAKES
         at most, since a place becomes free only when the last request of an adapter ends."""
         assert isinstance(self.scheduler, Scheduler)
         if self._overtaken != first.request_id:
             self._overtaken, self._num_overtakes = first.request_id, 0
         in_use, staying = self.scheduler.requests.adapters_in_use(), {first.request_id}
-        for request in list(islice(self._unplaced, 1, 1 + MOST_PASSED_BY)):
+        for request in list(islice(self._unplaced, 1, 1 + MAX_PASSED_BY)):
             assert request.lora is not None
             may = (
                 request.parent not in staying
                 if request.parent
-                else self._num_overtakes < MOST_OVERTAKES
+                else self._num_overtakes < MAX_OVERTAKES
             )
             try:
                 if may and request.lora.id in in_use:

@@ -11,7 +11,7 @@ from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.sampling_params import SEQUENCE_BREAKERS, SamplingParams
 
-MOST_BREAKERS = 64
+MAX_BREAKERS = 64
 """Texts whose tokens are kept. To find them takes a look at the whole vocabulary."""
 
 
@@ -41,7 +41,7 @@ class Breakers:
 
     def _tokens(self, tokenizer: Tokenizer, text: str) -> frozenset[int]:
         if text not in self._found:
-            if len(self._found) >= MOST_BREAKERS:
+            if len(self._found) >= MAX_BREAKERS:
                 self._found.clear()
             data = text.encode()
             holding = {i for i in range(self._vocab_size) if data in tokenizer.token_bytes(i)}

@@ -38,7 +38,7 @@ PLAIN = re.compile(
 SLICED = 10
 """Characters: inside strings that may be as much longer llguidance finds what fits at once, by its slices."""
 
-MOST_MASKS = 1024
+MAX_MASKS = 1024
 """Masks of the model's vocabulary that are kept."""
 
 _STRUCTURE = {
@@ -183,7 +183,7 @@ class LengthVocabulary:
             allowed[0] = 0
             mask = np.packbits(allowed[self._place], bitorder="little").view(np.int32)
             self._masks[key] = mask
-            while len(self._masks) > MOST_MASKS:
+            while len(self._masks) > MAX_MASKS:
                 self._masks.popitem(last=False)
         return mask
 

@@ -90,7 +90,7 @@ class ScalingLimits:
 LEARNING = 20
 """Decisions before which there are not fewer."""
 
-MOST_SHARE = 0.98
+MAX_SHARE = 0.98
 """No bound is higher."""
 
 
@@ -158,7 +158,7 @@ class Autoscaler:
         late = behind / self._cold_start_s
         least = self.replicas_for(self._forecast.upper(self._share) + late)
         most = self.replicas_for(
-            self._forecast.upper(min(MOST_SHARE, self._share + self._caution)) + late
+            self._forecast.upper(min(MAX_SHARE, self._share + self._caution)) + late
         )
         self._decisions += 1
         wanted = max(1, least, usual if self._decisions <= LEARNING else min(usual, most))
@@ -171,6 +171,6 @@ class Autoscaler:
         self._met.append((seen.num_finished, seen.num_met))
         finished, met = (sum(each) for each in zip(*self._met, strict=True))
         if finished >= 20 and met < self._attainment * finished:
-            self._share = min(MOST_SHARE, self._share + 0.02)
+            self._share = min(MAX_SHARE, self._share + 0.02)
         else:
             self._share = max(self._least_share, self._share - 0.002)

@@ -24,9 +24,9 @@ _logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16)
 REQUESTS = 600
-"""Of a simulation, for each replica, but `MOST_REQUESTS` in all."""
+"""Of a simulation, for each replica, but `MAX_REQUESTS` in all."""
 
-MOST_REQUESTS = 4000
+MAX_REQUESTS = 4000
 PRECISION = 1.04
 
 
@@ -120,7 +120,7 @@ def fleet_capacity(
     for number in sizes:
         if number == 1:
             continue
-        count = min(MOST_REQUESTS, REQUESTS * number)
+        count = min(MAX_REQUESTS, REQUESTS * number)
         low = rates[-1][1] / rates[-1][0] * number  # more replicas carry no less each
         rate = best = low
         while True:

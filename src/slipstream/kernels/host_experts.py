@@ -50,7 +50,7 @@ SLICE = 1024
 """Maximum number of tokens that the host computes at a time. Longer steps are cut, so that the
 copies need little memory."""
 
-LEAST_COPIED = 32
+MIN_COPIED = 32
 """Minimum tokens of a step whose weights may be copied. The host always computes smaller ones."""
 
 
@@ -256,7 +256,7 @@ class HostExpertOps:
         if experts is None or not _can_copy(experts) or not self.arena.is_pinned:
             return
         size, num_experts = experts.up.weight.shape[1], experts.spec.num_experts
-        num_tokens = LEAST_COPIED
+        num_tokens = MIN_COPIED
         while num_tokens <= most_tokens:
             x = torch.randn(num_tokens, size, device=self._platform.device, dtype=dtype)
             logits = torch.randn(num_tokens, num_experts, device=self._platform.device)

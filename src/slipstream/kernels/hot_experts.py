@@ -21,7 +21,7 @@ from slipstream.kernels.unpack import unpack
 from slipstream.kernels.weights import Linear
 from slipstream.platform import Platform
 
-MOST_MOVES = 4
+MAX_MOVES = 4
 """Maximum experts swapped at a time, which takes some milliseconds of copying."""
 
 GAIN = 1.25
@@ -114,10 +114,10 @@ def best_moves(load: npt.NDArray[np.float64], held: Sequence[int]) -> dict[int, 
     """Returns {place: expert}: the most chosen experts outside `held` replace the least chosen
     inside.
 
-    At most `MOST_MOVES`, each with a load ratio above `GAIN`.
+    At most `MAX_MOVES`, each with a load ratio above `GAIN`.
     """
     outside = np.setdiff1d(np.arange(len(load)), held)
     coming = outside[np.argsort(-load[outside], kind="stable")]
     leaving = np.argsort(load[list(held)], kind="stable")
-    pairs = list(zip(coming.tolist(), leaving.tolist(), strict=False))[:MOST_MOVES]
+    pairs = list(zip(coming.tolist(), leaving.tolist(), strict=False))[:MAX_MOVES]
     return {place: expert for expert, place in pairs if load[expert] > GAIN * load[held[place]]}

@@ -87,7 +87,7 @@ def route(
     chosen = merits.topk(spec.num_experts_per_token, dim=-1).indices
     weights = scores.gather(1, chosen)
     if spec.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_WEIGHT)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + MIN_WEIGHT)
     return weights * spec.weight_scale, chosen
 
 
@@ -98,7 +98,7 @@ def count_experts(chosen: Tensor, load: ExpertLoad | None) -> None:
         load.counts.index_add_(0, chosen.flatten(), there.flatten())
 
 
-LEAST_WEIGHT = 1e-20
+MIN_WEIGHT = 1e-20
 """Added to the sum that weights are divided by, since all logistic functions may be 0."""
 
 

@@ -12,19 +12,19 @@ import numpy.typing as npt
 
 from slipstream.kernels.sampling import Floats, Longs, least_of_top_p
 
-LEAST_LOGIT = np.float32(-1e29)
+MIN_LOGIT = np.float32(-1e29)
 """Logits at or below this were forbidden before: they are not drawn while another token is left."""
 
 NEAREST = (256, 4096)
 """Numbers of tokens that `typical` looks at before it sorts all of them."""
 
-MOST_MATCH = 1024
+MAX_MATCH = 1024
 """Maximum tokens of a repeated run that DRY counts."""
 
 
 def drop_forbidden(logits: Floats) -> None:
     """Sets tokens forbidden by a finite logit to −∞, unless everything is forbidden."""
-    forbidden = logits <= LEAST_LOGIT
+    forbidden = logits <= MIN_LOGIT
     if not forbidden.all():
         logits[forbidden] = -np.inf
 
@@ -76,7 +76,7 @@ def dry(
     places = np.flatnonzero(tokens[:last] == tokens[last])
     lengths = np.ones(len(places), np.int64)
     open_, n = np.arange(len(places)), 1  # runs that may be longer
-    while len(open_) and n < MOST_MATCH and not is_breaker[last - n]:
+    while len(open_) and n < MAX_MATCH and not is_breaker[last - n]:
         at = places[open_] - n
         open_ = open_[(at >= 0) & (tokens[at] == tokens[last - n])]
         n += 1

@@ -38,14 +38,14 @@ OTHER_RANK = Reason("another rank can't run the one-token kernel")
 
 COLUMN = 64
 """Bytes of a row that a warp multiplies at once."""
-MOST_EXPERTS = 512
+MAX_EXPERTS = 512
 """Maximum experts: each lane of a warp holds 1/32 of the router's logits."""
-MOST_CHOSEN = 16
+MAX_CHOSEN = 16
 """Maximum chosen experts of a token: each consumer thread loads a tile's row for one of them."""
-MOST_MIDS = 32768
+MAX_MIDS = 32768
 """Maximum inputs of a token's down products together, which the consumer threads hold in
 registers."""
-MOST_TABLES = 2
+MAX_TABLES = 2
 """Number of block tables that the kernel is given."""
 
 
@@ -103,9 +103,9 @@ def _takes_experts(m: MoESpec, s: TokenShape) -> bool:
     return (
         not s.parallel
         and m.groups is None
-        and top <= min(MOST_CHOSEN, m.num_experts)
-        and top * m.expert.intermediate_size <= MOST_MIDS
-        and m.num_experts <= MOST_EXPERTS
+        and top <= min(MAX_CHOSEN, m.num_experts)
+        and top * m.expert.intermediate_size <= MAX_MIDS
+        and m.num_experts <= MAX_EXPERTS
     )
 
 
@@ -171,9 +171,9 @@ def _together(layers: Sequence[LayerMatch]) -> TokenShape:
         raise Refused(
             "the layers rotate by different angles, and the one-token kernel has one table of them"
         )
-    if (most := max(x.cache_group for x in layers)) >= MOST_TABLES:
+    if (most := max(x.cache_group for x in layers)) >= MAX_TABLES:
         raise Refused(
-            f"the one-token kernel has {MOST_TABLES} block tables, and the model's layers have {most + 1}"
+            f"the one-token kernel has {MAX_TABLES} block tables, and the model's layers have {most + 1}"
         )
     experts = next(iter(mixtures), None)
     if experts is not None:

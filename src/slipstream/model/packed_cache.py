@@ -40,7 +40,7 @@ FORM = 1
 """Version of the file format. It changes when quantization or the products' names change within a
 release."""
 
-LEAST_BYTES = 16 * 2**20
+MIN_BYTES = 16 * 2**20
 """Minimum size of a model that is kept. A smaller one would not start noticeably faster."""
 
 UNFINISHED_S = 3600.0
@@ -139,7 +139,7 @@ class PackedCacheFile:
         Products of a small model, or more than half of the disk's free space, are not kept. A
         failure is logged.
         """
-        if not products or num_bytes < LEAST_BYTES:
+        if not products or num_bytes < MIN_BYTES:
             return None
         writer = threading.Thread(target=self._write, args=(products, num_bytes), name="weights")
         writer.start()  # not a daemon, so that a short run ends only when the file is complete

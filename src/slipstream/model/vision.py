@@ -40,7 +40,7 @@ from slipstream.spec.vision import (
 
 LongArray = npt.NDArray[np.int64]
 
-MOST_PATCHES = {"cuda": 16384, "cpu": 8192}
+MAX_PATCHES = {"cuda": 16384, "cpu": 8192}
 """Maximum patches of one pass, unless a single picture has more. More pictures are encoded in
 several passes of similar size.
 
@@ -122,7 +122,7 @@ class ImageTower:
 
         weight = own["vision.patch.weight"]
         self.device, self.dtype = weight.device, weight.dtype
-        self.most_patches = MOST_PATCHES[self.device.type]
+        self.most_patches = MAX_PATCHES[self.device.type]
         self.patch = linear("patch")
         self.positions = own.pop("vision.positions.weight", None)
         self.layers = [

@@ -36,10 +36,10 @@ from slipstream.optimize.candidates import (
 from slipstream.optimize.corrected import Corrected
 from slipstream.optimize.pareto import expected_gain, front, hypervolume
 
-LEAST_GAIN = 0.001
+MIN_GAIN = 0.001
 """The front can't move when nothing is expected to add this share of its hypervolume."""
 
-LEAST_MEASURED = 6
+MIN_MEASURED = 6
 EXPLORE_EVERY = 8
 EXPLORED_GAIN = 0.5
 """Of the best's expected gain, that what Optuna asks for must have."""
@@ -135,7 +135,7 @@ class Search:
             return None
         points, (gains, volume) = self.points(), self._gains(waiting)
         best = int(np.argmax(gains))
-        if len(points) >= LEAST_MEASURED and gains[best] <= LEAST_GAIN * volume:
+        if len(points) >= MIN_MEASURED and gains[best] <= MIN_GAIN * volume:
             self.why_ended = "no candidate is expected to move the front"
             return None
         if points and len(self.results) % EXPLORE_EVERY == EXPLORE_EVERY - 1:
@@ -280,7 +280,7 @@ class _Explorer:
             name: kind(tuple(range(len(values)))) for name, values in self._axes.items()
         }
         sampler = optuna.samplers.TPESampler(
-            seed=seed, n_startup_trials=LEAST_MEASURED, multivariate=True
+            seed=seed, n_startup_trials=MIN_MEASURED, multivariate=True
         )
         self._study = optuna.create_study(directions=["minimize"] * 3, sampler=sampler)
 

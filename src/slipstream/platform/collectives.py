@@ -23,7 +23,7 @@ TIMEOUT_S = 600.0
 others long before (`worker.process_executor`)."""
 
 
-MOST_SENT = 16
+MAX_SENT = 16
 """Tensors to another stage that may be on their way at once."""
 
 SWAPPED_BYTES = 2**24
@@ -106,7 +106,7 @@ class Pipe:
 
     def send(self, x: Tensor) -> Tensor:
         """Send x, which must not be written any more, and return it. The next stage may be busy: it is not waited for, as
-        long as no more than `MOST_SENT` are on their way."""
+        long as no more than `MAX_SENT` are on their way."""
         return self._send(x, self._after, None)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,7 @@ class Pipe:
         return self._receive(shape, dtype, self._last, self._back)
 
     def _send(self, x: Tensor, to: int, group: dist.ProcessGroup | None) -> Tensor:
-        while len(self._sent) >= MOST_SENT:
+        while len(self._sent) >= MAX_SENT:
             work, _ = self._sent.popleft()
             work.wait()
         x = x.contiguous().to(self._link)

@@ -43,7 +43,7 @@ from slipstream.files import open_private
 _logger = logging.getLogger("slipstream.server")
 
 START = "0" * 64
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 _LOG_EVERY_S = 60.0
 _LAST = struct.Struct("<32s4Q")
 _HEAD = b'{"hash":"'
@@ -130,7 +130,7 @@ class AuditLog:
             "kind": kind,
             **{name: value for name, value in fields.items() if value is not None},
         }
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             self.num_lost += 1
         else:
             self._waiting.append({"time": _now(), **record})

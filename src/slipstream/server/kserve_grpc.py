@@ -72,7 +72,7 @@ _CODES = {
 OPEN = frozenset({"ServerLive", "ServerReady"})
 """Probes: they need no key, and are counted and logged only if they fail."""
 
-MOST_DETAILS = 2000
+MAX_DETAILS = 2000
 """Characters of an error's text: it travels in the trailers, for which clients take 8 KiB."""
 
 KEEPALIVE_MS, IDLE_MS = 60_000, 3_600_000
@@ -370,7 +370,7 @@ async def _refuse(context: Any, error: ApiError) -> None:
 
 
 def _text(error: ApiError) -> str:
-    return error.named_message[:MOST_DETAILS]
+    return error.named_message[:MAX_DETAILS]
 
 
 def _require_free(settings: ServerSettings) -> None:

@@ -17,12 +17,12 @@ from slipstream.simulate.traffic import Workload
 NUM_REQUESTS = 400
 """Minimum number of requests of a simulation."""
 
-MOST_REQUESTS = 6000
+MAX_REQUESTS = 6000
 ANSWERS = 8
-"""Length of a simulation in mean answer times, up to `MOST_REQUESTS` requests. A queue needs time
+"""Length of a simulation in mean answer times, up to `MAX_REQUESTS` requests. A queue needs time
 to show."""
 
-MOST_RUNS = 14
+MAX_RUNS = 14
 KEEPS_UP = 0.85
 """Minimum ratio of the completion rate to the arrival rate at which a load counts as carried."""
 
@@ -120,7 +120,7 @@ def find_capacity(
     full = saturated(engine, workload, seed=seed).summary
     on_run()
     most = full.requests_per_s
-    search, best = RateSearch(most / 2, MOST_RUNS), None
+    search, best = RateSearch(most / 2, MAX_RUNS), None
     while search.rate is not None:
         rate = search.rate
         run = (
@@ -156,9 +156,9 @@ def carried(
         enough = math.ceil(
             rate * ANSWERS * (run.summary.e2e_s.mean if run.summary.e2e_s is not None else 0.0)
         )
-        if count >= min(MOST_REQUESTS, enough):
+        if count >= min(MAX_REQUESTS, enough):
             return run
-        count = min(MOST_REQUESTS, 2 * enough)
+        count = min(MAX_REQUESTS, 2 * enough)
 
 
 def with_limits(engine: SimulatedEngine, **limits: Any) -> SimulatedEngine:

@@ -23,7 +23,7 @@ SIDE = 8192
 """Rows and columns of the matrices that measure a GPU's rates."""
 
 READ_BYTES = 2**31
-MOST_OF_FILE = 256 * 2**20
+MAX_OF_FILE = 256 * 2**20
 NUM_SMALL = 200
 """Operators in the graph that measures the latency of one."""
 
@@ -102,6 +102,6 @@ def disk_rate(path: Path) -> float | None:
     with largest.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin, done = time.perf_counter(), 0
-        while done < MOST_OF_FILE and (piece := file.read(2**22)):
+        while done < MAX_OF_FILE and (piece := file.read(2**22)):
             done += len(piece)
         return done / (time.perf_counter() - begin) if done else None

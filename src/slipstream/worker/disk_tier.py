@@ -53,7 +53,7 @@ PAUSE_S = 10.0
 LOOK_EVERY_S = 5.0
 """Seconds between a reader's looks for new files, and for whether it may become the writer."""
 
-MOST_PIECES = 1000
+MAX_PIECES = 1000
 """Maximum pieces of memory per read or write system call (IOV_MAX is 1,024)."""
 
 _NAME = re.compile(r"[0-9a-f]{32,48}\.kv")
@@ -280,7 +280,7 @@ def _read_all(file: int, pieces: list[memoryview]) -> bool:
     """Fill `pieces` from a file. False if it is too short."""
     offset = 0
     while pieces:
-        some, pieces = pieces[:MOST_PIECES], pieces[MOST_PIECES:]
+        some, pieces = pieces[:MAX_PIECES], pieces[MAX_PIECES:]
         while some:
             count = os.preadv(file, some, offset)
             if not count:
@@ -292,7 +292,7 @@ def _read_all(file: int, pieces: list[memoryview]) -> bool:
 
 def _write_all(file: int, pieces: list[memoryview]) -> None:
     while pieces:
-        some, pieces = pieces[:MOST_PIECES], pieces[MOST_PIECES:]
+        some, pieces = pieces[:MAX_PIECES], pieces[MAX_PIECES:]
         while some:
             some = _behind(some, os.writev(file, some))
 

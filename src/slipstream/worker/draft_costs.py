@@ -16,7 +16,7 @@ from collections import deque
 from itertools import cycle, islice, pairwise
 from statistics import median
 
-from slipstream.config import MOST_STEP_DRAFTS
+from slipstream.config import MAX_STEP_DRAFTS
 from slipstream.types import (
     FROM_MODEL,
     NewRequest,
@@ -62,7 +62,7 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
             if (
                 num_drafts > speculation.limit
                 or num_tokens > most
-                or num_tokens - num_seqs > MOST_STEP_DRAFTS
+                or num_tokens - num_seqs > MAX_STEP_DRAFTS
             ):
                 break
             if room >= config.model.max_model_len:

@@ -28,7 +28,7 @@ LOOK_EVERY = 128
 KEPT = 0.5
 """Factor applied to the earlier load at each look, since only the recent load matters."""
 
-LEAST_CHOICES = 4096
+MIN_CHOICES = 4096
 """Minimum expert choices per rank in a layer's recent load. With fewer, ranks differ by chance."""
 
 UNEVEN = 1.05
@@ -146,8 +146,7 @@ class _Layer:
         """True if the loads differ enough, over enough tokens, to move experts."""
         by_rank = self.by_rank()
         return bool(
-            by_rank.sum() >= LEAST_CHOICES * len(by_rank)
-            and by_rank.max() > UNEVEN * by_rank.mean()
+            by_rank.sum() >= MIN_CHOICES * len(by_rank) and by_rank.max() > UNEVEN * by_rank.mean()
         )
 
     def best(self) -> Exchange:

@@ -133,14 +133,14 @@ They serve steps of 8,192 tokens, with 3 % of padding on average. Such a step of
 to 100 ms over two H200s op by op, and 63 in a graph.
 """
 
-MOST_PADDING = 2**33
+MAX_PADDING = 2**33
 """Maximum tokens of padding in a mixed step, times the squared model width.
 
 On an H200 they take half as long as the overhead of running op by op. A layer has about 12 numbers
 for each unit of that square, and about 12 kernels.
 """
 
-MOST_KEYS_AGAIN = 2**18
+MAX_KEYS_AGAIN = 2**18
 """Maximum keys that a decode graph's rows beyond each sequence's first MIXED_ROWS may read again.
 
 In a decode graph each row of a sequence reads its keys again. A mixed graph's kernel reads them in
@@ -248,7 +248,7 @@ class StepGraphs(Graphs, Forward):
         self._is_full = False  # a capture ran out of memory; captured graphs remain
         # number of times a size was wanted before it was captured
         self._wanted: Counter[Size] = Counter()
-        self._spare_tokens = min(1024, MOST_PADDING // decoder.spec.hidden_size**2)
+        self._spare_tokens = min(1024, MAX_PADDING // decoder.spec.hidden_size**2)
         # query_start_loc of decodes
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
 
@@ -450,7 +450,7 @@ class StepGraphs(Graphs, Forward):
         return (
             step.only_drafts
             and step.num_tokens <= self.sizes[-1]
-            and step.num_keys_again <= MOST_KEYS_AGAIN
+            and step.num_keys_again <= MAX_KEYS_AGAIN
         )
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:

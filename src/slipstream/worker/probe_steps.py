@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 64
 """Tokens of the measured step if the bytes of most activations are known beforehand."""
 
-MOST_PROBED = 512
+MAX_PROBED = 512
 """Maximum tokens of the measured step on a CPU if activation bytes are not known.
 
 2,048 tokens take half a minute. Larger steps are extrapolated. A prompt that must be computed whole
@@ -47,7 +47,7 @@ def measure_activations(runner: ModelRunner) -> int:
     elif not runner.platform.is_asynchronous:
         # otherwise a step of a million sequences would take all memory, and minutes
         whole = 0 if scheduling.enable_chunked_prefill else runner.config.model.max_model_len
-        num_tokens = min(num_tokens, max(MOST_PROBED, whole))
+        num_tokens = min(num_tokens, max(MAX_PROBED, whole))
         scale = scheduling.max_num_batched_tokens / num_tokens
         few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // runner.model.spec.vocab_size))
     if runner.images is not None:

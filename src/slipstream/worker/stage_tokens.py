@@ -25,7 +25,7 @@ from slipstream.platform import Pipe, Platform
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.rows import Row, RowTable
 
-MOST_DUE = 4
+MAX_DUE = 4
 """Maximum number of steps whose tokens may stay at the last stage.
 
 Ended requests never fetch theirs.
@@ -79,7 +79,7 @@ class FirstStage:
         newest = max(
             (i for i, due in enumerate(self._due) if not names.isdisjoint(due.requests)), default=-1
         )
-        for _ in range(max(newest + 1, len(self._due) - MOST_DUE)):
+        for _ in range(max(newest + 1, len(self._due) - MAX_DUE)):
             self._take(self._due.popleft())
 
     def _take(self, due: Due) -> None:

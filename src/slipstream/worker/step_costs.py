@@ -35,7 +35,7 @@ VERIFIED = (3, 6)
 ONE_IN_8_BITS = 0x38
 """1.0 in float8 e4m3, and a small number in int8."""
 
-LEAST_S = 0.03
+MIN_S = 0.03
 """Minimum seconds that each round repeats a shape, and at least twice."""
 
 
@@ -114,7 +114,7 @@ def measure_steps(
     steps: Sequence[Step],
     *,
     rounds: int = ROUNDS,
-    least_s: float = LEAST_S,
+    least_s: float = MIN_S,
     progress: Callable[[int, int], None] = lambda done, total: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[MeasuredStep]:

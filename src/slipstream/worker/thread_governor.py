@@ -9,7 +9,7 @@ counts by its median, so that single interruptions do not matter.
    is faster by `MARGIN`.
 2. With fewer threads than available, one more gets a trial now and then, and is kept if it is
    faster.
-3. A failed trial doubles the wait for the next one, up to `MOST_WAIT` windows.
+3. A failed trial doubles the wait for the next one, up to `MAX_WAIT` windows.
 4. Prompts end a trial with fewer threads, without a verdict. They take far longer than decodes, and
    with few decodes between them a window could last many seconds.
 
@@ -29,7 +29,7 @@ SLOWER, MARGIN = 1.3, 0.93
 AGING = 1.0005
 """Factor by which a least time grows with each step, since sequences and their steps grow."""
 
-FIRST_WAIT, MOST_WAIT = 4, 64
+FIRST_WAIT, MAX_WAIT = 4, 64
 """Windows between two trials."""
 
 
@@ -81,7 +81,7 @@ class ThreadGovernor:
             kept = found < (other if used > number else MARGIN * other)
             if not kept:
                 self._threads.use(number)
-            self._next_wait = FIRST_WAIT if kept else min(2 * self._next_wait, MOST_WAIT)
+            self._next_wait = FIRST_WAIT if kept else min(2 * self._next_wait, MAX_WAIT)
             self._wait = self._next_wait
             return
         self._wait -= 1

@@ -36,7 +36,7 @@ from slipstream.files import digest
 from slipstream.spec.scheme import SCHEMES
 
 T = TypeVar("T")
-MOST_ROWS = 100_000
+MAX_ROWS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +204,8 @@ def parse_grid(data: Mapping[str, Any], *, name: str) -> Grid:
         vocab_size=vocab_size,
         objectives=_objectives(data.get("objectives", {})),
     )
-    if grid.num_rows > MOST_ROWS:
-        what = f"the axes make {grid.num_rows:,} rows, and {MOST_ROWS:,} are the most; give fewer of each"
+    if grid.num_rows > MAX_ROWS:
+        what = f"the axes make {grid.num_rows:,} rows, and {MAX_ROWS:,} are the most; give fewer of each"
         raise ConfigError(what, field="repeats")
     return grid
 

@@ -3,7 +3,7 @@
     {"event": "began" | "changed" | "ended", "finding": {…}, "source": "…"}
 
 If an address does not answer 2xx, the alert is sent again up to `RETRIES` times, with growing pauses. After that it is dropped
-and logged. At most `MOST_WAITING` alerts wait for an address; beyond that the oldest is dropped. Redirects are not followed,
+and logged. At most `MAX_WAITING` alerts wait for an address; beyond that the oldest is dropped. Redirects are not followed,
 and no proxy of the environment is used. Delivery to one address does not wait for another.
 """
 
@@ -30,7 +30,7 @@ FIRST_WAIT_S = 1.0
 """After each further failure four times as long."""
 
 TIMEOUT_S = 10.0
-MOST_WAITING = 100
+MAX_WAITING = 100
 
 
 class Webhook:
@@ -43,7 +43,7 @@ class Webhook:
         self.num_sent = self.num_lost = 0
 
     def enqueue(self, event: str, finding: Finding) -> None:
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft()
             self._lost("too many wait")
         self._waiting.append({"event": event, "finding": finding.as_dict(), "source": self._source})

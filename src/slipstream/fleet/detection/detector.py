@@ -22,10 +22,10 @@ SETTLE_S = 120.0
 RUNNING_MEMORY = 120
 """Observations over which the usual number of sequences is averaged."""
 
-MOST_REPLICAS = 4096
+MAX_REPLICAS = 4096
 """Beyond it the replica that was silent the longest is forgotten."""
 
-MOST_ENDED = 256
+MAX_ENDED = 256
 """Findings that ended and are kept."""
 
 SILENT_S = 60.0
@@ -87,8 +87,8 @@ class Detector:
     def __init__(self) -> None:
         self._replicas: OrderedDict[str, _Replica] = OrderedDict()
         self._numbers = itertools.count(1)
-        self._ended: deque[Finding] = deque(maxlen=MOST_ENDED)
-        self._changed: deque[Finding] = deque(maxlen=2 * MOST_ENDED)
+        self._ended: deque[Finding] = deque(maxlen=MAX_ENDED)
+        self._changed: deque[Finding] = deque(maxlen=2 * MAX_ENDED)
 
     @property
     def findings(self) -> list[Finding]:
@@ -106,7 +106,7 @@ class Detector:
         replica = self._replicas.get(seen.replica)
         if replica is None:
             replica = self._replicas[seen.replica] = _Replica()
-            if len(self._replicas) > MOST_REPLICAS:
+            if len(self._replicas) > MAX_REPLICAS:
                 _, forgotten = self._replicas.popitem(last=False)
                 self._end_all(forgotten, forgotten.last_at)
         self._replicas.move_to_end(seen.replica)

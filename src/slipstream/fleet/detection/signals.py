@@ -54,7 +54,7 @@ MEMORY = 720
 
 ADOPTED_S = 6 * 3600.0
 
-MOST_INTERVALS = 60
+MAX_INTERVALS = 60
 """For which it is known how many sequences ran."""
 
 USUAL_PROMPT = 1000.0
@@ -353,7 +353,7 @@ class EndsWatch(Watch):
 
     def __init__(self, signal: Signal) -> None:
         super().__init__(signal)
-        self._running: deque[float] = deque(maxlen=MOST_INTERVALS)
+        self._running: deque[float] = deque(maxlen=MAX_INTERVALS)
 
     def _value(self, seen: Observation) -> Value | None:
         value = super()._value(seen)

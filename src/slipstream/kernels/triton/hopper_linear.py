@@ -35,9 +35,9 @@ ROWS = gl.constexpr(64)
 """Outputs of a consumer."""
 TILES = {1: gl.NVMMASharedLayout(128, 8, 2), 2: gl.NVMMASharedLayout(128, 16, 2)}
 """By bytes of a value."""
-SHARED_BYTES, MOST_STAGES = 225_000, 8
-MOST_TOKENS = 64
-LEAST_ROWS = 2048
+SHARED_BYTES, MAX_STAGES = 225_000, 8
+MAX_TOKENS = 64
+MIN_ROWS = 2048
 """Weights of fewer rows make too few thread blocks (not measured)."""
 MIDDLE_ROWS, MIDDLE_TOKENS = range(4097, 12_288), 32
 """Up to so many tokens fp8 weights of so many rows are multiplied here. Beyond, whole steps of 48 tokens took 0.18 ms of 3.0
@@ -174,8 +174,8 @@ def _skinny_gemm_kernel(
 
 def is_faster(num_tokens: int, outer: int, *, scaled: bool) -> bool:
     """Than the other kernels. `scaled`: fp8."""
-    most = MIDDLE_TOKENS if scaled and outer in MIDDLE_ROWS else MOST_TOKENS
-    return 0 < num_tokens <= most and outer >= LEAST_ROWS
+    most = MIDDLE_TOKENS if scaled and outer in MIDDLE_ROWS else MAX_TOKENS
+    return 0 < num_tokens <= most and outer >= MIN_ROWS
 
 
 def covers(values: Tensor, w: Linear) -> bool:
@@ -205,7 +205,7 @@ def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | Non
     block_n, splits = _tile(outer, inner * size, block_m)
     tiles, num_steps = triton.cdiv(outer, block_n), triton.cdiv(inner, block_k)
     splits = min(splits, num_steps)
-    stages = min(MOST_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
+    stages = min(MAX_STAGES, SHARED_BYTES // ((block_n + block_m) * 256))
     w_desc = TensorDescriptor(w.weight, [outer, inner], [inner, 1], [block_n, block_k], TILES[size])
     x_desc = TensorDescriptor(
         values, [num_tokens, inner], [inner, 1], [block_m, block_k], TILES[size]

@@ -208,7 +208,7 @@ def _add(
     )
 
 
-MOST_SPLITS = 8
+MAX_SPLITS = 8
 THREAD_BLOCKS = 264
 """So many thread blocks read an adapter at the full rate of an H200: two a multiprocessor."""
 
@@ -307,7 +307,7 @@ def _expand_kernel(
 def num_splits(num_tiles: int, num_parts: int, inner: int, block_k: int) -> int:
     """Thread blocks along the inputs, a power of two: each number is a kernel of its own to compile."""
     wanted = THREAD_BLOCKS // max(1, num_tiles * num_parts)
-    return 1 << (max(1, min(MOST_SPLITS, wanted, -(-inner // block_k))).bit_length() - 1)
+    return 1 << (max(1, min(MAX_SPLITS, wanted, -(-inner // block_k))).bit_length() - 1)
 
 
 def lora(y: Tensor, x: Activations, w: LoRAWeights, tokens: LoRATokens) -> Tensor:

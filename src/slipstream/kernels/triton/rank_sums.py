@@ -26,10 +26,10 @@ KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 NORMS = {"rms": 1, "layer": 2}
 
 EMPTY = -2147450880  # 0x80008000
-MOST_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
 """The largest sum. Each rank has twice this memory for each other rank. It is the largest size that was measured between two
 H100s: 61 µs, and 82 by NCCL."""
-MOST_THREADS = 512
+MAX_THREADS = 512
 """Of a thread block, for rows of up to 32 bytes a thread; for longer ones twice as many. With 256, 8 to 512 KB take a fifth
 longer."""
 THREADS_OF_SM = 1024
@@ -48,14 +48,14 @@ class RankSums:
     """`platform.PeerSums`, and norms of such sums. `map_memory` comes before the first sum. One stream only; every rank makes
     the same calls in the same order."""
 
-    def __init__(self, group: RankGroup, row_bytes: int, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, group: RankGroup, row_bytes: int, *, most_bytes: int = MAX_BYTES) -> None:
         """`row_bytes`: of the rows that are normed, a multiple of 16. Other tensors are cut into rows of this size."""
         if row_bytes % VECTOR:
             raise ValueError(f"rows of {row_bytes} bytes are no multiple of {VECTOR}")
         self.group, self.device = group, group.device
         self.vectors = row_bytes // VECTOR
         self.rows = max(1, most_bytes // row_bytes)
-        most = MOST_THREADS if self.vectors <= 2 * MOST_THREADS else 2 * MOST_THREADS
+        most = MAX_THREADS if self.vectors <= 2 * MAX_THREADS else 2 * MAX_THREADS
         self.warps = min(most, self.vectors + 31) // 32
         self.programs_of_sm = max(1, THREADS_OF_SM // (self.warps * 32))
         self.most_programs = self._multiprocessors() * self.programs_of_sm

@@ -315,7 +315,7 @@ def sample(logits: Tensor, u: Tensor, params: SamplingTensors, *, block: int = 4
 
 TOP_BLOCK = 4096
 """Tokens of a row that a thread block of `_best_kernel` holds in its registers."""
-LEAST_KEY = tl.constexpr(-(2**63))
+MIN_KEY = tl.constexpr(-(2**63))
 """Below every key of `_ordered`."""
 
 
@@ -354,11 +354,11 @@ def _best_kernel(
     tl.store(max_ptr + part, best)
     tl.store(sum_ptr + part, tl.sum(tl.exp(x - tl.where(best == float("-inf"), 0.0, best)), 0))
     tl.store(count_ptr + part, tl.sum((x > chosen).to(tl.int32), 0))
-    keys = tl.where(inside, _ordered(x, at), LEAST_KEY)
+    keys = tl.where(inside, _ordered(x, at), MIN_KEY)
     for i in range(num_top):
         key = tl.max(keys, 0)
         tl.store(key_ptr + part * num_top + i, key)
-        keys = tl.where(keys == key, LEAST_KEY, keys)
+        keys = tl.where(keys == key, MIN_KEY, keys)
 
 
 @triton.jit
@@ -384,14 +384,14 @@ def _merge_best_kernel(
         + 1,
     )
     num_keys = num_splits * num_top
-    keys = tl.load(key_ptr + row * num_keys + at, mask=at < num_keys, other=LEAST_KEY)
+    keys = tl.load(key_ptr + row * num_keys + at, mask=at < num_keys, other=MIN_KEY)
     for i in range(num_top):
         key = tl.max(keys, 0)
         bits = (key >> 32).to(tl.int32)
         value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         tl.store(ids_ptr + row * num_top + i, 0x7FFFFFFF - (key & 0x7FFFFFFF))
         tl.store(values_ptr + row * num_top + i, value - log_z)
-        keys = tl.where(keys == key, LEAST_KEY, keys)
+        keys = tl.where(keys == key, MIN_KEY, keys)
 
 
 def best_logprobs(

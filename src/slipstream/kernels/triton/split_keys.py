@@ -24,7 +24,7 @@ MAX_SPLITS, CTAS_PER_SM = 64, 4
 """Equal parts of a sequence, and the thread blocks wanted per multiprocessor; with more, sequences are not split."""
 PARTS_PER_SM = 16
 """Thread blocks of decodes' parts per multiprocessor, beyond those of the sequences' first parts."""
-MAX_PARTS, LEAST_KEYS = 32, 128
+MAX_PARTS, MIN_KEYS = 32, 128
 """The most parts of a decode's keys, and the fewest keys of a part. The thread block that ends last merges them alone."""
 FEW_SEQUENCES = 4
 """Up to so many decodes have equal numbers of parts. These are many, so a kernel of their own merges them."""
@@ -113,7 +113,7 @@ class DecodeParts:
         _find_parts_kernel[(num_steps,)](
             lens, parts, arrived, num_seqs, window or 0, num_extra, num_slots * programs_each, splits, len(lens) // num_steps,
             BLOCK=128 if num_seqs <= 128 else max(1024, triton.next_power_of_2(num_seqs)),
-            BLOCK_N=block_n, MAX=MAX_PARTS, LEAST=LEAST_KEYS, HAS_WINDOW=window is not None,
+            BLOCK_N=block_n, MAX=MAX_PARTS, LEAST=MIN_KEYS, HAS_WINDOW=window is not None,
         )  # fmt: skip
         counters = arrived[:, : num_slots * programs_each].unflatten(1, (num_slots, programs_each))
         return [cls(p, a, splits) for p, a in zip(parts, counters, strict=True)]
