@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_named():
     stored = [(name, x.shape, lambda x=x: x) for name, x in given.items()]
     with pytest.raises(CheckpointError, match=re.escape("a.weight_scale has the shape [3, 1]")):
         list(expanded(stored, formats, lambda module: True))
-    with pytest.raises(CheckpointError, match="a has weight, and lacks"):
+    with pytest.raises(CheckpointError, match="a has weight, but lacks"):
         list(expanded(stored[:1], formats, lambda module: True))
     assert [name for name, _, _ in expanded(stored, formats, lambda module: False)] == list(given)
 
