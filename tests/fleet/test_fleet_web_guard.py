@@ -57,3 +57,13 @@ def test_hosts_and_origins_are_not_a_replica_s(field):
     models = {"chat": {"versions": [{"name": "v1", "model": "m", "server": server}]}}
     with pytest.raises(ConfigError, match=f"the fleet's own {field}"):
         check({"models": models})
+
+
+def test_gateway_answers_400_to_a_body_nested_too_deeply(fleet):
+    with httpx.Client(base_url=fleet.url, timeout=PATIENCE_S) as http:
+        for path in ("/v1/completions", "/v1/messages", "/v1/responses"):
+            for depth in (300, 3000, 100_000):
+                deep = b'{"model": "tiny", "x": ' + b"[" * depth + b"]" * depth + b"}"
+                answer = http.post(path, content=deep, headers={"content-type": "application/json"})
+                assert answer.status_code == 400, (path, depth)
+        assert http.post("/v1/completions", json=ASK).status_code == 200

@@ -43,6 +43,7 @@ from slipstream.server.kserve import VERSION, Description
 from slipstream.server.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.metrics import Metrics
 from slipstream.server.models import anthropic_card, anthropic_list
+from slipstream.server.protocol import check_depth
 from slipstream.server.replies import greeting, json_response
 from slipstream.server.state import ServerState
 from slipstream.server.status import page
@@ -350,6 +351,7 @@ class Gateway:
         if (kserve := _KSERVE.fullmatch(path)) is not None:
             peek.model = kserve[1]
         elif raw:
+            check_depth(raw)
             try:
                 peek = _peek.decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -644,8 +644,8 @@ MARKS = {
 """What bodies that are no JSON begin with, and what to do."""
 
 
-def _check_depth(body: bytes, path: str) -> None:
-    """A 400 that names the field."""
+def check_depth(body: bytes, path: str = "") -> None:
+    """Raises a 400 that names the field if a body is nested deeper than `MAX_DEPTH`."""
     if not is_too_deep(body):
         return
     try:
@@ -663,7 +663,7 @@ def _check_depth(body: bytes, path: str) -> None:
 
 def decode(kind: type[T], body: bytes, path: str = "") -> T:
     """The body as `kind`, or a 400 that names the field at fault."""
-    _check_depth(body, path)
+    check_depth(body, path)
     try:
         value: T = _DECODERS[kind].decode(body)
         return value
