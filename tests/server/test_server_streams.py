@@ -192,7 +192,7 @@ async def test_an_app_under_another_server_says_the_same(tiny_path):
     engine = SteppedEngine(tiny_path)
     app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=PATIENCE_S
     ) as client:
         asking = asyncio.create_task(
             client.post("/v1/completions", json=BODY | {"prompt": [5, 9], "max_tokens": 9})
@@ -241,7 +241,7 @@ async def test_long_texts_are_made_tokens_beside_the_loop(tiny_path, monkeypatch
         else {"messages": [{"role": "user", "content": text}]}
     )
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=PATIENCE_S
     ) as client:
         asking = asyncio.create_task(
             client.post(f"/v1/{route}", json={"model": "tiny", "max_tokens": 1} | given)
@@ -286,7 +286,7 @@ async def test_what_else_is_long_is_read_beside_the_loop(tiny_path, monkeypatch,
     )
     app = create_app(engine, ServerSettings(served_model_names=("tiny",)))
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://x", timeout=PATIENCE_S
+        transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=PATIENCE_S
     ) as client:
         asking = asyncio.create_task(client.post(path, json={"model": "tiny"} | given))
         while not engine.keys and not asking.done():
