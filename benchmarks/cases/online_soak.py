@@ -127,7 +127,7 @@ async def user(
         path, body, kind = make_request(rng)
         data = json.dumps(body).encode()
         data = (
-            b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+            b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
             % (path.encode(), len(data))
             + data
         )
