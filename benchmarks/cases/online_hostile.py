@@ -529,7 +529,7 @@ async def attack(
                     "bytes": len(data),
                 }
             )
-        counts[f"{path} {status}"] += 1
+        counts[f"{path.lstrip('/')} {status}"] += 1  # a record cuts absolute paths
         if (seconds := time.monotonic() - begin) > 20:
             counts["took over 20 s"] += 1
             print(f"slow: {path} {status} {seconds:.0f} s {data[:200]!r}", flush=True)
