@@ -153,7 +153,10 @@ def _message(name: str, known: list[str], what: str) -> str:
 
 @functools.cache
 def types_of(owner: type) -> dict[str, Any]:
-    """Of a dataclass's fields. Python evaluates each from its text, which takes 2 ms for all of an engine's."""
+    """Returns the types of a dataclass's fields.
+
+    Python evaluates each from its text, which takes 2 ms for all of an engine's.
+    """
     return get_type_hints(owner)
 
 

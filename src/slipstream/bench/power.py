@@ -45,7 +45,7 @@ class Reading:
     counters: dict[str, Counter]
 
     def joules_until(self, later: Reading) -> float | None:
-        """Of all counters together; None if there are none, or not the same."""
+        """Joules of all counters together; None if there are none, or not the same ones."""
         if not self.counters or self.counters.keys() != later.counters.keys():
             return None
         return sum(first.until(later.counters[name]) for name, first in self.counters.items())
@@ -59,8 +59,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Of a run: of the devices' counters, so that other programs' work on them is in it. `cpu_watts`: of the CPU's packages
-    beside GPUs; None where it can't be read, or is in `watts`."""
+    """Energy of a run, by the devices' counters: the work of other programs on them is included.
+
+    `cpu_watts` is the power of the CPU's packages next to GPUs. It is None where it can't be read, or is in `watts`.
+    """
 
     joules: float
     watts: float
@@ -144,7 +146,7 @@ def _zone(folder: Path) -> Counter | None:
 
 
 def _is_package(zone: Path) -> bool:
-    """And not the whole platform, whose counter has the packages in it."""
+    """True for a CPU package's RAPL zone. The `psys` zone is skipped: it includes the packages."""
     return (_text(zone / "name") or "package").startswith("package")
 
 
@@ -157,7 +159,7 @@ def packages_in_use() -> set[str] | None:
 
 
 def _gpu_number(device: str) -> int | None:
-    """By CUDA's order; None of a CPU."""
+    """GPU number in CUDA's order; None for a CPU."""
     if device == "auto":
         return 0 if driver_sees_gpu() else None
     kind, _, number = device.partition(":")

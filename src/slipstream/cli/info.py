@@ -220,7 +220,7 @@ def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path)
 
 
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
-    """Which mixtures the host computes, and what a token reads of them there."""
+    """Lines on the mixtures that the host computes, and what a token reads of them there."""
     number, layers = config.model.host_experts, mixtures(description.spec)
     if not number:
         return []

@@ -172,7 +172,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
-    """With these verbs. argparse looks for translations of each one's help on the disk."""
+    """Builds the parser of these verbs. argparse looks for translations of each one's help on the disk."""
     parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")

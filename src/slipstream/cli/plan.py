@@ -380,7 +380,7 @@ def measure_table(
 
 
 def show(document: dict[str, Any], args: argparse.Namespace) -> None:
-    """For a person."""
+    """Prints the plan for a person."""
     w, objectives = document["workload"], document["objectives"]
     wanted = (
         ", ".join(f"{name} ≤ {most:g}" for name, most in objectives.items())
@@ -524,7 +524,7 @@ def nearest(row: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 def round_up(value: float) -> float:
-    """To two digits."""
+    """Rounds up to two digits."""
     import math
 
     if value <= 0:

@@ -73,7 +73,7 @@ def text_of(error: Exception) -> str:
 
 
 def version_of(engine: str) -> str | None:
-    """Of the engine's package here; None of a server's, which may be another one's."""
+    """Version of the engine's package here; None for a server, which may have another one."""
     names = {
         "transformers": "transformers",
         "llamacpp": "llama_cpp_python",
