@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
 from slipstream.core.chains import Chains
+from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
 from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
@@ -25,6 +27,7 @@ from slipstream.core.step_times import (
     seconds_from,
 )
 from slipstream.types import EngineRequest, SamplingParams, StepTime
+from tests.core.configs import config
 
 
 class Always(Proposer):
@@ -43,6 +46,7 @@ def decoding(proposer=None, name="a", max_tokens=100):
         max_tokens=max_tokens,
     )
     request = Request(spec, (0, 0.0, 0), b"", 1)
+    request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
     request.num_computed_tokens = 2
     request.drafting = proposer and Drafting(proposer)
     return request
@@ -375,6 +379,7 @@ def test_never_slower_than_plain(kind, least, slope):
             max_tokens=100,
         )
         request = Request(spec, (0, 0.0, 0), b"", 1)
+        request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
         request.token_ids.append(answer[0])
         while (done := len(request.token_ids) - 100) < 100:
             request.num_computed_tokens = len(request.token_ids) - 1

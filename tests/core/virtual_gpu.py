@@ -254,7 +254,8 @@ def poisson(
         while index < len(arrivals) and arrivals[index][0] <= gpu.now:
             gpu.add(arrivals[index][1])
             index += 1
-        if not gpu.step() and index < len(arrivals):
+        if not gpu.step():
+            assert index < len(arrivals), "requests wait and nothing can run"
             last = gpu.now = max(gpu.now, arrivals[index][0])
             continue
         spent += len(gpu.scheduler.requests.by_id) * (gpu.now - last)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from slipstream.core.budget import Pace
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, new_tuple
 from slipstream.types import (
     EngineOutput,
     Extra,
@@ -55,9 +55,6 @@ class InFlight(NamedTuple):
 
 NOTHING = InFlight()
 
-new_tuple = tuple.__new__
-"""Builds a NamedTuple from all its fields in half the time of its constructor."""
-
 
 class StepsInFlight:
     """All steps in flight.
@@ -81,8 +78,9 @@ class StepsInFlight:
         self._pace, self._clock = pace, clock
 
     @property
-    def has_drafts(self) -> bool:
-        return any(step.drafts for step in self.by_id.values())
+    def drafted(self) -> set[Request]:
+        """Requests with drafts that are not verified yet."""
+        return set().union(*[step.drafts for step in self.by_id.values() if step.drafts])
 
     @property
     def last_ended(self) -> int:
@@ -152,6 +150,7 @@ class StepsInFlight:
                     outputs.append(finish(request, FinishReason.INVALID, extras.failed[request_id]))
                     continue
                 if request.is_beam:
+                    request.num_pending -= 1
                     if request.account is not None:
                         request.account.charge(1)
                     beams.append(request)
@@ -162,9 +161,10 @@ class StepsInFlight:
                 self._verified(request, num_drafts, num_right)
             elif step.forced and (forced := step.forced.get(request, ())):
                 tokens = (*forced, *tokens)
-                request.num_pending -= len(forced)
+                request.num_pending -= 1 + len(forced)
                 self.num_forced += len(forced)
-            request.num_pending -= 1
+            else:
+                request.num_pending -= 1
             known += tokens
             reason = stop = None
             if len(known) >= request.end or not request.stops.isdisjoint(tokens):
@@ -199,7 +199,6 @@ class StepsInFlight:
         """Undo what was computed after the right drafts."""
         if self._requests.speculation is not None:
             self._requests.speculation.verified(request, num_drafts, num_right)
-        request.num_pending_drafts = 0
         request.num_pending -= num_drafts
         # otherwise it was preempted and has no computed tokens
         if request.status is Status.RUNNING:

@@ -28,7 +28,8 @@ class Request:
     Tokens [0, num_computed_tokens) are in the cache once the steps in flight are done.
 
     `num_pending` counts tokens that steps in flight sample. They are included in `num_tokens`, but
-    only the device knows their values.
+    only the device knows their values. A step that verifies drafts counts as many as it has drafts:
+    until its result is known nothing else of the request can be computed.
 
     `blocks[g]` is the block table of group g. All tables have the same length, except the table of
     an encoder's text. The first `num_passed[g]` entries of a window group are the null block,
@@ -43,7 +44,6 @@ class Request:
         "account",
         "block_keys",
         "blocks",
-        "decodes_until",
         "drafting",
         "drafts",
         "end",
@@ -52,6 +52,7 @@ class Request:
         "in_worker",
         "is_beam",
         "kv",
+        "lease",
         "looked_up",
         "may_draft",
         "mirostat_mu",
@@ -62,7 +63,6 @@ class Request:
         "num_overtaken",
         "num_passed",
         "num_pending",
-        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
@@ -73,7 +73,6 @@ class Request:
         "status",
         "stops",
         "token_ids",
-        "verifies_until",
     )
 
     kv: KVCacheManager
@@ -104,13 +103,10 @@ class Request:
         self.num_registered = 0  # leading blocks that were offered to the prefix cache
         self.looked_up = False  # whether the tiers below the device were searched
         self.needs_copy = False  # whether the next blocks to write may be shared
-        # steps at positions before this one need no new block, copy or check
-        self.decodes_until = 0
-        # the same for steps that verify drafts: the step may end here at most, with the next drafts
-        self.verifies_until = 0
+        # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
+        self.lease = 0
         # guessed tokens after the last token; the next step verifies them
         self.drafts: tuple[int, ...] = ()
-        self.num_pending_drafts = 0  # drafts in the step in flight, not verified yet
         sampling = spec.sampling
         # the state of these advances token by token
         self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)
@@ -129,7 +125,8 @@ class Request:
         The next step computes them together with that token and samples at each position. `update`
         accepts the tokens up to the first wrong draft, and the token sampled there.
         """
-        self.drafts, self.decodes_until = tuple(tokens), 0
+        self.drafts = tuple(tokens)
+        self.kv.drop_lease(self)
 
     def most_at(self, computed: int) -> int:
         """Maximum number of tokens that one step may compute from position `computed` on.

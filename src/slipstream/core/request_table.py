@@ -140,8 +140,6 @@ class RequestTable:
             request.held = False
             if request.status is Status.WAITING:
                 self.wait(request)
-            elif request.kv.holds(request, len(request.token_ids)):
-                request.decodes_until = len(request.token_ids)
 
     def _take_over(self, beam: Request, source: Request) -> None:
         beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]

@@ -52,14 +52,14 @@ from operator import itemgetter
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
-from slipstream.core.in_flight import StepsInFlight, new_tuple
+from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
 from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
 from slipstream.core.speculation import Speculation
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, new_tuple
 from slipstream.core.tiers import BlockStore
 from slipstream.costs.graph_sizes import Padding
 from slipstream.errors import EngineOverloadedError, RequestError
@@ -289,45 +289,32 @@ class Scheduler:
         self._outputs += self.requests.expire(now)
         self.tend()
         if self.speculation is not None:
-            if self.in_flight.has_drafts:
-                self.speculation.prepare(self.requests.running)
+            if drafted := self.in_flight.drafted:
+                self.speculation.prepare(self.requests.running, drafted)
                 return None
             if self.speculation.choose(self.requests.running):
                 return None
         self.requests.admit_forks()
-        step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
-        if len(self.kvs) > 1:
-            step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
+        step = StepBuilder(scheduling, self.requests.table_updates, self.requests.running)
         unfinished: list[Request] = []  # partly computed prompts
-        plain = 0  # decodes that need no new block, copy or check
         for request in (
             self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step()
         ):
             position = request.num_computed_tokens
-            if position < request.decodes_until:
+            if position < request.lease:
                 request.num_computed_tokens = position + 1
-                plain += 1
-                if request.is_beam:
-                    request.held, request.decodes_until = True, 0
-                    step.add(request, position, 1, 1, (request.token_ids[position],))
-                    continue
                 request.num_pending += 1
                 step.decodes.append(
                     new_tuple(ScheduledRequest, (request.request_id, position, 1, 1, (), ()))
                 )
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
-            elif request.held or (request.drafts and self._verifies(step, request, plain)):
-                continue
-            elif request.status is Status.RUNNING:  # not preempted meanwhile
+            elif request.status is Status.RUNNING and not request.held:
                 wanted = request.num_tokens - position
                 if wanted > 1:
                     unfinished.append(request)
-                elif wanted == 1 and position < request.end - 1 and not request.num_pending_drafts:
-                    step.budget -= plain
-                    plain = 0
+                elif wanted == 1 and position < request.end - 1:
                     self._schedule_one(step, request)
-        step.budget -= plain
         if step.scheduled:
             self._bound_prompts(step, len(step.scheduled), unfinished)
             first = unfinished[0] if unfinished else self.requests.waiting.first()
@@ -336,9 +323,9 @@ class Scheduler:
                 fits = self._pace.prompt_tokens(
                     len(step.decodes), step.prompts, first.num_computed_tokens, age
                 )
-                step.budget = min(step.budget, fits)
-        elif step.rooms:
-            step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
+                step.budget.bound(fits)
+        else:
+            step.budget.widen()
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
@@ -351,13 +338,12 @@ class Scheduler:
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
     ) -> None:
         """Limit the step's budget to the prompt tokens allowed alongside `num_decodes` decodes."""
-        scheduling = self.scheduling
-        step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
-        if scheduling.mixed_chunk is not None:
+        if self.scheduling.mixed_chunk is not None:
             most = chunk_with_decodes(
-                num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
+                num_decodes, self.scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
             )
-            step.budget = step.budget if most is None else min(step.budget, most)
+            if most is not None:
+                step.budget.bound(most)
 
     def _share_of_step(self) -> list[Request]:
         """Running requests for this step of a pipeline; the other steps must get as many.
@@ -384,76 +370,32 @@ class Scheduler:
 
         If blocks are missing, the last request is preempted.
         """
-        position = request.num_computed_tokens
-        count, forced, kv = 1, self._forced_tokens(request), request.kv
-        if forced or request.drafts:
-            # Each running request that is not yet in the step keeps one token of the budget.
-            spare = (
-                self.scheduling.max_num_mixed_tokens
-                - self.scheduling.max_num_batched_tokens
-                + step.budget
-            )
-            spare -= len(self.requests.running) - len(step.scheduled)
-            if not forced:
-                spare = min(spare, step.room_for_drafts)
-            if step.rooms:
-                spare = min(spare, step.rooms[kv.rank])
-            count += max(
-                0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1)
-            )
-            ahead = len(request.drafts) if self._drafts_ahead else 0
-            if count > 1 and kv.holds(request, min(position + count + ahead, request.end)):
-                self._advance(step, request, count, forced[: count - 1])
-                return
-            if count > 1 and not kv.allocate(step, request, position + count):
-                count = 1
-            elif count > 1 and self._drafts_ahead and request.drafts:
-                self._allocate_ahead(step, request, position + count)
-        while not kv.allocate(step, request, position + count):
-            if self._make_room(step, kv) is request:
-                return
-        self._advance(step, request, count, forced[: count - 1])
-
-    def _verifies(self, step: StepBuilder, request: Request, plain: int) -> bool:
-        """Schedule a decode with its drafts if that needs no new block, copy or check.
-
-        True if scheduled. This is a fast path, because the GPU waits for it; `_schedule_one`
-        handles all other cases. `plain` are decodes that the step's budget does not count yet.
-        """
-        position, drafts = request.num_computed_tokens, request.drafts
-        num_drafts = len(drafts)
-        count = 1 + num_drafts
-        held = position + count + (num_drafts if self._drafts_ahead else 0)
-        if (
-            held > request.verifies_until
-            or request.num_pending
-            or num_drafts > step.room_for_drafts
+        position, kv, added, forced = request.num_computed_tokens, request.kv, request.drafts, False
+        if request.spec.sampling.structured_outputs is not None and (
+            tokens := self._forced_tokens(request)
         ):
-            return False
-        spare = (
-            self.scheduling.max_num_mixed_tokens
-            - self.scheduling.max_num_batched_tokens
-            + step.budget
-            - plain
-        )
-        if num_drafts > spare - len(self.requests.running) + len(step.scheduled):
-            return False
-        if step.rooms:
-            if num_drafts > step.rooms[request.kv.rank]:
-                return False
-            step.rooms[request.kv.rank] -= num_drafts
-        request.num_computed_tokens = position + count
-        request.num_pending = count
-        request.num_pending_drafts = step.drafts[request] = num_drafts
-        request.drafts = ()
-        step.room_for_drafts -= num_drafts
-        step.budget -= count
-        step.prompts.append(
-            ScheduledRequest(request.request_id, position, count, count, (), drafts)
-        )
-        step.sampled_prompts.append(request)
-        step.scheduled.add(request)
-        return True
+            added, forced = tokens, True
+        if added:
+            room = step.budget.spare(kv)
+            if not forced and room > step.budget.drafts:
+                room = step.budget.drafts
+            if room > (left := request.end - position - 2):
+                room = left
+            if room < len(added):
+                added = added[: max(0, room)]
+        if added:
+            end = position + 1 + len(added)
+            ahead = len(request.drafts) if self._drafts_ahead else 0
+            if not kv.holds(request, end + ahead if end + ahead < request.end else request.end):
+                if not kv.allocate(step, request, end):
+                    added, forced = (), False
+                elif ahead:
+                    self._allocate_ahead(step, request, end)
+        if not added:
+            while not kv.allocate(step, request, position + 1):
+                if self._make_room(step, kv) is request:
+                    return
+        self._place(step, request, 1 + len(added), added, is_certain=forced)
 
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
         """Also allocate blocks for the next drafts, if many blocks are free."""
@@ -469,15 +411,12 @@ class Scheduler:
         with `allowed_token_ids`, which the grammar does not know.
         """
         sampling = request.spec.sampling
-        if self.forced is None or sampling.structured_outputs is None:
-            return ()
         if (
-            sampling.logprobs is not None
+            self.forced is None
+            or sampling.logprobs is not None
             or sampling.allowed_token_ids is not None
             or sampling.by_chain
         ):
-            return ()
-        if request.num_pending_drafts:
             return ()
         return self.forced(request.request_id, request.num_pending)
 
@@ -497,7 +436,7 @@ class Scheduler:
                 return
             if self._make_room(step, kv) is request:
                 return
-        self._advance(step, request, count)
+        self._place(step, request, count)
 
     def _prompt_tokens(
         self, step: StepBuilder, request: Request, computed: int, wanted: int
@@ -507,7 +446,7 @@ class Scheduler:
         This is what is left of the budget. An image whose tokens attend to each other is not split.
         It may exceed the limit of a step with decodes, but not that of a step.
         """
-        count = min(wanted, step.room(request))
+        count = min(wanted, step.budget.room(request))
         if self._whole_images and 0 < count < wanted:
             end = computed + count
             cut = next(
@@ -547,7 +486,7 @@ class Scheduler:
             if self._max_adapters
             else set()
         )
-        while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
+        while step.budget.left > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             request = self.requests.waiting.first()
             if request is None or request.num_pending:
                 return
@@ -578,7 +517,7 @@ class Scheduler:
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
             count = (
-                min(wanted, step.budget - encoded)
+                min(wanted, step.budget.left - encoded)
                 if encoded
                 else self._prompt_tokens(step, request, computed, wanted)
             )
@@ -594,15 +533,13 @@ class Scheduler:
             if lora is not None:
                 adapters.add(lora.id)
             self._start(request, cached, computed)
-            if step.rooms:
-                step.rooms[kv.rank] -= 1
             if encoded:
                 kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
-                step.budget -= encoded
+                step.budget.take_others(encoded)
             taken = kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
-            self._advance(step, request, count)
+            self._place(step, request, count)
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
         """Let others overtake the first request of the queue. False if enough have already."""
@@ -684,38 +621,41 @@ class Scheduler:
                 self._prefix_hits += request.num_cached_tokens
         self.requests.admit(request)
 
-    def _advance(
-        self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()
+    def _place(
+        self,
+        step: StepBuilder,
+        request: Request,
+        count: int,
+        added: tuple[int, ...] = (),
+        *,
+        is_certain: bool = False,
     ) -> None:
-        """Put `count` tokens of the request into the step; the last of them may be `forced`.
+        """Put the request's next `count` tokens into the step, for which it holds the blocks.
 
-        The request already holds the blocks for them.
+        The last of them may be `added` behind the known ones: drafts, or with `is_certain` tokens
+        that a grammar forces.
         """
-        computed, known = request.num_computed_tokens, request.num_tokens
-        end = computed + count
-        num_sampled = 0 if request.spec.pooled else max(0, end - len(forced) - known + 1)
-        request.num_computed_tokens = end
-        step.budget -= count
-        given = forced or (request.drafts[: num_sampled - 1] if num_sampled else ())
+        computed = request.num_computed_tokens
+        end = request.num_computed_tokens = computed + count
+        num_guesses = 0 if is_certain else len(added)
+        is_sampled = end - len(added) >= len(request.token_ids) + request.num_pending
+        num_sampled = 1 + num_guesses if is_sampled and not request.spec.pooled else 0
         if request.is_beam and computed >= request.num_prompt_tokens:
-            given = tuple(request.token_ids[computed:end])
-        step.add(request, computed, count, num_sampled, given)
-        if request.is_beam:
-            request.held = num_sampled > 0  # until `go_on` is called
-        elif num_sampled:
-            request.num_pending += num_sampled + len(forced)
+            added = tuple(request.token_ids[computed:end])
+        step.add(request, computed, count, num_sampled, added)
+        if num_guesses:
+            step.drafts[request] = num_guesses
+            request.num_pending += num_guesses
             request.drafts = ()
-            room = min(len(request.blocks[self.kv.own[0]]) * self.kv.block_size, request.end - 1)
-            has_grammar = request.spec.sampling.structured_outputs is not None
-            request.decodes_until = room if num_sampled == 1 and not has_grammar else 0
-            request.verifies_until = 0
-            if num_sampled > 1:
-                step.drafts[request] = request.num_pending_drafts = num_sampled - 1
-                step.room_for_drafts -= num_sampled - 1
-                if not (forced or has_grammar):
-                    request.verifies_until = room
-            elif forced:
-                step.forced[request] = forced
+        elif num_sampled:
+            request.num_pending += 1 + len(added)
+            request.drafts = ()
+            if is_certain:
+                step.forced[request] = added
+            elif request.is_beam:
+                request.num_pending, request.held = 1, True  # until `go_on` is called
+            elif request.spec.sampling.structured_outputs is None:
+                request.kv.lease(request)
         if computed < request.num_prompt_tokens:
             if request.account is not None and not request.num_preemptions:
                 request.account.charge(min(end, request.num_prompt_tokens) - computed)
@@ -763,6 +703,11 @@ class Scheduler:
         return next(
             r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled
         )
+
+    def check(self) -> None:
+        """Assert what must hold between steps. Tests call it before each one."""
+        for request in self.requests.running:
+            request.kv.check_lease(request)
 
     def stats(self) -> SchedulerStats:
         num_usable, num_free = (

@@ -25,7 +25,7 @@ drafts would cost more, since they would miss every second step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,11 +130,11 @@ class Speculation:
             request.drafting.match = proposal.match
         return False
 
-    def prepare(self, running: Iterable[Request]) -> None:
-        """Choose ahead for the step after the one in flight, whose drafts are being verified."""
+    def prepare(self, running: Iterable[Request], in_flight: Collection[Request] = ()) -> None:
+        """Choose ahead for the step after the one in flight, which verifies drafts of `in_flight`."""
         if self._chains is None or self.config.num_speculative_tokens is not None:
             return
-        decodes = _decodes(running)
+        decodes = _decodes(running, in_flight)
         if decodes and (plain := self._plain(len(decodes))) is not None:
             limit, line = (
                 min(self.config.limit, self._chains.reach),
@@ -317,10 +317,11 @@ class Speculation:
             self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
 
 
-def _decodes(running: Iterable[Request]) -> list[Request]:
+def _decodes(running: Iterable[Request], in_flight: Collection[Request] = ()) -> list[Request]:
     """Requests whose next step has one token besides drafts, after everything in flight."""
     return [
         r
         for r in running
-        if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
+        if (r.num_tokens - r.num_computed_tokens == 1 or r in in_flight)
+        and r.num_computed_tokens < r.end - 1
     ]
