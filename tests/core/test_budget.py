@@ -21,7 +21,7 @@ from slipstream.core.budget import (
     Pace,
     StepSize,
 )
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.make import make_scheduler
 from slipstream.spec.description import read_spec
 from slipstream.types import ScheduledRequest, StepResult
 from tests.core.configs import config
@@ -374,7 +374,7 @@ class Simulation:
         }
         made = config(**sizes, target_itl_ms=target_itl_ms, enable_prefix_caching=False)
         self.now, self.rng, self.count = 0.0, random.Random(5), 0
-        self.scheduler = Scheduler(**made, clock=lambda: self.now)
+        self.scheduler = make_scheduler(**made, clock=lambda: self.now)
         self.tokens, self.ttft, self.long_ttft = {}, [], []
         for _ in range(num_users):
             self.ask()

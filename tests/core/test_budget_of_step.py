@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.config import MAX_STEP_DRAFTS
+from slipstream.core.make import make_scheduler
 from slipstream.core.request import Status
-from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import Budget
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
@@ -29,7 +29,7 @@ def test_budget_keeps_a_token_for_each_running_request():
     scheduled |= {"a", "b"}  # plain decodes take nothing
     assert (budget.left, budget.spare(a.kv)) == (8, 7)
     budget.take(a, 5, 5)
-    assert (budget.left, budget.spare(a.kv), budget.drafts) == (4, 3, MAX_STEP_DRAFTS - 4)
+    assert (budget.left, budget.spare(a.kv), budget.guesses) == (4, 3, MAX_STEP_DRAFTS - 4)
     running.pop()  # a preempted request gives its token back
     assert (budget.left, budget.spare(a.kv)) == (4, 4)
     budget.take_others(2)
@@ -78,7 +78,7 @@ def test_check_finds_a_lease_that_promises_too_much(fault):
     elif fault == "end":
         own.end = BLOCK
     elif fault == "drafts":
-        own.drafts = (1,)
+        own.guesses = (1,)
     else:
         own.needs_copy = True
     with pytest.raises(AssertionError):
@@ -103,7 +103,7 @@ def test_a_scheduler_that_schedules_nothing_for_ever_fails(monkeypatch):
 
 
 def test_waiting_for_time_is_not_idling():
-    scheduler = Scheduler(**config(policy="dynamic", batch_window_s=60.0))
+    scheduler = make_scheduler(**config(policy="dynamic", batch_window_s=60.0))
     scheduler.add(request("a", range(3), max_tokens=2, arrival=time.monotonic()))
     for _ in range(MAX_IDLE_STEPS + 1):
         assert scheduler.schedule() is None

@@ -77,6 +77,10 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Number of blocks for so many tokens, in all groups."""
+        return self.blocks_for(num_tokens) * len(self.own)
+
     # --- Blocks to write ----------------------------------------------------------------------------------------------
 
     def holds(self, request: Request, num_tokens: int) -> bool:
@@ -158,8 +162,7 @@ class KVCacheManager:
         assert request.num_tokens == computed + 1
         assert lease <= held
         assert lease < request.end
-        assert not any((request.needs_copy, request.held, request.is_beam, request.drafts))
-        assert request.spec.sampling.structured_outputs is None
+        assert not any((request.needs_copy, request.held, request.guide, request.guesses))
         assert all(
             self._is_writable(request.blocks[g][i])
             for g in self.own
@@ -200,7 +203,7 @@ class KVCacheManager:
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
-        request.drafts = ()
+        request.guesses = ()
         request.needs_copy = False
         self.drop_lease(request)
 

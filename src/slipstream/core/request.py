@@ -10,8 +10,8 @@ from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
     from slipstream.core.kv_cache_manager import KVCacheManager
+    from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
-    from slipstream.core.speculation import Drafting
 
 
 class Status(Enum):
@@ -28,7 +28,7 @@ class Request:
     Tokens [0, num_computed_tokens) are in the cache once the steps in flight are done.
 
     `num_pending` counts tokens that steps in flight sample. They are included in `num_tokens`, but
-    only the device knows their values. A step that verifies drafts counts as many as it has drafts:
+    only the device knows their values. A step with guesses counts as many as it has guesses:
     until its result is known nothing else of the request can be computed.
 
     `blocks[g]` is the block table of group g. All tables have the same length, except the table of
@@ -36,25 +36,22 @@ class Request:
     because these blocks were released.
 
     `kv` is the cache manager of the request's rank. With several ranks, one is chosen each time the
-    request is admitted without blocks. A beam keeps its rank, because the beams of a search take
-    over each other's blocks.
+    request is admitted without blocks, unless its guide keeps it where it was.
     """
 
     __slots__ = (
         "account",
         "block_keys",
         "blocks",
-        "drafting",
-        "drafts",
         "end",
         "forks",
+        "guesses",
+        "guide",
         "held",
         "in_worker",
-        "is_beam",
         "kv",
         "lease",
         "looked_up",
-        "may_draft",
         "mirostat_mu",
         "needs_copy",
         "num_cached_tokens",
@@ -67,6 +64,7 @@ class Request:
         "num_prompt_tokens",
         "num_registered",
         "order",
+        "participants",
         "request_id",
         "root_key",
         "spec",
@@ -93,8 +91,9 @@ class Request:
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
         self.account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
-        self.is_beam = spec.beam_of is not None
-        self.held = False  # not scheduled until `RequestTable.release`, or for a beam until `go_on`
+        self.participants: tuple[Participant, ...] = ()  # those that it concerns
+        self.guide: Participant | None = None  # the one that decides about each of its steps
+        self.held = False  # not scheduled until what held it lets it go
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
@@ -106,11 +105,7 @@ class Request:
         # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
         self.lease = 0
         # guessed tokens after the last token; the next step verifies them
-        self.drafts: tuple[int, ...] = ()
-        sampling = spec.sampling
-        # the state of these advances token by token
-        self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)
-        self.drafting: Drafting | None = None  # created when drafts are first proposed
+        self.guesses: tuple[int, ...] = ()
         self.in_worker = False
         # state of its Mirostat sampler after the last known token
         self.mirostat_mu: float | None = None
@@ -119,13 +114,13 @@ class Request:
         self.num_preemptions = 0
         self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
 
-    def draft(self, tokens: Sequence[int]) -> None:
-        """Set `tokens` as drafts after the last token.
+    def guess(self, tokens: Sequence[int]) -> None:
+        """Set `tokens` as guesses after the last token.
 
         The next step computes them together with that token and samples at each position. `update`
-        accepts the tokens up to the first wrong draft, and the token sampled there.
+        accepts the tokens up to the first wrong guess, and the token sampled there.
         """
-        self.drafts = tuple(tokens)
+        self.guesses = tuple(tokens)
         self.kv.drop_lease(self)
 
     def most_at(self, computed: int) -> int:

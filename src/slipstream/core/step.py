@@ -17,7 +17,7 @@ new_tuple = tuple.__new__
 
 
 class Budget:
-    """Tokens that a step may still take, in all and on each rank, and drafts among them.
+    """Tokens that a step may still take, in all and on each rank, and guesses among them.
 
     Every running request has one token of its own, so a plain decode takes nothing from the budget.
     Only tokens beyond these are counted, in `_extra`. What is left follows from that count, so a
@@ -32,7 +32,7 @@ class Budget:
         "_running",
         "_scheduled",
         "_scheduling",
-        "drafts",
+        "guesses",
     )
 
     def __init__(self, scheduling: SchedulingConfig, running: Sized, scheduled: Sized) -> None:
@@ -47,7 +47,7 @@ class Budget:
         self._scheduled = scheduled
         self._extra = 0
         self._extra_of_rank = [0] * scheduling.num_ranks if scheduling.num_ranks > 1 else []
-        self.drafts = MAX_STEP_DRAFTS
+        self.guesses = MAX_STEP_DRAFTS
 
     @property
     def left(self) -> int:
@@ -75,7 +75,7 @@ class Budget:
         """Take `count` tokens of a running request, of which `num_sampled` are sampled."""
         self._extra += count - 1
         if num_sampled > 1:
-            self.drafts -= num_sampled - 1
+            self.guesses -= num_sampled - 1
         if self._extra_of_rank:
             self._extra_of_rank[request.kv.rank] += count - 1
 
@@ -101,10 +101,10 @@ class StepBuilder:
 
     __slots__ = (
         "budget",
+        "certain",
         "decodes",
-        "drafts",
         "encoding",
-        "forced",
+        "guesses",
         "new",
         "prompts",
         "sampled_decodes",
@@ -129,19 +129,19 @@ class StepBuilder:
         self.budget = Budget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        # number of drafts to verify, of requests that have some
-        self.drafts: dict[Request, int] = {}
-        # tokens that a grammar forces, of requests that have some
-        self.forced: dict[Request, tuple[int, ...]] = {}
+        # number of guesses to verify, of requests that have some
+        self.guesses: dict[Request, int] = {}
+        # tokens behind the last one that are certain, of requests that have some
+        self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 
     def add(
-        self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]
+        self, request: Request, computed: int, count: int, num_sampled: int, given: tuple[int, ...]
     ) -> None:
         """Add `count` tokens of the request after its first `computed` tokens.
 
-        The request holds blocks for them. `drafts` are the last of them: drafts, forced tokens, or
-        a beam's tokens. The entry also carries the block table changes that the worker lacks.
+        The request holds blocks for them. `given` are the last of them, which the worker does not
+        have. The entry also carries the block table changes that the worker lacks.
         """
         request_id = request.request_id
         updates: tuple[TableUpdate, ...] = ()
@@ -150,7 +150,7 @@ class StepBuilder:
         elif self.updates:
             updates = tuple(self.updates.pop(request_id, ()))
         entry = new_tuple(
-            ScheduledRequest, (request_id, computed, count, num_sampled, updates, drafts)
+            ScheduledRequest, (request_id, computed, count, num_sampled, updates, given)
         )
         self.scheduled.add(request)
         if count == 1:

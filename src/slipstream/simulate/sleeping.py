@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.in_flight import NOTHING
 from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
@@ -74,13 +75,25 @@ class BlockCount(BlockPool):
         assert 0 <= self.num_free <= self.num_usable
 
 
+class Waker(Participant):
+    """Wakes a sleeper that is preempted."""
+
+    def __init__(self, scheduler: SleepingScheduler) -> None:
+        self._scheduler = scheduler
+
+    def concerns(self, request: Request) -> bool:
+        return True
+
+    def stopped(self, request: Request) -> None:
+        self._scheduler.wake(request)
+
+
 class SleepingScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        if self.speculation is not None or self._pace is not None:
+        super().__init__(*args, **settings, participants=[Waker(self)])
+        if self._pace is not None:
             raise ConfigError(
-                "drafts and target_itl_ms are simulated by the Scheduler itself",
-                field="speculative_config",
+                "target_itl_ms is simulated by the Scheduler itself", field="target_itl_ms"
             )
         self.num_asleep = 0  # in the latest planned step
         self.asleep_context = 0
@@ -100,10 +113,10 @@ class SleepingScheduler(Scheduler):
         self._groups: tuple[dict[Request, None], ...] = tuple({} for _ in range(self.kv.block_size))
         """Sleepers by the step for which they need a block, modulo `block_size`."""
 
-    def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
+    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
         assert spec.fork_of is None, "no forks"
         assert spec.deadline is None, "no deadlines"
-        super().add(spec, held=held, adapter=adapter)
+        super().add(spec, held=held)
 
     def schedule(self) -> StepPlan | None:
         this = self.in_flight.last_id + 1
@@ -323,14 +336,14 @@ class SleepingScheduler(Scheduler):
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
 
-    def _preempt(self, request: Request) -> None:
+    def wake(self, request: Request) -> None:
+        """Wakes a request, if it sleeps, before the next step."""
         sleep = self._asleep.get(request)
         if sleep is not None:
             this = self.in_flight.last_id + 1
             if sleep.last >= this:
                 self._leave(this, sleep)
             self._wake(request, this - 1)
-        super()._preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
         """Returns the last running request that is not in the step yet, to be preempted.
