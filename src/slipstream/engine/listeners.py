@@ -181,7 +181,7 @@ class JoiningTexts(Listener):
         self._texts = texts
 
     def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
-        return [*self._texts.joined(outputs)]  # type: ignore[arg-type, list-item]
+        return [*self._texts.joined(outputs)]  # type: ignore[arg-type]
 
     def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
         return self._texts.forget(request_ids)
