@@ -28,7 +28,7 @@ def test_budget_keeps_a_token_for_each_running_request():
     assert (budget.left, budget.spare(a.kv)) == (10, 7)
     scheduled |= {"a", "b"}  # plain decodes take nothing
     assert (budget.left, budget.spare(a.kv)) == (8, 7)
-    budget.take(a, 5, 5)
+    budget.take(a.kv, 5, 5)
     assert (budget.left, budget.spare(a.kv), budget.guesses) == (4, 3, MAX_STEP_DRAFTS - 4)
     running.pop()  # a preempted request gives its token back
     assert (budget.left, budget.spare(a.kv)) == (4, 4)
@@ -45,7 +45,7 @@ def test_budget_of_one_rank_leaves_the_other_s_alone():
     running, scheduled = ["a", "b", "c"], set()
     budget, here, there = Budget(sizes, running, scheduled), running_on(0, 2), running_on(1, 1)
     assert (budget.spare(here.kv), budget.spare(there.kv)) == (8, 9)
-    budget.take(here, 7, 0)
+    budget.take(here.kv, 7, 0)
     assert (budget.spare(here.kv), budget.spare(there.kv)) == (2, 9)
     assert (budget.room(here), budget.room(there)) == (3, 10)
     there.status = Status.WAITING  # its rank does not count it yet

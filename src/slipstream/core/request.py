@@ -121,7 +121,8 @@ class Request:
         accepts the tokens up to the first wrong guess, and the token sampled there.
         """
         self.guesses = tuple(tokens)
-        self.kv.drop_lease(self)
+        if self.lease:
+            self.kv.drop_lease(self)
 
     def most_at(self, computed: int) -> int:
         """Maximum number of tokens that one step may compute from position `computed` on.

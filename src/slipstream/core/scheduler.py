@@ -364,18 +364,12 @@ class Scheduler:
 
         If blocks are missing, the last request is preempted.
         """
-        position, kv, added, is_certain = (
-            request.num_computed_tokens,
-            request.kv,
-            request.guesses,
-            False,
-        )
+        position, kv = request.num_computed_tokens, request.kv
+        added, is_certain = request.guesses, False
         if request.guide is not None and (tokens := request.guide.certain(request)):
             added, is_certain = tokens, True
         if added:
-            room = step.budget.spare(kv)
-            if not is_certain and room > step.budget.guesses:
-                room = step.budget.guesses
+            room = step.budget.spare(kv, is_guess=not is_certain)
             if room > (left := request.end - position - 2):
                 room = left
             if room < len(added):
@@ -392,7 +386,7 @@ class Scheduler:
             while not kv.allocate(step, request, position + 1):
                 if self._make_room(step, kv) is request:
                     return
-        self._place(step, request, 1 + len(added), added, is_certain=is_certain)
+        self._place(step, request, 1 + len(added), added, is_certain)
 
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
         """Schedule as much of a partly computed prompt as the budget allows.
@@ -598,7 +592,6 @@ class Scheduler:
         request: Request,
         count: int,
         added: tuple[int, ...] = (),
-        *,
         is_certain: bool = False,
     ) -> None:
         """Put the request's next `count` tokens into the step, for which it holds the blocks.

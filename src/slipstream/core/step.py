@@ -54,12 +54,14 @@ class Budget:
         """Number of tokens that the step may still take."""
         return self._limit - self._extra - len(self._scheduled)
 
-    def spare(self, kv: KVCacheManager) -> int:
+    def spare(self, kv: KVCacheManager, is_guess: bool = False) -> int:
         """Number of tokens that requests of the rank may take beyond their own.
 
-        The other running requests keep theirs.
+        The other running requests keep theirs. Guesses have a limit of their own.
         """
         spare = self._limit - self._extra - len(self._running)
+        if is_guess and spare > self.guesses:
+            spare = self.guesses
         return min(spare, self._spare_of(kv)) if self._extra_of_rank else spare
 
     def room(self, request: Request) -> int:
@@ -71,13 +73,13 @@ class Budget:
     def _spare_of(self, kv: KVCacheManager) -> int:
         return self._limit_of_rank - self._extra_of_rank[kv.rank] - kv.num_running
 
-    def take(self, request: Request, count: int, num_sampled: int) -> None:
-        """Take `count` tokens of a running request, of which `num_sampled` are sampled."""
+    def take(self, kv: KVCacheManager, count: int, num_sampled: int) -> None:
+        """Take `count` tokens of a request that runs there, of which `num_sampled` are sampled."""
         self._extra += count - 1
         if num_sampled > 1:
             self.guesses -= num_sampled - 1
         if self._extra_of_rank:
-            self._extra_of_rank[request.kv.rank] += count - 1
+            self._extra_of_rank[kv.rank] += count - 1
 
     def take_others(self, count: int) -> None:
         """Take tokens that are in no request's entry: an encoder's, for example."""
@@ -158,7 +160,7 @@ class StepBuilder:
             if num_sampled:
                 self.sampled_decodes.append(request)
         else:
-            self.budget.take(request, count, num_sampled)
+            self.budget.take(request.kv, count, num_sampled)
             self.prompts.append(entry)
             if num_sampled:
                 self.sampled_prompts.append(request)
