@@ -13,7 +13,6 @@ from slipstream.engine.text.tools import (
     NO_PARAMETERS,
     OfferedTools,
     Reading,
-    arguments_object,
     reading,
 )
 from slipstream.server.http.errors import bad_request
@@ -85,9 +84,9 @@ def offer_of(body: WithTools) -> OfferedTools:
     )
 
 
-def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
-    """As chat templates take it: with the arguments as an object."""
-    arguments = arguments_object(call.function.arguments, f"{path}.function.arguments")
+def call_dict(call: ToolCall) -> dict[str, Any]:
+    """As chat templates take it: with the arguments as an object. A model's broken JSON is taken back as it was written."""
+    arguments = written_arguments(call.function.arguments)
     return {
         "id": call.id,
         "type": "function",
