@@ -123,6 +123,14 @@ def reasons(state: ServerState, template: str | None) -> bool:
     return think is not None or (form is not None and form.reasons)
 
 
+def calls_tools(state: ServerState) -> bool:
+    """Tells whether the model can call tools: its template knows them, and their format is known."""
+    tokenizer = state.engine.tokenizer
+    template = None if tokenizer is None else tokenizer.tool_template
+    form, _ = state.settings.formats.of(template)
+    return form is not None and "tools" in (template or "")
+
+
 def reading_of(
     state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None
 ) -> Reading | None:

@@ -71,6 +71,7 @@ ROUTES = _QUIET | {
     "/api/chat",
     "/api/generate",
     "/api/embed",
+    "/api/embeddings",
     "/api/show",
     "/api/tags",
     "/api/ps",
