@@ -6,9 +6,13 @@ The bodies follow Claude Code 2.1, Codex 0.171 and the AI SDK 6, with texts of o
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from slipstream.server.anthropic import messages
+from slipstream.server.ollama import routes
+from slipstream.server.openai import protocol, responses_body
 from tests.server.conftest import TEMPLATE
 from tests.server.test_server_tools import SCHEMAS
 
@@ -265,3 +269,18 @@ def test_allowed_tools_are_the_only_ones_called(http, model):
     ]
     assert called
     assert set(called) == {name}
+
+
+def test_docs_name_every_hint():
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    kinds = [
+        kind
+        for module in (protocol, responses_body, messages, routes)
+        for kind in vars(module).values()
+    ]
+    hints = {
+        hint for kind in kinds if isinstance(kind, type) for hint in getattr(kind, "hints", ())
+    }
+    assert len(hints) > 40
+    left = {hint for hint in hints if f"{hint}`" not in page}
+    assert left == set()

@@ -1,7 +1,7 @@
 """Hints: fields of a body that advise, label or edit, which are taken without effect.
 
 Clients send them unasked, and can't always leave them out. A field that would change the answer is not a hint: it is done,
-or refused by its name. docs/hints.md has all of them with the reason. `slipstream:request_hints_total` counts
+or refused by its name. docs/agents.md has all of them with the reason. `slipstream:request_hints_total` counts
 those that were sent.
 
 A struct names its hints in `hints`. Where a field is a hint only for some models (an effort that the chat template does not

@@ -407,7 +407,7 @@ class Metrics(Collector):
         yield feedback
         hints = CounterMetricFamily(
             _PREFIX + "request_hints",
-            "Fields of requests that were taken without effect (docs/hints.md)",
+            "Fields of requests that were taken without effect (docs/agents.md)",
             labels=["field"],
         )
         for name, count in self.hints.items():
