@@ -15,17 +15,17 @@ from slipstream.bench.load import Poisson
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
-from slipstream.fleet.autoscaler import (
+from slipstream.fleet.scaling.autoscaler import (
     LEARNING,
     MAX_SHARE,
     Autoscaler,
     FleetObservation,
     ScalingLimits,
 )
-from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
-from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
-from slipstream.fleet.forecast import SPEEDS, Forecast, _Holt
-from slipstream.fleet.replay import ColdStart, FleetReplay
+from slipstream.fleet.scaling.baselines import Enova, Fixed, Planned, RayServe
+from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
+from slipstream.fleet.scaling.forecast import SPEEDS, Forecast, _Holt
+from slipstream.fleet.scaling.replay import ColdStart, FleetReplay
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import simulate

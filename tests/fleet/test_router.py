@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.prefix_cache import extend_keys, root_key
-from slipstream.fleet import prefixes
-from slipstream.fleet.prefixes import PrefixStore
-from slipstream.fleet.router import POLICIES, ReplicaState, Router
+from slipstream.fleet.gateway import prefixes
+from slipstream.fleet.gateway.prefixes import PrefixStore
+from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router
 
 ROOT = root_key("model")
 
@@ -384,7 +384,7 @@ def test_power_of_two_looks_at_two_and_round_robin_takes_turns():
 
 
 def test_oldest_session_is_forgotten(monkeypatch):
-    monkeypatch.setattr("slipstream.fleet.router._MAX_SESSIONS", 2)
+    monkeypatch.setattr("slipstream.fleet.gateway.router._MAX_SESSIONS", 2)
     fleet = of_replicas(*map(replica, ("r0", "r1", "r2")), balance=0.0)
     for session, name in (("a", "r2"), ("b", "r1"), ("a", "r2"), ("c", "r1")):
         assert served(fleet, 8, session=session, exclude={"r0", "r1", "r2"} - {name}) == name

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.server import limits
-from slipstream.server.errors import ApiError, ClientDisconnected, overloaded, shutting_down
-from slipstream.server.keys import Key
-from slipstream.server.limits import (
+from slipstream.server.http import limits
+from slipstream.server.http.errors import ApiError, ClientDisconnected, overloaded, shutting_down
+from slipstream.server.http.keys import Key
+from slipstream.server.http.limits import (
     admitted,
     counted,
     end_revoked,
@@ -21,9 +21,9 @@ from slipstream.server.limits import (
     read_body,
     read_prompt_body,
 )
-from slipstream.server.load import ServerLoad
-from slipstream.server.rates import SharedLimiter
-from slipstream.server.record import RequestRecord
+from slipstream.server.http.load import ServerLoad
+from slipstream.server.http.rates import SharedLimiter
+from slipstream.server.http.record import RequestRecord
 
 KEY = Key(id="a", tokens_per_minute=100, models=("m",))
 

@@ -8,10 +8,10 @@ import multiprocessing
 
 import pytest
 
-from slipstream.server import rates
-from slipstream.server.errors import ApiError
-from slipstream.server.keys import Key
-from slipstream.server.rates import DAY_S, SharedLimiter, forget_front_end
+from slipstream.server.http import rates
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.keys import Key
+from slipstream.server.http.rates import DAY_S, SharedLimiter, forget_front_end
 from tests.waiting import PATIENCE_S
 
 STILL = {"clock": lambda: 1000.5, "wall": lambda: 10.5 * DAY_S}

@@ -15,9 +15,9 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.server import keys as keys_module
-from slipstream.server.keys import Key, KeyFile
-from slipstream.server.rates import DAY_S
+from slipstream.server.http import keys as keys_module
+from slipstream.server.http.keys import Key, KeyFile
+from slipstream.server.http.rates import DAY_S
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_rates import STILL
 from tests.waiting import PATIENCE_S

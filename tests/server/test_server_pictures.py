@@ -20,10 +20,10 @@ from slipstream.config import EngineArgs
 from slipstream.engine.fair_threads import client
 from slipstream.engine.processor import in_thread_if_long
 from slipstream.errors import ConfigError
-from slipstream.server import media
-from slipstream.server.auth import ApiKeys, Keyring
-from slipstream.server.errors import ApiError
-from slipstream.server.record import RequestLog
+from slipstream.server.answers import media
+from slipstream.server.http.auth import ApiKeys, Keyring
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.record import RequestLog
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import serving
 from tests.vision_models import build_vision, picture

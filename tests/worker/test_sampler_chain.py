@@ -15,8 +15,8 @@ from slipstream.kernels.sampling import apply_bias, draw, mask_logits
 from slipstream.types import NewRequest, RequestFailure, SamplerState, ScheduledRequest, StepPlan
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import prompt_positions
-from slipstream.worker.sampler_chain import apply_samplers, draw_chained, places
+from slipstream.worker.sampling.sampler import prompt_positions
+from slipstream.worker.sampling.sampler_chain import apply_samplers, draw_chained, places
 
 PROMPT = (1, 2, 3)
 
@@ -99,7 +99,9 @@ def test_mirostat_moves_its_state_by_the_surprise():
     (token,), (extra,) = drawn(params, logits=np.log([0.25, 0.25, 0.25, 0.25]))
     assert isinstance(extra, SamplerState)
     assert 0 <= token < 4
-    assert extra.mirostat_mu == pytest.approx(6.0 - 0.5 * (2.0 - 3.0))  # from 2 · tau, a surprise of 2 bits
+    assert extra.mirostat_mu == pytest.approx(
+        6.0 - 0.5 * (2.0 - 3.0)
+    )  # from 2 · tau, a surprise of 2 bits
 
 
 @pytest.mark.parametrize(
