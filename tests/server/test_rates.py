@@ -430,3 +430,20 @@ def test_row_of_another_key_is_never_taken_while_it_counts(tmp_path, monkeypatch
     with pytest.raises(ApiError, match="in flight"):
         clocks.limiter.admit(first)
     running.close(0)
+
+
+@pytest.mark.parametrize(("answers", "is_taken"), [([True, True], True), ([True, False], False)])
+def test_row_is_taken_empty_and_only_if_it_is_still_over_when_it_is_locked(
+    monkeypatch, answers, is_taken
+):
+    monkeypatch.setattr(rates, "MAX_ROWS", 1)
+    left = iter(answers)
+    table = rates.Table(None, 4, lambda row: next(left))
+    with table.row("a") as row:
+        row[2] = row[3] = 5
+    if is_taken:
+        with table.row("b") as row:
+            assert row[2:].tolist() == [0, 0]
+    else:
+        with pytest.raises(ApiError), table.row("b"):
+            pass
