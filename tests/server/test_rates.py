@@ -341,6 +341,16 @@ def test_tokens_of_yesterday_do_not_come_back_today():
     clocks.reserve(key, 100)
 
 
+def test_tokens_of_a_day_do_not_come_back_to_one_that_a_jumping_clock_began():
+    clocks, key = Clocks(), Key(id="a", tokens_per_day=100)
+    early = clocks.reserve(key, 0, 80)
+    clocks.wall += DAY_S
+    clocks.reserve(key, 70)
+    clocks.wall -= DAY_S
+    early.close(0)
+    assert "30 left" in str(clocks.refused(key, 31))
+
+
 def test_day_ends_at_midnight_utc():
     clocks, key = Clocks(), Key(id="a", tokens_per_day=10)
     clocks.wall = 10 * DAY_S + 3600.0
