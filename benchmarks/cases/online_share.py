@@ -34,7 +34,7 @@ from slipstream.bench.load import ClosedLoop, run_load
 from slipstream.bench.report import print_table
 from slipstream.bench.workload import fixed, warmup
 from slipstream.config import EngineArgs
-from slipstream.costs.metrics import RequestRecord, summarize
+from slipstream.costs.metrics import RequestTiming, summarize
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 
@@ -106,7 +106,7 @@ class Load:
             "ttft_p50_s": summary.ttft_s.p50,
         }  # type: ignore[union-attr]
 
-    async def _send(self, way: str, requests: Any, users: int) -> list[RequestRecord]:
+    async def _send(self, way: str, requests: Any, users: int) -> list[RequestTiming]:
         if way == "HTTP":
             return (await self.clients.run(self.endpoint, requests, ClosedLoop(concurrency=users)))[
                 0

@@ -27,10 +27,10 @@ from cases.plan_prediction import TARGETS, arrivals_of, draw, errors, figures, m
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
-from slipstream.costs.metrics import RequestRecord, summarize
+from slipstream.costs.metrics import RequestTiming, summarize
 from slipstream.costs.step_cost import (
     HostCost,
-    StepShape,
+    StepCounts,
     StepTable,
     fit_steps,
     non_negative_least_squares,
@@ -63,7 +63,7 @@ class Replay:
     def now(self) -> float:
         return time.process_time() - self.begin + self.skipped
 
-    def run(self) -> list[RequestRecord]:
+    def run(self) -> list[RequestTiming]:
         waiting, num_open = deque(range(len(self.requests))), 0
         while waiting or num_open:
             while waiting and self._is_due(waiting[0], num_open):
@@ -79,7 +79,7 @@ class Replay:
                 self.times[int(output.request_id)] += [now] * len(output.token_ids)
                 num_open -= output.finish_reason is not None
         return [
-            RequestRecord(
+            RequestTiming(
                 input_tokens=r.input_tokens,
                 output_tokens=len(t),
                 sent=sent,
@@ -121,7 +121,9 @@ def host_of(core: EngineCore, table: StepTable) -> HostCost:
             b - a for times in replay.times for a, b in itertools.pairwise(times)
         )
         rows.append([1.0, float(count)])
-        targets.append(max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count))))
+        targets.append(
+            max(0.0, gap - table.seconds(StepCounts.of((PROMPT + ANSWER // 2,) * count)))
+        )
     step_s, sequence_s = non_negative_least_squares(rows, targets)
     return HostCost(step_s=step_s, sequence_s=sequence_s, label="measured")
 

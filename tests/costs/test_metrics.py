@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.costs.metrics import (
-    RequestRecord,
+    RequestTiming,
     distribution,
     parse_objectives,
     percentile,
@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 
 # Sent at 0: first token at 1, then 2, 4. Sent at 1: a single token at 3. The third failed.
 RECORDS = [
-    RequestRecord(
+    RequestTiming(
         input_tokens=10,
         output_tokens=3,
         sent=0.0,
@@ -29,10 +29,10 @@ RECORDS = [
         last_token=4.0,
         gaps_s=(1.0, 2.0),
     ),
-    RequestRecord(
+    RequestTiming(
         input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()
     ),
-    RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
+    RequestTiming(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
 ]
 
 
@@ -80,7 +80,7 @@ def test_goodput(text, good):
 
 
 def test_steady_throughput_leaves_out_the_beginning_and_the_end():
-    steady = RequestRecord(
+    steady = RequestTiming(
         input_tokens=1,
         output_tokens=21,
         sent=0.0,
@@ -88,7 +88,7 @@ def test_steady_throughput_leaves_out_the_beginning_and_the_end():
         last_token=30.0,
         gaps_s=(1.0,) * 20,
     )
-    late = RequestRecord(
+    late = RequestTiming(
         input_tokens=1, output_tokens=1, sent=0.0, first_token=90.0, last_token=90.0, gaps_s=()
     )
     assert summarize([steady, late]).steady_throughput == 1.0
@@ -125,9 +125,9 @@ def test_bad_objectives(text):
         parse_objectives(text)
 
 
-def answer(*times: float, sent: float = 0.0, **more) -> RequestRecord:
+def answer(*times: float, sent: float = 0.0, **more) -> RequestTiming:
     """A request of ten prompt tokens, each of whose tokens was timed."""
-    return replace(RequestRecord.of(10, sent, times), **more)
+    return replace(RequestTiming.of(10, sent, times), **more)
 
 
 def test_record_of_timed_tokens():
@@ -141,7 +141,7 @@ def test_request_that_failed_after_its_first_tokens_counts_as_failed_alone():
     good, broken = answer(1.0, 2.0), answer(1.0, 9.0, error="reset", cached_tokens=4)
     assert not broken.ok
     assert not broken.meets({})
-    silent = RequestRecord(input_tokens=5, output_tokens=0, sent=0.5)
+    silent = RequestTiming(input_tokens=5, output_tokens=0, sent=0.5)
     s = summarize([good, broken, silent], {"ttft_s": 1.0})
     assert (s.num_failed, s.errors) == (2, {"reset": 1, "no token came": 1})
     assert (s.input_tokens, s.output_tokens, s.cached_tokens, s.wall_s) == (10, 2, 0, 2.0)

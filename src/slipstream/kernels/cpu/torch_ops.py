@@ -37,7 +37,7 @@ from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
 from slipstream.kernels.cpu.native import has_cpu_kernels
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
@@ -163,7 +163,7 @@ class CpuOps(ReferenceOps):
         )
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         """Computes a mixture. Rows are sorted by expert, so that each product is one call over all
         of them."""

@@ -49,7 +49,7 @@ class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     """A call in an assistant's message that a client sends back."""
 
     id: str
@@ -85,7 +85,7 @@ def offer_of(body: WithTools) -> OfferedTools:
     )
 
 
-def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
+def call_dict(call: SentToolCall, path: str) -> dict[str, Any]:
     """As chat templates take it: with the arguments as an object."""
     arguments = arguments_object(call.function.arguments, f"{path}.function.arguments")
     return {

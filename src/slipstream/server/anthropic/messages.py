@@ -33,7 +33,7 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
     thinking_variables,
     written_arguments,
@@ -76,7 +76,7 @@ class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class TextPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+class TextBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text"]
     text: str
     citations: Raw = OFF
@@ -126,9 +126,9 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
-    "user": {"text": TextPart, "image": ImageBlock, "tool_result": ToolResultPart},
-    "assistant": {"text": TextPart, "thinking": ThinkingPart, "tool_use": ToolUsePart},
-    "system": {"text": TextPart},
+    "user": {"text": TextBlock, "image": ImageBlock, "tool_result": ToolResultPart},
+    "assistant": {"text": TextBlock, "thinking": ThinkingPart, "tool_use": ToolUsePart},
+    "system": {"text": TextBlock},
 }
 
 
@@ -343,7 +343,7 @@ _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
 register(
     MessagesRequest,
     CountTokensRequest,
-    TextPart,
+    TextBlock,
     ImageBlock,
     ThinkingPart,
     ToolUsePart,
@@ -383,7 +383,7 @@ def _parts(
             message = f"a block of {what or role} is one of {', '.join(known)} here"
             raise bad_request(message, f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
-        if isinstance(made, TextPart | ToolUsePart):
+        if isinstance(made, TextBlock | ToolUsePart):
             refuse_unless_off(made, made.off, f"{path}[{i}].")
         found.append(made)
     return found
@@ -394,7 +394,7 @@ def _text(content: str | list[dict[str, Raw]], path: str, what: str = "") -> str
     if isinstance(content, str):
         return content
     return "".join(
-        part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart)
+        part.text for part in _parts(content, "system", path, what) if isinstance(part, TextBlock)
     )
 
 
@@ -402,11 +402,11 @@ def _messages(message: AnthropicMessage, path: str) -> list[Message]:
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     found: list[Message] = []
-    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    texts, thoughts, calls = list[str](), list[str](), list[SentToolCall]()
     parts = list[dict[str, Raw]]()  # of texts and pictures, in their order
     for i, part in enumerate(_parts(message.content, message.role, f"{path}.content")):
         match part:
-            case TextPart():
+            case TextBlock():
                 texts.append(part.text)
                 parts.append(text_part(part.text))
             case ImageBlock():
@@ -415,7 +415,7 @@ def _messages(message: AnthropicMessage, path: str) -> list[Message]:
                 thoughts.append(part.thinking)
             case ToolUsePart():
                 called = CalledFunction(name=part.name, arguments=encode(part.input).decode())
-                calls.append(ToolCall(id=part.id, function=called))
+                calls.append(SentToolCall(id=part.id, function=called))
             case ToolResultPart():
                 if parts:
                     raise bad_request(

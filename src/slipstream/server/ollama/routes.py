@@ -40,7 +40,7 @@ from slipstream.server.openai.protocol import (
     OFF,
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationRequest,
     Int,
     Pooled,
     Stop,
@@ -115,7 +115,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         "top_logprobs": (b"null", b"0"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         raise NotImplementedError
 
     def shared(self, state: ServerState) -> dict[str, Any]:
@@ -185,7 +185,7 @@ _SAME = (
 _NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
 
 
-T = TypeVar("T", bound=Generation)
+T = TypeVar("T", bound=GenerationRequest)
 
 
 def _checked(kind: type[T], **fields: Any) -> T:
@@ -258,7 +258,7 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
         "context": (b"null", b"[]"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         refuse_unless_off(self, self.no_more)
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
@@ -394,11 +394,11 @@ class OllamaAnswer(Answer):
         }
 
 
-class MessageAnswer(OllamaAnswer):
+class OllamaChatAnswer(OllamaAnswer):
     as_message = True
 
 
-class ResponseAnswer(OllamaAnswer):
+class OllamaGenerateAnswer(OllamaAnswer):
     as_message = False
 
 
@@ -435,10 +435,10 @@ class _Generate(GenerationRoute):
     def __init__(
         self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]
     ) -> None:
-        super().__init__(state, Generation, partial(_prepare, answer=answer))
+        super().__init__(state, GenerationRequest, partial(_prepare, answer=answer))
         self.body = body
 
-    def read(self, raw: bytes, scope: Scope) -> Generation:
+    def read(self, raw: bytes, scope: Scope) -> GenerationRequest:
         return decode(self.body, raw).translated(self.state)
 
 
@@ -564,10 +564,10 @@ def routes(state: ServerState) -> list[Route]:
     about = _About(state)
 
     return [
-        Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
+        Route("/api/chat", _Generate(state, OllamaChatRequest, OllamaChatAnswer), methods=["POST"]),
         Route(
             "/api/generate",
-            _Generate(state, OllamaGenerateRequest, ResponseAnswer),
+            _Generate(state, OllamaGenerateRequest, OllamaGenerateAnswer),
             methods=["POST"],
         ),
         Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),

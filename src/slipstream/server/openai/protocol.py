@@ -35,7 +35,7 @@ from slipstream.server.answers.tools import (
     FunctionSpec,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolChoice,
     ToolSpec,
     ToolSpecs,
@@ -74,7 +74,7 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
     protect: Annotated[list[Text], Meta(max_length=64)] = []
 
 
-class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None  # the one that is served, as vLLM has it
@@ -213,7 +213,7 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__
+    if name in GenerationRequest.__struct_fields__
     and name
     not in (
         "logit_bias",
@@ -225,7 +225,7 @@ _SAMPLING_FIELDS = tuple(
 )
 
 
-class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
     # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
@@ -302,7 +302,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
     refusal: Raw = OFF
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: Raw = OFF
@@ -310,7 +310,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Raw = OFF
 
 
-class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {
@@ -629,7 +629,7 @@ register(
     parts=(
         ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
-        *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
     ),
 )
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")

@@ -21,7 +21,7 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
     written_arguments,
 )
@@ -400,7 +400,7 @@ def as_messages(
             else:
                 arguments_object(item.arguments, f"{where}.arguments")
                 arguments = item.arguments
-            call = ToolCall(
+            call = SentToolCall(
                 id=item.call_id, function=CalledFunction(name=item.name, arguments=arguments)
             )
             own.tool_calls = [*(own.tool_calls or ()), call]
