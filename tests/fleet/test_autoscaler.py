@@ -1,10 +1,11 @@
-"""Forecast, policy, other rules, and the replay: it is the step-level simulator, with replicas that come and go."""
+"""Forecast, policy, and the replay: it is the step-level simulator, with replicas that come and go."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,6 @@ from slipstream.fleet.scaling.autoscaler import (
     FleetObservation,
     ScalingLimits,
 )
-from slipstream.fleet.scaling.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
 from slipstream.fleet.scaling.forecast import SPEEDS, Forecast, _Holt
 from slipstream.fleet.scaling.replay import ColdStart, FleetReplay
@@ -177,30 +177,28 @@ def test_limits_that_make_no_sense(limits):
         ScalingLimits(**limits)
 
 
-def test_enovas_rule():
-    rule = Enova(ScalingLimits(), max_num_seqs=100)
-    busy = [
-        rule.decide(seen(10.0 * i, 20, num_ready=2, num_waiting=60, num_finished=10))
-        for i in range(1, 20)
-    ]
-    assert busy[:16] == [2] * 16  # three whole minutes first
-    assert max(busy) == 4  # twice as many come as are answered
-    rule = Enova(ScalingLimits(), max_num_seqs=100)
-    idle = [
-        rule.decide(seen(10.0 * i, 1, num_ready=4, num_running=1, kv_cache_usage=0.02))
-        for i in range(1, 30)
-    ]
-    assert min(idle) == 2
+class Fixed:
+    def __init__(self, number: int) -> None:
+        self.number, self.name = number, f"fixed {number}"
+
+    def decide(self, seen: FleetObservation) -> int:
+        return self.number
 
 
-def test_ray_serves_rule():
-    rule = RayServe(ScalingLimits(max_replicas=16))
-    wanted = [rule.decide(seen(10.0 * i, num_ready=1, num_running=8)) for i in range(10)]
-    assert wanted[:3] == [1, 1, 1]
-    assert wanted[-1] == 4  # of two each
-    wanted = [rule.decide(seen(100.0 + 10 * i, num_ready=4)) for i in range(70)]
-    assert wanted[55] == 4  # ten minutes
-    assert wanted[-1] == 1
+class Planned:
+    """As many as a plan says: (from when, how many) in order of time. `ahead_s` earlier than that they are wanted, so that they
+    are there in time; fewer are wanted when it says so, and not before."""
+
+    name = "oracle"
+
+    def __init__(self, plan: Sequence[tuple[float, int]], *, ahead_s: float) -> None:
+        self._times, self._numbers = [at for at, _ in plan], [number for _, number in plan]
+        self._ahead_s = ahead_s
+
+    def decide(self, seen: FleetObservation) -> int:
+        first = max(0, bisect_right(self._times, seen.at) - 1)
+        last = bisect_right(self._times, seen.at + self._ahead_s)
+        return max(self._numbers[first : max(last, first + 1)])
 
 
 @pytest.fixture(scope="module")

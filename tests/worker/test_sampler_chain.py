@@ -113,7 +113,7 @@ def test_mirostat_moves_its_state_by_the_surprise():
     ],
 )
 def test_greedy_rows_are_changed_by_what_changes_logits_alone(changing, dropped):
-    logits = np.zeros(6, np.float32)
+    logits = np.arange(6, dtype=np.float32)
     apply_samplers(
         logits, np.array(PROMPT), 3, SamplingParams(temperature=0, **changing), u_xtc=1.0
     )

@@ -3,7 +3,7 @@
 They run where the C++ kernels (`cpu.py`) are not built, and for ops that the C++ kernels lack. Ops
 that are not here are the reference's, which is as fast.
 
-Choices, measured by `benchmarks/kernels.py --op torch`:
+Choices, measured by the study `kernels_cpu_torch`:
 
 1. Products go through oneDNN, with the weight reordered once: 1.3 to 4 × as fast as `F.linear`, in
    both types. The packed weight replaces the dense one. A tied embedding keeps its table for
