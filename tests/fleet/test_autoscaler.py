@@ -178,10 +178,10 @@ def test_limits_that_make_no_sense(limits):
 
 
 class Fixed:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number, self.name = number, f"fixed {number}"
 
-    def decide(self, seen: FleetObservation) -> int:
+    def decide(self, seen):
         return self.number
 
 
@@ -191,11 +191,11 @@ class Planned:
 
     name = "oracle"
 
-    def __init__(self, plan: Sequence[tuple[float, int]], *, ahead_s: float) -> None:
+    def __init__(self, plan, *, ahead_s):
         self._times, self._numbers = [at for at, _ in plan], [number for _, number in plan]
         self._ahead_s = ahead_s
 
-    def decide(self, seen: FleetObservation) -> int:
+    def decide(self, seen):
         first = max(0, bisect_right(self._times, seen.at) - 1)
         last = bisect_right(self._times, seen.at + self._ahead_s)
         return max(self._numbers[first : max(last, first + 1)])
