@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import MAX_STEP_DRAFTS
 from slipstream.core.make import make_scheduler
 from slipstream.core.request import Status
-from slipstream.core.step import Budget
+from slipstream.core.step import StepBudget
 from tests.core.configs import BLOCK, config
 from tests.core.test_scheduler import Engine, request
 from tests.scheduler_checks import MAX_IDLE_STEPS
@@ -24,7 +24,7 @@ def running_on(rank, num_running):
 def test_budget_keeps_a_token_for_each_running_request():
     sizes = config(max_num_batched_tokens=16, max_num_mixed_tokens=10)["scheduling"]
     running, scheduled = ["a", "b", "c"], set()
-    budget, a = Budget(sizes, running, scheduled), running_on(0, 3)
+    budget, a = StepBudget(sizes, running, scheduled), running_on(0, 3)
     assert (budget.left, budget.spare(a.kv)) == (10, 7)
     scheduled |= {"a", "b"}  # plain decodes take nothing
     assert (budget.left, budget.spare(a.kv)) == (8, 7)
@@ -43,7 +43,7 @@ def test_budget_keeps_a_token_for_each_running_request():
 def test_budget_of_one_rank_leaves_the_other_s_alone():
     sizes = config(max_num_batched_tokens=20, max_num_seqs=4, num_ranks=2)["scheduling"]
     running, scheduled = ["a", "b", "c"], set()
-    budget, here, there = Budget(sizes, running, scheduled), running_on(0, 2), running_on(1, 1)
+    budget, here, there = StepBudget(sizes, running, scheduled), running_on(0, 2), running_on(1, 1)
     assert (budget.spare(here.kv), budget.spare(there.kv)) == (8, 9)
     budget.take(here.kv, 7, 0)
     assert (budget.spare(here.kv), budget.spare(there.kv)) == (2, 9)

@@ -75,7 +75,7 @@ def chunk_with_decodes(num_decodes: int, chunk: int, waiting: Iterable[Request])
     return max(chunk, 2 * num_decodes)
 
 
-class Cost:
+class TokenCost:
     """Running average of the seconds of a token, over all tokens of recent steps.
 
     Large steps count more than small ones, whose times are mostly noise.
@@ -97,7 +97,7 @@ class Cost:
         self.largest = max(self.largest, num_tokens)
 
 
-class Launched(NamedTuple):
+class PacedStep(NamedTuple):
     """A step in flight. Tokens are counted as its graph pads them."""
 
     begin: float
@@ -113,11 +113,11 @@ class Pace:
         """`padded` maps a step to its graph's size; None if steps compute exactly their tokens."""
         self.target_s = target_s
         self._padded = padded
-        self._plain = Cost()  # seconds of a step without prompts
+        self._plain = TokenCost()  # seconds of a step without prompts
         # seconds that a prompt token adds, by its position and the graph's size (0: none)
-        self._added: dict[tuple[int, int], Cost] = {}
+        self._added: dict[tuple[int, int], TokenCost] = {}
         self._share = 1.0
-        self._in_flight: dict[int, Launched] = {}
+        self._in_flight: dict[int, PacedStep] = {}
         self._last_end = float("-inf")
         # steps with decodes and prompts since the last one without prompts
         self._since_probe = PROBE_EVERY
@@ -137,7 +137,7 @@ class Pace:
         if self._padded is not None:
             in_graph = self._padded(num_decodes, num_tokens, len(prompts))
             num_decodes, num_tokens = in_graph or (num_decodes, num_tokens)
-        self._in_flight[step_id] = Launched(now, num_decodes, num_tokens, mean)
+        self._in_flight[step_id] = PacedStep(now, num_decodes, num_tokens, mean)
         if num_decodes:
             self._since_probe = self._since_probe + 1 if num_tokens else 0
 
@@ -151,7 +151,7 @@ class Pace:
             self._learn(step, now - max(step.begin, self._last_end))
         self._last_end = now
 
-    def _learn(self, step: Launched, seconds: float) -> None:
+    def _learn(self, step: PacedStep, seconds: float) -> None:
         if not step.num_tokens:
             self._plain.add(seconds)
             return
@@ -159,7 +159,7 @@ class Pace:
         position = _bucket(step.position)
         size = step.num_tokens if self._is_of_graph(step) else 0
         for key in {(position, 0), (position, size)}:
-            self._added.setdefault(key, Cost()).add(added, step.num_tokens)
+            self._added.setdefault(key, TokenCost()).add(added, step.num_tokens)
         if step.num_decodes and seconds > MARGIN * self.target_s:
             self._share *= FALL
         elif step.num_decodes:
@@ -178,7 +178,7 @@ class Pace:
         """
         if self._since_probe >= PROBE_EVERY - 1:
             return 0
-        known = self._added.get((_bucket(computed), 0)) or Cost()
+        known = self._added.get((_bucket(computed), 0)) or TokenCost()
         most = max(MIN_CHUNK, 2 * known.largest)
         seconds = self._share * (MARGIN * self.target_s - self._plain.value)
         fits, least = _within(seconds, known, most), 1
@@ -189,7 +189,7 @@ class Pace:
             return fits
         return max(fits, least, _within(self.target_s * MIN_SHARE, known, MIN_CHUNK))
 
-    def _is_of_graph(self, step: Launched) -> bool:
+    def _is_of_graph(self, step: PacedStep) -> bool:
         """True if the step has a graph's exact size, which steps with fewer tokens share."""
         if self._padded is None or step.num_tokens < 2:
             return False
@@ -223,7 +223,7 @@ def _bucket(position: int) -> int:
     return (position // 1024).bit_length()
 
 
-def _within(seconds: float, added: Cost, most: int) -> int:
+def _within(seconds: float, added: TokenCost, most: int) -> int:
     """Number of tokens up to `most` that take `seconds`; `most` if they seem to take no time."""
     if seconds <= 0:
         return 0

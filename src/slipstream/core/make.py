@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
-from slipstream.core.participants.adapters import Adapters, LoadAdapter
+from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
 from slipstream.core.participants.base import Participant
 from slipstream.core.participants.beams import Beams
 from slipstream.core.participants.forced_tokens import ForcedTokens
@@ -43,7 +43,7 @@ def make_scheduler(
     if speculation is not None:
         participants.append(Speculation(speculation))
     if max_adapters or load_adapter is not None:
-        participants.append(Adapters(load_adapter or (lambda lora, keep: ""), max_adapters))
+        participants.append(AdapterAdmission(load_adapter or (lambda lora, keep: ""), max_adapters))
     if whole_images:
         participants.append(WholeImages())
     return Scheduler(

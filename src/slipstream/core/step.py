@@ -16,7 +16,7 @@ new_tuple = tuple.__new__
 """Builds a NamedTuple from all its fields in half the time of its constructor."""
 
 
-class Budget:
+class StepBudget:
     """Tokens that a step may still take, in all and on each rank, and guesses among them.
 
     Every running request has one token of its own, so a plain decode takes nothing from the budget.
@@ -128,7 +128,7 @@ class StepBuilder:
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
-        self.budget = Budget(scheduling, running, self.scheduled)
+        self.budget = StepBudget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
         # number of guesses to verify, of requests that have some

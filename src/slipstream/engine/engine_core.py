@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.config import EngineArgs
 from slipstream.core.make import make_scheduler
-from slipstream.core.participants.adapters import Adapters
+from slipstream.core.participants.adapters import AdapterAdmission
 from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.core.participants.speculation import Speculation
 from slipstream.core.pooled import Steps, TextScheduler, TextSequences
@@ -348,7 +348,7 @@ class DecoderCore(EngineCore):
             load_tokenizer, spec.vocab_size, lambda tokenizer: end_tokens(description, tokenizer)
         )
         scheduler.part(ForcedTokens).find = self.grammars.forced
-        self._adapters = scheduler.part(Adapters)
+        self._adapters = scheduler.part(AdapterAdmission)
         self._texts, self._searches = TextSequences(), BeamSearches()
         listeners = (
             MaskingGrammars(self.grammars, scheduler, executor),

@@ -28,7 +28,7 @@ EngineOverloadedError if there is no place, AdapterError if the adapter can't be
 """
 
 
-class Adapters(Participant):
+class AdapterAdmission(Participant):
     def __init__(self, load: LoadAdapter, max_running: int) -> None:
         self._load = load
         self._max_running = max_running
