@@ -366,7 +366,11 @@ class Scheduler:
         """
         position, kv = request.num_computed_tokens, request.kv
         added, is_certain = request.guesses, False
-        if request.guide is not None and (tokens := request.guide.certain(request)):
+        if (
+            (guide := request.guide) is not None
+            and guide.adds
+            and (tokens := guide.certain(request))
+        ):
             added, is_certain = tokens, True
         if added:
             room = step.budget.spare(kv, is_guess=not is_certain)
@@ -382,7 +386,7 @@ class Scheduler:
                     added, is_certain = (), False
                 elif kv.pool.num_free > self._watermark + kv.blocks_needed(ahead - end):
                     kv.allocate(step, request, min(ahead, request.end))
-        if not added:
+        if not (added or kv.holds(request, position + 1)):
             while not kv.allocate(step, request, position + 1):
                 if self._make_room(step, kv) is request:
                     return
@@ -606,7 +610,7 @@ class Scheduler:
         num_sampled = 1 + num_guesses if is_sampled and not request.spec.pooled else 0
         given, guide = added, request.guide
         if guide is not None and not added:
-            given = guide.placed(request, computed, end, is_sampled=num_sampled > 0)
+            given = guide.placed(request, computed, end, num_sampled)
         step.add(request, computed, count, num_sampled, given)
         if num_guesses:
             step.guesses[request] = num_guesses

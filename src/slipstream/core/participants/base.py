@@ -27,6 +27,9 @@ class Participant:
     guides: ClassVar[bool] = False
     """True if it decides about each step of its requests. Such a request never has a decode lease."""
 
+    adds: ClassVar[bool] = False
+    """True if it has `certain` tokens at times."""
+
     requests: RequestTable
     """The scheduler's requests, set when the scheduler is made."""
 
@@ -73,7 +76,7 @@ class Participant:
         return ()
 
     def placed(
-        self, request: Request, computed: int, end: int, *, is_sampled: bool
+        self, request: Request, computed: int, end: int, num_sampled: int
     ) -> tuple[int, ...]:
         """Take note that a step computes positions [computed, end) of a request that it guides.
 

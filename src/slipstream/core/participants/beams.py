@@ -31,9 +31,9 @@ class Beams(Participant):
         return bool(request.num_preemptions) or request.spec.parent is not None
 
     def placed(
-        self, request: Request, computed: int, end: int, *, is_sampled: bool
+        self, request: Request, computed: int, end: int, num_sampled: int
     ) -> tuple[int, ...]:
-        request.held = is_sampled  # until `go_on` is called
+        request.held = num_sampled > 0  # until `go_on` is called
         return (
             tuple(request.token_ids[computed:end]) if computed >= request.num_prompt_tokens else ()
         )

@@ -11,7 +11,7 @@ from slipstream.core.request import Request
 class ForcedTokens(Participant):
     """Guides requests with a grammar. `find` is the engine's part: it knows the grammars."""
 
-    guides = True
+    guides = adds = True
 
     def __init__(self) -> None:
         self.find: Callable[[str, int], tuple[int, ...]] | None = None
