@@ -2,7 +2,7 @@
 
 Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one
 process that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes
-(marker `model`). docs/server.md is tested in tests/server, against a running server.
+(marker `model`). docs/server.md and docs/server/ are tested in tests/server, against a running server.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-DOCS = [
-    ROOT / "README.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md"),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SERVED = {ROOT / "docs" / "server.md", *(ROOT / "docs" / "server").glob("*.md")}
+DOCS = [path for path in PAGES if path not in SERVED and path.name != "CONTRIBUTING.md"]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [
     pytest.param(language, code, id=f"{path.stem}-{number}")
@@ -123,12 +122,49 @@ def test_readme_with_the_real_model(place, fresh, language, code):
     assert "Paris" in run(place, fresh, language, code)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def anchors_of(path):
+    """The anchors of a page's headings, made as forges and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):
-        assert (path.parent / target).exists(), target
-    for script in re.findall(r"`(benchmarks/\w+\.py)`", path.read_text("utf-8")):
-        assert (ROOT / script).exists(), script
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text("utf-8")):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+ROOMS = {path.name for path in (ROOT / "src" / "slipstream").iterdir() if path.is_dir()}
+
+
+def missing_files(text):
+    """The files and folders of the sources, tests and benchmarks that a page names in backticks and that do not exist."""
+    for name in NAMED.findall(text):
+        first = name.partition("/")[0]
+        if first in ("src", "csrc", "tests", "benchmarks", "examples", "docs"):
+            found = ROOT / name
+        elif first in ROOMS and (name.endswith((".py", ".cu", "/"))):
+            found = ROOT / "src" / "slipstream" / name
+        else:
+            continue
+        if not found.exists():
+            yield name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(path):
+    assert not list(missing_files(path.read_text("utf-8")))
+
+
+def test_a_file_that_is_gone_is_noticed():
+    text = (
+        "`worker/no_such.py`, `core/scheduler.py`, `benchmarks/no_such.py`, `/v1/models`, `core/`"
+    )
+    assert list(missing_files(text)) == ["worker/no_such.py", "benchmarks/no_such.py"]
 
 
 @functools.cache
