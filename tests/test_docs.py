@@ -137,6 +137,16 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
 
 
+MAX_LINE = 300  # characters that a reader takes in at once; of a table, in a cell
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_line_of_a_page_is_too_long_to_read(path):
+    lines = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL).splitlines()
+    parts = [cell for line in lines for cell in (line.split(" | ") if line[:1] == "|" else [line])]
+    assert [part for part in parts if len(part) > MAX_LINE] == []
+
+
 NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 ROOMS = {path.name for path in (ROOT / "src" / "slipstream").iterdir() if path.is_dir()}
 
