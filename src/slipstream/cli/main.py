@@ -79,7 +79,7 @@ class UsageError(SlipstreamError):
         self.usage = usage
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """argparse with four differences. An error is raised like every other, so that --json and the exit codes hold for it. An
     option is never guessed from its beginning. A verb's file is imported, and its arguments added, when they are needed.
     Options may stand between words."""
@@ -175,9 +175,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
+def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
     """Builds the parser of these verbs. argparse looks for translations of each one's help on the disk."""
-    parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
+    parser = ArgumentParser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)

@@ -52,7 +52,7 @@ from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import AwaitingMask, mask_bits
 from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.thread_governor import ThreadGovernor
-from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
@@ -268,10 +268,10 @@ class HostRunner:
             self.draft.release()
         self.rows = None
 
-    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> HostBlockStore:
         """Open the tiers below the cache. A CPU has only the disk tier."""
         assert not num_slots
-        return BlockStore(block_arrays(self._caches()), disk, self._take_tokens)
+        return HostBlockStore(block_arrays(self._caches()), disk, self._take_tokens)
 
     def _caches(self) -> list[Array]:
         """The cache's arrays. Arrays shared by several groups are listed once."""

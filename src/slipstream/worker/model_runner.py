@@ -30,7 +30,7 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
@@ -76,7 +76,7 @@ from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, p
 from slipstream.worker.sampling.sampler import sampling_tensors
 from slipstream.worker.start.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
 from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
-from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 _logger = logging.getLogger("slipstream.engine")
@@ -97,7 +97,7 @@ class ModelRunner:
         weights_folder: Path,
         partition: Partition | None = None,
     ) -> None:
-        """With a `partition`, this is one rank of several."""
+        """Set up the runner. With a `partition`, it is one rank of several."""
         self.config, self.partition = config, partition
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
@@ -180,7 +180,7 @@ class ModelRunner:
         if partition is not None and partition.shard.experts:
             self._places = ExpertPlaces(self.model.decoder, self._experts, partition)
         self.kv: list[LayerKV] = []
-        self._block_rows: BlockRows | None = None
+        self._block_rows: BlockTensors | None = None
         self.rows: RowTable | None = None
         self._under_way: Output | None = None  # a step that a CPU still computes
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
@@ -234,7 +234,7 @@ class ModelRunner:
         try:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
-                self._block_rows = BlockRows.of_layers(self.kv)
+                self._block_rows = BlockTensors.of_layers(self.kv)
                 if self.draft is not None:
                     self.draft.allocate(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
@@ -278,11 +278,11 @@ class ModelRunner:
             self.draft.release()
         self.rows = self.texts = None
 
-    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> HostBlockStore:
         """Open the tiers below the cache: `num_slots` blocks of host memory (GPU only), and disk."""
         assert self._block_rows is not None
         if not num_slots:
-            return BlockStore(
+            return HostBlockStore(
                 block_arrays([to_array(rows) for rows in self._block_rows.rows]),
                 disk,
                 self._take_tokens,

@@ -41,7 +41,7 @@ from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import Generation, decode
+from slipstream.server.openai.protocol import GenerationRequest, decode
 from slipstream.server.state import ServerState
 from slipstream.types import BeamSearchParams, Prompt, SamplingParams, Share
 
@@ -125,7 +125,7 @@ class Answer:
     def __init__(
         self,
         state: ServerState,
-        body: Generation,
+        body: GenerationRequest,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         record: RequestRecord,

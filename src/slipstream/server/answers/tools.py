@@ -48,7 +48,7 @@ class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     """A call in an assistant's message that a client sends back."""
 
     id: str
@@ -84,7 +84,7 @@ def offer_of(body: WithTools) -> OfferedTools:
     )
 
 
-def call_dict(call: ToolCall) -> dict[str, Any]:
+def call_dict(call: SentToolCall) -> dict[str, Any]:
     """As chat templates take it: with the arguments as an object. A model's broken JSON is taken back as it was written."""
     arguments = written_arguments(call.function.arguments)
     return {

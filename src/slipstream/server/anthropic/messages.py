@@ -34,7 +34,7 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
     chat_template,
     reasons,
@@ -81,7 +81,7 @@ class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class TextPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+class TextBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text"]
     text: str
     citations: Raw = OFF
@@ -189,27 +189,27 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
     "user": {
-        "text": TextPart,
+        "text": TextBlock,
         "image": ImageBlock,
         "tool_result": ToolResultPart,
         "document": DocumentPart,
         "search_result": SearchResultPart,
     },
     "assistant": {
-        "text": TextPart,
+        "text": TextBlock,
         "thinking": ThinkingPart,
         "redacted_thinking": RedactedThinkingPart,
         "tool_use": ToolUsePart,
     },
-    "system": {"text": TextPart},
+    "system": {"text": TextBlock},
     "a tool's result": {
-        "text": TextPart,
+        "text": TextBlock,
         "image": ImageBlock,
         "document": DocumentPart,
         "search_result": SearchResultPart,
         "tool_reference": ToolReferencePart,
     },
-    "a search result": {"text": TextPart},
+    "a search result": {"text": TextBlock},
 }
 
 
@@ -505,7 +505,7 @@ def _parts(
             message = f"a block of {what or role} is one of {', '.join(known)} here"
             raise bad_request(message, f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
-        if isinstance(made, TextPart | ToolUsePart | DocumentPart | SearchResultPart):
+        if isinstance(made, TextBlock | ToolUsePart | DocumentPart | SearchResultPart):
             refuse_unless_off(made, made.off, f"{path}[{i}].")
         found.append(made)
     return found
@@ -521,7 +521,7 @@ def _system(content: str | list[dict[str, Raw]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = _parts(content, "system", "system")
-    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    texts = [part.text for part in parts if isinstance(part, TextBlock)]
     return "".join(text for text in texts if not text.startswith(BILLING))
 
 
@@ -534,7 +534,7 @@ def _texts_and_pictures(
     texts, pictures = list[str](), list[tuple[dict[str, Raw], str]]()
     for i, part in enumerate(_parts(content, what, path)):
         match part:
-            case TextPart():
+            case TextBlock():
                 texts.append(part.text)
             case ImageBlock():
                 pictures.append((picture_part(part.source.url, None), f"{path}[{i}]"))
@@ -554,11 +554,11 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
         return [Message(role=message.role, content=message.content)], [f"{path}.content"]
     found: list[Message] = []
     places = list[str]()
-    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    texts, thoughts, calls = list[str](), list[str](), list[SentToolCall]()
     parts = list[dict[str, Raw]]()  # of texts and pictures, in their order
     for i, part in enumerate(_parts(message.content, message.role, f"{path}.content")):
         match part:
-            case TextPart():
+            case TextBlock():
                 texts.append(part.text)
                 parts.append(text_part(part.text))
                 places.append(f"{path}.content[{i}]")
@@ -574,7 +574,7 @@ def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list
                 thoughts.append(part.thinking)
             case ToolUsePart():
                 called = CalledFunction(name=part.name, arguments=encode(part.input).decode())
-                calls.append(ToolCall(id=part.id, function=called))
+                calls.append(SentToolCall(id=part.id, function=called))
             case ToolResultPart():
                 if texts:
                     raise bad_request(

@@ -49,7 +49,7 @@ from slipstream.server.openai.protocol import (
     OFF,
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationRequest,
     Int,
     Pooled,
     Stop,
@@ -137,7 +137,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
         "top_logprobs": (b"null", b"0"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         raise NotImplementedError
 
     def shared(self, state: ServerState) -> dict[str, Any]:
@@ -204,7 +204,7 @@ _SAME = (
 _NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
 
 
-T = TypeVar("T", bound=Generation)
+T = TypeVar("T", bound=GenerationRequest)
 
 
 def _checked(kind: type[T], **fields: Any) -> T:
@@ -306,7 +306,7 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
         "context": (b"null", b"[]"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         refuse_unless_off(self, self.no_more)
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
@@ -471,11 +471,11 @@ class OllamaAnswer(Answer):
         }
 
 
-class MessageAnswer(OllamaAnswer):
+class OllamaChatAnswer(OllamaAnswer):
     as_message = True
 
 
-class ResponseAnswer(OllamaAnswer):
+class OllamaGenerateAnswer(OllamaAnswer):
     as_message = False
 
 
@@ -512,10 +512,10 @@ class _Generate(GenerationRoute):
     def __init__(
         self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]
     ) -> None:
-        super().__init__(state, Generation, partial(_prepare, answer=answer))
+        super().__init__(state, GenerationRequest, partial(_prepare, answer=answer))
         self.body = body
 
-    def read(self, raw: bytes, scope: Scope) -> Generation:
+    def read(self, raw: bytes, scope: Scope) -> GenerationRequest:
         body = decode(self.body, raw)
         scope["record"].hints += given_hints(body)
         return body.translated(self.state)
@@ -668,10 +668,10 @@ def routes(state: ServerState) -> list[Route]:
     about = _About(state)
 
     return [
-        Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
+        Route("/api/chat", _Generate(state, OllamaChatRequest, OllamaChatAnswer), methods=["POST"]),
         Route(
             "/api/generate",
-            _Generate(state, OllamaGenerateRequest, ResponseAnswer),
+            _Generate(state, OllamaGenerateRequest, OllamaGenerateAnswer),
             methods=["POST"],
         ),
         Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),

@@ -36,7 +36,7 @@ from slipstream.server.answers.tools import (
     FunctionSpec,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolChoice,
     ToolSpec,
     ToolSpecs,
@@ -78,7 +78,7 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
     protect: Annotated[list[Text], Meta(max_length=64)] = []
 
 
-class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
     hints: ClassVar[tuple[str, ...]] = (
@@ -220,7 +220,7 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__
+    if name in GenerationRequest.__struct_fields__
     and name
     not in (
         "logit_bias",
@@ -232,7 +232,7 @@ _SAMPLING_FIELDS = tuple(
 )
 
 
-class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
     # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
@@ -321,7 +321,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
     refusal: Raw = OFF
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -335,7 +335,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     provider_specific_fields: Raw = HINT
 
 
-class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {
@@ -664,7 +664,7 @@ register(
     parts=(
         ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
-        *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
     ),
 )
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")

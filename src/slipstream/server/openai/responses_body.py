@@ -22,7 +22,7 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
     written_arguments,
 )
@@ -592,7 +592,7 @@ def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
                 else msgspec.json.encode({"input": item.input}).decode()
             )
             name = full_name(item.name, item.namespace)
-            call = ToolCall(
+            call = SentToolCall(
                 id=item.call_id, function=CalledFunction(name=name, arguments=arguments)
             )
             own.tool_calls = [*(own.tool_calls or ()), call]

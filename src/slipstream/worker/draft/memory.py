@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import LayerKV, cache_tensors
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import platform_of
@@ -33,9 +33,9 @@ class DeviceMemory:
             )
         )
 
-    def block_rows(self, arrays: Sequence[Tensor]) -> BlockRows | None:
-        return BlockRows.of(arrays) if arrays else None
+    def block_rows(self, arrays: Sequence[Tensor]) -> BlockTensors | None:
+        return BlockTensors.of(arrays) if arrays else None
 
-    def copy_blocks(self, rows: BlockRows | None, source: Tensor, target: Tensor) -> None:
+    def copy_blocks(self, rows: BlockTensors | None, source: Tensor, target: Tensor) -> None:
         if rows is not None:
             self.ops.copy_blocks(rows, rows, source, target)
