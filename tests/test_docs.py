@@ -11,6 +11,7 @@ import ast
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.main import build_parser
 from slipstream.hub import DEFAULT_MODEL, MODELS, machine_folder
 from tests.preloaded import Preloaded
 from tests.test_imports import FILES, parsed
@@ -35,6 +37,15 @@ EXAMPLES = [
         re.findall(r"```(\w+)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
     )
     if language != "text" and not code.startswith(NOT_RUN)
+]
+
+
+SERVER_COMMANDS = [
+    line
+    for path in sorted(SERVED)
+    for code in re.findall(r"```sh\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    for line in code.splitlines()
+    if line.startswith("slipstream ")
 ]
 
 
@@ -103,6 +114,16 @@ def test_example(place, preloaded, tiny_model, tiny_encoder, language, code):
     )  # the default model, by name
     code = code.replace("smollm2", str(tiny_model)).replace("minilm", str(tiny_encoder))
     run(place, preloaded.tools, language, code)
+
+
+@pytest.mark.parametrize("line", SERVER_COMMANDS)
+def test_command_of_the_servers_pages(place, preloaded, line):
+    """A command that ends by itself runs. A server's options are parsed; tests/server has running ones."""
+    words = shlex.split(line)[1:]
+    if words[0] in ("keys", "monitoring"):
+        run(place, preloaded.tools, "sh", line)
+    else:
+        assert build_parser().parse_args(words)
 
 
 @pytest.mark.parametrize(
