@@ -191,6 +191,13 @@ def test_files_that_a_page_names_exist(path):
     assert not list(missing_files(path.read_text("utf-8")))
 
 
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
+def test_files_that_a_map_names_without_a_folder_exist(name):
+    known = {path.name for part in ("src", "csrc", "tests") for path in (ROOT / part).rglob("*.*")}
+    named = re.findall(r"`(\w+\.(?:py|cu|h|cpp))`", (ROOT / "docs" / name).read_text("utf-8"))
+    assert [file for file in named if file not in known] == []
+
+
 def test_a_file_that_is_gone_is_noticed():
     text = (
         "`worker/no_such.py`, `core/scheduler.py`, `benchmarks/no_such.py`, `/v1/models`, `core/`"
