@@ -72,7 +72,12 @@ class AdapterError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt with the answer asked for, is longer than the context."""
+    """The prompt, or the prompt with the answer asked for, is longer than the context.
+
+    `lengths`: tokens of the prompt, tokens asked for (None: the prompt alone is too long), and the context, where known.
+    """
+
+    lengths: tuple[int, int | None, int] | None = None
 
 
 class EngineError(SlipstreamError, RuntimeError):

@@ -31,6 +31,7 @@ VERBS = {  # the verb: its file, and its line of the help
     "embed": ("embed", "texts as vectors"),
     "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
+    "launch": ("launch", "start a coding agent on a server of yours"),
     "keys": ("keys", "who may ask a server, and how much"),
     "monitoring": ("monitoring", "alerts for Prometheus and a board for Grafana"),
     "manifests": ("manifests", "files that run a server in Docker or Kubernetes"),
@@ -110,6 +111,9 @@ class ArgumentParser(argparse.ArgumentParser):
             (action for action in self._get_positional_actions() if action.nargs in ("+", "*")),
             None,
         )
+        if several is not None and unknown[:1] == ["--"]:
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are no options
+            unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
             getattr(found, several.dest).extend(
                 unknown

@@ -27,6 +27,7 @@ from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.server.answers.beams import named_as_in_body
+from slipstream.server.answers.hints import given_hints
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -118,6 +119,7 @@ class Answer:
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
+    ends_with_context = False  # max_tokens was cut to the room that the context has
     is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
 
     def __init__(
@@ -510,6 +512,7 @@ class GenerationRoute:
         raw = await read_prompt_body(state, scope, receive)
         body = self.read(raw, scope)
         body.check()
+        record.hints += given_hints(body)
         body.model = record.model = served_model(state, body.model)
         started = False
         try:
