@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.server.batches import runner as runner_module
-from slipstream.server.batches.batches import Batch, BatchStore, _window
+from slipstream.server.batches.batches import Batch, Batches, BatchStore, _window
 from slipstream.server.batches.files import FileStore
 from slipstream.server.batches.runner import (
     BatchRunner,
@@ -37,7 +37,7 @@ class Runner:
         self.files = FileStore(folder, max_bytes=10_000)
         self.store = BatchStore(self.files)
         self.answer, self.room, self.asked, self.surplus = answer, room, [], 0
-        self.keys = keys
+        self.gate = asyncio.Event()  # requests without an answer wait for it
         settings = SimpleNamespace(max_body_bytes=1000)
         self.state = SimpleNamespace(settings=settings, keys=keys)
         self.runner = BatchRunner(self.state, self.store, self.app, self)
@@ -51,7 +51,8 @@ class Runner:
         self.asked.append((name, scope))
         given = self.answer(name)
         if given is None:
-            await asyncio.Event().wait()
+            await self.gate.wait()
+            given = 200, {}, None
         if isinstance(given, Exception):
             raise given
         status, headers, error = given
@@ -308,6 +309,35 @@ async def test_line_whose_process_died_runs_alone_and_is_given_up_at_its_second_
     assert server.names.count("unlucky") == 2
     assert most[0] == 4
     assert all(len(running) == 1 for running in alone)
+
+
+async def test_suspect_waits_until_nothing_else_runs(make):
+    server = make(answer=lambda name: None if name == "slow" else (200, {}, None))
+    await server.add("x", ["slow"])
+    await server.step(2)
+    Journal(server.files.path("y.begun"), set()).begin("bad")  # a process died with it
+    await server.add("y", ["bad", "fine"])
+    await server.step(3)
+    assert server.names == ["slow"]
+    server.gate.set()
+    assert (await server.run("y")).completed == 2
+    assert server.names == ["slow", "bad", "fine"]
+
+
+@pytest.mark.parametrize(
+    ("status", "then"),
+    [("validating", "cancelling"), ("in_progress", "cancelling"), ("finalizing", "finalizing")],
+)
+async def test_batch_whose_files_are_being_written_is_not_cancelled_any_more(make, status, then):
+    server = make()
+    await server.add("b", ["a"], status=status)
+    record = SimpleNamespace(owner="")
+    request = SimpleNamespace(scope={"record": record}, path_params={"id": "b"})
+    batches = Batches(SimpleNamespace(batches=server.store))
+    assert json.loads((await batches.cancel(request)).body)["status"] == then
+    await server.store.change("b", lambda batch: batch.become("completed"))
+    with pytest.raises(ApiError, match="is completed"):
+        await batches.cancel(request)
 
 
 def test_journal_counts_deaths_of_lines_without_an_answer(tmp_path):
