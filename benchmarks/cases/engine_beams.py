@@ -38,7 +38,7 @@ import torch
 
 from slipstream import LLM, BeamSearchParams
 from slipstream.worker.graphs.step_graphs import SharedPrefixGraphs
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.in_flight import InFlightStep
 
 FP8, DENSE, READ = 1450e12, 780e12, 4.45e12
@@ -147,7 +147,7 @@ def watch(llm: LLM) -> tuple[Clock, Steps]:
     clock.wrap(core, "add_beams", "queue")
     clock.wrap(runner, "launch", "rest of a launch")
     clock.wrap(InFlightStep, "result", "results on the host")
-    by_torch = not isinstance(runner, HostRunner)
+    by_torch = not isinstance(runner.loaded, HostLoaded)
     clock.wrap(runner, "prepare" if by_torch else "_prepared", "rows and uploads")
     clock.wrap(runner.forwards, "run" if by_torch else "hidden", "forward")
     clock.wrap(runner, "sample" if by_torch else "_sample", "sample")

@@ -24,7 +24,6 @@ from cases.kernels_cpu_isas import FORMS, own_cores
 from slipstream.config import EngineArgs
 from slipstream.kernels.cpu import native
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.start.cpu_choice import CpuChoice
 from slipstream.worker.start.roofline import Roofline, measure_roofline
 
@@ -61,7 +60,6 @@ def measured(args: argparse.Namespace, isa: str, form: str, cache: str) -> Roofl
     ):
         executor = LocalExecutor.build(settings, by_torch=True)
     try:
-        assert isinstance(executor.runner, ModelRunner)
         assert executor.runner.ops.pool.isa == isa
         return measure_roofline(
             executor.runner, batch_sizes=args.batch_sizes, prompt=args.prompt, context=args.context

@@ -163,7 +163,7 @@ def experts_of_a_step(llm: Any, batch: int) -> list[set[int]]:
     """By layer, the experts that one decode step chooses: what a run with one such step counts more than one without."""
     import torch
 
-    counts = llm.core.executor.runner._experts._counts
+    counts = llm.core.executor.runner.loaded.experts.counts
 
     def counted(tokens: int) -> list[Any]:
         before = [c.clone() for c in counts.values()]

@@ -46,7 +46,7 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
 
     from slipstream import LLM
     from slipstream.kernels.metadata import AttentionMetadata
-    from slipstream.worker.host_runner import HostRunner
+    from slipstream.worker.host_loading import HostLoaded
 
     sizes = {"max_model_len": 512, "max_num_seqs": 2}
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
@@ -64,7 +64,11 @@ def cost(model: str, head: Path, rounds: int = 60) -> dict[str, dict[str, float]
         def step(runner: Any, count: int) -> None:
             ids, meta = tokens(count)
             hidden = runner.forwards.hidden(ids, runner.kv, meta)
-            way = runner.program if isinstance(runner, HostRunner) else runner.forwards.base
+            way = (
+                runner.forwards.base.program
+                if isinstance(runner.loaded, HostLoaded)
+                else runner.forwards.base
+            )
             if way.greedy(hidden) is None:
                 runner.forwards.logits(hidden).argmax(-1)
 

@@ -195,7 +195,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
                     torch.as_tensor(rows.tokens[row]),
                 )
                 size = draft.block_size
-                states = draft.states.read_array(
+                states = draft.states.floats(
                     table[places // size].astype(np.int64) * size + places % size
                 )
                 output = setup.model(tokens[None, : len(places)].long(), output_hidden_states=True)

@@ -52,6 +52,11 @@ class SampledRows:
         return None if len(counts) == len(self.rows) else counts
 
 
+NO_ROWS: Any = np.empty(0, np.int64)
+NOTHING_SAMPLED = SampledRows(requests=(), rows=NO_ROWS, positions=NO_ROWS)
+"""Sampled rows of tokens that belong to no plan."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredInputs:
     """One step's inputs, on the device."""
@@ -60,7 +65,7 @@ class GatheredInputs:
     meta: AttentionMetadata
     # int64 [N]: indices of the tokens whose logits are sampled; None: all tokens
     sample_index: Tensor | None
-    sampled: SampledRows | None  # None if the tokens belong to no plan
+    sampled: SampledRows
 
 
 def laid_out(
@@ -83,7 +88,6 @@ def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> Gathere
     """
     before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
     given = gather(table, StepPlan(0, before), ahead=1)
-    assert given.sampled is not None
     requests = tuple([s for s in shares if s.num_sampled])
     return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
 
