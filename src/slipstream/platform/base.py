@@ -79,8 +79,8 @@ class Values(Protocol):
     def cast(self, x: Any, dtype: Any) -> Any:
         """`x` in another type, or itself."""
 
-    def take(self, x: Any, rows: Any) -> Any:
-        """A copy of some rows."""
+    def take(self, x: Any, index: Any, dim: int = 0) -> Any:
+        """A copy of some rows, or of some columns (`dim` 1)."""
 
     def put(self, x: Any, rows: Any, values: Any) -> None:
         """Writes rows of `x`, in its own type."""

@@ -42,8 +42,8 @@ class Arrays:
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.astype(dtype, copy=False)
 
-    def take(self, x: Array, rows: Array) -> Array:
-        return x[rows]
+    def take(self, x: Array, index: Array, dim: int = 0) -> Array:
+        return x[:, index] if dim else x[index]
 
     def put(self, x: Array, rows: Array, values: Array) -> None:
         x[rows] = values

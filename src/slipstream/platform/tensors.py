@@ -9,21 +9,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
-
 
 class Tensors:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def dtype(self, name: str) -> torch.dtype:
-        return TORCH_DTYPES[name]
+        return torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
 
     def full(self, shape: tuple[int, ...], value: float) -> Tensor:
         return torch.full(shape, value, dtype=torch.float32, device=self.device)
@@ -34,8 +26,8 @@ class Tensors:
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
-    def take(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x.index_select(0, rows)
+    def take(self, x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+        return x.index_select(dim, index)
 
     def put(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_copy_(0, rows, values.to(x.dtype))

@@ -5,12 +5,13 @@ Values are NumPy arrays. `forward_paths.host_refusal` lists what this does not c
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.model.decoder import Decoder
+from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.host_head import load_host_head
 from slipstream.model.host_model import load_host_model
 from slipstream.model.loaded import LoadedModel
@@ -18,8 +19,6 @@ from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.reason import NotCovered
-from slipstream.worker.draft.head_drafter import HeadDrafter, load_drafter
-from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.forward.base import ForwardTable
 from slipstream.worker.forward.forward_paths import load_refusal
 from slipstream.worker.forward.program import HostForwards
@@ -64,18 +63,10 @@ class HostLoaded(LoadedRunner):
             description, ops=self.host_ops, dtype=self.config.model.dtype, **settings
         )
 
-    def _load_head(self, description: HeadDescription, memory: DraftMemory) -> HeadDrafter:
-        model = self.config.model
-        load = partial(
-            load_host_head,
-            description,
-            self.model.decoder,
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
-            load_format="dummy" if model.load_format == "dummy" else "auto",
-            seed=model.seed,
-        )
-        return load_drafter(self.config, description, memory, lambda scheme: load(scheme=scheme))
+    def _load_head(
+        self, description: HeadDescription, decoder: Decoder, **settings: Any
+    ) -> LoadedHead:
+        return load_host_head(description, decoder, dtype=self.config.model.dtype, **settings)
 
     def _load_draft(
         self, description: ModelDescription, settings: dict[str, Any]

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,8 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
+from slipstream.model.decoder import Decoder
+from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.loaded import LoadedModel
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
@@ -28,7 +31,7 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
 from slipstream.worker.device_cache import DeviceCache
 from slipstream.worker.draft.drafter import Drafter
-from slipstream.worker.draft.head_drafter import HeadDrafter
+from slipstream.worker.draft.head_drafter import load_drafter
 from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.draft.model import DraftModel
 from slipstream.worker.forward.base import ForwardTable
@@ -93,7 +96,16 @@ class LoadedRunner(ABC):
     def load_head(self, description: HeadDescription) -> None:
         """Load the head that proposes tokens."""
         with self.phase("draft head"):
-            self.draft = head = self._load_head(description, self._draft_memory())
+            memory, model = self._draft_memory(), self.config.model
+            load = partial(
+                self._load_head,
+                description,
+                self.model.decoder,
+                max_model_len=model.max_model_len,
+                load_format="dummy" if model.load_format == "dummy" else "auto",
+                seed=model.seed,
+            )
+            self.draft = head = load_drafter(self.config, description, memory, load)
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
@@ -145,7 +157,9 @@ class LoadedRunner(ABC):
         )
 
     @abstractmethod
-    def _load_head(self, description: HeadDescription, memory: DraftMemory) -> HeadDrafter: ...
+    def _load_head(
+        self, description: HeadDescription, decoder: Decoder, **settings: Any
+    ) -> LoadedHead: ...
 
     @abstractmethod
     def _load_draft(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from slipstream.costs.graph_sizes import GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.kernels.build import remedy
 from slipstream.kernels.select import select_ops
+from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream
+from slipstream.model.draft_heads import LoadedHead
 from slipstream.model.draft_loader import load_head
 from slipstream.model.layers import Partition
 from slipstream.model.loaded import LoadedModel
@@ -28,8 +29,6 @@ from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.draft.head_drafter import HeadDrafter, load_drafter
-from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
 from slipstream.worker.experts.load import ExpertLoad
 from slipstream.worker.experts.places import ExpertPlaces
@@ -126,18 +125,10 @@ class TorchLoaded(LoadedRunner):
                     f"lora_modules: {request.name}: {error}", field="lora_modules"
                 ) from error
 
-    def _load_head(self, description: HeadDescription, memory: DraftMemory) -> HeadDrafter:
-        model = self.config.model
-        load = partial(
-            load_head,
-            description,
-            self.model.decoder,
-            dtype=self.dtype,
-            max_model_len=model.max_model_len,
-            load_format="dummy" if model.load_format == "dummy" else "auto",
-            seed=model.seed,
-        )
-        return load_drafter(self.config, description, memory, lambda scheme: load(scheme=scheme))
+    def _load_head(
+        self, description: HeadDescription, decoder: Decoder, **settings: Any
+    ) -> LoadedHead:
+        return load_head(description, decoder, dtype=self.dtype, **settings)
 
     def _load_draft(
         self, description: ModelDescription, settings: dict[str, Any]

@@ -100,7 +100,6 @@ class _Run:
             plan = self._next(i)
             in_flight.append(runner.launch(plan))
             if i == 0:
-                assert runner.rows is not None
                 for row in runner.rows.rows.values():
                     # the drafter need not see tokens that were never computed
                     row.num_drafted = self.context

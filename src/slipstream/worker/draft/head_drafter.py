@@ -25,7 +25,6 @@ from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.spec.reason import NotCovered, Reason
-from slipstream.spec.scheme import Scheme
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain, Drafter
 from slipstream.worker.draft.host_chain import HostChain, check_num_drafts, head_scheme
@@ -54,7 +53,7 @@ class HeadDrafter(Drafter):
             loaded.head.spec.vocab_size,
             loaded.head.spec.hidden_size,
         )
-        self.states = StateCache(memory.platform.values)
+        self.states, self.sample = StateCache(memory.platform.values), memory.ops.sample
 
     @property
     def token_bytes(self) -> int:
@@ -88,7 +87,7 @@ class HeadDrafter(Drafter):
                 wide = self.memory.platform.values.full((len(logits), self.vocab_size), -np.inf)
                 wide[:, self.target_ids] = logits
                 logits = wide
-            tokens = self.memory.ops.sample(logits, sampling_tensors(rows, sampled))
+            tokens = self.sample(logits, sampling_tensors(rows, sampled))
         rows.write(sampled.rows, sampled.positions, tokens)
 
 
@@ -283,9 +282,9 @@ def load_drafter(
     config: EngineConfig,
     description: HeadDescription,
     memory: DraftMemory,
-    load: Callable[[Scheme | None], LoadedHead],
+    load: Callable[..., LoadedHead],
 ) -> HeadDrafter:
-    """Load a draft head. `load` makes it, with products quantized by a scheme.
+    """Load a draft head by `load`, with products quantized by a scheme.
 
     ConfigError if more drafts are wanted than the head has. NotCovered without torch if the head does
     not compile to a program.
@@ -293,7 +292,7 @@ def load_drafter(
     check_num_drafts(config, description)
     ops, device = memory.ops, memory.platform.device
     default, rows = ops.eight_bits(device), ops.output_multiple
-    loaded = load(head_scheme(config, description, default, rows=rows))
+    loaded = load(scheme=head_scheme(config, description, default, rows=rows))
     head = loaded.head
     if not isinstance(head, LayeredHead):
         return MedusaDrafter(config, loaded, memory)

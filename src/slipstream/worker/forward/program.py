@@ -79,8 +79,14 @@ class ProgramForward(PlainForward):
         A step of only greedy decodes is just started if it has up to `RUN_AHEAD` of them. It must be
         finished before the next step.
         """
-        given = batch.gathered
-        if batch.plan is None or given.sample_index is not None or not batch.is_greedy:
+        given, table = batch.gathered, batch.table
+        names = given.sampled.names
+        if (
+            not names
+            or given.sample_index is not None
+            or table is None
+            or not table.is_greedy(names)
+        ):
             return super().run(batch)
         begun = self.program.begin_greedy(given.token_ids, batch.kv, given.meta)
         if begun is None:
@@ -88,7 +94,7 @@ class ProgramForward(PlainForward):
         tokens, states, running = begun
         done: Event = running
         if self.governor is not None:
-            num_keys = sum(s.num_computed_tokens + 1 for s in batch.plan.scheduled)
+            num_keys = sum(s.num_computed_tokens + 1 for s in given.sampled.requests)
             done = GovernedStep(running, self.governor, self.pool, (len(tokens), num_keys))
         step = Begun(given.sampled, tokens, done, self.states, (states, given.meta))
         if len(tokens) > RUN_AHEAD or self.pool.num_used == 1:
