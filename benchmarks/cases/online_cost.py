@@ -34,7 +34,7 @@ from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import CoreSource, Link
+from slipstream.engine.core_client import CoreLink, CoreSource
 from slipstream.engine.core_process import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
@@ -67,7 +67,7 @@ class Child:
         pass
 
 
-async def no_core() -> Link:
+async def no_core() -> CoreLink:
     raise AssertionError("the engine's messages are made beforehand")
 
 

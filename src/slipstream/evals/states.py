@@ -25,9 +25,9 @@ class Collected(StateCache):
         self.last = states
 
 
-class States:
-    """Of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the states before these
-    are wanted beside the final ones."""
+class TextStates:
+    """States of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the
+    states before these are wanted beside the final ones."""
 
     def __init__(
         self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int

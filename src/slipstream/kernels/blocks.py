@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.arrays import to_array
 
 
-class BlockRows:
+class BlockTensors:
     """The parts of blocks in several tensors. Row b of each tensor in `rows`, [B, n] of the widest
     possible type, is a part of block b."""
 
@@ -30,7 +30,7 @@ class BlockRows:
         self.is_aligned = all(number % 16 == 0 for place in places for number in place)
 
     @classmethod
-    def of(cls, caches: Iterable[Tensor]) -> BlockRows:
+    def of(cls, caches: Iterable[Tensor]) -> BlockTensors:
         """Makes the rows of tensors [B, …]. The last two dimensions may be swapped in memory. A
         tensor that occurs twice counts once."""
         once = {cache.data_ptr(): cache for cache in caches}.values()
@@ -44,10 +44,10 @@ class BlockRows:
         """The rows as arrays, on a CPU."""
         return [to_array(rows) for rows in self.rows]
 
-    def in_buffer(self, buffer: Tensor) -> BlockRows:
+    def in_buffer(self, buffer: Tensor) -> BlockTensors:
         """Returns the parts of blocks that are side by side in `buffer`, uint8
         [blocks, num_bytes]."""
-        return BlockRows(
+        return BlockTensors(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )
 

@@ -1,4 +1,4 @@
-"""What a kind of device can do and how it is used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
+"""Kinds of devices, what they can do and how they are used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
 
     host.py  a CPU whose values are NumPy arrays, without torch
     cpu.py   a CPU whose values are torch tensors
@@ -44,7 +44,7 @@ def platform_of(device: torch.device | None) -> Platform:
 
 
 def gpu_platform(ordinal: int) -> CudaPlatform:
-    """That of one of the GPUs that torch sees."""
+    """The platform of one of the GPUs that torch sees."""
     import torch
 
     from slipstream.platform.cuda import CudaPlatform

@@ -34,7 +34,7 @@ from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
 from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.sampling.sampler import sampling_tensors
-from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class Runner(ABC):
             self.draft.release()
         return self.loaded
 
-    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> HostBlockStore:
         """Open the tiers below the cache: `num_slots` blocks of host memory (GPU only), and disk."""
         if not num_slots:
-            return BlockStore(block_arrays(self._block_rows.arrays), disk, self.settle)
+            return HostBlockStore(block_arrays(self._block_rows.arrays), disk, self.settle)
         from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)

@@ -63,7 +63,7 @@ product's weights come from memory."""
 
 @dataclass(frozen=True, slots=True)
 class BlockArrays:
-    """`BlockRows` of arrays: row b of each is a part of block b."""
+    """`BlockTensors` of arrays: row b of each is a part of block b."""
 
     arrays: list[Weights]
 

@@ -37,7 +37,7 @@ from slipstream.kernels.cpu.programs import (
     add_rope_and_cache,
 )
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
@@ -185,7 +185,7 @@ class NativeOps(CpuOps):
         return out.to(x.dtype)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)

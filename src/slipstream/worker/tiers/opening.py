@@ -19,7 +19,7 @@ from slipstream.costs.memory import staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
-from slipstream.worker.tiers.block_store import BlockStore
+from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def open_tiers(
     description: ModelDescription,
     runner: Runner,
     block_bytes: int,
-) -> BlockStore | None:
+) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none.
 
     ConfigError if the folder can't be used, or the host's memory is too small.
