@@ -87,7 +87,7 @@ class LoadedRunner(ABC):
     draft: Drafter | None = None
 
     def __init__(self, config: EngineConfig, partition: Partition | None = None) -> None:
-        """With a `partition`, this is one rank of several."""
+        """Set up one rank of several if there is a `partition`."""
         self.config, self.partition = config, partition
         self.phases: dict[str, float] = {}
 

@@ -26,7 +26,7 @@ import numpy as np
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts
 from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, StepPlan, TextsPlan, TokenMask
-from slipstream.worker.forward.base import Begun, InputBatch, Output
+from slipstream.worker.forward.base import BegunStep, InputBatch, Output
 from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.input_batch import NO_ROWS, encoder_batch
@@ -170,7 +170,7 @@ class ModelRunner(Runner):
         self.rows = self._make_rows()
         self.graphs: StepGraphs | None = None
         self.adapter_graphs: AdapterGraphs | None = None
-        self._begun: Begun | None = None  # a step that a CPU still computes
+        self._begun: BegunStep | None = None  # a step that a CPU still computes
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
         self._last: LastStage | None = None
         self._join_stages()
@@ -266,7 +266,7 @@ class ModelRunner(Runner):
         if not self.model.spec.has_last:
             return self._passed_on(plan, output)
 
-        if isinstance(output, Begun):
+        if isinstance(output, BegunStep):
             step = self._run_ahead(plan, output)
         elif batch.has_grammar:
             if self._last is not None:
@@ -375,7 +375,7 @@ class ModelRunner(Runner):
             pooled,
         )
 
-    def _passed_on(self, plan: StepPlan, output: Output | Begun) -> InFlightStep:
+    def _passed_on(self, plan: StepPlan, output: Output | BegunStep) -> InFlightStep:
         """Make the handle of a step that the next stage continues."""
         if self._first is not None and output.sampled.requests:
             self._first.expect(output.sampled.requests)
@@ -386,7 +386,7 @@ class ModelRunner(Runner):
             return 2
         return 1 if plan.scheduled[-1].num_tokens > 1 else 2
 
-    def _run_ahead(self, plan: StepPlan, begun: Begun) -> InFlightStep:
+    def _run_ahead(self, plan: StepPlan, begun: BegunStep) -> InFlightStep:
         """Make the handle of a CPU's step of greedy decodes."""
         self._begun, done = begun, begun.done
         if done is None:

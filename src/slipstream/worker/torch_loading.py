@@ -57,7 +57,7 @@ class TorchLoaded(LoadedRunner):
         weights_folder: Path,
         partition: Partition | None = None,
     ) -> None:
-        """With a `partition`, this is one rank of several. `weights_folder` is where rounded weights are kept."""
+        """Set up one rank of several if there is a `partition`. `weights_folder` is where rounded weights are kept."""
         super().__init__(config, partition)
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)

@@ -16,7 +16,7 @@ from slipstream.model.loaded import LoadedModel
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain
 from slipstream.worker.draft.memory import DraftMemory
-from slipstream.worker.forward.base import Begun, ForwardTable, InputBatch
+from slipstream.worker.forward.base import BegunStep, ForwardTable, InputBatch
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 
@@ -60,7 +60,7 @@ class DraftModel(Chain):
         batch = InputBatch(self.kv, StepPlan(0, tuple(shares)), rows, adapted=False)
         output = self.forwards.run(batch)
         sampled = output.sampled
-        if isinstance(output, Begun):
+        if isinstance(output, BegunStep):
             output.finish()
             rows.write(sampled.rows, sampled.positions, output.tokens)
         elif sampled.requests:

@@ -185,7 +185,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Begun:
+class BegunStep:
     """A step of greedy decodes that a CPU's threads compute, up to its tokens.
 
     `tokens`, int64 [N], and the `states` for the `StateCache` are valid after `done`.
@@ -220,7 +220,7 @@ class Forward(ABC):
         """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
 
     @abstractmethod
-    def run(self, batch: InputBatch) -> Output | Begun: ...
+    def run(self, batch: InputBatch) -> Output | BegunStep: ...
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class PlainForward(Forward):
     def covers(self, batch: InputBatch) -> Reason | None:
         return HAS_ADAPTERS if batch.has_adapters else None
 
-    def run(self, batch: InputBatch) -> Output | Begun:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         given = batch.gathered
         hidden = self._hidden(given.token_ids, batch.kv, given.meta)
         return Output(self, hidden, given.sampled, given.sample_index)
@@ -287,7 +287,7 @@ class ForwardTable(Protocol):
     def token_bytes(self) -> int | None:
         """Bytes that a step takes per token; None if they must be measured."""
 
-    def run(self, batch: InputBatch) -> Output | Begun: ...
+    def run(self, batch: InputBatch) -> Output | BegunStep: ...
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""

@@ -32,7 +32,7 @@ from slipstream.model.program import compile_program
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
 from slipstream.worker.forward.base import HAS_ADAPTERS as HAS_ADAPTERS
-from slipstream.worker.forward.base import Begun, PlainForward
+from slipstream.worker.forward.base import BegunStep, PlainForward
 from slipstream.worker.forward.base import Forward as Forward
 from slipstream.worker.forward.base import InputBatch as InputBatch
 from slipstream.worker.forward.base import Output as Output
@@ -262,7 +262,7 @@ class Forwards:
     def num_cold(self) -> int:
         return sum(path.num_cold for path in self.paths)
 
-    def run(self, batch: InputBatch) -> Output | Begun:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         for path in self.paths:
             reason = path.covers(batch)
             if reason is None:

@@ -18,7 +18,7 @@ from slipstream.model.step_program import compile_step
 from slipstream.platform import Event, platform_of
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import NotCovered, Reason
-from slipstream.worker.forward.base import Begun, InputBatch, Output, PlainForward, StateCache
+from slipstream.worker.forward.base import BegunStep, InputBatch, Output, PlainForward, StateCache
 from slipstream.worker.thread_governor import ThreadGovernor
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ProgramForward(PlainForward):
         super().__init__(program.decoder, states)
         self.program, self.pool, self.governor = program, program.step.pool, governor
 
-    def run(self, batch: InputBatch) -> Output | Begun:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         """Run a step.
 
         A step of only greedy decodes is just started if it has up to `RUN_AHEAD` of them. It must be
@@ -96,7 +96,7 @@ class ProgramForward(PlainForward):
         if self.governor is not None:
             num_keys = sum(s.num_computed_tokens + 1 for s in given.sampled.requests)
             done = GovernedStep(running, self.governor, self.pool, (len(tokens), num_keys))
-        step = Begun(given.sampled, tokens, done, self.states, (states, given.meta))
+        step = BegunStep(given.sampled, tokens, done, self.states, (states, given.meta))
         if len(tokens) > RUN_AHEAD or self.pool.num_used == 1:
             step.finish()
         return step

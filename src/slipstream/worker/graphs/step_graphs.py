@@ -56,7 +56,7 @@ from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan, StepShape
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.forward.base import Begun
+from slipstream.worker.forward.base import BegunStep
 from slipstream.worker.forward.forwards import (
     HAS_ADAPTERS,
     NO_PLAN,
@@ -432,7 +432,7 @@ class StepGraphs(Graphs, Forward):
         )
         self.num_cold += 1
 
-    def run(self, batch: InputBatch) -> Output | Begun:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         step, by_rows = batch.shape, self._by_rows(batch.shape)
         if by_rows:
             size = self._size_for(step.num_tokens), 0
