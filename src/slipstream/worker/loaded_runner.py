@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import EngineConfig
+from slipstream.config.settings import SpeculationConfig
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
@@ -93,7 +94,7 @@ class LoadedRunner(ABC):
 
     # --- Drafters -----------------------------------------------------------------------------------------------------
 
-    def load_head(self, description: HeadDescription) -> None:
+    def load_head(self, description: HeadDescription, speculation: SpeculationConfig) -> None:
         """Load the head that proposes tokens."""
         with self.phase("draft head"):
             memory, model = self._draft_memory(), self.config.model
@@ -105,19 +106,19 @@ class LoadedRunner(ABC):
                 load_format="dummy" if model.load_format == "dummy" else "auto",
                 seed=model.seed,
             )
-            self.draft = head = load_drafter(self.config, description, memory, load)
+            self.draft = head = load_drafter(self.config, speculation, description, memory, load)
             self.forwards.keep_states(head.states, head.head.tap)
             most = description.spec.most_drafts
             if self.config.drafts_ahead:  # a longer chain would run op by op
                 most = CHAIN_DEPTHS[-1] if most is None else min(most, CHAIN_DEPTHS[-1])
             self.config = self.config.with_most_drafts(most)
 
-    def load_draft(self, description: ModelDescription, weights_folder: Path) -> None:
+    def load_draft(
+        self, description: ModelDescription, speculation: SpeculationConfig, weights_folder: Path
+    ) -> None:
         """Load the model that proposes tokens."""
         with self.phase("draft model"):
             check_draft_model(description.spec, self.model.spec, self.config.model.max_model_len)
-            speculation = self.config.speculation
-            assert speculation is not None
             settings = self._load_settings(weights_folder, speculation.quantization)
             if description.format == "gguf":
                 settings["load_format"] = "auto"

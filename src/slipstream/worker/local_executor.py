@@ -285,9 +285,9 @@ def load_runner(
             else resolve_model(speculation.model, download_dir=args.download_dir)
         )
         if speculation.method == "draft":
-            loaded.load_draft(read_spec(folder), weights_folder(args.download_dir))
+            loaded.load_draft(read_spec(folder), speculation, weights_folder(args.download_dir))
         elif speculation.method != "ngram" and speculation.method != "suffix":
-            loaded.load_head(_read_head(speculation.method, folder, description))
+            loaded.load_head(_read_head(speculation.method, folder, description), speculation)
 
     if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.worker.experts.balance import LayerSwap
+    from slipstream.worker.experts.places import ExpertPlaces
     from slipstream.worker.forward.forwards import Forwards
     from slipstream.worker.forward.texts import TextGraphs
     from slipstream.worker.graphs.step_graphs import AdapterGraphs, StepGraphs
@@ -125,17 +126,19 @@ class Runner(ABC):
 
     def movable_load(self) -> tuple[ExpertTokens, int]:
         """`expert_load` of layers whose experts can change ranks, and an expert's weight bytes."""
-        places = self.loaded.places
-        assert places is not None
+        places = self._places
         load = tuple(own for own in self.loaded.experts.read() if own[0] in places.layers)
         return load, places.expert_bytes
 
     def swap_experts(self, swaps: Sequence[LayerSwap]) -> None:
         """Let experts change places before the next step. All ranks must make this call."""
-        places = self.loaded.places
-        assert places is not None
         self.settle()
-        places.swap(swaps)
+        self._places.swap(swaps)
+
+    @property
+    def _places(self) -> ExpertPlaces:
+        assert self.loaded.places is not None, "the experts are not distributed over ranks"
+        return self.loaded.places
 
 
 class TextRunner(Runner):

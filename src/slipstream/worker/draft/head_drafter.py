@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.config import EngineConfig
+from slipstream.config.settings import SpeculationConfig
 from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
@@ -280,6 +281,7 @@ class MedusaDrafter(HeadDrafter):
 
 def load_drafter(
     config: EngineConfig,
+    speculation: SpeculationConfig,
     description: HeadDescription,
     memory: DraftMemory,
     load: Callable[..., LoadedHead],
@@ -289,10 +291,10 @@ def load_drafter(
     ConfigError if more drafts are wanted than the head has. NotCovered without torch if the head does
     not compile to a program.
     """
-    check_num_drafts(config, description)
+    check_num_drafts(speculation, description)
     ops, device = memory.ops, memory.platform.device
     default, rows = ops.eight_bits(device), ops.output_multiple
-    loaded = load(scheme=head_scheme(config, description, default, rows=rows))
+    loaded = load(scheme=head_scheme(speculation, description, default, rows=rows))
     head = loaded.head
     if not isinstance(head, LayeredHead):
         return MedusaDrafter(config, loaded, memory)
