@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.costs.hardware import bound_spinning, host_memory, import_numpy
+from tests.scheduler_checks import check_schedulers
 
 # What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
 gc.disable()  # `pytest_runtestloop` enables it
@@ -49,6 +50,8 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_finish():
+    if (scheduler := sys.modules.get("slipstream.core.scheduler")) is not None:
+        check_schedulers(scheduler.Scheduler)
     keep_what_is_there()
     share_authorities()
 
