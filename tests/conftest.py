@@ -145,8 +145,8 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    """Engines of this process run their steps by torch, on a CPU too: for tests that look inside `ModelRunner`."""
-    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
+    """Engines of this process run their steps by torch, on a CPU too: for tests that look at tensors."""
+    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
 
 
 @pytest.fixture
