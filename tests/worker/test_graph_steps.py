@@ -21,6 +21,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import MIXED_PROMPTS
 from slipstream.kernels.cpu.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaGraphs
@@ -696,20 +697,34 @@ def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
         assert list(graphs._captured)[-1] == (24, 0)
 
 
-def test_one_layer_of_each_kind_compiles(tmp_path):
+def test_one_layer_of_each_kind_compiles(tmp_path, monkeypatch):
     """A later capture's first run, which compiles its kernels, runs one layer of each kind."""
     tiny_models.write(tmp_path, "mistral", num_hidden_layers=3)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         graphs = replay(llm.core.executor.runner)
-        layers, kv = graphs.forwards.decoder.layers, graphs.kv
-        graphs._captured = dict.fromkeys([(1, 0), (0, 32)])
-        for size, num_layers in (((1, 0), 3), ((2, 0), 1), ((8, 64), 1)):
+        decoder, ran = graphs.forwards.decoder, []
+        layers = decoder.layers
+
+        def hidden(token_ids, kv, meta, of):
+            ran.append((len(of.layers), len(kv)))
+            assert decoder.layers is layers  # other steps run all of them
+            return torch.zeros(1, 4)
+
+        monkeypatch.setattr(graphs.forwards, "hidden", hidden)
+
+        def num_layers(size):
             with graphs._compiling(size):
-                assert len(graphs.forwards.decoder.layers) == len(graphs.kv) == num_layers
-            assert (graphs.forwards.decoder.layers, graphs.kv) == (layers, kv)
+                graphs._forward(size, torch.zeros(1), graphs.kv, None)
+            graphs._forward(size, torch.zeros(1), graphs.kv, None)
+            compiled, captured = ran[-2:]
+            assert captured == (3, 3)
+            return compiled
+
+        graphs._captured = dict.fromkeys([(1, 0), (0, 32)])
+        for size, count in (((1, 0), 3), ((2, 0), 1), ((8, 64), 1)):
+            assert num_layers(size) == (count, count)
         graphs._captured = {(2, 0): None}
-        with graphs._compiling((8, 64)):
-            assert len(graphs.forwards.decoder.layers) == 3
+        assert num_layers((8, 64)) == (3, 3)
     other = dataclasses.replace(layers[1], group=1)
     assert one_of_each_kind(layers) == [0]
     assert one_of_each_kind([*layers, other, layers[2], other]) == [0, 3]
@@ -1038,16 +1053,18 @@ def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
 def test_nothing_is_sent_while_a_stage_is_captured(kind):
     """A capture runs nothing, and the stage beside would wait for what it sends. Each kind of graph sends behind its replay."""
     graphs, seen, real = object.__new__(kind), [], object()
-    decoder = SimpleNamespace(pipe=real)
+    decoder = object.__new__(Decoder)
+    decoder.layers, decoder.pipe = [], real
 
     def hidden(*given):
-        seen.append(type(decoder.pipe))
+        seen.append(type(given[-1].pipe))
+        assert decoder.pipe is real  # the shared decoder stays as it is
         return torch.zeros(1, 4)
 
     graphs.forwards = SimpleNamespace(
         decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden)
     )
-    graphs._pipe, graphs._incoming = real, None
+    graphs._pipe, graphs._incoming, graphs._compiled = real, None, None
     graphs._shared, graphs._tokens_of = (
         {(1, 0): torch.zeros(3, 1, dtype=torch.int32)},
         lambda size: None,

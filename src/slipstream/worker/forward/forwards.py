@@ -223,7 +223,8 @@ class Forward(ABC):
         """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
 
     @abstractmethod
-    def run(self, batch: InputBatch) -> Output: ...
+    def run(self, batch: InputBatch) -> Output | None:
+        """Run the step. None if memory ran out before it began; then the next path is asked."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -391,11 +392,20 @@ class Adapted(Variant):
         )
 
     def hidden(
-        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens
+        self,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        tokens: LoRATokens,
+        decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens."""
-        ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
-        return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
+        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens.
+
+        `decoder` is a view of this path's, which is the default.
+        """
+        decoder = decoder or self.decoder
+        ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))
+        return Eager(decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
 
 
 class WithImages(Variant):
@@ -519,12 +529,26 @@ class Forwards:
         for path in self.paths:
             reason = path.covers(batch)
             if reason is None:
-                return path.run(batch)
-            path.passed_over(batch, reason)
+                output = path.run(batch)
+                if output is not None:
+                    return output
+            else:
+                path.passed_over(batch, reason)
         raise AssertionError("the last way covers every batch")
 
-    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
+    def hidden(
+        self,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        decoder: Decoder | None = None,
+    ) -> Tensor:
+        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache.
+
+        A `decoder` that is a view of the shared one runs op by op.
+        """
+        if decoder is not None and decoder is not self.decoder:
+            return Eager(decoder, self.states)._hidden(token_ids, kv, meta)
         hidden = self.run(InputBatch.of(token_ids, kv, meta)).hidden
         assert hidden is not None
         return hidden

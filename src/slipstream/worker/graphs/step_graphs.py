@@ -50,6 +50,7 @@ from slipstream.costs.graph_sizes import (
 )
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.decoder import Decoder
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform import Graph, Pipe, platform_of
 from slipstream.spec.reason import Reason
@@ -254,6 +255,8 @@ class StepGraphs(Graphs, Forward):
         ):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
+        # indices of the layers that a run to compile kernels takes; None: all
+        self._compiled: list[int] | None = None
         # input from the previous stage
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
         self._ahead: list[Size] = []  # sizes to be captured, the next one last
@@ -404,18 +407,17 @@ class StepGraphs(Graphs, Forward):
         The first graphs run all layers, because an op creates what it keeps for a weight in that
         run. Graphs of one token also run all layers, for the one-token kernel.
         """
-        decoder, kv = self.forwards.decoder, self.kv
+        decoder = self.forwards.decoder
         is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
         is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))
         if is_first or is_special or sum(size) == 1:
             yield
             return
-        layers, chosen = decoder.layers, self._of_each_kind
-        decoder.layers, self.kv = [layers[i] for i in chosen], [kv[i] for i in chosen]
+        self._compiled = self._of_each_kind
         try:
             yield
         finally:
-            decoder.layers, self.kv = layers, kv
+            self._compiled = None
 
     @cached_property
     def _of_each_kind(self) -> list[int]:
@@ -430,14 +432,14 @@ class StepGraphs(Graphs, Forward):
         )
         self.num_cold += 1
 
-    def run(self, batch: InputBatch) -> Output:
+    def run(self, batch: InputBatch) -> Output | None:
         step, by_rows = batch.shape, self._by_rows(batch.shape)
         if by_rows:
             size = self._size_for(step.num_tokens), 0
         else:
             size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
-        if not self._has_captured(size):
-            return self.forwards.run(batch)  # in another graph, or by another path
+        if not self._has_captured(size):  # there may be a larger graph
+            return None if self.covers(batch) is not None else self.run(batch)
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
@@ -661,19 +663,27 @@ class StepGraphs(Graphs, Forward):
     def _forward(
         self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
-        """Run a stage's part without receiving or sending, which happens around the replay."""
+        """Run a stage's part without receiving or sending, which happens around the replay.
+
+        The shared decoder stays as it is: other layers and another pipe are those of a view.
+        """
         decoder = self.forwards.decoder
         if self._pipe is not None:
-            decoder.pipe = StagePipe(self._incoming)
-        try:
-            return self._hidden_states(size, token_ids, kv, meta)
-        finally:
-            decoder.pipe = self._pipe
+            decoder = decoder.with_(pipe=StagePipe(self._incoming))
+        if self._compiled is not None:
+            decoder = decoder.with_(layers=[decoder.layers[i] for i in self._compiled])
+            kv = [kv[i] for i in self._compiled]
+        return self._hidden_states(size, decoder, token_ids, kv, meta)
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
-        return self.forwards.hidden(token_ids, kv, meta)
+        return self.forwards.hidden(token_ids, kv, meta, decoder)
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         """Upload inputs of captured work in addition to those of every step."""
@@ -730,10 +740,15 @@ class SharedPrefixGraphs(StepGraphs):
         return super()._capture(size, idle, forward)
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
         shared = SharedPrefixes(*self._shared[size].unbind(0))
-        return super()._hidden_states(size, token_ids, kv, meta.sharing(shared))
+        return super()._hidden_states(size, decoder, token_ids, kv, meta.sharing(shared))
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         host = shared_prefixes(plan.shared, size[0])
@@ -778,9 +793,14 @@ class AdapterGraphs(StepGraphs):
             super().capture()
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
-        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
+        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size), decoder)
 
     def _capture(
         self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
