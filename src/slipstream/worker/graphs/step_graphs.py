@@ -52,7 +52,8 @@ from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, til
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import one_of_each_kind
-from slipstream.platform import Graph, Pipe, platform_of
+from slipstream.platform import Graph, platform_of
+from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan, StepShape
 from slipstream.worker.adapters import Adapters
