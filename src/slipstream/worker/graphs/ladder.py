@@ -1,4 +1,4 @@
-"""Which sizes of step graphs exist, which one a step runs in, and which to capture next.
+"""Sizes of step graphs: which exist, which one a step runs in, and which to capture next.
 
 Pure: no torch, no device. The constants of all of that are here. They were measured on an H200.
 """
