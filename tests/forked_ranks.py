@@ -28,7 +28,7 @@ PATCHED = "slipstream.worker.child_ranks.subprocess"
 IMPORTED = (
     "slipstream.worker.rank_process",
     "slipstream.worker.model_runner",
-    "slipstream.model.loader",
+    "slipstream.model.load.loader",
 )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.quantize.rounding import QuantGrid, fit, gptq, nearest
-from slipstream.model.packing import pack_words, unpack_words
+from slipstream.model.stored.packing import pack_words, unpack_words
 from slipstream.spec.scheme import WeightFormat
 
 F32, CPU = torch.float32, torch.device("cpu")

@@ -21,7 +21,7 @@ from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, mxfp4
 from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec

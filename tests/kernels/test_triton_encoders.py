@@ -15,7 +15,7 @@ from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps, bidirectional
 from slipstream.kernels.triton.bidirectional import text_ends
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.types import TextsPlan
 from slipstream.worker.texts import lay_out, text_inputs
 from tests import tiny_models

@@ -18,8 +18,8 @@ from slipstream.hub import resolve_model
 from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.native import instruction_sets
-from slipstream.model import packed_cache
-from slipstream.model.loader import load_model
+from slipstream.model.load import packed_cache
+from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run

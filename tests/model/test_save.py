@@ -14,6 +14,7 @@ from slipstream.cli.main import main
 from slipstream.engine.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.hub import list_cached, resolve_model
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import (
     copy_surroundings,
     new_folder,
@@ -21,7 +22,6 @@ from slipstream.model.save import (
     write_config,
     write_tensors,
 )
-from slipstream.model.weights import load_parameters
 from slipstream.spec.description import huggingface_config, read_spec
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS

@@ -21,7 +21,7 @@ from slipstream.config import EngineArgs
 from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError
 from slipstream.kernels import native
-from slipstream.model.checkpoint import dummy_arrays
+from slipstream.model.load.checkpoint import dummy_arrays
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward_paths import torch_reason
 from slipstream.worker.host_runner import HostRunner

@@ -25,8 +25,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensor
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers, whole
-from slipstream.model.loaded import LoadedModel
-from slipstream.model.loader import load_model
+from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import ModelSpec

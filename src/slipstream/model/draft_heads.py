@@ -28,7 +28,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
-from slipstream.model.loaded import tensor_bytes
+from slipstream.model.load.loaded import tensor_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec

@@ -10,7 +10,7 @@ from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LayeredHead, LoadedHead
-from slipstream.model.draft_loader import load_head
+from slipstream.model.load.draft_loader import load_head
 from slipstream.spec.draft_heads import HeadDescription
 from slipstream.worker.chain_graphs import ChainGraphs
 from slipstream.worker.draft_memory import DeviceMemory

@@ -16,7 +16,7 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import model_chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.ops import OpSet
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.drafts import check_draft_model
 from slipstream.spec.model import ModelSpec

@@ -17,8 +17,8 @@ from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.metadata import LayerKV, cache_tensors
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LayeredHead
-from slipstream.model.host_head import load_host_head
-from slipstream.model.host_model import load_host_model
+from slipstream.model.load.host_head import load_host_head
+from slipstream.model.load.host_model import load_host_model
 from slipstream.model.step_program import compile_step
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription

@@ -29,8 +29,8 @@ from slipstream.kernels.native import ThreadPool
 from slipstream.kernels.programs import Argmax
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import pool
-from slipstream.model.host_model import load_host_model
-from slipstream.model.loaded import LoadedModel
+from slipstream.model.load.host_model import load_host_model
+from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription

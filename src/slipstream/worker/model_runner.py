@@ -36,8 +36,8 @@ from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.layers import Partition
-from slipstream.model.loaded import LoadedModel
-from slipstream.model.loader import load_model
+from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.loader import load_model
 from slipstream.platform import hash_triton, platform_of
 from slipstream.spec.adapter_slots import ALONE
 from slipstream.spec.autotune_table import NO_TILES, TileTable

@@ -16,14 +16,12 @@ from slipstream.kernels.cpu_torch import CpuOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import StoredWeights
-from slipstream.model.compressed import RoundedWeights
 from slipstream.model.decoder import Decoder
-from slipstream.model.device_loader import DeviceLoader
-from slipstream.model.gguf_blocks import BlockWeights
 from slipstream.model.layers import Partition
-from slipstream.model.loaded import (
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.checkpoint import StoredWeights
+from slipstream.model.load.device_loader import DeviceLoader
+from slipstream.model.load.loaded import (
     LoadedModel,
     check_scheme,
     decoder_bytes,
@@ -31,12 +29,14 @@ from slipstream.model.loaded import (
     dummy_scheme,
     is_rounded,
 )
-from slipstream.model.mxfp4 import Mxfp4Weights
-from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
-from slipstream.model.sharding import Sharded, check_formats, split_blocks
-from slipstream.model.streamed_loader import load_streamed
+from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.load.sharding import Sharded, check_formats, split_blocks
+from slipstream.model.load.streamed_loader import load_streamed
+from slipstream.model.load.weights import dummy_parameters, every_name, load_parameters
+from slipstream.model.stored.compressed import RoundedWeights
+from slipstream.model.stored.gguf_blocks import BlockWeights
+from slipstream.model.stored.mxfp4 import Mxfp4Weights
 from slipstream.model.vision import ImageTower
-from slipstream.model.weights import dummy_parameters, every_name, load_parameters
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.host_experts import host_weights
 from slipstream.spec.native_formats import rounds, scheme_formats

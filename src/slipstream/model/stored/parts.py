@@ -2,7 +2,7 @@
 their values. No torch.
 
 A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the
-model's type) is expanded to the model's type when it is read (`expanded`). `packing.py` packs codes
+model's type) is expanded to the model's type when it is read (`expanded`). `stored/packing.py` packs codes
 of 2 to 8 bits into 32-bit words.
 """
 

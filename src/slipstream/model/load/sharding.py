@@ -24,10 +24,10 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.checkpoint import placed_shape, stored_shape
-from slipstream.model.compressed import PARTS
-from slipstream.model.stored_weights import Stored
-from slipstream.model.weights import transform
+from slipstream.model.load.checkpoint import placed_shape, stored_shape
+from slipstream.model.load.weights import transform
+from slipstream.model.stored.compressed import PARTS
+from slipstream.model.stored.parts import Stored
 from slipstream.spec.families.names import canonical
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters

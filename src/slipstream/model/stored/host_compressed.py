@@ -1,6 +1,6 @@
 """Quantized weights of a checkpoint, packed for the CPU's kernels without torch.
 
-`model/compressed.py` does the same with torch, and describes the layouts.
+`model/stored/compressed.py` does the same with torch, and describes the layouts.
 
 1. Packed as they are: int8 with a scale per row, and 2 to 4 bits in groups, with or without zero
    points, as the tools of compressed-tensors, GPTQ and AWQ write them.
@@ -21,8 +21,8 @@ import numpy.typing as npt
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu_moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
-from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.stored_weights import stored_parts, stored_shape, unpack_words
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.stored.parts import stored_parts, stored_shape, unpack_words
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method

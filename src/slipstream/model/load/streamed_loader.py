@@ -21,12 +21,12 @@ from slipstream.kernels.cpu import NativeOps
 from slipstream.kernels.native import Arena
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer
-from slipstream.model.checkpoint import StoredWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.layer_stream import LayerStream, layer_bytes, without_data
 from slipstream.model.layers import Layer
-from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms
-from slipstream.model.weights import by_layer, dummy_values, load_parameters
+from slipstream.model.load.checkpoint import StoredWeights
+from slipstream.model.load.loaded import LoadedModel, decoder_bytes, decoder_forms
+from slipstream.model.load.weights import by_layer, dummy_values, load_parameters
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.offload import plan_offload
 from slipstream.spec.scheme import Scheme

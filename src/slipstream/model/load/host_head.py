@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.model.checkpoint import assign_array, fill_named, random_arrays, safetensors_arrays
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
+from slipstream.model.load.checkpoint import (
+    assign_array,
+    fill_named,
+    random_arrays,
+    safetensors_arrays,
+)
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 

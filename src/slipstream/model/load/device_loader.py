@@ -21,13 +21,13 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import StoredWeights
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
 from slipstream.model.layers import Layer
-from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
-from slipstream.model.weights import by_layer, dummy_values, load_parameters
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.checkpoint import StoredWeights
+from slipstream.model.load.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
+from slipstream.model.load.weights import by_layer, dummy_values, load_parameters
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.offload import plan_offload

@@ -9,19 +9,19 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.kernels.host_ops import HostOps
 from slipstream.kernels.native import stand_in
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import StoredWeights, dummy_arrays, read_parameters
 from slipstream.model.decoder import Decoder
-from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.host_compressed import HostRoundedWeights
-from slipstream.model.loaded import (
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.checkpoint import StoredWeights, dummy_arrays, read_parameters
+from slipstream.model.load.loaded import (
     LoadedModel,
     check_scheme,
     decoder_bytes,
     decoder_forms,
     dummy_scheme,
 )
-from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.stored.gguf_blocks import BlockWeights
+from slipstream.model.stored.host_compressed import HostRoundedWeights
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parameters import parameters

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import Linear
-from slipstream.model.bitmasks import made_dense
-from slipstream.model.gguf_quants import dequantize_tensor
-from slipstream.model.stored_weights import Stored, expanded
+from slipstream.model.stored.bitmasks import made_dense
+from slipstream.model.stored.gguf_quants import dequantize_tensor
+from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.families.names import canonical, without_prefix
@@ -44,7 +44,7 @@ from slipstream.spec.parameters import (
 from slipstream.spec.safetensors import safetensors_files
 
 if TYPE_CHECKING:
-    from slipstream.model.cache_scales import CacheScales
+    from slipstream.model.load.cache_scales import CacheScales
 
 Array: TypeAlias = npt.NDArray[Any]
 Read: TypeAlias = Stored

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.arrays import to_array, to_tensor
-from slipstream.model.bitmasks import made_dense
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import (
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.checkpoint import (
     StoredWeights,
     expands,
     fill_named,
@@ -28,8 +27,9 @@ from slipstream.model.checkpoint import (
     names_of,
     transformed,
 )
-from slipstream.model.packing import tensor_numbers
-from slipstream.model.stored_weights import Stored, expanded
+from slipstream.model.stored.bitmasks import made_dense
+from slipstream.model.stored.packing import tensor_numbers
+from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import (
     Placement,
@@ -41,7 +41,7 @@ from slipstream.spec.safetensors import safetensors_files
 
 
 class RankShard(Protocol):
-    """One of several ranks' part of a model (`model.sharding.Sharded`)."""
+    """One of several ranks' part of a model (`model.load.sharding.Sharded`)."""
 
     shapes: dict[str, Shape]
     names: dict[str, Placement]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.model.stored_weights import Stored
+from slipstream.model.stored.parts import Stored
 
 Array: TypeAlias = npt.NDArray[Any]
 PARTS = ("shape", "bitmask", "compressed")

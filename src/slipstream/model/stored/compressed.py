@@ -5,7 +5,7 @@ In place of `weight` in the model's type, a product has from compressed-tensors:
   fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
   fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
               and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
-  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`),
+  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
               weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
               rows
 from GPTQ's tools:
@@ -40,9 +40,9 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
     chunk_of,
 )
-from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.packing import unpack_words
-from slipstream.model.stored_weights import SCALES, stored_parts, stored_shape
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.stored.packing import unpack_words
+from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
-from slipstream.model.weights import fill, random_values, stored_tensors_of
+from slipstream.model.load.weights import fill, random_values, stored_tensors_of
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
