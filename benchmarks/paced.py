@@ -2,7 +2,7 @@
 
     python benchmarks/paced.py STEP_MS serve smollm2 …        # `slipstream serve`, over such an engine
 
-For what serving takes of the processor, on a machine that has something else to do (`online.py --study share`). On a CPU only.
+For what serving takes of the processor, on a machine that has something else to do (study `online_share`). On a CPU only.
 """
 
 from __future__ import annotations

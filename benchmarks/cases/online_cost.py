@@ -34,14 +34,14 @@ from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import CoreSource, Link
+from slipstream.engine.core_client import CoreLink, CoreSource
 from slipstream.engine.core_process import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.server.chat import ChatAnswer
-from slipstream.server.protocol import ChatRequest, decode
-from slipstream.server.record import RequestRecord
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.openai.chat import ChatAnswer
+from slipstream.server.openai.protocol import ChatRequest, decode
 from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
@@ -67,7 +67,7 @@ class Child:
         pass
 
 
-async def no_core() -> Link:
+async def no_core() -> CoreLink:
     raise AssertionError("the engine's messages are made beforehand")
 
 

@@ -101,7 +101,7 @@ Reserve: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of requests of one priority, owners get served tokens in proportion to their weights."""
+    """An owner's share: among requests of one priority, owners get served tokens in proportion to their weights."""
 
     owner: str
     weight: float = 1.0
@@ -237,7 +237,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """From `index` on, the request's block table of `group` has these blocks.
+    """New entries of a request's block table: from `index` on, that of `group` has these blocks.
 
     The one form for blocks that are appended, put in place of shared ones (copy on write) or released (the null block).
     """
@@ -278,7 +278,7 @@ class SharedPrefix(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What of a step decides how it runs (`worker/step_shape.py`)."""
+    """The properties of a step that decide how it runs (`worker/step_shape.py`)."""
 
     num_tokens: int
     num_decodes: int  # sequences of one token at the front
@@ -290,7 +290,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the worker does in one step, as a difference to what it knows.
+    """The work of one step, as a difference to what the worker knows.
 
     1. The rows of `released` requests are dropped.
     2. Rows for `new` ones are made.
@@ -298,7 +298,8 @@ class StepPlan:
     4. The tables of `scheduled` requests are updated.
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
 
-    Where requests are dealt out to ranks, a rank gets its part of the plan (`worker/request_owners.py`). `copy_ranks` says in
+    Where requests are dealt out to ranks, a rank gets its part of the plan
+    (`worker/ranks/request_owners.py`). `copy_ranks` says in
     whose cache each of `block_copies` is (empty: all are in rank 0's). A part has the largest numbers of all parts in
     `largest`, since all ranks run the step in one way, and may have no request at all.
     """
@@ -333,7 +334,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
+    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
     machine's order: token t's is bit t % 32 of word t // 32."""
 
     positions: tuple[int, ...]  # of the N sampled ones, in plan order
@@ -386,7 +387,7 @@ class SampledLogprobs:
 def as_logprobs(
     tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Of tensors or arrays on the host, as `best_logprobs` has them. Row i has counts[i] alternatives."""
+    """Make it from tensors or arrays on the host, as `best_logprobs` returns them. Row i has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
         TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
@@ -396,8 +397,8 @@ def as_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a request in prefill that asked: for each position from `start` on, those of the token that *follows* it. A prompt
-    that is computed again begins anew."""
+    """Prompt log-probabilities of a request that asked for them: for each position from `start` on, those of the
+    token that *follows* it. A prompt that is computed again begins anew."""
 
     request_id: str
     start: int
@@ -406,7 +407,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """Of a pooled request that is complete: its vector or its scores, float32 in the machine's order."""
+    """The result of a complete pooled request: its vector or its scores, float32 in the machine's order."""
 
     request_id: str
     vector: bytes
@@ -414,7 +415,7 @@ class PooledVector:
 
 @dataclass(frozen=True, slots=True)
 class TextVectors:
-    """Of a TextsPlan: float32 [S, E] in the machine's order."""
+    """Vectors of a TextsPlan: float32 [S, E] in the machine's order."""
 
     vectors: bytes
 
@@ -442,7 +443,7 @@ Extra: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan.
+    """The result of a plan.
 
     `token_ids` are the new tokens of all requests that sample, in plan order; `num_tokens` says how many each of them got, at
     least one and at most its `num_sampled` (None: one each). `is_cold`: the step captured a graph, ran op by op because its
@@ -465,7 +466,7 @@ class StepResult:
 
 
 class StepTime(NamedTuple):
-    """What a step takes in which every token is sampled."""
+    """A plan of a step in which every token is sampled."""
 
     num_seqs: int
     num_tokens: int
@@ -523,8 +524,7 @@ class BeamsOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikeliestTokens:
-    """What a step has found for beams, for their searches in the engine core: of each its likeliest next tokens, the best
-    first."""
+    """Candidates of a step for beams, for their searches in the engine core: each beam's likeliest next tokens, best first."""
 
     request_ids: Sequence[str]  # [N]
     num_cached_tokens: Sequence[int]  # [N]

@@ -12,19 +12,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import AttentionMetadata, Steps
+from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton import split_keys as module
-from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, combine, num_splits
+from slipstream.kernels.triton.attention import split_keys as module
+from slipstream.kernels.triton.attention.split_keys import (
+    MAX_PARTS,
+    DecodeParts,
+    combine,
+    num_splits,
+)
 from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton import attention, split_keys
+from slipstream.kernels.triton.attention import paged as attention
+from slipstream.kernels.triton.attention import split_keys
 
 kernels = [(attention, "_decode_kernel"), (split_keys, "_find_parts_kernel"), (split_keys, "_combine_kernel")]
 for module, name in kernels:
@@ -217,7 +223,7 @@ def test_parts_of_several_steps_are_found_at_once(size, room):
         own = dataclasses.replace(
             every, seq_lens=lens[room * i : room * i + size], num_decodes=size
         )
-        ours, theirs = find(dataclasses.replace(own, of_steps=Steps(every, i, 3))), find(own)
+        ours, theirs = find(dataclasses.replace(own, of_steps=JoinedSteps(every, i, 3))), find(own)
         exist = theirs.parts[:, 0] >= 0
         assert torch.equal(ours.parts[:, 0] >= 0, exist)
         assert torch.equal(ours.parts[exist, :6], theirs.parts[exist, :6])

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.blocks import BlockRows
-from slipstream.kernels.cpu import CpuOps, NativeOps
+from slipstream.kernels.blocks import BlockTensors
+from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
@@ -26,21 +26,14 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.triton import (
-    TritonOps,
-    linear,
-    mla,
-    mla_prefill,
-    pointwise,
-    sampling,
-    tuning,
-)
-from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton import TritonOps, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton.attention import mla, mla_prefill
+from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
-from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Pair, Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
@@ -97,10 +90,10 @@ def test_attention(data, extra, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
-        patch.setattr("slipstream.kernels.triton.split_keys.MIN_KEYS", 16)
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.PARTS_PER_SM", extra)
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.MIN_KEYS", 16)
         patch.setattr(
-            "slipstream.kernels.triton.split_keys.FEW_SEQUENCES",
+            "slipstream.kernels.triton.attention.split_keys.FEW_SEQUENCES",
             data.draw(st.sampled_from([0, 1, 4])),
         )
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
@@ -148,9 +141,9 @@ def test_attention_of_shared_prefixes(data, splits, dtype):
     if data.draw(st.booleans()):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
+        patch.setattr("slipstream.kernels.triton.attention.paged.num_splits", lambda *_: splits)
         patch.setattr(
-            "slipstream.kernels.triton.attention.DECODE_ACC_SIZE",
+            "slipstream.kernels.triton.attention.paged.DECODE_ACC_SIZE",
             data.draw(st.sampled_from([64, 128, 2048])),
         )
         ours = OURS.attention(step.q, kv, meta, AttentionParams(**options))
@@ -181,8 +174,10 @@ def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, sp
     plain = dataclasses.replace(step.meta, block_table=table)
     columns = [torch.tensor(x, dtype=torch.int32) for x in zip(*per_seq, strict=True)]
     meta = dataclasses.replace(plain, shared=SharedPrefixes(*columns))
-    monkeypatch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-    monkeypatch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", members * 2 * 16)
+    monkeypatch.setattr("slipstream.kernels.triton.attention.paged.num_splits", lambda *_: splits)
+    monkeypatch.setattr(
+        "slipstream.kernels.triton.attention.paged.DECODE_ACC_SIZE", members * 2 * 16
+    )
     params = AttentionParams(scale=0.25)
     close(
         paged_attention(step.q, step.kv, meta, params, decode_tile=tile),
@@ -243,7 +238,7 @@ def test_latent_attention(data, splits):
         )
         q = ops.rope_and_cache(rows, kv, step.meta, heads)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
+            patch.setattr("slipstream.kernels.triton.attention.mla.num_splits", lambda *_: splits)
             seen = ops.attention(q, kv, step.meta, AttentionParams(scale=0.3))
         assert seen.isfinite().all()
         assert seen.shape == (*q.shape[:2], 32)
@@ -253,7 +248,7 @@ def test_latent_attention(data, splits):
             close(mine, theirs)
     copied = [found[0][1].clone() for _ in range(2)]
     for ops, k in zip((OURS, REFERENCE), copied, strict=True):
-        rows = BlockRows.of_layers([LayerKV(k, k[..., rotary:])])
+        rows = BlockTensors.of_layers([LayerKV(k, k[..., rotary:])])
         ops.copy_blocks(rows, rows, torch.tensor([0]), torch.tensor([1]))
         assert torch.equal(k[1], found[0][1][0])
     assert torch.equal(*copied)
@@ -267,7 +262,7 @@ def test_latent_attention(data, splits):
 )
 def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
-    monkeypatch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
+    monkeypatch.setattr("slipstream.kernels.triton.attention.mla.num_splits", lambda *_: splits)
     heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
     step = cases.step(
         cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)
@@ -680,7 +675,7 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
     for bias in (None, torch.randn(outer)):
         w = round_linear(torch.randn(outer, inner), bias, SCHEMES[name])
         x = quantize_rows(torch.randn(num_tokens, inner), SCHEMES[name].inputs)
-        scratch = Scratch(torch.device("cpu"))
+        scratch = ArrivalCounters(torch.device("cpu"))
         theirs = REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
             close(skinny_gemm(x, w, scratch, tile=tile), theirs)
@@ -710,7 +705,7 @@ def test_products_by_blocks(num_tokens, outer, inner, tile):
         x = quantize_rows(
             torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block"
         )
-        scratch, theirs = Scratch(torch.device("cpu")), REFERENCE.linear(x, w)
+        scratch, theirs = ArrivalCounters(torch.device("cpu")), REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
             close(fp8_tile_linear(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
@@ -753,7 +748,7 @@ def test_4_bit_products(size, inner):
         close(dequantize_int4(w, torch.float32), dequantize(w))
         x = torch.randn(3, inner).half()
         for splits in (1, 2, 3):
-            ours = int4_linear(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
+            ours = int4_linear(x, w, ArrivalCounters(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(
                 ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5
             )
@@ -957,7 +952,7 @@ def test_copies_of_blocks(sizes):
     for ops in (OURS, REFERENCE):
         copies = [cache.clone() for cache in caches]
         rows, buffer = (
-            BlockRows.of(copies),
+            BlockTensors.of(copies),
             torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8),
         )
         staged = rows.in_buffer(buffer)

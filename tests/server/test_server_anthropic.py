@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from slipstream.engine.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING
 from tests.server.conftest import TEMPLATE
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
@@ -239,15 +239,12 @@ PICTURE = {"type": "image", "source": {"type": "url", "url": "x"}}
             "extra",
         ),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10**6}, "max_tokens"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}, "thinking"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2}}, "budget_tokens"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"extra_body": {"mcp_servers": [1]}}, "mcp_servers"),
     ],
@@ -318,7 +315,7 @@ def test_a_client_that_leaves_frees_its_blocks(serve):
 
 def test_broken_arguments_stand_apart(client, model):
     """Without a grammar a model may write what is no JSON."""
-    from slipstream.server.tools import written_arguments
+    from slipstream.server.answers.tools import written_arguments
 
     assert written_arguments('{"a": 1}') == {"a": 1}
     assert written_arguments("") == {}

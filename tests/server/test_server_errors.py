@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.record import LogFormatter
+from slipstream.server.http.record import LogFormatter
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
@@ -100,8 +100,6 @@ def test_a_body_in_another_coding_is_told_so(http, coded, told):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"zap": 1}}, "stream_options.zap"),
-        ({"store": True}, "store"),
-        ({"metadata": {"a": 1}}, "metadata[...]"),
         ({"priority": 2**40}, "priority"),
         ({"tools": []}, "tools"),
     ],

@@ -12,10 +12,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from slipstream.engine.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError
+from slipstream.server.openai.response_store import ResponseStore, StoredResponse
 from slipstream.server.state import ServerSettings
-from slipstream.server.store import ResponseStore, StoredResponse
 from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
@@ -349,13 +349,13 @@ async def test_the_store_is_bounded_and_keeps_conversations_in_use(tmp_path):
 def test_a_store_that_another_front_end_makes_is_waited_for(tmp_path, monkeypatch, waits):
     other, pauses = sqlite3.connect(tmp_path / "s", isolation_level=None), []
     other.execute("begin immediate")  # it is about to change the file
-    monkeypatch.setattr("slipstream.server.store._BUSY_S", 10.0 if waits else 0.0)
+    monkeypatch.setattr("slipstream.server.openai.response_store._BUSY_S", 10.0 if waits else 0.0)
 
     def pause(seconds):
         pauses.append(seconds)
         other.execute("commit")
 
-    monkeypatch.setattr("slipstream.server.store.time.sleep", pause)
+    monkeypatch.setattr("slipstream.server.openai.response_store.time.sleep", pause)
     with (
         contextlib.nullcontext()
         if waits
@@ -372,7 +372,7 @@ def test_a_full_disk_is_said(serve, monkeypatch):
     def full(*_):
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("slipstream.server.store._use", full)
+    monkeypatch.setattr("slipstream.server.openai.response_store._use", full)
     with server.client() as client:
         with pytest.raises(
             openai.InternalServerError, match="disk is full; send store=false"
@@ -388,14 +388,12 @@ def test_a_full_disk_is_said(serve, monkeypatch):
 
 # --- Refusals -------------------------------------------------------------------------------------------------------------
 
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}
-
 
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}]},
             "input[0].content[0].type",
@@ -414,20 +412,16 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x", "extra": 1}]}, "input[0].extra"),
-        ({"input": [{"role": "user", "content": "a"}, CALL]}, "input[1].arguments"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "function", "name": "f"}, "tools": TOOLS}, "tool_choice.name"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
     ],
@@ -510,9 +504,7 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut(serve):
     with server.client() as client:
         results = [{"type": "function_call_output", "call_id": "c", "output": "no JSON"}]
         client.responses.create(model="fake", input=results, previous_response_id="resp_cut")
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.responses.create(model="fake", input=[call, *results])
-        assert refused.value.param == "input[0].arguments"
+        client.responses.create(model="fake", input=[call, *results])
 
 
 def test_a_conversation_is_bounded_as_a_body_is(serve, monkeypatch):
@@ -524,7 +516,7 @@ def test_a_conversation_is_bounded_as_a_body_is(serve, monkeypatch):
                 ask = {"input": "x", "max_output_tokens": 1, "previous_response_id": answer.id}
                 answer = client.responses.create(model="fake", **ask)
         assert refused.value.param == "previous_response_id"
-        monkeypatch.setattr("slipstream.server.responses.MAX_ITEMS", 1)
+        monkeypatch.setattr("slipstream.server.openai.responses.MAX_ITEMS", 1)
         answer = client.responses.create(model="fake", input="x", max_output_tokens=1)
         with pytest.raises(openai.BadRequestError, match="1 items"):
             client.responses.create(model="fake", input="x", previous_response_id=answer.id)

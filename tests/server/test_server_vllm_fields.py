@@ -171,5 +171,5 @@ def test_names_that_are_taken(ask):
     for name in ("add_special_tokens", "continue_final_message", "any_length"):
         error = ask("/v1/chat/completions", status=400, chat_template_kwargs={name: 1})
         assert error["param"] == "chat_template_kwargs"
-    for name in ("reasoning_effort", "verbosity"):
-        assert ask("/v1/chat/completions", status=400, **{name: "low"})["param"] == name
+    for name in ("reasoning_effort", "verbosity"):  # hints, which this template does not know
+        ask("/v1/chat/completions", **{name: "low"})

@@ -31,6 +31,7 @@ VERBS = {  # the verb: its file, and its line of the help
     "embed": ("embed", "texts as vectors"),
     "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
+    "launch": ("launch", "start a coding agent on a server of yours"),
     "keys": ("keys", "who may ask a server, and how much"),
     "monitoring": ("monitoring", "alerts for Prometheus and a board for Grafana"),
     "manifests": ("manifests", "files that run a server in Docker or Kubernetes"),
@@ -78,7 +79,7 @@ class UsageError(SlipstreamError):
         self.usage = usage
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """argparse with four differences. An error is raised like every other, so that --json and the exit codes hold for it. An
     option is never guessed from its beginning. A verb's file is imported, and its arguments added, when they are needed.
     Options may stand between words."""
@@ -110,6 +111,9 @@ class Parser(argparse.ArgumentParser):
             (action for action in self._get_positional_actions() if action.nargs in ("+", "*")),
             None,
         )
+        if several is not None and unknown[:1] == ["--"]:
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are no options
+            unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
             getattr(found, several.dest).extend(
                 unknown
@@ -171,9 +175,9 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
+def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
     """Builds the parser of these verbs. argparse looks for translations of each one's help on the disk."""
-    parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
+    parser = ArgumentParser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)

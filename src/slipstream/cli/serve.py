@@ -358,9 +358,9 @@ def run(args: argparse.Namespace) -> int:
     number = args.api_servers or choose_api_servers(getattr(args, "device", "auto"))
     if number > 1 or not getattr(args, "owns_process", False):
         return serve(args, number)
-    from slipstream.frontend.guard import Guard
+    from slipstream.frontend.guard import ServerGuard
 
-    return Guard().run(lambda guarded: serve(args, number, guarded))
+    return ServerGuard().run(lambda guarded: serve(args, number, guarded))
 
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
@@ -373,7 +373,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
-    from slipstream.server.auth import Keyring
+    from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)

@@ -456,7 +456,7 @@ class Scheduler:
         return True
 
     def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        """Also allocate blocks for the next drafts, if many blocks are free."""
+        """Allocate blocks for the next drafts too, if many blocks are free."""
         wanted = min(num_tokens + len(request.drafts), request.end)
         kv = request.kv
         if kv.pool.num_free > self._watermark + kv.blocks_for(len(request.drafts)) * len(kv.own):

@@ -28,7 +28,13 @@ from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.hardware import is_stopped
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.beams import BeamSearchOutput
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, resolved_config
+from slipstream.engine.core_client import (
+    ChildLink,
+    CoreClient,
+    CoreLink,
+    CoreSource,
+    resolved_config,
+)
 from slipstream.engine.core_process import (
     Abort,
     AdaptersChanged,
@@ -52,10 +58,8 @@ from slipstream.engine.core_process import (
     WatchCache,
 )
 from slipstream.engine.folder import settled
-from slipstream.engine.grammar import check_in_thread
+from slipstream.engine.grammars.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
-from slipstream.engine.picture_files import PictureFile
-from slipstream.engine.pictures import PreparedPicture
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
     INLINE_CHARS,
@@ -67,8 +71,10 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.streams import OutputStream, PendingTexts
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.texts import PreparedTexts
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.vision.picture_files import PictureFile
+from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput, Vectors
@@ -388,7 +394,7 @@ class AsyncLLM:
         An unknown id is ignored."""
         self._abort(self._output.unfinished(request_id))
 
-    def _running_child(self) -> Link:
+    def _running_child(self) -> CoreLink:
         core = self._core
         if core.link is None or core.stopping:
             raise EngineDeadError(core.down_reason or "the engine is shutting down")

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.layers import JoinedTap
-from slipstream.worker.forward import StateCache
+from slipstream.worker.forward.forwards import StateCache
 from slipstream.worker.local_executor import load_runner
 from slipstream.worker.model_runner import ModelRunner
 
@@ -25,9 +25,9 @@ class Collected(StateCache):
         self.last = states
 
 
-class States:
-    """Of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the states before these
-    are wanted beside the final ones."""
+class TextStates:
+    """States of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the
+    states before these are wanted beside the final ones."""
 
     def __init__(
         self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int

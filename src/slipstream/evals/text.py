@@ -29,7 +29,7 @@ from slipstream.files import parse_json
 from slipstream.hub import read_objects, resolve_dataset
 
 if TYPE_CHECKING:
-    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.engine.text.tokenizer import Tokenizer
 
 Part: TypeAlias = Literal["calibration", "evaluation", "all"]
 
@@ -89,7 +89,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which text, how much of it, and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
+    """A choice of text, its length and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
     source."""
 
     source: str = DEFAULT_TEXT

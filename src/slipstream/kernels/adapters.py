@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.kernels.weights import Activations, Linear
 
 if TYPE_CHECKING:
-    from slipstream.kernels.metadata import ExpertLoad
+    from slipstream.kernels.metadata import ExpertCounters
     from slipstream.kernels.ops import Experts, OpSet
     from slipstream.platform import RankGroup
 
@@ -147,7 +147,7 @@ class AdapterOps:
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         up, down = shared
         if id(up) not in self._weights and id(down) not in self._weights:

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.metadata import LayerKV
 
 
-class BlockRows:
+class BlockTensors:
     """The parts of blocks in several tensors. Row b of each tensor in `rows`, [B, n] of the widest
     possible type, is a part of block b."""
 
@@ -28,7 +28,7 @@ class BlockRows:
         self.is_aligned = all(number % 16 == 0 for place in places for number in place)
 
     @classmethod
-    def of(cls, caches: Iterable[Tensor]) -> BlockRows:
+    def of(cls, caches: Iterable[Tensor]) -> BlockTensors:
         """Makes the rows of tensors [B, …]. The last two dimensions may be swapped in memory. A
         tensor that occurs twice counts once."""
         once = {cache.data_ptr(): cache for cache in caches}.values()
@@ -38,7 +38,7 @@ class BlockRows:
         )
 
     @classmethod
-    def of_layers(cls, layers: Iterable[LayerKV]) -> BlockRows:
+    def of_layers(cls, layers: Iterable[LayerKV]) -> BlockTensors:
         """Makes the rows of layers' caches. Layers of different groups may share tensors."""
         return cls.of(
             cache
@@ -46,10 +46,10 @@ class BlockRows:
             for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
         )
 
-    def in_buffer(self, buffer: Tensor) -> BlockRows:
+    def in_buffer(self, buffer: Tensor) -> BlockTensors:
         """Returns the parts of blocks that are side by side in `buffer`, uint8
         [blocks, num_bytes]."""
-        return BlockRows(
+        return BlockTensors(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )
 

@@ -133,7 +133,7 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class JoinedSteps:
     """One of several steps that are known at once."""
 
     all: AttentionMetadata  # the sequences of all steps, each step's at equal distances
@@ -179,7 +179,7 @@ class AttentionMetadata:
         None  # int32 [T]: end of each token's text; None: unknown, or no whole texts
     )
     shared: SharedPrefixes | None = None
-    of_steps: Steps | None = None
+    of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -283,7 +283,7 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLoad:
+class ExpertCounters:
     """Counters of one layer's tokens by expert, which `moe` updates.
 
     A token that is written to the null block is padding and doesn't count.

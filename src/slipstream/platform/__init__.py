@@ -1,4 +1,4 @@
-"""What a kind of device can do and how it is used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
+"""Kinds of devices, what they can do and how they are used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
 
     cpu.py   the host's own processor
     cuda.py  an NVIDIA GPU
@@ -38,7 +38,7 @@ def platform_of(device: torch.device) -> Platform:
 
 
 def gpu_platform(ordinal: int) -> CudaPlatform:
-    """That of one of the GPUs that torch sees."""
+    """The platform of one of the GPUs that torch sees."""
     platform = platform_of(torch.device("cuda", ordinal))
     assert isinstance(platform, CudaPlatform)
     return platform

@@ -32,13 +32,13 @@ class CopyQueue(Protocol):
     """Work beside the steps."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """What is queued within it runs after all that is queued now, and beside what is queued later."""
+        """Queue work on this stream: it runs after all that is queued now, and concurrently with what is queued later."""
 
     def record(self) -> Event | None:
         """An event behind what is queued here; None where nothing is ever queued."""
 
     def join(self) -> None:
-        """What the steps queue from now on runs behind what is queued here."""
+        """Make the steps wait: what they queue from now on runs after what is queued here."""
 
 
 class Graph(Protocol):
@@ -66,7 +66,7 @@ class Platform(ABC):
     collectives: Literal["gloo", "nccl"]
     """The backend of `torch.distributed` for processes that each have such a device."""
     arch: GpuArch
-    """Of a CPU the interpreter's, for kernels that are tested there."""
+    """The GPU's architecture; on a CPU the interpreter's, for kernels that are tested there."""
     multiprocessors: int
     shared_bytes: int
     """Shared memory that one thread block may take."""
@@ -133,7 +133,7 @@ class Platform(ABC):
 
     @abstractmethod
     def run_after(self, event: Event | None) -> None:
-        """What is queued from now on runs after `event`. The host does not wait."""
+        """Make what is queued from now on run after `event`. The host does not wait."""
 
     @abstractmethod
     def synchronize(self) -> None:

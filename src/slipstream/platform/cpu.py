@@ -36,7 +36,8 @@ class CpuPlatform(Platform):
         pass
 
     def start_peak(self) -> int:
-        """Where the system can't begin a new measurement, the peak is the process's highest ever, and less is found."""
+        """Begin to measure the peak of memory. Where the system can't begin anew, the peak is the process's highest
+        ever, and less is found."""
         gc.collect()
         try:
             with open("/proc/self/clear_refs", "w") as file:

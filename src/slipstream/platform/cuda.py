@@ -109,8 +109,8 @@ class CudaPlatform(Platform):
         weakref.finalize(memory, runtime.cudaHostUnregister, at)
 
     def _clear_last_error(self) -> None:
-        """Of a refused call that was not torch's own, CUDA keeps the error, and the check behind torch's next launch raises and
-        forgets it. That launch is made here."""
+        """Forget a refused call's error. If the call was not torch's own, CUDA keeps the error, and the check behind
+        torch's next launch raises and forgets it. That launch is made here."""
         with suppress(RuntimeError):
             torch.ones(1, device=self.device)
 

@@ -1,6 +1,6 @@
 """The state that the server's parts share: the engine, the settings, and the requests in flight.
 
-`Engine` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
+`EngineProtocol` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
 belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.
 """
 
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.arguments import suggesting_init, types_of, wrong_type
 from slipstream.config import EngineConfig
-from slipstream.engine.tools import Formats
+from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
 from slipstream.outputs import Vectors
-from slipstream.server.load import ServerLoad
+from slipstream.server.http.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import BeamSearchParams, LoRARequest, Prompt, Reserve, SamplingParams, Share
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
     from slipstream.engine.core_process import CacheEvents
     from slipstream.engine.output import Sink
-    from slipstream.engine.picture_files import PictureFile
-    from slipstream.engine.pictures import PreparedPicture
-    from slipstream.server.auth import Keyring
-    from slipstream.server.batches import BatchStore
-    from slipstream.server.files import FileStore
-    from slipstream.server.limits import Exchange
-    from slipstream.server.metrics import MetricCounts, Metrics
-    from slipstream.server.rates import Limiter
-    from slipstream.server.record import Observers
-    from slipstream.server.store import ResponseStore
+    from slipstream.engine.vision.picture_files import PictureFile
+    from slipstream.engine.vision.pictures import PreparedPicture
+    from slipstream.server.batches.batches import BatchStore
+    from slipstream.server.batches.files import FileStore
+    from slipstream.server.http.auth import Keyring
+    from slipstream.server.http.limits import Exchange
+    from slipstream.server.http.rates import Limiter
+    from slipstream.server.http.record import Observers
+    from slipstream.server.openai.response_store import ResponseStore
+    from slipstream.server.operations.metrics import MetricCounts, Metrics
     from slipstream.spec.description import ModelDescription
 
 
-class Tokenizer(Protocol):
+class TokenizerProtocol(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -69,14 +69,14 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-class Health(Protocol):
+class HealthProtocol(Protocol):
     @property
     def ok(self) -> bool: ...
     @property
     def reason(self) -> str: ...
 
 
-class Watch(Protocol):
+class Watcher(Protocol):
     """What looks for trouble while the server runs (`fleet/detection`), and what it found: the newest first, as JSON has it."""
 
     @property
@@ -84,11 +84,11 @@ class Watch(Protocol):
     async def run(self, state: ServerState) -> None: ...
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     @property
     def config(self) -> EngineConfig: ...
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> TokenizerProtocol | None: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -145,7 +145,7 @@ class Engine(Protocol):
     def is_sleeping(self) -> bool: ...
     async def sleep(self, level: int = 1) -> None: ...
     async def wake_up(self) -> None: ...
-    def health(self) -> Health: ...
+    def health(self) -> HealthProtocol: ...
     async def shutdown(self, drain_s: float = 0.0) -> None: ...
 
 
@@ -162,7 +162,7 @@ class Shortened(Protocol):
     def kept_share(self) -> float: ...
 
 
-class Shortener(Protocol):
+class ShortenerProtocol(Protocol):
     """Shortens the parts of a prompt. Each part is a text, and whether it must stay as it is. `protect` are regular expressions
     of what stays wherever it is."""
 
@@ -217,7 +217,7 @@ class ServerSettings:
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
     fleet_key: str | None = (
-        None  # only requests with it are answered: those of a fleet's gateway (`server.fleet`)
+        None  # only requests with it are answered: those of a fleet's gateway (`server.operations.fleet`)
     )
     ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
     files_dir: str | None = None  # where files and batches are; None: there are none
@@ -344,12 +344,12 @@ def _is_origin(text: str) -> bool:
 
 @dataclass(slots=True)
 class ServerState:
-    engine: Engine
+    engine: EngineProtocol
     settings: ServerSettings
     observers: Observers
     keys: Keyring
     limiter: Limiter
-    shortener: Shortener | None = None  # of prompts, by a small model
+    shortener: ShortenerProtocol | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # of this process
     load: ServerLoad = field(default_factory=ServerLoad)
@@ -358,7 +358,7 @@ class ServerState:
     batches: BatchStore | None = None
     # Of all front ends, given this one's. None: it is alone.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
-    watch: Watch | None = None  # None: without a detector
+    watch: Watcher | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -41,7 +41,7 @@ ANY_TOKEN = 7
 _order = attrgetter("order")
 
 
-class Sleep(NamedTuple):
+class SimulatedSleep(NamedTuple):
     """A sleep during steps (since, last], in which a request only gets its next token.
 
     It had `computed` tokens before. Where blocks are counted, it takes one in step `due` and in
@@ -85,11 +85,11 @@ class SleepingScheduler(Scheduler):
         self.num_asleep = 0  # in the latest planned step
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same for the next step
-        self._asleep: dict[Request, Sleep] = {}
-        self._due: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+        self._asleep: dict[Request, SimulatedSleep] = {}
+        self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
         )  # by the step for which they need a block
-        self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+        self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
         )  # by the step with their last token
         self._awake: list[Request] = []  # the running ones among them
@@ -186,9 +186,9 @@ class SleepingScheduler(Scheduler):
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
         """Puts the request to sleep after step `since`, with `computed` tokens by then."""
         last = since + request.decodes_until - computed
-        sleep = Sleep(since, computed, last)
+        sleep = SimulatedSleep(since, computed, last)
         if self._counts and request.decodes_until < request.end - 1:
-            sleep = Sleep(since, computed, since + request.end - 1 - computed, last + 1)
+            sleep = SimulatedSleep(since, computed, since + request.end - 1 - computed, last + 1)
             self._groups[sleep.due % self.kv.block_size][request] = None
             request.decodes_until = request.end - 1
         self._asleep[request] = sleep
@@ -231,7 +231,7 @@ class SleepingScheduler(Scheduler):
             self._wake(request, this - 1)
         return found
 
-    def _leave(self, this: int, sleep: Sleep) -> None:
+    def _leave(self, this: int, sleep: SimulatedSleep) -> None:
         """Removes from the counts a request that would have slept through step `this`."""
         self._next_asleep -= 1
         self._next_context -= sleep.computed + this - sleep.since
@@ -267,11 +267,13 @@ class SleepingScheduler(Scheduler):
                 request.blocks[g].append(blocks.pop())
             if request.end - 1 > room + size:
                 request.decodes_until = room + size
-                asleep[request] = sleep = Sleep(since, computed, last + size)
+                asleep[request] = sleep = SimulatedSleep(since, computed, last + size)
                 self._due[last + size + 1].append((request, sleep))
             else:
                 request.decodes_until = request.end - 1
-                asleep[request] = sleep = Sleep(since, computed, last + request.end - 1 - room)
+                asleep[request] = sleep = SimulatedSleep(
+                    since, computed, last + request.end - 1 - room
+                )
                 self._last[sleep.last].append((request, sleep))
             self._next_context += room + 1
         self._next_asleep += len(due)

@@ -4,7 +4,7 @@ It holds the model, its KV cache, and the rows of the running sequences. launch(
 sample(forward(prepare(plan)))
 
 1. `prepare` updates the rows and makes an `InputBatch`.
-2. `forward` computes hidden states. `worker/forward.py` chooses how.
+2. `forward` computes hidden states. `worker/forward/forwards.py` chooses how.
 3. `sample` draws tokens and writes them where the next step reads them.
 
 On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on
@@ -30,7 +30,7 @@ from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CHAIN_DEPTHS, GRAPH_BYTES, graph_bytes
 from slipstream.errors import AdapterError, ConfigError, OutOfMemoryError
 from slipstream.kernels.arrays import to_array
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.build import remedy
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.select import select_ops
@@ -48,30 +48,36 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
-from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draft_head import load_drafter
-from slipstream.worker.draft_model import DraftModel
-from slipstream.worker.drafter import Drafter
-from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
-from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
-from slipstream.worker.expert_balance import LayerSwap
-from slipstream.worker.expert_load import ExpertLoad
-from slipstream.worker.expert_places import ExpertPlaces
-from slipstream.worker.forward import Forwards, InputBatch, Output
-from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
-from slipstream.worker.head_drafter import HeadDrafter
-from slipstream.worker.host_experts import LoadFollower, settle_experts, with_host_experts
-from slipstream.worker.images import ImageEncoder
+from slipstream.worker.draft.drafter import Drafter
+from slipstream.worker.draft.head_drafter import HeadDrafter
+from slipstream.worker.draft.heads import load_drafter
+from slipstream.worker.draft.model import DraftModel
+from slipstream.worker.experts.balance import LayerSwap
+from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
+from slipstream.worker.experts.load import ExpertLoad
+from slipstream.worker.experts.places import ExpertPlaces
+from slipstream.worker.forward.forwards import Forwards, InputBatch, Output
+from slipstream.worker.forward.images import ImageEncoder
+from slipstream.worker.forward.texts import (
+    EagerTexts,
+    TextGraphs,
+    most_texts,
+    text_ladder,
+    vectors_of,
+)
+from slipstream.worker.graphs.step_graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import SampledRows, encoder_batch
-from slipstream.worker.probe_steps import compile_kernels, measure_activations
+from slipstream.worker.ranks.stage_tokens import FirstStage, LastStage
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import sampling_tensors
-from slipstream.worker.stage_tokens import FirstStage, LastStage
-from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
+from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
+from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
+from slipstream.worker.sampling.sampler import sampling_tensors
+from slipstream.worker.start.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
+from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
+from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
+from slipstream.worker.tiers.disk_tier import DiskTier
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -91,7 +97,7 @@ class ModelRunner:
         weights_folder: Path,
         partition: Partition | None = None,
     ) -> None:
-        """With a `partition`, this is one rank of several."""
+        """Set up the runner. With a `partition`, it is one rank of several."""
         self.config, self.partition = config, partition
         self.device = torch.device(config.device.info.device)
         self.platform = platform_of(self.device)
@@ -174,7 +180,7 @@ class ModelRunner:
         if partition is not None and partition.shard.experts:
             self._places = ExpertPlaces(self.model.decoder, self._experts, partition)
         self.kv: list[LayerKV] = []
-        self._block_rows: BlockRows | None = None
+        self._block_rows: BlockTensors | None = None
         self.rows: RowTable | None = None
         self._under_way: Output | None = None  # a step that a CPU still computes
         self._first: FirstStage | None = None  # of a pipeline, like `_last`
@@ -228,7 +234,7 @@ class ModelRunner:
         try:
             with self._phase("cache"):
                 self.kv = self.make_cache(num_blocks)
-                self._block_rows = BlockRows.of_layers(self.kv)
+                self._block_rows = BlockTensors.of_layers(self.kv)
                 if self.draft is not None:
                     self.draft.allocate(num_blocks)
                 self.rows = None if self.model.spec.is_encoder else self._make_rows()
@@ -272,16 +278,16 @@ class ModelRunner:
             self.draft.release()
         self.rows = self.texts = None
 
-    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> BlockStore:
+    def open_store(self, disk: DiskTier | None, num_slots: int, num_staged: int) -> HostBlockStore:
         """Open the tiers below the cache: `num_slots` blocks of host memory (GPU only), and disk."""
         assert self._block_rows is not None
         if not num_slots:
-            return BlockStore(
+            return HostBlockStore(
                 block_arrays([to_array(rows) for rows in self._block_rows.rows]),
                 disk,
                 self._take_tokens,
             )
-        from slipstream.worker.device_blocks import DeviceBlocks
+        from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)
 

@@ -12,14 +12,14 @@ from slipstream.fleet.detection.alerts import Alerts
 from slipstream.fleet.detection.counters import Counters, of_server
 from slipstream.fleet.detection.detector import SILENT_S, Detector, Finding
 from slipstream.fleet.detection.observation import INTERVAL_S
-from slipstream.server.health import all_metrics, engine_stats
+from slipstream.server.operations.health import all_metrics, engine_stats
 from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.fleet")
 
 
 class ServerWatch:
-    """`Watch` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
+    """`Watcher` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
     again."""
 
     def __init__(

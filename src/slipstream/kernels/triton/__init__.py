@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.metadata import (
     AttentionMetadata,
-    ExpertLoad,
+    ExpertCounters,
     LayerKV,
     PackedParts,
     SamplingTensors,
@@ -30,13 +30,9 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.triton import (
-    bidirectional,
     int4_groupwise,
     linear,
     lora,
-    mla_prefill,
-    moe,
-    mxfp4,
     one_token,
     pointwise,
     rank_sums,
@@ -45,8 +41,10 @@ from slipstream.kernels.triton import (
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention import bidirectional, mla_prefill
+from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention.paged import paged_attention
+from slipstream.kernels.triton.experts import moe, mxfp4
 from slipstream.kernels.weights import (
     Activations,
     GroupedLinear,
@@ -100,7 +98,7 @@ class TritonOps(OpSet):
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
-        self._scratch: dict[torch.device, split_k.Scratch] = {}
+        self._scratch: dict[torch.device, split_k.ArrivalCounters] = {}
 
     def eight_bits(self, device: torch.device) -> str | None:
         return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
@@ -131,7 +129,7 @@ class TritonOps(OpSet):
 
     def _prepare(self, device: torch.device) -> None:
         if device not in self._scratch:
-            self._scratch[device] = split_k.Scratch(device)
+            self._scratch[device] = split_k.ArrivalCounters(device)
 
     def pack_weight(self, w: Linear) -> Linear:
         self._prepare(w.weight.device)
@@ -333,7 +331,7 @@ class TritonOps(OpSet):
         return moe.moe_of_choice(x, weights, chosen, experts)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         return moe.moe(x, router_logits, experts, load)
 
@@ -343,7 +341,7 @@ class TritonOps(OpSet):
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         if moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)

@@ -1,0 +1,173 @@
+"""Decides which replicas get no requests for a while, and how many requests may be retried. Policy alone, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+from statistics import median
+
+MAX_FAILURES = 3
+"""In a row; then nothing is sent for a while."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+MIN_SEEN = 8
+"""Requests of a replica before it is said to be slow."""
+
+SLOW_EXCESS_S = 0.25
+"""A replica is not slow that is less than this behind the others, whatever the ratio."""
+
+MAX_OUT = 0.5
+"""Never more than this share of replicas is taken out for being slow or wrong: then it is something else."""
+
+_LEARN = 0.15
+
+
+class RetryBudget:
+    """Of requests that are sent again: a share of all requests, with a reserve for a beginning."""
+
+    def __init__(self, share: float, reserve: float = 10.0) -> None:
+        self._share, self._reserve = share, reserve
+        self.left = reserve if share else 0.0
+
+    def request(self) -> None:
+        self.left = min(self._reserve, self.left + self._share)
+
+    def take(self) -> bool:
+        if self.left < 1:
+            return False
+        self.left -= 1
+        return True
+
+
+@dataclass(slots=True)
+class Watched:
+    """What requests and probes showed of one replica."""
+
+    failures: int = 0  # in a row
+    pauses: int = 0  # in a row
+    out_until: float = 0.0
+    why: str = ""
+    trial: bool = False  # it was out, and one request may try
+    was_slow: bool = (
+        False  # it was out for that; until it has shown otherwise, requests go there one at a time
+    )
+    seen: int = 0
+    late_s: float = 0.0  # how far first tokens come behind what was predicted, smoothed
+    ttft_s: float = 0.0  # smoothed
+    wrong: int = 0  # probes in a row
+
+
+@dataclass(slots=True)
+class ReplicaGuard:
+    slow_factor: float = 4.0
+    replicas: dict[str, Watched] = field(default_factory=dict)
+
+    def add(self, replica: str) -> None:
+        self.replicas[replica] = Watched()
+
+    def remove(self, replica: str) -> None:
+        self.replicas.pop(replica, None)
+
+    def out(self, now: float) -> set[str]:
+        """Replicas that get no requests now. After its pause a replica gets one request, and more once that is answered."""
+        return {
+            name
+            for name, watched in self.replicas.items()
+            if watched.out_until > now or watched.trial
+        }
+
+    def next_change(self, now: float) -> float | None:
+        """When a pause ends."""
+        return min(
+            (w.out_until for w in self.replicas.values() if inf > w.out_until > now), default=None
+        )
+
+    def sent(self, replica: str, now: float) -> None:
+        watched = self.replicas.get(replica)
+        if watched is not None and watched.pauses and watched.out_until <= now:
+            watched.trial = True
+
+    def let_go(self, replica: str) -> None:
+        """A request there ended, whatever it showed: another may try."""
+        if (watched := self.replicas.get(replica)) is not None:
+            watched.trial = False
+
+    def failed(self, replica: str, why: str, now: float, *, gone: bool = False) -> None:
+        """`gone`: it can't be reached at all, so one failure is enough."""
+        watched = self.replicas.get(replica)
+        if watched is None:
+            return
+        watched.failures += 1
+        if gone or watched.trial or watched.failures >= MAX_FAILURES:
+            self._pause(watched, why, now)
+
+    def answered(self, replica: str, ttft_s: float, predicted_s: float, now: float) -> None:
+        watched = self.replicas.get(replica)
+        if watched is None:
+            return
+        watched.failures, watched.trial = 0, False
+        weight = max(_LEARN, 1 / (watched.seen + 1))
+        watched.seen += 1
+        watched.late_s += weight * (max(0.0, ttft_s - predicted_s) - watched.late_s)
+        watched.ttft_s += weight * (ttft_s - watched.ttft_s)
+        if self._is_slow(replica, now):
+            others = median(
+                w.ttft_s for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN
+            )
+            self._pause(
+                watched,
+                f"slow: {watched.ttft_s:.2f} s to a first token, the others {others:.2f} s",
+                now,
+            )
+            watched.was_slow = True
+            watched.seen, watched.late_s, watched.ttft_s = 0, 0.0, 0.0
+        elif watched.out_until <= now and (not watched.was_slow or watched.seen >= MIN_SEEN):
+            watched.pauses, watched.why, watched.was_slow = 0, "", False
+
+    def _is_slow(self, replica: str, now: float) -> bool:
+        watched = self.replicas[replica]
+        others = [w for n, w in self.replicas.items() if n != replica and w.seen >= MIN_SEEN]
+        if watched.seen < MIN_SEEN or not others or not self._may_take_out(now):
+            return False
+        late_s = median(w.late_s for w in others) + SLOW_EXCESS_S
+        return (
+            watched.ttft_s > self.slow_factor * median(w.ttft_s for w in others)
+            and watched.late_s > late_s
+        )
+
+    def probed(self, answers: Mapping[str, object], now: float) -> list[str]:
+        """The answers of replicas that should give the same. A replica whose answer differs from most others' twice in a row
+        gets no requests until its answer is the same again. Returns the replicas that are newly excluded."""
+        counts: dict[object, int] = {}
+        for answer in answers.values():
+            counts[answer] = counts.get(answer, 0) + 1
+        right, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
+        if len(answers) < 3 or number <= len(answers) / 2:
+            return []  # of two it is unknown which is wrong
+        found = []
+        for name, answer in answers.items():
+            watched = self.replicas.get(name)
+            if watched is None:
+                continue
+            watched.wrong = 0 if answer == right else watched.wrong + 1
+            is_out = watched.out_until == inf
+            if is_out and not watched.wrong:
+                watched.out_until = now
+            elif not is_out and watched.wrong >= 2 and self._may_take_out(now):
+                self._pause(
+                    watched, "wrong: it answers a probe otherwise than the other replicas", now
+                )
+                watched.out_until = inf
+                found.append(name)
+        return found
+
+    def _may_take_out(self, now: float) -> bool:
+        return len(self.out(now)) + 1 <= MAX_OUT * len(self.replicas)
+
+    def _pause(self, watched: Watched, why: str, now: float) -> None:
+        if watched.out_until == inf:
+            return  # only a probe brings it back
+        watched.out_until = now + min(FIRST_PAUSE_S * 2**watched.pauses, LONGEST_PAUSE_S)
+        watched.pauses += 1
+        watched.failures, watched.trial, watched.why = 0, False, why

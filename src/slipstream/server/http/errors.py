@@ -1,0 +1,231 @@
+"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, or in that of the route's protocol.
+
+400 invalid_request_error   `param` names the field; code context_length_exceeded if the prompt is too long
+401 invalid_request_error   code invalid_api_key
+404, 405, 408, 413          an unknown route or model, a wrong method, a body too slow or too long
+429 rate_limit_error        the engine's queue or the server is full; Retry-After says when to come back
+503 service_unavailable     draining, or the engine process died or sleeps
+507 server_error            the disk is full; code disk_full
+500 server_error            a fault of ours; the message says nothing of the inside, the log does
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import logging
+import re
+from collections.abc import Callable, Mapping, Set
+from typing import TypeAlias
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from slipstream.errors import (
+    ContextLengthError,
+    EngineAsleepError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestError,
+    SlipstreamError,
+)
+
+logger = logging.getLogger("slipstream.server")
+
+RETRY_AFTER_S = 1
+"""Retry-After when the server is full: a few steps of the engine, after which places are free."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status of a request whose client disconnected. Only the log and the metrics show it."""
+
+
+class ApiError(Exception):
+    """An answer that is an error. `kind` is OpenAI's `type`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = (
+            status,
+            message,
+            kind,
+            param,
+            code,
+        )
+        self.headers = dict(headers or {})
+        self.lengths: tuple[int, int | None, int] | None = None  # as `ContextLengthError` has them
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    @property
+    def named_message(self) -> str:
+        """For a protocol whose errors are a text: the field stands in it."""
+        return (
+            self.message
+            if self.param is None or self.param in self.message
+            else f"{self.param}: {self.message}"
+        )
+
+
+class ClientDisconnected(Exception):  # noqa: N818 - nothing went wrong
+    """The client disconnected, so there is no answer to send."""
+
+
+Shape: TypeAlias = Callable[[ApiError, str], bytes]
+"""The body of an error in a protocol that is not OpenAI's, given the request's id."""
+
+SHAPES: dict[str, Shape] = {}
+"""By how the paths of the protocol's routes begin, up to a slash. Each protocol's file enters its own."""
+
+
+def error_body(scope: Scope, error: ApiError) -> bytes:
+    """In the shape of the protocol that the request's route is of."""
+    path = scope["path"]
+    shape = next(
+        (s for begin, s in SHAPES.items() if path == begin or path.startswith(begin + "/")), None
+    )
+    return error.body() if shape is None else shape(error, scope["record"].id)
+
+
+def response_to(scope: Scope, error: ApiError) -> Response:
+    """The error response to a request, in the format of its route's protocol."""
+    return Response(
+        error_body(scope, error), error.status, error.headers, media_type="application/json"
+    )
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def overloaded(message: str) -> ApiError:
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(429, message, kind="rate_limit_error", code="overloaded", headers=headers)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(503, message, kind="service_unavailable", code=code, headers=headers)
+
+
+def storage_error(message: str, error: OSError) -> ApiError:
+    """507 if the disk is full, else 503."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, f"{message}: {error.strerror}", kind="server_error", code="disk_full")
+    return unavailable(f"{message}: {error.strerror}", "storage_failed")
+
+
+def revoked_key() -> ApiError:
+    message = "the API key of this request was revoked or has expired"
+    return ApiError(401, message, code="invalid_api_key")
+
+
+def shutting_down() -> ApiError:
+    return unavailable("the server is shutting down; send the request to another", "shutting_down")
+
+
+def as_api_error(exc: Exception) -> ApiError:
+    """The error for the client, from `exc`."""
+    match exc:
+        case ApiError():
+            return exc
+        case ContextLengthError():
+            error = bad_request(exc.message, exc.field, "context_length_exceeded")
+            error.lengths = exc.lengths
+            return error
+        case RequestError():
+            return bad_request(exc.message, exc.field)
+        case EngineOverloadedError():
+            return overloaded(exc.message)
+        case EngineAsleepError():
+            return unavailable(exc.message, "engine_asleep")
+        case EngineDeadError():
+            return unavailable(exc.message, "engine_dead")
+        case HTTPException():
+            names = {404: "unknown route; see /openapi.json", 405: "wrong method for this route"}
+            message = names.get(exc.status_code, exc.detail)
+            return ApiError(
+                exc.status_code, message, code=_CODES.get(exc.status_code), headers=exc.headers
+            )
+        case SlipstreamError():
+            return ApiError(500, exc.message, kind="server_error", code="engine_error")
+        case _:
+            return ApiError(
+                500,
+                "internal error; the server's log has the details",
+                kind="server_error",
+                code="internal",
+            )
+
+
+FIELDS: set[str] = set()
+"""The names of all fields of bodies (`protocol` fills it). An unknown name is the client's text, and no log contains that."""
+
+_CODES = {404: "unknown_route", 405: "method_not_allowed"}
+
+
+async def answer_error(request: Request, exc: Exception) -> Response:
+    """The app's handler of exceptions that are meant to be answered; RequestLog answers the others."""
+    if isinstance(exc, ClientDisconnected):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    if isinstance(exc, HTTPException) and exc.status_code in (404, 405):
+        exc = _no_route(request, exc)
+    return response_to(request.scope, noted(request.scope, exc))
+
+
+def wrong_method(methods: Set[str]) -> ApiError:
+    """`methods` are those that the route takes."""
+    allowed = ", ".join(sorted(methods - {"HEAD"}))
+    message = f"wrong method for this route; it takes {allowed}"
+    return ApiError(405, message, code="method_not_allowed", headers={"allow": allowed})
+
+
+def _no_route(request: Request, exc: HTTPException) -> ApiError:
+    """What takes the path with another method, or has a path like it. Of the client's text nothing is said again."""
+    path, routes = (
+        request.scope["path"],
+        [route for route in request.app.routes if isinstance(route, Route)],
+    )
+    methods = {
+        method
+        for route in routes
+        if route.path_regex.match(path)
+        for method in route.methods or ("GET", "POST")
+    }
+    if methods:
+        return wrong_method(methods)
+    known = sorted({route.path for route in routes if "{" not in route.path} - {"/"})
+    asked = path.rstrip("/")[:100]
+    near = [
+        name for name in known if asked and (name.endswith(asked) or asked.endswith(name))
+    ]  # /v1 left out, or twice
+    near = sorted(near, key=len)[-1:] or difflib.get_close_matches(asked, known, n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else "see /openapi.json"
+    return ApiError(404, f"unknown route; {hint}", code="unknown_route")
+
+
+def noted(scope: Scope, exc: Exception) -> ApiError:
+    """The error for the client, from `exc`. It is also noted in the request's record and in the log."""
+    error = as_api_error(exc)
+    if error.status == 500 and isinstance(exc, SlipstreamError):
+        logger.error("request failed: %s", exc)
+    record = scope["record"]
+    record.error = error.code or error.kind
+    if error.param is not None:
+        known = all(part in FIELDS for part in re.sub(r"\[\d+\]", "", error.param).split("."))
+        record.param = error.param if known else "unknown"
+    return error

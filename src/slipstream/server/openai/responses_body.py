@@ -1,0 +1,637 @@
+"""The body of POST /v1/responses, and how its items become the messages of a chat.
+
+Items that follow one another and are the model's (reasoning, a message, calls) become one message of the assistant, which is
+what chat templates know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.structured import JsonSchema, ResponseFormat
+from slipstream.server.answers.tools import (
+    CalledFunction,
+    FunctionSpec,
+    Name,
+    NamedChoice,
+    NamedFunction,
+    SentToolCall,
+    ToolSpec,
+    written_arguments,
+)
+from slipstream.server.http.errors import bad_request
+from slipstream.server.openai.protocol import (
+    OFF,
+    ChatRequest,
+    Int,
+    Message,
+    Stop,
+    Text,
+    TokenId,
+    decode,
+    decode_raw,
+    picture_part,
+    refuse_unless_off,
+    register,
+    text_part,
+)
+
+MAX_ITEMS = 8192
+
+
+class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Raw = HINT  # the model is told of all tools at once
+
+    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+
+
+class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that takes a text. The model calls it as a function with the one argument `input`."""
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: dict[str, Any] | None = None  # a grammar of the text, which the model is told
+    defer_loading: Raw = HINT
+
+    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+
+
+class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tools with a common prefix. The model is told of each by the prefix and its name."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: list[dict[str, Raw]]
+    description: str | None = None
+
+
+HOSTED = re.compile(
+    r"web_search(_preview)?(_[\d_]+)?|file_search|code_interpreter|image_generation|mcp|tool_search"
+)
+"""Types of tools that the provider runs. The model is not told of them, so it can't call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool as the model is told of it, and how the protocol names it."""
+
+    function: FunctionSpec
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One tool that must be called, or with "allowed_tools" those that may be."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: Name | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class TextFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Reasoning is there in full, and never summarised."""
+
+    hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context")
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: Raw = HINT
+
+
+class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+
+    include_obfuscation: bool | None = None
+
+
+class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses/input_tokens"""
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = {  # what chats call it
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    input: str | Annotated[list[dict[str, Raw]], Meta(max_length=MAX_ITEMS)]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None  # nothing is cut: it is an error
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+        if not self.input:
+            raise bad_request("input is empty; give text or items", "input")
+        form = self.text.format if self.text is not None else None
+        if (
+            form is not None
+            and form.type == "json_schema"
+            and (form.schema is None or not form.name)
+        ):
+            missing = "schema" if form.name else "name"
+            raise bad_request("json_schema needs a name and a schema", f"text.format.{missing}")
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            wanted = "tools" if choice.type == "allowed_tools" else "name"
+            if getattr(choice, wanted) is None:
+                raise bad_request(f"{choice.type} needs {wanted}", f"tool_choice.{wanted}")
+
+    def functions(self) -> tuple[dict[str, CallableTool], list[str]]:
+        """Returns the tools that the model can call, by the name it knows them by, and the hints in the list."""
+        found, hints = dict[str, CallableTool](), list[str]()
+        for i, tool in enumerate(self.tools or ()):
+            _add_tool(tool, f"tools[{i}]", None, found, hints)
+        if len(found) > MAX_TOOLS:
+            raise bad_request(f"there are more than {MAX_TOOLS} tools; offer fewer", "tools")
+        return found, list(dict.fromkeys(hints))
+
+    def more_hints(self) -> list[str]:
+        return self.functions()[1]
+
+    def _choice(
+        self, tools: dict[str, CallableTool]
+    ) -> tuple[dict[str, CallableTool], Literal["none", "auto", "required"] | NamedChoice | None]:
+        """Returns the tools that may be called, and a chat's `tool_choice`."""
+        choice = self.tool_choice
+        if not tools or not isinstance(choice, ResponseToolChoice):
+            return tools, choice if tools and not isinstance(choice, ResponseToolChoice) else None
+        if choice.type != "allowed_tools":
+            return tools, NamedChoice(
+                type="function", function=NamedFunction(name=choice.name or "")
+            )
+        names = {tool.get("name") for tool in choice.tools or ()}
+        allowed = {known: tool for known, tool in tools.items() if tool.name in names}
+        if not allowed:
+            raise bad_request(
+                "none of the allowed tools is among tools; name one", "tool_choice.tools"
+            )
+        return allowed, choice.mode or "auto"
+
+    def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
+        """This body's own name for a field of a chat. `places`: where it has the chat's messages."""
+        if field is None:
+            return None
+        if places and (
+            match := re.fullmatch(r"messages\[(\d+)](\.content\[\d+])(\.image_url(\.\w+)?)?", field)
+        ):
+            place = places[int(match[1])]
+            own = ".detail" if match[4] == ".detail" else match[3] and ".image_url"
+            return f"{place}{match[2]}{own or ''}" if place.startswith("input[") else place
+        if field.startswith("messages"):
+            return "input"
+        if field.startswith("tools["):
+            return field.replace(".function", "")
+        if field.startswith("structured_outputs"):
+            return "text.format.schema" if field.endswith(".json") else "text.format"
+        return _NAMES.get(field, field)
+
+    def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
+        """The same as a chat."""
+        form = self.text.format if self.text is not None else None
+        named: ResponseFormat | None = None
+        if form is not None:
+            asked = None
+            if form.type == "json_schema":
+                asked = JsonSchema(
+                    name=form.name or "",
+                    description=form.description,
+                    schema=form.schema,
+                    strict=form.strict,
+                )
+            named = ResponseFormat(type=form.type, json_schema=asked)
+        tools, chosen = self._choice(self.functions()[0])
+        return ChatRequest(
+            model=self.model,
+            messages=messages,
+            response_format=named,
+            verbosity=self.text.verbosity if self.text is not None else None,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            tools=[ToolSpec(type="function", function=tool.function) for tool in tools.values()]
+            or None,
+            tool_choice=chosen,
+            parallel_tool_calls=self.parallel_tool_calls if tools else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            **more,
+        )
+
+
+_NAMES = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "input"),
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function.name": "tool_choice.name",
+}
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses"""
+
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None  # default: true, if this server keeps answers
+    max_output_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # Log-probabilities are included. The rest is of tools that the provider runs, or encrypts reasoning, which is text here
+    include: Annotated[list[str], Meta(max_length=32)] | None = None
+    # vLLM's extensions
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Stop = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    priority: Int | None = None
+    cache_salt: Text | None = None
+    # About the caller, or about tools that the provider runs, of which there are none here
+    user: str | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Raw = HINT
+    service_tier: str | None = None
+    client_metadata: Raw = HINT
+    max_tool_calls: Int | None = None
+    background: Raw = OFF
+    conversation: Raw = OFF
+    prompt: Raw = OFF
+    context_management: Raw = HINT  # nothing is edited
+    moderation: Raw = OFF
+
+    hints: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "safety_identifier", "client_metadata", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
+        "context_management",
+    )
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "background": (b"null", b"false"),
+        "conversation": (b"null",),
+        "prompt": (b"null",),
+        "moderation": (b"null",),
+    }
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.top_logprobs is not None and not self.wants_logprobs:
+            raise bad_request(f"top_logprobs needs include=[{_LOGPROBS!r}]", "top_logprobs")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
+
+    def chat(self, messages: list[Message], **more: Any) -> ChatRequest:
+        given = {name: getattr(self, name) for name in _SAME}
+        found = super().chat(
+            messages, max_completion_tokens=self.max_output_tokens, **given, **more
+        )
+        if self.wants_logprobs:
+            found.logprobs, found.top_logprobs = True, self.top_logprobs or 0
+        return found
+
+
+_SAME = (
+    *(
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+    ),
+    *("min_tokens", "ignore_eos", "priority", "cache_salt"),
+)
+
+
+MAX_TOOLS = 128
+
+
+def _add_tool(
+    tool: dict[str, Raw],
+    path: str,
+    namespace: str | None,
+    found: dict[str, CallableTool],
+    hints: list[str],
+) -> None:
+    kind = decode_raw(tool.get("type", Raw(b"null")), f"{path}.type")
+    if isinstance(kind, str) and HOSTED.fullmatch(kind):
+        hints.append("tools.web_search" if kind.startswith("web_search") else f"tools.{kind}")
+        return
+    raw = msgspec.json.encode(tool)
+    if kind == "namespace" and namespace is None:
+        group = decode(NamespaceTool, raw, f"{path}.")
+        for i, part in enumerate(group.tools):
+            _add_tool(part, f"{path}.tools[{i}]", group.name, found, hints)
+        return
+    if kind == "custom":
+        custom = decode(CustomTool, raw, f"{path}.")
+        known = full_name(custom.name, namespace)
+        function = FunctionSpec(
+            name=known, description=_described(custom), parameters=TEXT_PARAMETERS
+        )
+        made = CallableTool(function, custom.name, namespace, is_custom=True)
+        hints += given_hints(custom, "tools.")
+    elif kind == "function":
+        own = decode(ResponseTool, raw, f"{path}.")
+        known = full_name(own.name, namespace)
+        function = FunctionSpec(
+            name=known, description=own.description, parameters=own.parameters, strict=own.strict
+        )
+        made = CallableTool(function, own.name, namespace)
+        hints += given_hints(own, "tools.")
+    else:
+        raise bad_request(
+            f"a tool of type {str(kind)[:60]!r} is not supported; give it as a function, with its parameters",
+            f"{path}.type",
+        )
+    if known in found:
+        raise bad_request("two tools have the same name", f"{path}.name")
+    found[known] = made
+
+
+TEXT_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""Parameters of a custom tool, as the model is told of it."""
+
+
+def _described(tool: CustomTool) -> str:
+    """A custom tool's description, with the grammar of its input, which is not enforced."""
+    text, form = tool.description or "", tool.format or {}
+    if form.get("type") == "grammar":
+        text += f"\n\nThe input has this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+    return text.strip()
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a model gave a custom tool, from the arguments that it wrote."""
+    text = written_arguments(arguments).get("input")
+    return text if isinstance(text, str) else arguments
+
+
+# --- Items ------------------------------------------------------------------------------------------------------------
+
+
+class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends back."""
+
+    type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ItemImage(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: str | None = None
+
+
+class Item(Struct, forbid_unknown_fields=True, kw_only=True):
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Raw]]
+    phase: str | None = None
+
+
+class FunctionCallItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ItemReference(Item, forbid_unknown_fields=True, kw_only=True):
+    """Names an item of an answer that is kept here. It is replaced by that item before items become messages."""
+
+    type: Literal["item_reference"]
+
+
+class FunctionOutputItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | list[dict[str, Raw]]
+
+
+class ReasoningItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["reasoning"]
+    summary: list[dict[str, Raw]] = []
+    content: list[dict[str, Raw]] | None = None
+    encrypted_content: str | None = None
+
+
+_ITEMS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": FunctionOutputItem,
+    "reasoning": ReasoningItem,
+}
+register(
+    ResponsesRequest,
+    ResponseInput,
+    *dict.fromkeys(_ITEMS.values()),
+    ItemText,
+    ItemImage,
+    ItemReference,
+    ResponseTool,
+    CustomTool,
+    NamespaceTool,
+    parts=(
+        ResponseToolChoice,
+        TextFormat,
+        TextConfig,
+        ReasoningConfig,
+        ResponseStreamOptions,
+    ),
+)
+
+
+def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item]:
+    """The items, or a 400 that names the one at fault."""
+    if isinstance(given, str):
+        return [MessageItem(role="user", content=given)]
+    found = []
+    for i, item in enumerate(given):
+        kind = item.get("type", "message")
+        if isinstance(kind, Raw):
+            kind = decode_raw(kind, f"{path}[{i}].type")
+        known = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if known is None:
+            raise bad_request(f"an item here is one of {', '.join(_ITEMS)}", f"{path}[{i}].type")
+        found.append(decode(known, msgspec.json.encode(item), f"{path}[{i}]."))
+    return found
+
+
+def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
+    """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one.
+
+    A call's arguments are what a model wrote, JSON or not. Pictures of a tool's output follow it in a user's message, since
+    chat templates take them there alone.
+    """
+    found: list[tuple[Message, str]] = []
+    own: Message | None = None  # of the assistant, which the next item may belong to
+    seen: list[tuple[Message, str]] = []  # pictures of the outputs before the next item
+    for i, item in enumerate(items):
+        where = f"{path}[{i}]"
+        if not isinstance(item, FunctionOutputItem):
+            found += seen
+            seen = []
+        if isinstance(item, FunctionOutputItem):
+            parts = _parts(item.output, f"{where}.output")
+            pictures = [p for p in parts if isinstance(p, dict) and "image_url" in p]
+            text = "".join(
+                decode_raw(p["text"], f"{where}.output") if isinstance(p, dict) else p
+                for p in parts
+                if not (isinstance(p, dict) and "image_url" in p)
+            )
+            found.append((Message(role="tool", content=text, tool_call_id=item.call_id), where))
+            if pictures:
+                seen.append((Message(role="user", content=pictures), where))
+            own = None
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            found.append(
+                (Message(role=item.role, content=_parts(item.content, f"{where}.content")), where)
+            )
+            own = None
+            continue
+        starts = isinstance(item, ReasoningItem) or (
+            isinstance(item, MessageItem) and own is not None and bool(own.content)
+        )
+        if own is None or (starts and (own.content or own.tool_calls)):
+            own = Message(role="assistant", content="")
+            found.append((own, where))
+        if isinstance(item, ReasoningItem):
+            summary = _text(item.summary, f"{where}.summary")
+            thought = _text(item.content, f"{where}.content") if item.content else summary
+            own.reasoning_content = (own.reasoning_content or "") + thought
+        elif isinstance(item, MessageItem):
+            own.content = _text(item.content, f"{where}.content")
+        elif isinstance(item, FunctionCallItem | CustomCallItem):
+            arguments = (
+                item.arguments
+                if isinstance(item, FunctionCallItem)
+                else msgspec.json.encode({"input": item.input}).decode()
+            )
+            name = full_name(item.name, item.namespace)
+            call = SentToolCall(
+                id=item.call_id, function=CalledFunction(name=name, arguments=arguments)
+            )
+            own.tool_calls = [*(own.tool_calls or ()), call]
+    return found + seen
+
+
+def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[str, Raw]]:
+    """A message's content as a chat has it: one text, or parts if there are pictures."""
+    if isinstance(content, str) or not any(
+        bytes(part.get("type", b"")) == b'"input_image"' for part in content
+    ):
+        return _text(content, path)
+    found = []
+    for i, part in enumerate(content):
+        if bytes(part.get("type", b"")) == b'"input_image"':
+            image = decode(ItemImage, msgspec.json.encode(part), f"{path}[{i}].")
+            if image.image_url is None:
+                if image.file_id is not None:
+                    raise bad_request(
+                        "files are not kept: send the picture as image_url", f"{path}[{i}].file_id"
+                    )
+                raise bad_request("send the picture, as a data: URI", f"{path}[{i}].image_url")
+            found.append(picture_part(image.image_url, image.detail))
+        else:
+            found.append(text_part(_text([part], path)))
+    return found
+
+
+def _text(content: str | list[dict[str, Raw]], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if not re.fullmatch(
+            rb'"((input|output|summary|reasoning)_)?text"', bytes(part.get("type", b""))
+        ):
+            raise bad_request(
+                "only text is supported here: parts of type input_text and output_text",
+                f"{path}[{i}].type",
+            )
+        texts.append(decode(ItemText, msgspec.json.encode(part), f"{path}[{i}].").text)
+    return "".join(texts)

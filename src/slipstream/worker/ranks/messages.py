@@ -1,0 +1,270 @@
+"""Messages between an executor and its ranks: msgpack over one Unix socket pair per rank. No torch.
+
+1. To a rank: Begin, a step's messages, questions, UnloadAdapter, SwapExperts, End.
+2. From rank 0: Meeting, Phase.
+3. From the first rank of each stage: RankExpertLoad and Reply. To LoadAdapter, all ranks reply.
+4. From the first rank of the last stage: Result.
+5. From any rank: Started, RankFailed.
+
+Where requests are distributed over ranks, all ranks answer GetExpertLoad and ReportExpertLoad, and
+all ranks of the last stage send a Result of each step. Answers come in the order of the questions,
+and results in the order of the launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import msgspec
+
+from slipstream.config import DeviceInfo, EngineArgs
+from slipstream.start_messages import Failed, Phase, Started
+from slipstream.stats import AdapterStats, ExpertTokens
+from slipstream.types import (
+    Extra,
+    LoRARequest,
+    PooledVector,
+    PromptLogprobs,
+    RequestFailure,
+    SampledLogprobs,
+    SamplerState,
+    StepPlan,
+    StepResult,
+    StepTime,
+    TextsPlan,
+    TextVectors,
+)
+
+
+class BeginRank(msgspec.Struct, tag=True):
+    """Starts a rank.
+
+    `port` is where rank 0 listens for the other ranks. Rank 0 itself gets 0, chooses a port and
+    reports it (Meeting). `device` is the CPU of all ranks, whose type and kernels are chosen once;
+    None means one GPU per rank, which the rank looks up. `mixed`: the first of two ranks has the
+    CPU, the second a GPU.
+    """
+
+    args: EngineArgs
+    rank: int
+    size: int
+    port: int
+    device: DeviceInfo | None = None
+    host: str = "127.0.0.1"  # where rank 0 is
+    mixed: bool = False
+
+
+class RankRefused(msgspec.Struct, tag=True):
+    """Tells a rank of another host that it can't take part."""
+
+    why: str
+
+
+class Launch(msgspec.Struct, tag=True):
+    """Launches a plan, or the rank's part of it where requests are distributed over ranks."""
+
+    plan: StepPlan
+
+
+class LaunchTexts(msgspec.Struct, tag=True):
+    plan: TextsPlan
+
+
+class Constrain(msgspec.Struct, tag=True):
+    """Carries the `TokenMask` of the newest launch."""
+
+    positions: tuple[int, ...]
+    bits: bytes
+
+
+class Forget(msgspec.Struct, tag=True):
+    pass
+
+
+class WarmUp(msgspec.Struct, tag=True):
+    pass
+
+
+class CaptureNext(msgspec.Struct, tag=True):
+    pass
+
+
+class GetExpertLoad(msgspec.Struct, tag=True):
+    pass
+
+
+class ReportExpertLoad(msgspec.Struct, tag=True):
+    """Asks for expert load, without waiting for the answer.
+
+    The first rank of each stage sends a RankExpertLoad. Where requests are distributed, all ranks
+    do.
+    """
+
+
+class SwapExperts(msgspec.Struct, tag=True):
+    """Swaps experts before the next launch. All ranks get it.
+
+    Each entry is (layer, place, place): the experts at the two places change places.
+    """
+
+    swaps: list[tuple[int, int, int]]
+
+
+class LoadRankAdapter(msgspec.Struct, tag=True):
+    """Loads an adapter. The ranks have room for it."""
+
+    request: LoRARequest
+
+
+class GetProposed(msgspec.Struct, tag=True):
+    """Asks for the drafts (`Launched.proposed`) of the newest launch, which awaits a mask."""
+
+
+class UnloadRankAdapter(msgspec.Struct, tag=True):
+    adapter_id: int
+
+
+class GetAdapterStats(msgspec.Struct, tag=True):
+    pass
+
+
+class End(msgspec.Struct, tag=True):
+    pass
+
+
+OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
+OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
+Question: TypeAlias = (
+    WarmUp | CaptureNext | GetExpertLoad | LoadRankAdapter | GetAdapterStats | GetProposed
+)
+ToRank: TypeAlias = (
+    BeginRank | RankRefused | OfStep | OfExperts | Question | UnloadRankAdapter | End
+)
+
+
+class Join(msgspec.Struct, tag=True):
+    """First message of a rank on another host.
+
+    `local_rank` is the GPU of its host that it takes. `world_size` is the number of ranks that it
+    expects, if it was told one.
+    """
+
+    version: str
+    local_rank: int
+    world_size: int | None
+
+
+class Meeting(msgspec.Struct, tag=True):
+    port: int
+
+
+class Result(msgspec.Struct, tag=True):
+    """A `StepResult`, with its extras by kind."""
+
+    step_id: int
+    token_ids: list[int]
+    num_tokens: list[int] | None
+    sampled: list[SampledLogprobs] = []
+    prompts: list[PromptLogprobs] = []
+    vectors: list[PooledVector] = []
+    texts: list[TextVectors] = []
+    states: list[SamplerState] = []
+    failures: list[RequestFailure] = []
+    is_cold: bool = False
+
+    @classmethod
+    def of(cls, step: StepResult) -> Result:
+        def those(kind: type) -> list[Any]:
+            return [extra for extra in step.extras if isinstance(extra, kind)]
+
+        of_tokens = those(SampledLogprobs), those(PromptLogprobs)
+        kinds = (
+            *of_tokens,
+            those(PooledVector),
+            those(TextVectors),
+            those(SamplerState),
+            those(RequestFailure),
+        )
+        num_tokens = None if step.num_tokens is None else list(step.num_tokens)
+        return cls(step.step_id, list(step.token_ids), num_tokens, *kinds, is_cold=step.is_cold)
+
+    @property
+    def step(self) -> StepResult:
+        of_tokens: tuple[Extra, ...] = (*self.sampled, *self.prompts)
+        extras = (*of_tokens, *self.vectors, *self.texts, *self.states, *self.failures)
+        return StepResult(self.step_id, self.token_ids, self.num_tokens, extras, self.is_cold)
+
+
+class RankExpertLoad(msgspec.Struct, tag=True):
+    """Load of the experts that can change ranks, and the bytes of one expert's weights."""
+
+    load: ExpertTokens
+    expert_bytes: int
+
+
+class Reply(msgspec.Struct, tag=True):
+    """Answers a question.
+
+    1. WarmUp: `step_times`.
+    2. CaptureNext: `done` tells whether there was a size to capture.
+    3. GetExpertLoad: `expert_load`.
+    4. LoadAdapter: `version` of the adapter's files, or `refused`.
+    5. GetAdapterStats: `adapters`.
+    6. GetProposed: `proposed`.
+    """
+
+    done: bool = True
+    expert_load: ExpertTokens = ()
+    step_times: tuple[StepTime, ...] = ()
+    version: str = ""
+    refused: Failed | None = None
+    adapters: AdapterStats | None = None
+    proposed: tuple[int, ...] = ()
+
+
+class RankFailed(Failed, tag=True):
+    """A rank's failure. `of_peer`: it failed because another rank was gone."""
+
+    of_peer: bool = False
+
+
+FromRank: TypeAlias = (
+    Join | Meeting | Phase | Started | Result | Reply | RankExpertLoad | RankFailed
+)
+
+
+class RankLink:
+    """One end of the socket between the executor and a rank."""
+
+    def __init__(self, connection: Connection, takes: Any) -> None:
+        self._connection = connection
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(takes)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def encode(self, message: ToRank | FromRank) -> bytes:
+        return self._encoder.encode(message)
+
+    def send(self, message: ToRank | FromRank) -> None:
+        """Send a message. OSError if the other end is closed."""
+        self.send_bytes(self.encode(message))
+
+    def send_bytes(self, encoded: bytes) -> None:
+        self._connection.send_bytes(encoded)
+
+    def receive(self) -> Any:
+        """Wait for a message. EOFError or OSError if the other end is closed."""
+        return self._decoder.decode(self._connection.recv_bytes())
+
+    def cut(self) -> None:
+        """Shut the connection down for all its readers."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
