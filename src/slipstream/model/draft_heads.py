@@ -11,7 +11,7 @@ values of a recording, so a pass is one program on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -453,7 +453,7 @@ class LoadedHead:
 
 def build_head(
     spec: HeadSpec,
-    values: dict[str, Tensor],
+    values: MutableMapping[str, Tensor],
     decoder: Decoder,
     *,
     max_model_len: int,

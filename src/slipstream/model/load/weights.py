@@ -1,32 +1,37 @@
-"""Fills a model's parameters from a stream of named tensors, without holding the model twice.
+"""Reads a checkpoint's tensors, or draws random ones, as the parameters of a model.
 
-Every parameter is allocated once, on its device, in its final type. Each checkpoint tensor is read, transformed, copied
-into its rows and dropped. A tensor that is missing, unknown or of another shape stops the load with an error that names it.
+A parameter is made when it is taken: allocated once, on its device, in its final type. Each
+checkpoint tensor that fills it is read, transformed, copied into its rows and dropped. A tensor
+that is missing, unknown or of another shape stops the load, before any is read, with an error that
+names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import CheckpointError
 from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.model.load.cache_scales import CacheScales
 from slipstream.model.load.checkpoint import (
+    Fill,
     StoredWeights,
     expands,
-    fill_named,
-    fill_parameters,
     finder,
     gguf_arrays,
     names_of,
+    parameter_fills,
+    place,
+    reading,
     transformed,
 )
+from slipstream.model.load.pulled import Pulled, Weights
+from slipstream.model.load.random_weights import TensorDraws, random_weights, seed_of
 from slipstream.model.stored.bitmasks import made_dense
 from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import Stored, expanded
@@ -38,6 +43,7 @@ from slipstream.spec.parameters import (
     parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
+from slipstream.spec.scheme import Scheme
 
 
 class RankShard(Protocol):
@@ -58,7 +64,7 @@ def every_name(name: str) -> bool:
     return True
 
 
-def load_parameters(
+def tensor_weights(
     description: ModelDescription,
     *,
     dtype: torch.dtype,
@@ -68,19 +74,15 @@ def load_parameters(
     wanted: Callable[[str], bool] = every_name,
     part: RankShard | None = None,
     on_host: Container[str] = (),
-) -> dict[str, Tensor]:
-    """The `wanted` parameters of the description's model by our names, without those that `held` and `cache_scales` take; of
-    several ranks, one's `part` of them. Those of `on_host` are in the host's memory. CheckpointError names the tensor at
-    fault."""
+) -> Weights:
+    """Returns the `wanted` weights of a checkpoint as tensors on `device`, or in host memory those
+    in `on_host`. With a `part`, they are a rank's.
+
+    `held` holds those that stay quantized. The scales of the KV cache go to `cache_scales`.
+    CheckpointError names the tensor at fault.
+    """
     every = parameters(description.spec) if part is None else part.shapes
     shapes = {n: s for n, s in every.items() if (held is None or n not in held) and wanted(n)}
-    make = (
-        torch.empty if part is None else torch.zeros
-    )  # a part of a vocabulary may have rows of no token
-    values = {
-        name: make(shape, dtype=_dtype(name, dtype), device="cpu" if name in on_host else device)
-        for name, shape in shapes.items()
-    }
     names = names_of(description)
     if description.format == "gguf":
         read = gguf_arrays(description, str(dtype).removeprefix("torch."))
@@ -101,17 +103,34 @@ def load_parameters(
         )
     formats = description.quantization.formats if description.quantization is not None else None
     if formats is not None:
-        stored = expanded(stored, formats, expands(find, values), tensor_numbers)
+        stored = expanded(stored, formats, expands(find, shapes), tensor_numbers)
     if part is not None:
         stored, names = part.tensors(stored), part.names
-
-    def assign(into: Tensor, value: Tensor, how: Transform | None, shape: Shape) -> None:
-        into.copy_(transform(value.view(shape), how))
-
-    fill_parameters(
-        description, names, stored, values, assign, held=held, cache_scales=cache_scales
+    fills = parameter_fills(
+        description, names, stored, shapes, held=held, cache_scales=cache_scales
     )
-    return values
+    products = {} if held is None else held.linears()
+    host = torch.device("cpu")
+    values = filled_tensors(
+        shapes,
+        fills,
+        lambda name: host if name in on_host else device,
+        dtype,
+        padded=part is not None,
+    )
+    return Weights(values, Pulled.of(products))
+
+
+def load_parameters(
+    description: ModelDescription,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: Callable[[str], bool] = every_name,
+) -> dict[str, Tensor]:
+    """Reads all `wanted` parameters of a checkpoint, dense, for tools that change weights."""
+    found = tensor_weights(description, dtype=dtype, device=device, wanted=wanted)
+    return dict(found.values)
 
 
 def _without_others(
@@ -132,74 +151,65 @@ def _without_others(
             yield name, shape, read
 
 
-def fill(
+def filled_tensors(
     shapes: Mapping[str, Shape],
-    names: Mapping[str, Placement],
-    stored: Iterable[Stored],
-    *,
+    fills: Mapping[str, Sequence[Fill]],
+    place_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Parameters of these `shapes`, of a file's tensors with these `names`. CheckpointError names the tensor at fault."""
-    values = {
-        name: torch.empty(shape, dtype=_dtype(name, dtype), device=device)
-        for name, shape in shapes.items()
-    }
-    fill_named(values, names, stored, lambda into, value, how: into.copy_(transform(value, how)))
-    return values
+    *,
+    padded: bool = False,
+) -> Pulled[Tensor]:
+    """Returns parameters that are read when they are taken. If they are `padded`, rows that no
+    tensor fills (of a rank's part of a vocabulary) are zero."""
+    new = torch.zeros if padded else torch.empty
+
+    def made(name: str) -> Tensor:
+        own = fills[name]
+        value = new(shapes[name], dtype=_dtype(name, dtype), device=place_of(name))
+        for fill in own:
+            part = transform(fill.read().view(fill.shape), fill.placement.transform)
+            place(value, fill.placement).copy_(part)
+        return value
+
+    return Pulled({name: partial(made, name) for name in shapes})
 
 
-def dummy_parameters(
+def random_tensors(
     description: ModelDescription,
     *,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    scheme: Scheme | None = None,
     part: RankShard | None = None,
-    take: Callable[[str, Tensor], bool] = lambda name, value: False,
-) -> dict[str, Tensor]:
-    """Random weights of the true shapes, made on the device: std 0.02, norms 1, biases 0. A rank's `part` is of the same
-    ones. Without those that `take` takes."""
-    values = dummy_values(description, dtype=dtype, device=device, seed=seed)
+    on_host: Container[str] = (),
+) -> Weights:
+    """Returns random weights of a config's shapes (`random_weights`), on `device` or in host
+    memory. Those that `scheme` quantizes are products.
+
+    A rank's `part` is cut from dense weights, so that all ranks together have one model.
+    """
+
+    def draws(name: str) -> TensorDraws:
+        where = torch.device("cpu") if name in on_host else device
+        return TensorDraws(dtype, seed_of(name, seed), where)
+
     if part is None:
-        return {name: value for name, value in values if not take(name, value)}
-    return {name: part.of_parameter(name, value) for name, value in values if name in part.shapes}
+        return random_weights(parameters(description.spec), draws, scheme)
+    whole = random_weights(parameters(description.spec), draws, None).values
+
+    def own(name: str) -> Tensor:
+        assert part is not None
+        return part.of_parameter(name, whole[name])
+
+    return Weights(Pulled({name: partial(own, name) for name in part.shapes}), Pulled({}))
 
 
-def dummy_values(
+def dummy_parameters(
     description: ModelDescription, *, dtype: torch.dtype, device: torch.device, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """`dummy_parameters`, one after the other."""
-    return random_values(parameters(description.spec), dtype=dtype, device=device, seed=seed)
-
-
-def random_values(
-    shapes: Mapping[str, Shape], *, dtype: torch.dtype, device: torch.device, seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of these shapes, one after the other: std 0.02, norms 1, biases 0."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in shapes.items():
-        value = torch.empty(shape, dtype=_dtype(name, dtype), device=device)
-        if name.endswith(".bias"):
-            value.zero_()
-        elif len(shape) == 1 or name.endswith("norm.weight"):
-            value.fill_(1.0)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
-        yield name, value
-
-
-def layer_prefix(name: str) -> str:
-    """The beginning of the names in a parameter's layer; "" if it is of no layer."""
-    return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
-
-
-def by_layer(
-    values: Iterable[tuple[str, Tensor]],
-) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """`dummy_values` in runs of one layer's (`layer_prefix`), whose parameters follow one another. A run that is not taken is
-    dropped value by value."""
-    return groupby(values, key=lambda named: layer_prefix(named[0]))
+) -> dict[str, Tensor]:
+    """Makes random dense parameters, for tools that change weights."""
+    return dict(random_tensors(description, dtype=dtype, device=device, seed=seed).values)
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -214,17 +224,18 @@ def transform(value: Tensor, how: Transform | None) -> Tensor:
 
 
 def stored_tensors_of(path: Path) -> Iterator[Stored]:
-    """The tensors of a folder, file by file, mapped rather than read."""
-    from safetensors import SafetensorError, safe_open
+    """Yields the tensors of a folder, file by file, mapped rather than read. A file stays mapped
+    as long as one of its tensors may be read."""
+    from safetensors import safe_open
+
+    def read(opened: Any, name: str, file: Path) -> Tensor:
+        with reading(file):
+            found: Tensor = opened.get_tensor(name)
+            return found
 
     for file in safetensors_files(path):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (no dict)
-                    yield (
-                        name,
-                        tuple(opened.get_slice(name).get_shape()),
-                        lambda n=name: opened.get_tensor(n),  # type: ignore[misc]
-                    )
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+        with reading(file):
+            opened: Any = safe_open(file, framework="pt")
+            shapes = {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118 (no dict)
+        for name, shape in shapes.items():
+            yield name, shape, partial(read, opened, name, file)
