@@ -37,6 +37,18 @@ class Pulled(MutableMapping[str, V]):
     def __contains__(self, name: object) -> bool:
         return name in self._kept or name in self._makers
 
+    # The mapping's own `get` and `pop` would take a maker's KeyError for a missing name.
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if default and name not in self:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
     def __iter__(self) -> Iterator[str]:
         yield from list(self._makers)
         yield from list(self._kept)

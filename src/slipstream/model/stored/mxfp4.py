@@ -81,7 +81,8 @@ class Mxfp4Weights:
             codes="e2m1",
         )
         for part in PARTS:
-            self._put(made, part, *self._taken[target, part])
+            if (taken := self._taken.get((target, part))) is not None:  # else a rank's of zeros
+                self._put(made, part, *taken)
         return made
 
     def _put(
