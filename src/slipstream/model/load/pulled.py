@@ -40,7 +40,7 @@ class Pulled(MutableMapping[str, V]):
     # The mapping's own `get` and `pop` would take a maker's KeyError for a missing name.
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401
 
     def pop(self, name: str, *default: Any) -> Any:
         if default and name not in self:
