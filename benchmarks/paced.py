@@ -37,25 +37,21 @@ def run_core(step_s: float, address: str) -> int:
     import numpy as np
 
     from slipstream.engine import core_process
-    from slipstream.worker.host_runner import HostRunner
     from slipstream.worker.in_flight import InFlightStep
-    from slipstream.worker.input_batch import gather
+    from slipstream.worker.model_runner import ModelRunner
 
     random = np.random.default_rng(0)
 
-    def launch(runner: HostRunner, plan: Any) -> InFlightStep:
-        given = gather(runner._prepared(plan), plan)
-        sampled = given.sampled
-        assert sampled is not None
+    def launch(runner: ModelRunner, plan: Any) -> InFlightStep:
+        sampled = runner.prepare(plan).gathered.sampled
         time.sleep(step_s)
         tokens = random.integers(
             COMMON.start, min(COMMON.stop, runner.model.spec.vocab_size), len(sampled.rows)
         )
-        runner._under_way = step = InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
-        runner._take_tokens()
-        return step
+        runner.rows.write(sampled.rows, sampled.positions, tokens)  # type: ignore[arg-type]
+        return InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
 
-    HostRunner.launch = launch  # type: ignore[assignment,method-assign]
+    ModelRunner.launch = launch  # type: ignore[assignment,method-assign]
     sys.argv = [CORE, address]
     return core_process.main()
 

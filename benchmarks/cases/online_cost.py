@@ -47,7 +47,7 @@ from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
 from slipstream.types import FinishReason, SamplingParams, TokenOutput
 
-TEXT = (HERE.parent / "docs" / "server.md").read_text("utf-8")
+TEXT = (HERE.parent / "docs" / "server" / "openai.md").read_text("utf-8")
 RUNS = 5
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, Self, TypeAlias, TypedDict
 
 from slipstream.errors import AdapterError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
@@ -233,6 +233,35 @@ class NewRequest:
     mirostat_mu: float | None = None  # its sampler's state, if it was here before
     images: tuple[ImageSpan, ...] = ()
     rank: int = 0  # that it belongs to, where requests are dealt out
+
+    @classmethod
+    def of(
+        cls,
+        spec: EngineRequest,
+        token_ids: Sequence[int],
+        *,
+        encodes: bool,
+        mirostat_mu: float | None,
+        rank: int,
+    ) -> Self:
+        """Make it from an engine's request, whose known tokens are `token_ids`.
+
+        `encodes`: the encoder runs in the request's first step.
+        """
+        return cls(
+            request_id=spec.request_id,
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            sampling=spec.sampling,
+            eos_token_ids=spec.eos_token_ids,
+            pooled=spec.pooled,
+            encoder_token_ids=spec.encoder_token_ids if encodes else (),
+            num_encoder_tokens=len(spec.encoder_token_ids),
+            lora=spec.lora,
+            mirostat_mu=mirostat_mu,
+            images=spec.images,
+            rank=rank,
+        )
 
 
 @dataclass(frozen=True, slots=True)

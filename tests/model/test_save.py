@@ -16,16 +16,19 @@ from slipstream.cli.main import main
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.hub import list_cached, resolve_model
+from slipstream.model.load.checkpoint import transformed
 from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import (
     check_writable,
     copy_surroundings,
     new_folder,
+    stored,
     stored_tensors,
     write_config,
     write_tensors,
 )
 from slipstream.spec.description import huggingface_config, read_spec
+from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
 
@@ -176,6 +179,32 @@ def test_recommended_sampling_goes_along(tmp_path):
     (tmp_path / "again").mkdir()
     copy_surroundings(tmp_path / "again", read_spec(tmp_path / "model"))
     assert (tmp_path / "again" / "generation_config.json").read_text() == '{"top_k": 7}'
+
+
+@pytest.mark.parametrize(
+    ("shape", "transform"),
+    [
+        ((6, 4), None),
+        ((6, 4), Transpose()),
+        ((12, 4), Ungroup(num_kv_heads=2, group=1)),
+        ((16,), Ungroup(num_kv_heads=2, group=2)),
+        ((3, 8, 5), Deinterleave(transposed=False)),
+        ((3, 8), Deinterleave(transposed=False)),
+        ((3, 8, 5), Deinterleave(transposed=True)),
+    ],
+    ids=str,
+)
+def test_stored_tensor_is_read_as_the_parameter_it_was(shape, transform):
+    parameter = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    written = stored(parameter, Placement("x", transform=transform))
+    assert torch.equal(transformed(written, transform, torch), parameter)
+    if transform is not None:
+        assert written.shape != shape or not torch.equal(written, parameter)
+
+
+def test_layout_of_a_gguf_file_is_not_written():
+    with pytest.raises(UnsupportedModelError, match="Unpermute is a layout of GGUF"):
+        stored(torch.zeros(4, 2), Placement("x", transform=Unpermute(2)))
 
 
 @pytest.mark.parametrize(

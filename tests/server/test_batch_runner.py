@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.server.batches import runner as runner_module
-from slipstream.server.batches.batches import Batch, BatchStore, _window
+from slipstream.server.batches.batches import Batch, Batches, BatchStore, _window
 from slipstream.server.batches.files import FileStore
 from slipstream.server.batches.runner import (
-    MAX_CANCELS,
     BatchRunner,
     EngineLineRunner,
     Journal,
@@ -38,7 +37,7 @@ class Runner:
         self.files = FileStore(folder, max_bytes=10_000)
         self.store = BatchStore(self.files)
         self.answer, self.room, self.asked, self.surplus = answer, room, [], 0
-        self.keys = keys
+        self.gate = asyncio.Event()  # requests without an answer wait for it
         settings = SimpleNamespace(max_body_bytes=1000)
         self.state = SimpleNamespace(settings=settings, keys=keys)
         self.runner = BatchRunner(self.state, self.store, self.app, self)
@@ -52,7 +51,8 @@ class Runner:
         self.asked.append((name, scope))
         given = self.answer(name)
         if given is None:
-            await asyncio.Event().wait()
+            await self.gate.wait()
+            given = 200, {}, None
         if isinstance(given, Exception):
             raise given
         status, headers, error = given
@@ -254,11 +254,11 @@ async def test_line_that_was_cancelled_often_stays_and_the_others_make_way(make)
     await server.step(2)
     (work,) = server.runner._works.values()
     assert len(work.running) == 3
-    work.cancels["b"] = MAX_CANCELS
+    work.cancels["b"] = 3
     server.surplus = 3
     await server.step()
     assert [one.line.custom_id for one in work.running.values()] == ["b"]
-    assert work.cancels == {"a": 1, "b": MAX_CANCELS, "c": 1}
+    assert work.cancels == {"a": 1, "b": 3, "c": 1}
     server.surplus = 0
     server.answer = lambda name: (200, {}, None)
     await server.step()
@@ -309,6 +309,35 @@ async def test_line_whose_process_died_runs_alone_and_is_given_up_at_its_second_
     assert server.names.count("unlucky") == 2
     assert most[0] == 4
     assert all(len(running) == 1 for running in alone)
+
+
+async def test_suspect_waits_until_nothing_else_runs(make):
+    server = make(answer=lambda name: None if name == "slow" else (200, {}, None))
+    await server.add("x", ["slow"])
+    await server.step(2)
+    Journal(server.files.path("y.begun"), set()).begin("bad")  # a process died with it
+    await server.add("y", ["bad", "fine"])
+    await server.step(3)
+    assert server.names == ["slow"]
+    server.gate.set()
+    assert (await server.run("y")).completed == 2
+    assert server.names == ["slow", "bad", "fine"]
+
+
+@pytest.mark.parametrize(
+    ("status", "then"),
+    [("validating", "cancelling"), ("in_progress", "cancelling"), ("finalizing", "finalizing")],
+)
+async def test_batch_whose_files_are_being_written_is_not_cancelled_any_more(make, status, then):
+    server = make()
+    await server.add("b", ["a"], status=status)
+    record = SimpleNamespace(owner="")
+    request = SimpleNamespace(scope={"record": record}, path_params={"id": "b"})
+    batches = Batches(SimpleNamespace(batches=server.store))
+    assert json.loads((await batches.cancel(request)).body)["status"] == then
+    await server.store.change("b", lambda batch: batch.become("completed"))
+    with pytest.raises(ApiError, match="is completed"):
+        await batches.cancel(request)
 
 
 def test_journal_counts_deaths_of_lines_without_an_answer(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing
 
@@ -60,18 +59,6 @@ def test_a_hundred_keys_at_once_over_front_ends(tmp_path):
     for key in keys:
         assert sum(counts[key.id] for counts, _ in found) == key.requests_per_minute
         assert sum(spent[key.id] for _, spent in found) == key.tokens_per_minute
-
-
-def test_a_dead_front_end_holds_no_place(tmp_path):
-    key = Key(id="a", max_concurrent=1)
-    dead, alive = (
-        SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, **STILL) for i in range(2)
-    )
-    dead.admit(key)
-    with pytest.raises(ApiError):
-        alive.admit(key)
-    forget_front_end(str(tmp_path), 0)
-    alive.admit(key).close(0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -156,18 +143,6 @@ def test_rows_of_keys_that_are_gone_are_used_again(tmp_path, monkeypatch):
     now[0] += 62
     with pytest.raises(ApiError, match="has 0 left"):
         use("old0", 1, other)
-
-
-async def test_what_a_client_left_is_given_back_but_its_prompt():
-    limiter = SharedLimiter(**STILL)
-    key = Key(id="a", tokens_per_minute=100)
-    grant = limiter.admit(key)
-    grant.reserve(20, 70)
-    grant.close(0)  # it went away before the first token
-    limiter.admit(key).reserve(80, 0)
-    with pytest.raises(ApiError):
-        limiter.admit(key).reserve(1, 0)
-    await asyncio.sleep(0)
 
 
 def test_a_batch_takes_nothing_of_the_minute():

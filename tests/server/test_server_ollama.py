@@ -10,7 +10,7 @@ import pytest
 from slipstream.engine.text.tool_formats import REASONING, tool_format
 from slipstream.engine.text.tool_formats.base import Tool
 from slipstream.engine.text.tools import Reading
-from slipstream.server.ollama.routes import OLLAMA_VERSION, MessageAnswer
+from slipstream.server.ollama.routes import OLLAMA_VERSION, OllamaChatAnswer
 from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]
@@ -305,7 +305,7 @@ def test_calls_come_whole_and_their_results_go_back(http, model):
 @pytest.mark.parametrize("cuts", [1, 3, 1000])
 def test_calls_of_an_answer_are_told_once_each_however_the_text_is_cut(cuts):
     form = tool_format("hermes", None)
-    answer = object.__new__(MessageAnswer)
+    answer = object.__new__(OllamaChatAnswer)
     answer.parser, answer._call = (
         Reading(form=form, think=None, offered=(Tool("f", {}),)).parser(),
         None,

@@ -23,19 +23,6 @@ CHAT["ignore_eos"] = True
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 
 
-@pytest.fixture
-def ask(tiny_server):
-    with tiny_server.http() as http:
-
-        def post(path="/v1/completions", *, status=200, **more):
-            answer = http.post(path, json=ROUTES.get(path, {}) | more)
-            assert answer.status_code == status, answer.text
-            return answer.json() if status == 200 else answer.json()["error"]
-
-        post.http = http
-        yield post
-
-
 def events(http, path, **more):
     answer = http.post(path, json=ROUTES[path] | more | {"stream": True})
     return [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]

@@ -15,7 +15,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.platform import CpuPlatform
+from slipstream.platform.cpu import CpuPlatform
 from slipstream.types import BlockCopy
 from slipstream.worker.tiers import device_blocks, disk_tier
 from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays

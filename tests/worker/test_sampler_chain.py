@@ -21,11 +21,13 @@ from slipstream.worker.sampling.sampler_chain import apply_samplers, draw_chaine
 PROMPT = (1, 2, 3)
 
 
-def drawn(*all_params: SamplingParams, logits, mask=None):
-    """What requests with one prompt draw: (tokens of those drawn here, extras)."""
+def drawn(*all_params: SamplingParams, logits, mask=None, prompts=None):
+    """What requests draw: (tokens of those drawn here, extras). `prompts`: one each, else PROMPT."""
+    prompts = prompts or [PROMPT] * len(all_params)
     table = RowTable(8, 30, 4, ReferenceOps(), torch.device("cpu"), seed=0)
-    new = tuple(NewRequest(f"r{i}", PROMPT, 3, p) for i, p in enumerate(all_params))
-    shares = tuple(ScheduledRequest(request.request_id, 0, 3, 1) for request in new)
+    pairs = enumerate(zip(all_params, prompts, strict=True))
+    new = tuple(NewRequest(f"r{i}", prompt, len(prompt), p) for i, (p, prompt) in pairs)
+    shares = tuple(ScheduledRequest(r.request_id, 0, r.num_prompt_tokens, 1) for r in new)
     plan = StepPlan(1, shares, new)
     table.apply(plan)
     sampled = gather(table, plan).sampled
@@ -90,8 +92,9 @@ def test_function_is_given_the_prompt_and_the_answer_so_far():
         seen.append((prompt, answer))
         return logits
 
-    drawn(SamplingParams(logits_processors=[function]), logits=[0.0, 1.0])
-    assert seen == [(list(PROMPT), [])]
+    params = [SamplingParams(logits_processors=[function])] * 2
+    drawn(*params, logits=[0.0, 1.0], prompts=[PROMPT, (4, 5, 6, 7, 8)])
+    assert seen == [(list(PROMPT), []), ([4, 5, 6, 7, 8], [])]  # nothing of the longer one's length
 
 
 def test_mirostat_moves_its_state_by_the_surprise():
@@ -174,6 +177,7 @@ def test_forbidden_by_a_finite_logit_is_below_the_least_that_is_not():
         (0, 0.81, 0.0, {1, 2, 3}),
         (0, 1.0, 0.6, {2, 3}),  # 0.3 / 0.5 is kept
         (0, 1.0, 0.61, {2}),
+        (0, 1.0, 1.0, {2}),  # the likeliest is kept always
         (2, 0.6, 0.0, {2}),  # of what top_k kept
     ],
 )

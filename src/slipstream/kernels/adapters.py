@@ -24,7 +24,7 @@ from slipstream.kernels.weights import Activations, Linear
 if TYPE_CHECKING:
     from slipstream.kernels.metadata import ExpertCounters
     from slipstream.kernels.ops import Experts, OpSet
-    from slipstream.platform import RankGroup
+    from slipstream.platform.collectives import RankGroup
 
 FEW_TOKENS = 256
 """Steps of at most this many tokens have tiles of TILES[0] tokens, larger ones tiles of

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.arrays import to_array
 
 
 class BlockTensors:
@@ -37,14 +39,10 @@ class BlockTensors:
             _as_wide_as_possible([cache.view(len(cache), -1).view(torch.uint8) for cache in whole])
         )
 
-    @classmethod
-    def of_layers(cls, layers: Iterable[LayerKV]) -> BlockTensors:
-        """Makes the rows of layers' caches. Layers of different groups may share tensors."""
-        return cls.of(
-            cache
-            for layer in layers
-            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
-        )
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The rows as arrays, on a CPU."""
+        return [to_array(rows) for rows in self.rows]
 
     def in_buffer(self, buffer: Tensor) -> BlockTensors:
         """Returns the parts of blocks that are side by side in `buffer`, uint8

@@ -116,6 +116,11 @@ def shared_caches(
     return [LayerKV(*cache, *scale) for cache, scale in zip(caches, scales, strict=True)]
 
 
+def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
+    """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
+    return [x for layer in layers for x in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+
+
 def by_dim(v: Tensor) -> Tensor:
     """Returns the same values [B, K, block_size, D] with the memory layout
     [B, K, D, block_size]."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from slipstream.kernels.metadata import (
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
-from slipstream.platform import OverlappedSum, RankGroup
+from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -813,6 +813,10 @@ class OpSet(ABC):
         allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+    def block_rows(self, caches: Iterable[Tensor]) -> BlockTensors:
+        """Prepares caches [B, …], which hold a part of every block each, for `copy_blocks`."""
+        return BlockTensors.of(caches)
 
     @abstractmethod
     def copy_blocks(

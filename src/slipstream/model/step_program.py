@@ -96,6 +96,7 @@ class StepProgram:
             decoder.spec.hidden_size,
             taken_width,
         )
+        self.pool = pool
         self._body, self._reading = body, reading
         self._head = [_head_step(pool, op) for op in head]
         self._argmax: LinearArgmax | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.platform.base import Event, Graph, Platform
+from slipstream.platform.tensors import Tensors
 from slipstream.spec.gpu_archs import GpuArch, gpu_arch
 
 
@@ -26,6 +27,10 @@ class CudaPlatform(Platform):
     collectives = "nccl"
     is_asynchronous = True
     caches_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.values = Tensors(device)
 
     # --- Capabilities -------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from slipstream.config import SpeculationConfig
+from slipstream.core.participants.speculation import Speculation
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
-from slipstream.core.speculation import Speculation
 from slipstream.costs.step_cost import Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError
 from slipstream.types import ScheduledRequest

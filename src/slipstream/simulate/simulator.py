@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.config import CacheConfig, SchedulingConfig
@@ -148,7 +149,10 @@ class SimulatedReplica:
         exact: bool,
     ) -> None:
         self.now = 0.0
-        kind: Any = Scheduler if exact else SleepingScheduler
+        kind: Any = SleepingScheduler
+        if exact:
+            parts = [] if engine.drafts is None else [SimulatedSpeculation(engine.drafts)]
+            kind = partial(Scheduler, participants=parts)
         self.engine, self.traffic, self._on_end = engine, traffic, on_end
         self.scheduler: Scheduler = kind(
             engine.scheduling,
@@ -162,7 +166,6 @@ class SimulatedReplica:
         self._acceptance, self._draft_steps = None, None
         if engine.drafts is not None:
             assert exact, "drafts are simulated by the Scheduler itself"
-            self.scheduler.requests.speculation = SimulatedSpeculation(engine.drafts)
             self._acceptance = engine.drafts.acceptance
             self._draft_steps = (
                 None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)

@@ -53,7 +53,8 @@ from slipstream.kernels.weights import (
     ScaledLinear,
     SplitLinear,
 )
-from slipstream.platform import OverlappedSum, RankGroup, platform_of
+from slipstream.platform import platform_of
+from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason

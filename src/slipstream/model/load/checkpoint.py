@@ -3,7 +3,7 @@
 Each parameter is read when it is taken (`pulled.py`): allocated once, in its final type; each
 tensor that fills it is read, transformed, copied into its rows and dropped. What a checkpoint
 lacks, has too many of, or has in another shape stops the load by name, before anything is read. No
-torch: `weights.py` makes tensors with the same table of places.
+torch: `load/weights.py` makes tensors with the same table of places.
 """
 
 from __future__ import annotations

@@ -29,14 +29,12 @@ from slipstream import __version__
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
-from slipstream.platform import Rendezvous
+from slipstream.platform.collectives import Rendezvous
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.types import StepPlan, TextsPlan, TokenMask
 from slipstream.worker.device import detect
-from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.ranks.joining import JOIN_S, join
 from slipstream.worker.ranks.messages import (
     BeginRank,
@@ -177,9 +175,9 @@ class RankProcess:
         elif isinstance(message, GetExpertLoad):
             answer = Reply(expert_load=executor.expert_load())
         elif isinstance(message, ReportExpertLoad):
-            answer = RankExpertLoad(*self._torch_runner.movable_load())
+            answer = RankExpertLoad(*executor.runner.movable_load())
         elif isinstance(message, SwapExperts):
-            self._torch_runner.swap_experts(message.swaps)
+            executor.runner.swap_experts(message.swaps)
         elif isinstance(message, LoadRankAdapter):
             answer = self._load_adapter(message)
         elif isinstance(message, UnloadRankAdapter):
@@ -191,12 +189,6 @@ class RankProcess:
             answer = Reply(proposed=tuple(self._newest.proposed()))
         if answer is not None and (self._answers or isinstance(message, self._answered_by_all)):
             self._link.send(answer)
-
-    @property
-    def _torch_runner(self) -> ModelRunner:
-        runner = self._executor.runner
-        assert not isinstance(runner, HostRunner)
-        return runner
 
     def _load_adapter(self, message: LoadRankAdapter) -> Reply:
         try:

@@ -25,13 +25,14 @@ drafts would cost more, since they would miss every second step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.config import MAX_DRAFTS, MAX_STEP_DRAFTS, SpeculationConfig
 from slipstream.core.chains import Chains
+from slipstream.core.participants.base import Participant
 from slipstream.core.proposer import LookUp, Proposal, Proposer, RecentAnswers
 from slipstream.core.request import Request
 from slipstream.core.step_times import (
@@ -43,7 +44,10 @@ from slipstream.core.step_times import (
     StepCosts,
     seconds_from,
 )
-from slipstream.types import FROM_MODEL
+from slipstream.types import FROM_MODEL, EngineOutput, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from slipstream.core.in_flight import Extras, StepsInFlight
 
 MAX_SALTS = 64
 """Number of cache salts whose recent answers are kept."""
@@ -88,7 +92,7 @@ class Drafting:
         self.match = 0  # match length of the drafts being verified
 
 
-class Speculation:
+class Speculation(Participant):
     def __init__(self, config: SpeculationConfig) -> None:
         self.config = config
         self.costs = StepCosts()
@@ -100,6 +104,18 @@ class Speculation:
         # when the last step ended; None if the engine has been idle since
         self._last: float | None = None
         self._was_plain = False
+        self.drafting: dict[Request, Drafting] = {}  # of requests with proposals
+
+    def concerns(self, request: Request) -> bool:
+        """Not with Mirostat, whose state advances token by token."""
+        spec = request.spec
+        return not (spec.pooled or spec.beam_of is not None or spec.sampling.mirostat_mode)
+
+    def is_ready(self, running: Sequence[Request], in_flight: StepsInFlight) -> bool:
+        if unverified := in_flight.unverified:
+            self.prepare(running, unverified)
+            return False
+        return not self.choose(running)
 
     def choose(self, running: Iterable[Request]) -> bool:
         """Set drafts on the running requests where that pays.
@@ -111,7 +127,7 @@ class Speculation:
         if not decodes:
             return False
         for request in decodes:
-            request.drafts = ()
+            request.guesses = ()
         if self._chains is not None:
             return self._choose_chains(self._chains, decodes)
         plain = self._plain(len(decodes))
@@ -125,16 +141,15 @@ class Speculation:
         if any(request.num_pending for request, *_ in chosen):
             return True
         for request, proposal, count in chosen:
-            request.draft(proposal.tokens[:count])
-            assert request.drafting is not None
-            request.drafting.match = proposal.match
+            request.guess(proposal.tokens[:count])
+            self.drafting[request].match = proposal.match
         return False
 
-    def prepare(self, running: Iterable[Request]) -> None:
-        """Choose ahead for the step after the one in flight, whose drafts are being verified."""
+    def prepare(self, running: Iterable[Request], in_flight: Collection[Request] = ()) -> None:
+        """Choose ahead for the step after the one in flight, which verifies drafts of `in_flight`."""
         if self._chains is None or self.config.num_speculative_tokens is not None:
             return
-        decodes = _decodes(running)
+        decodes = _decodes(running, in_flight)
         if decodes and (plain := self._plain(len(decodes))) is not None:
             limit, line = (
                 min(self.config.limit, self._chains.reach),
@@ -171,12 +186,12 @@ class Speculation:
             return True
         for request, count in zip(decodes, counts, strict=True):
             if count:
-                request.draft(FROM_MODEL_TIMES[count])
+                request.guess(FROM_MODEL_TIMES[count])
         return False
 
     def _most_drafts(self, request: Request, limit: int) -> int:
         room = request.end - len(request.token_ids) - request.num_pending - 1
-        if room <= 0 or not request.may_draft:
+        if room <= 0 or self not in request.participants:
             return 0
         return limit if limit < room else room
 
@@ -184,9 +199,10 @@ class Speculation:
         most = self._most_drafts(request, self.config.limit)
         if not most:
             return Proposal()
-        if request.drafting is None:
-            request.drafting = Drafting(self._proposer(request))
-        return request.drafting.proposer.propose(request.token_ids, most)
+        own = self.drafting.get(request)
+        if own is None:
+            own = self.drafting[request] = Drafting(self._proposer(request))
+        return own.proposer.propose(request.token_ids, most)
 
     def _proposer(self, request: Request) -> Proposer:
         config, text = self.config, request.spec.encoder_token_ids
@@ -204,7 +220,7 @@ class Speculation:
             del self._traffic[next(iter(self._traffic))]
         return found
 
-    def forget_answers(self) -> None:
+    def reset(self) -> None:
         """Forget the answers of ended requests. Running requests keep what they have seen."""
         self._traffic.clear()
 
@@ -239,7 +255,8 @@ class Speculation:
         for request, proposal in zip(decodes, proposals, strict=True):
             own, survival = list[float](), 1.0
             first = request.num_pending  # the step in flight samples the drafts before this one
-            rate = request.drafting.acceptance.rate if request.drafting is not None else None
+            drafting = self.drafting.get(request)
+            rate = None if drafting is None else drafting.acceptance.rate
             for j, match in enumerate(range(proposal.match, proposal.match + len(proposal.tokens))):
                 if match not in of_all:
                     level = bisect_right(LEVELS, match)
@@ -265,21 +282,35 @@ class Speculation:
 
     # --- Results --------------------------------------------------------------------------------------------------------
 
-    def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
         self.num_drafts += 1
-        self.num_tokens += num_drafts
+        self.num_tokens += num_guesses
         counts = self.accepted_by_position
-        counts += [0] * (num_drafts - len(counts))
-        for i in range(num_accepted):
+        if len(counts) < num_guesses:
+            counts += [0] * (num_guesses - len(counts))
+        for i in range(num_right):
             counts[i] += 1
         if self._chains is not None:
             if self.config.num_speculative_tokens is None:
-                self._chains.verified(request.request_id, num_drafts, num_accepted)
-        elif (own := request.drafting) is not None:
+                self._chains.verified(request.request_id, num_guesses, num_right)
+        elif (own := self.drafting.get(request)) is not None:
             for acceptance in (own.acceptance, self._acceptance):
-                acceptance.add(own.match, num_drafts, num_accepted)
+                acceptance.add(own.match, num_guesses, num_right)
 
     def step_done(
+        self, plan: StepPlan, result: StepResult, extras: Extras | None, now: float
+    ) -> list[EngineOutput]:
+        self.add_time(
+            now,
+            len(plan.scheduled),
+            plan.num_tokens,
+            only_decodes=all(s.num_tokens == s.num_sampled for s in plan.scheduled),
+            idle=not self.requests.running,
+            is_cold=result.is_cold,
+        )
+        return []
+
+    def add_time(
         self,
         now: float,
         num_seqs: int,
@@ -309,18 +340,19 @@ class Speculation:
     def ended(self, request: Request) -> None:
         if self._chains is not None:
             self._chains.ended(request.request_id)
-        self._remember(request)
+        if self.drafting.pop(request, None) is not None and self.config.method == "suffix":
+            self._remember(request)
 
     def _remember(self, request: Request) -> None:
         """Remember the request's answer, which may help others with the same salt."""
-        if self.config.method == "suffix" and request.drafting is not None:
-            self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
+        self._traffic_of(request).add(request.token_ids[request.num_prompt_tokens :])
 
 
-def _decodes(running: Iterable[Request]) -> list[Request]:
+def _decodes(running: Iterable[Request], in_flight: Collection[Request] = ()) -> list[Request]:
     """Requests whose next step has one token besides drafts, after everything in flight."""
     return [
         r
         for r in running
-        if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens < r.end - 1
+        if (r.num_tokens - r.num_computed_tokens == 1 or r in in_flight)
+        and r.num_computed_tokens < r.end - 1
     ]
