@@ -60,25 +60,26 @@ PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scal
 
 
 class StoredWeights(Protocol):
-    """Weights that are not filled as parameters: they take a checkpoint's tensors as these are, or in their stead."""
+    """Quantized weights that stay quantized. They collect a checkpoint's tensors, or replace them."""
 
     def __contains__(self, target: str) -> bool:
-        """Whether the weight of that name (ours) is held."""
+        """Tells whether the weight `target`, by our name, is held here."""
 
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` (the checkpoint's) belongs to one of them; `find` gives a tensor's place."""
+        """Notes the tensor `name` of the checkpoint if it belongs to one of them, and returns
+        whether it does. `find` gives a tensor's place."""
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's names of what has not come."""
+        """Lists the names of the checkpoint's tensors that are missing. `names` has all places."""
 
     def linears(self) -> Mapping[str, Linear]:
-        """The weights by our names. Each is made when it is read, from the tensors that were taken."""
+        """Returns the weights by our names. Each is made from its tensors when it is read."""
 
 
 def names_of(description: ModelDescription) -> Mapping[str, Placement]:
-    """The family's table for the tensors of the checkpoint."""
+    """Returns the family's table of places for this checkpoint's format."""
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
@@ -88,7 +89,7 @@ def names_of(description: ModelDescription) -> Mapping[str, Placement]:
 def finder(
     description: ModelDescription, names: Mapping[str, Placement]
 ) -> Callable[[str], Placement | None]:
-    """The place of a tensor by the checkpoint's name for it."""
+    """Returns a function that finds a tensor's place by the checkpoint's name for it."""
 
     def find(name: str) -> Placement | None:
         key = canonical(name, description.family.prefixes, names)
@@ -183,7 +184,8 @@ def _ignored(description: ModelDescription) -> tuple[str, ...]:
 def expands(
     find: Callable[[str], Placement | None], values: Container[str]
 ) -> Callable[[str], bool]:
-    """Whether a module's rounded weight, by the checkpoint's name, is one of `values` and so to be expanded."""
+    """Returns a function that tells whether a module's quantized weight is among `values`, and so
+    has to be expanded. The module has the checkpoint's name."""
 
     def is_wanted(module: str) -> bool:
         place = find(f"{module}.weight")
@@ -272,7 +274,8 @@ def random_arrays(
 
 
 def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
-    """The type of a parameter. What is added to the scores that experts are chosen by decides among near ones."""
+    """Returns the type of a parameter. Corrections of the scores that choose experts stay in
+    float32, since they decide between near scores."""
     return np.dtype("float32" if name.endswith(".correction.weight") else dtype)
 
 
@@ -314,7 +317,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
-    """How to read a file's tensors of float8_e4m3fn, a type that safetensors does not give NumPy."""
+    """Returns readers of a file's float8_e4m3fn tensors, which safetensors can't give NumPy."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -332,7 +335,7 @@ def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
 
 
 def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
-    """A GGUF file's tensors, as numbers of `dtype`."""
+    """Yields a GGUF file's tensors, dequantized to `dtype` when they are read."""
     file, names = description.gguf, names_of(description)
     assert file is not None
 
@@ -345,7 +348,7 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
 
 
 def place(target: Value, placement: Placement) -> Value:
-    """The part of a parameter that a tensor fills."""
+    """Returns a view of the part of a parameter that a tensor fills."""
     rows = slice(
         placement.start, None if placement.rows is None else placement.start + placement.rows
     )
@@ -358,7 +361,7 @@ def place(target: Value, placement: Placement) -> Value:
 
 
 def placed_shape(shape: Shape, placement: Placement) -> Shape:
-    """The shape of what a tensor fills of a parameter of `shape`."""
+    """Returns the shape of the part that a tensor fills of a parameter of `shape`."""
     copies = () if placement.copies is None else (placement.copies,)
     rows = (
         shape[0] // (placement.copies or 1) - placement.start
@@ -369,7 +372,7 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
 
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
-    """How a checkpoint stores what becomes `shape`."""
+    """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
     turned = isinstance(transform, Transpose) or (
@@ -379,7 +382,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 
 
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
-    """`value` as the decoder has it. `xp`: NumPy or torch, whose array it is."""
+    """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
     match how:
         case None:
             return value

@@ -53,14 +53,14 @@ class RankShard(Protocol):
     names: dict[str, Placement]
 
     def tensors(self, stored: Iterable[Stored]) -> Iterator[Stored]:
-        """The rank's parts of a checkpoint's tensors, which go where `names` says."""
+        """Yields the rank's parts of a checkpoint's tensors. `names` has their places."""
 
     def of_parameter(self, name: str, value: Tensor) -> Tensor:
-        """The rank's part of a whole parameter."""
+        """Returns the rank's part of a whole parameter."""
 
 
 def every_name(name: str) -> bool:
-    """`load_parameters` wants all of them."""
+    """Wants every parameter."""
     return True
 
 
@@ -136,8 +136,10 @@ def load_parameters(
 def _without_others(
     stored: Iterable[Stored], find: Callable[[str], Placement | None], wanted: Callable[[str], bool]
 ) -> Iterator[Stored]:
-    """The tensors of a checkpoint whose places are `wanted`, whatever form they are stored in. Scales of the KV cache, and
-    tensors without a place, go with the parameters that are of no layer."""
+    """Yields a checkpoint's tensors whose places are `wanted`, in whatever form they are stored.
+
+    Scales of the KV cache, and tensors without a place, count as parameters outside the layers.
+    """
     for name, shape, read in stored:
         stem = name.rpartition(".")[0]
         names = (
@@ -213,8 +215,8 @@ def dummy_parameters(
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of a parameter. Corrections of the scores that choose experts stay in float32, since they decide between near
-    scores."""
+    """Returns the type of a parameter. Corrections of the scores that choose experts stay in
+    float32, since they decide between near scores."""
     return torch.float32 if name.endswith(".correction.weight") else dtype
 
 
