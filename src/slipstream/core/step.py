@@ -95,18 +95,18 @@ class StepBuilder:
     def _introduced(self, request: Request) -> NewRequest:
         spec = request.spec
         return NewRequest(
-            spec.request_id,
-            tuple(request.token_ids),
-            request.num_prompt_tokens,
-            spec.sampling,
-            spec.eos_token_ids,
-            spec.pooled,
-            spec.encoder_token_ids if request in self.encoding else (),
-            len(spec.encoder_token_ids),
-            spec.lora,
-            request.mirostat_mu,
-            spec.images,
-            request.kv.rank,
+            request_id=spec.request_id,
+            token_ids=tuple(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=spec.sampling,
+            eos_token_ids=spec.eos_token_ids,
+            pooled=spec.pooled,
+            encoder_token_ids=spec.encoder_token_ids if request in self.encoding else (),
+            num_encoder_tokens=len(spec.encoder_token_ids),
+            lora=spec.lora,
+            mirostat_mu=request.mirostat_mu,
+            images=spec.images,
+            rank=request.kv.rank,
         )
 
     def plan(
