@@ -365,7 +365,7 @@ def large(args: argparse.Namespace) -> dict[str, Any]:
 def collectives(args: argparse.Namespace) -> dict[str, Any]:
     import torch.multiprocessing as mp
 
-    from slipstream.worker.child_ranks import NO_MULTICAST
+    from slipstream.worker.ranks.children import NO_MULTICAST
 
     os.environ.update(NO_MULTICAST)
     context = mp.get_context("spawn")

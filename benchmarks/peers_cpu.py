@@ -280,7 +280,7 @@ class Quiet:
 
 
 def windows_of(text: Path, model: Path, most: int) -> list[list[int]]:
-    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.engine.text.tokenizer import Tokenizer
     from slipstream.spec.description import read_spec
 
     ids = Tokenizer.for_model(read_spec(model), None).encode(text.read_text(encoding="utf-8"))[

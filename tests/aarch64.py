@@ -84,7 +84,7 @@ from hypothesis import HealthCheck, settings
 every = list(HealthCheck)
 settings.register_profile("emulated", derandomize=True, database=None, deadline=None, suppress_health_check=every)
 settings.load_profile("emulated")
-from slipstream.kernels import native
+from slipstream.kernels.cpu import native
 print("instruction sets:", *native.instruction_sets(), flush=True)
 import pytest
 sys.exit(pytest.main(["--noconftest", "-p", "no:cacheprovider", *sys.argv[2:]]))

@@ -24,9 +24,9 @@ import weakref
 from unittest import mock
 
 PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
-PATCHED = "slipstream.worker.child_ranks.subprocess"
+PATCHED = "slipstream.worker.ranks.children.subprocess"
 IMPORTED = (
-    "slipstream.worker.rank_process",
+    "slipstream.worker.ranks.rank_process",
     "slipstream.worker.model_runner",
     "slipstream.model.loader",
 )

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import SlipstreamError
 
 MEMORY_BYTES, LIMIT_S = 8 * 2**30, 20.0

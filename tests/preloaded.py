@@ -99,10 +99,10 @@ def load() -> None:
     import slipstream.bench.adapters.slipstream
     import slipstream.compress.run
     import slipstream.evals.scorer
-    import slipstream.kernels.cpu
+    import slipstream.kernels.cpu.ops
     import slipstream.worker.model_runner
-    import slipstream.worker.process_executor
-    import slipstream.worker.rank_process  # noqa: F401
+    import slipstream.worker.ranks.process_executor
+    import slipstream.worker.ranks.rank_process  # noqa: F401
 
     gc.collect()
     gc.freeze()

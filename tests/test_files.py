@@ -17,7 +17,7 @@ from slipstream.fleet.config import read as read_fleet
 from slipstream.optimize.traffic import read_trace
 from slipstream.simulate.traffic import read_trace as read_planned
 from slipstream.spec.pooling import read_pooling
-from slipstream.worker.canary import CANARY_NAME, read_canary
+from slipstream.worker.start.canary import CANARY_NAME, read_canary
 
 DEEP = '{"a":' * 5000
 TENFOLD = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.engine import chat_template
+from slipstream.engine.text import chat_template
 from tests.fuzz_files import good_files, run_cases
 
 

@@ -62,26 +62,26 @@ HEAVY = {  # third-party package: the parts that may import it
     "optuna": ("optimize.search",),
     "lm_eval": ("evals.tasks", "evals.lm_eval_adapter"),
     "starlette": ("server", "fleet"),
-    "ray": ("fleet.on_ray",),
+    "ray": ("fleet.replicas.on_ray",),
     "cryptography": ("fleet.certificates",),
-    "grpc": ("server.kserve_grpc",),
-    "opentelemetry": ("server.telemetry",),
-    "google": ("server.kserve_messages",),
+    "grpc": ("server.kserve.grpc_server",),
+    "opentelemetry": ("server.operations.telemetry",),
+    "google": ("server.kserve.messages",),
     "uvicorn": ("server", "fleet"),
     "river": ("fleet.detection.signals",),
 }
 TORCH_FREE = (
     *(*BASE, "core", "kernels.build", "evals.text", "engine.context", "compress.steps", "cli"),
-    *("kernels.layouts", "kernels.recording", "kernels.cpu_lowering", "kernels.token_shape"),
+    *("kernels.layouts", "kernels.recording", "kernels.cpu.lowering", "kernels.token_shape"),
     *(
-        "kernels.native",
+        "kernels.cpu.native",
         "kernels.weights",
         "kernels.metadata",
-        "kernels.programs",
+        "kernels.cpu.programs",
         "kernels.sampling",
-        "kernels.host_ops",
+        "kernels.cpu.host_ops",
     ),
-    *("kernels.positions", "kernels.cpu_moe", "kernels.cpu_mla", "kernels.packed_file"),
+    *("kernels.positions", "kernels.cpu.moe", "kernels.cpu.mla", "kernels.cpu.packed_file"),
     *(
         "model.layers",
         "model.encoder",
@@ -97,10 +97,28 @@ TORCH_FREE = (
         "model.gguf_blocks",
         "model.packed_cache",
     ),
-    *("worker.executor", "worker.local_executor", "worker.forward_paths", "worker.host_runner"),
-    *("worker.rows", "worker.input_batch", "worker.sampler", "worker.in_flight", "worker.device"),
-    *("worker.block_store", "worker.disk_tier", "worker.tiers"),
-    *("worker.cpu_choice", "worker.canary", "worker.constrained", "engine", "server", "frontend"),
+    *(
+        "worker.executor",
+        "worker.local_executor",
+        "worker.forward.forward_paths",
+        "worker.host_runner",
+    ),
+    *(
+        "worker.rows",
+        "worker.input_batch",
+        "worker.sampling.sampler",
+        "worker.in_flight",
+        "worker.device",
+    ),
+    *("worker.tiers.block_store", "worker.tiers.disk_tier", "worker.tiers.opening"),
+    *(
+        "worker.start.cpu_choice",
+        "worker.start.canary",
+        "worker.sampling.constrained",
+        "engine",
+        "server",
+        "frontend",
+    ),
     "fleet",
 )
 CIRCLES: dict[tuple[str, ...], str] = {}  # of imports that are left, to be removed: why
@@ -191,7 +209,7 @@ OWN_TORCH = {
         "cuda": "it measures another engine, and has only torch for it"
     },
     "cli.doctor": {"version": "it shows what torch was built for"},
-    "kernels.cpu_torch": {"backends": "it asks for the library that it calls, on a CPU"},
+    "kernels.cpu.torch_ops": {"backends": "it asks for the library that it calls, on a CPU"},
     "kernels.triton.cuda": {"version": "which NVRTC came with torch"},
 }
 """Attributes of torch that say what a device can do, or the build, and why a module reads them."""

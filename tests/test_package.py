@@ -17,7 +17,8 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.hub import list_cached
-from slipstream.kernels import build, native
+from slipstream.kernels import build
+from slipstream.kernels.cpu import native
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "benchmarks" / "configs" / "tiny"
@@ -216,8 +217,8 @@ def answer_of(
 
 EMULATOR = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
 EVERY_SET = """
-from slipstream.kernels import native
-from slipstream.worker.cpu_choice import _steps
+from slipstream.kernels.cpu import native
+from slipstream.worker.start.cpu_choice import _steps
 for isa in native.instruction_sets():
     for step in _steps(isa, "int8", 2):
         step()

@@ -8,10 +8,10 @@ import pytest
 
 from slipstream.arguments import likely_value
 from slipstream.config.settings import EngineArgs, one_of
-from slipstream.engine.tools import ROLES, for_template
+from slipstream.engine.text.tools import ROLES, for_template
 from slipstream.errors import ConfigError, RequestError
-from slipstream.server.errors import ApiError
-from slipstream.server.protocol import ChatRequest, Message, message_dict
+from slipstream.server.http.errors import ApiError
+from slipstream.server.openai.protocol import ChatRequest, Message, message_dict
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

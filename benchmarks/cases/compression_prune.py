@@ -23,7 +23,7 @@ from slipstream.compress.dense import DenseModel, load_dense
 from slipstream.compress.pipeline import batches
 from slipstream.compress.prune import measure, next_token_loss, prune
 from slipstream.compress.steps import Importance, PruneSettings
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.evals.text import TextSettings, calibration_windows, read_windows
 from slipstream.hub import resolve_model
 from slipstream.model.sequences import SequenceBatch, WholeModel

@@ -36,7 +36,7 @@ from slipstream.compress.recipe import parse, preset
 from slipstream.compress.report import model_bytes, tokens_per_s
 from slipstream.compress.run import compress
 from slipstream.config import EngineArgs
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.evals.divergence import compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import TextSettings, calibration_windows, read_windows

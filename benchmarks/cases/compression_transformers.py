@@ -28,7 +28,7 @@ from slipstream.compress.dense import load_dense
 from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.config import EngineArgs
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.evals.divergence import token_kl
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import TextSettings, read_windows

@@ -37,7 +37,7 @@ import common
 import torch
 
 from slipstream import LLM, BeamSearchParams
-from slipstream.worker.graphs import SharedPrefixGraphs
+from slipstream.worker.graphs.step_graphs import SharedPrefixGraphs
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 

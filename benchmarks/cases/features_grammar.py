@@ -31,8 +31,8 @@ import common
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.bench.report import print_table
 from slipstream.config import EngineArgs
-from slipstream.engine.grammar import Grammars
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, ScheduledRequest, StepPlan

@@ -82,7 +82,7 @@ def slipstream_engine() -> Callable[[Any], Callable[[str], bool]]:
     """As a request is: checked first, by the same limits. RequestError says why a schema is refused."""
     from llguidance import LLMatcher, LLTokenizer
 
-    from slipstream.engine.grammar import check, compose, limits
+    from slipstream.engine.grammars.grammar import check, compose, limits
     from slipstream.errors import RequestError
     from slipstream.types import StructuredOutputsParams
 

@@ -2,7 +2,8 @@
 
     python benchmarks/fleet.py --study autoscale --trace AzureLLMInferenceTrace_conv.csv [--gpu l4] [--policies ours,ray]
 
-Every replica is simulated step by step with the engine's own scheduler (`fleet/replay.py`); nothing is a calibrated queue. All
+Every replica is simulated step by step with the engine's own scheduler
+(`fleet/scaling/replay.py`); nothing is a calibrated queue. All
 begin with the same replicas and have the same cold starts, which are paid for. Objectives: TTFT and TPOT of a request, both.
 
 The oracle knows all requests beforehand. For each minute it takes the fewest replicas with which the requests of that minute
@@ -26,11 +27,11 @@ import common
 
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import find_device
-from slipstream.fleet.autoscaler import Autoscaler, FleetObservation, Policy, ScalingLimits
-from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
-from slipstream.fleet.capacity import RecentCapacity
-from slipstream.fleet.forecast import SPEEDS, Forecast
-from slipstream.fleet.replay import ColdStart, FleetReplay, Replayed
+from slipstream.fleet.scaling.autoscaler import Autoscaler, FleetObservation, Policy, ScalingLimits
+from slipstream.fleet.scaling.baselines import Enova, Fixed, Planned, RayServe
+from slipstream.fleet.scaling.capacity import RecentCapacity
+from slipstream.fleet.scaling.forecast import SPEEDS, Forecast
+from slipstream.fleet.scaling.replay import ColdStart, FleetReplay, Replayed
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import SimulatedEngine

@@ -27,7 +27,7 @@ from slipstream.bench.report import print_table
 from slipstream.engine.core_process import CacheEvents
 from slipstream.fleet.config import check
 from slipstream.fleet.head import Head
-from slipstream.server.fleet import ReplicaLoad
+from slipstream.server.operations.fleet import ReplicaLoad
 from slipstream.server.run import bind, url
 from slipstream.server.state import ServerSettings
 from slipstream.stats import EngineStats

@@ -26,7 +26,7 @@ from pathlib import Path
 import common
 
 from slipstream.bench.report import print_table
-from slipstream.fleet.router import POLICIES, ReplicaState, Router
+from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router
 
 TOLD_S = 0.05
 

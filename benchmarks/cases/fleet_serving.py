@@ -35,8 +35,8 @@ import uvloop
 
 from slipstream.bench.report import print_table
 from slipstream.fleet.config import check, pools
+from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
 from slipstream.fleet.head import Head
-from slipstream.fleet.upstream import ConnectionPool, UpstreamError
 from slipstream.server.run import bind, url
 from slipstream.server.state import ServerSettings
 

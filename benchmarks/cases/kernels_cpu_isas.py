@@ -25,13 +25,13 @@ import common
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.native import Arena, NativeLinear, Program
-from slipstream.kernels.programs import add_linear
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import Arena, NativeLinear, Program
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.programs import add_linear
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.cpu_choice import CpuChoice
-from slipstream.worker.roofline import measure_ceilings
+from slipstream.worker.start.cpu_choice import CpuChoice
+from slipstream.worker.start.roofline import measure_ceilings
 
 SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
 FORMS = {"int8": "int8", "Q4_1": "int4-g32", "bfloat16": None}

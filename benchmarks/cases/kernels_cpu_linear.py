@@ -9,7 +9,7 @@ Each shape (rows x inputs; `-gated`: gate and up with their activation) is measu
 each length of a prompt (`--prompts`) and each share of zeros, 2:4 among them. Dense and sparse take turns. Times are medians,
 and the ratio is the median of those within a round. A round passes over so many copies of the weight that they do not fit the
 processor's caches. With `--layers` it passes over all shapes in turn, as the layers of a model do, and a last row has their
-sum. The results must be equal bit by bit. `SPARSE_FROM` of kernels/host_ops.py follows from this.
+sum. The results must be equal bit by bit. `SPARSE_FROM` of kernels/cpu/host_ops.py follows from this.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from cases.kernels_cpu_isas import own_cores
 
 from slipstream.costs.hardware import available_cores
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.native import Arena, NativeLinear, Program
-from slipstream.kernels.programs import add_linear
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import Arena, NativeLinear, Program
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.programs import add_linear
 from slipstream.kernels.weights import ScaledLinear
 
 SHAPES = ("576x1536", "3072x576", "4096x4096", "4096x14336")

@@ -19,13 +19,13 @@ import common
 import torch
 
 from slipstream.costs.hardware import available_cores
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.ops import Experts, OpSet
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import MoESpec
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.roofline import measure_ceilings
+from slipstream.worker.start.roofline import measure_ceilings
 
 FORMS = ("torch", "bfloat16", "int8", "int4", "mxfp4")
 

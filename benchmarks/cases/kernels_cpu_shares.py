@@ -22,11 +22,11 @@ import torch
 from cases.kernels_cpu_isas import FORMS, own_cores
 
 from slipstream.config import EngineArgs
-from slipstream.kernels import native
-from slipstream.worker.cpu_choice import CpuChoice
+from slipstream.kernels.cpu import native
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner
-from slipstream.worker.roofline import Roofline, measure_roofline
+from slipstream.worker.start.cpu_choice import CpuChoice
+from slipstream.worker.start.roofline import Roofline, measure_roofline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

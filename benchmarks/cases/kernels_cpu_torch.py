@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from slipstream.kernels import cpu_torch as cpu
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu import torch_ops as cpu
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, NormParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton import hopper
-from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.attention import hopper
+from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 BLOCK_SIZE = 16

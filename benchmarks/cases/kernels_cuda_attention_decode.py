@@ -19,8 +19,8 @@ import torch
 from cases.kernels_cuda_attention import step
 
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton import split_keys
-from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton.attention import split_keys
+from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

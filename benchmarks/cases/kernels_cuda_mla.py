@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import MLAParams, NormParams
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton.mla import cache_latents, mla_paged_attention, mla_queries
-from slipstream.kernels.triton.mla_prefill import prefill_attention
+from slipstream.kernels.triton.attention.mla import cache_latents, mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention.mla_prefill import prefill_attention
 from slipstream.kernels.triton.tuning import microseconds
 
 PLAIN, ROTATED, LATENT, VALUE, BLOCK, SCALE = 128, 64, 512, 128, 16, 192**-0.5

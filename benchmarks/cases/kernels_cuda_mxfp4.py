@@ -28,9 +28,10 @@ import torch
 
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, moe
-from slipstream.kernels.triton.moe_permute import sort_pairs, unsorted_pairs
-from slipstream.kernels.triton.mxfp4 import Tile, mxfp4_gemm, pack_mxfp4, step_tiles
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.experts import moe
+from slipstream.kernels.triton.experts.moe_permute import sort_pairs, unsorted_pairs
+from slipstream.kernels.triton.experts.mxfp4 import Tile, mxfp4_gemm, pack_mxfp4, step_tiles
 from slipstream.kernels.triton.tuning import microseconds
 from slipstream.kernels.weights import GroupedLinear, chunk_of
 from slipstream.spec.description import read_spec

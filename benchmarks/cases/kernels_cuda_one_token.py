@@ -52,7 +52,9 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     for model in args.models:
         config, scheme, cache = model.split(":")
         for path in args.paths:
-            never = mock.patch("slipstream.worker.forward.compile_one_token", return_value=LEFT_OUT)
+            never = mock.patch(
+                "slipstream.worker.forward.forwards.compile_one_token", return_value=LEFT_OUT
+            )
             with never if path == "kernel by kernel" else nullcontext():
                 llm = LLM(
                     str(common.CONFIGS / config),

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     from slipstream import LLM
-    from slipstream.worker.roofline import measure_ceilings
+    from slipstream.worker.start.roofline import measure_ceilings
 
     batches = [int(text) for text in args.batches.split(",")]
     lengths = [int(text) for text in args.prompts.split(",") if text]
@@ -220,7 +220,7 @@ def layer_ms(llm: Any, ops: Any, num_tokens: int) -> dict[str, float]:
 
 def host_rate(ops: Any, held: list[Any], batch: int) -> float:
     """Bytes a second of all layers' products on the host, one after the other, with the choice that lies in the memory."""
-    from slipstream.kernels.native import StepInputs
+    from slipstream.kernels.cpu.native import StepInputs
 
     first, spec = ops._layers[id(held[0].up)], held[0].spec
     chosen = first.given[

@@ -39,9 +39,9 @@ from slipstream.engine.core_process import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
 from slipstream.hub import machine_folder, resolve_model
-from slipstream.server.chat import ChatAnswer
-from slipstream.server.protocol import ChatRequest, decode
-from slipstream.server.record import RequestRecord
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.openai.chat import ChatAnswer
+from slipstream.server.openai.protocol import ChatRequest, decode
 from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec

@@ -48,7 +48,7 @@ from slipstream.simulate.simulator import simulate
 from slipstream.simulate.traffic import of_lengths, parse_workload
 from slipstream.spec.description import read_spec
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.step_costs import grid, measure_steps
+from slipstream.worker.start.step_costs import grid, measure_steps
 
 TARGETS = {"tpot": 0.08, "ttft": 0.15, "throughput": 0.08}
 MEASURED_CACHE, GPU_CACHE = 512 * 2**20, 24 * 2**30

@@ -40,7 +40,7 @@ from slipstream.simulate.engines import plan_engine, this_hardware
 from slipstream.simulate.traffic import Traffic, of_lengths
 from slipstream.types import EngineRequest, SamplingParams, TokenOutput
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.step_costs import grid, measure_steps
+from slipstream.worker.start.step_costs import grid, measure_steps
 
 CAPACITY = 200.0  # tokens a second of one thread, about
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -41,7 +41,7 @@ import common
 from slipstream import LLM, SamplingParams
 from slipstream.compress.teacher import read_questions
 from slipstream.types import ScheduledRequest
-from slipstream.worker.chain_graphs import ChainGraphs
+from slipstream.worker.graphs.chain_graphs import ChainGraphs
 
 CODE = """def read_{0}(path):
     result = {{}}

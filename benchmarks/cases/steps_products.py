@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace, save: Callable[..., None], model: str) -> 
     from cases.steps_mixed import plans
 
     from slipstream.kernels.triton import hopper_linear, linear
-    from slipstream.worker.graphs import StepGraphs
+    from slipstream.worker.graphs.step_graphs import StepGraphs
 
     options = dict(
         load_format="dummy",

@@ -2,7 +2,8 @@
 
     python benchmarks/steps.py --study verified [--config llama-3-8b] [--quantization fp8] [--kv-cache-dtype fp8]
 
-Random weights of the true shape; the drafts' own cost is not in these times. `worker/graphs.py` chooses between the two by
+Random weights of the true shape; the drafts' own cost is not in these times.
+`worker/graphs/step_graphs.py` chooses between the two by
 MAX_KEYS_AGAIN and MIXED_ROWS, which this study sets so that one of them runs; `chosen` says which one they give.
 """
 
@@ -16,8 +17,8 @@ from typing import Any
 import common
 
 from slipstream import LLM
-from slipstream.worker import graphs
-from slipstream.worker.step_costs import Step, measure_steps
+from slipstream.worker.graphs import step_graphs as graphs
+from slipstream.worker.start.step_costs import Step, measure_steps
 
 CONTEXTS = (256, 1024, 4096)
 SIZES = (

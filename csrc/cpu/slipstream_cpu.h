@@ -3,7 +3,7 @@
 // 1. An engine is a pool of threads and an instruction set.
 // 2. A program is a list of operators over buffers. It is made once for a model and runs for every step.
 // 3. A buffer has a row for each token. It is the program's own, or the caller's (`ss_bind`).
-// 4. The bindings (slipstream/kernels/native.py) check shapes; nothing here does.
+// 4. The bindings (slipstream/kernels/cpu/native.py) check shapes; nothing here does.
 // 5. Pointers that operators are given must outlive the program.
 #pragma once
 #include <stdint.h>

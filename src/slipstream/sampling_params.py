@@ -236,7 +236,7 @@ class SamplingParams:
 
     @property
     def by_chain(self) -> bool:
-        """Whether a row is drawn by the chain of samplers (`worker/sampler_chain.py`) and not with the whole batch."""
+        """Whether a row is drawn by the chain of samplers (`worker/sampling/sampler_chain.py`) and not with the whole batch."""
         return bool(
             self.samplers is not None
             or self.logits_processors

@@ -346,7 +346,8 @@ class StepPlan:
     4. The tables of `scheduled` requests are updated.
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
 
-    Where requests are dealt out to ranks, a rank gets its part of the plan (`worker/request_owners.py`). `copy_ranks` says in
+    Where requests are dealt out to ranks, a rank gets its part of the plan
+    (`worker/ranks/request_owners.py`). `copy_ranks` says in
     whose cache each of `block_copies` is (empty: all are in rank 0's). A part has the largest numbers of all parts in
     `largest`, since all ranks run the step in one way, and may have no request at all.
     """

@@ -427,7 +427,7 @@ def test_batch_size_of_transformers(tiny_model):
 
 def test_roofline(config_only, capsys, monkeypatch):
     for name, small in (("READ_BYTES", 2**20), ("MULTIPLY_ROUNDS", 1000), ("CEILING_SECONDS", 0.0)):
-        monkeypatch.setattr(f"slipstream.worker.roofline.{name}", small)
+        monkeypatch.setattr(f"slipstream.worker.start.roofline.{name}", small)
     words = ["roofline", config_only, "--batch-sizes=2", "--prompt=8", "--context=8", *DUMMY]
     found = result(capsys, *words)
     check_document(found, "roofline")

@@ -13,9 +13,9 @@ import yaml
 
 from slipstream.cli.main import Parser, main
 from slipstream.cli.serve import server_settings
-from slipstream.server.auth import OPEN_ROUTES
-from slipstream.server.manifests import PORT, READY
-from slipstream.server.web_guard import WebGuard
+from slipstream.server.http.auth import OPEN_ROUTES
+from slipstream.server.http.web_guard import WebGuard
+from slipstream.server.operations.manifests import PORT, READY
 
 CLONE = Path(__file__).parents[2]
 SERVE = "smollm2 --max-model-len 4096 --drain-timeout 60 --tool-call-parser 'none'"

@@ -192,7 +192,7 @@ def test_run_and_chat_draw_as_serve_does(tiny_model, tmp_path, sampled, stdin, g
     assert main(["run", str(folder), "hello", "--max-tokens=2", *FAST]) == 0
     stdin("hello\n")
     assert main(["chat", str(folder), "--max-tokens=2", *FAST]) == 0
-    from slipstream.server.protocol import ChatRequest
+    from slipstream.server.openai.protocol import ChatRequest
 
     body = ChatRequest(model="m", messages=[{"role": "user", "content": "hello"}])
     served = body.sampling(read_spec(folder).sampling, max_tokens=2)

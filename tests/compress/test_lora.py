@@ -19,7 +19,7 @@ from slipstream.compress.lora import (
 )
 from slipstream.compress.recipe import parse, preset
 from slipstream.compress.steps import LoRA
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.model.sequences import SequenceBatch
 from slipstream.spec.description import read_spec

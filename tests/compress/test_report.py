@@ -21,7 +21,7 @@ from slipstream.compress.report import (
 from slipstream.config import EngineArgs
 from slipstream.errors import BudgetError
 from slipstream.evals.text import TextSettings
-from slipstream.worker.canary import read_canary
+from slipstream.worker.start.canary import read_canary
 
 TEXT = "hello the world, in the other hour the hello is here and the wind is there. " * 3
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ContextLengthError
 from slipstream.types import FinishReason, SampledLogprobs, SamplingParams, StepPlan, StepResult
-from slipstream.worker.request_owners import RequestOwners, joined_result
+from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from tests.core.configs import BLOCK, FULL, config, window
 from tests.core.test_beams import Search
 from tests.core.test_scheduler import Engine, Worker, request

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from slipstream.engine import chat_template
-from slipstream.engine.chat_template import MAX_SECONDS, render
+from slipstream.engine.text import chat_template
+from slipstream.engine.text.chat_template import MAX_SECONDS, render
 from slipstream.errors import RequestError
 
 MESSAGES = [{"role": "user", "content": "hello" * 20}] * 6

@@ -16,7 +16,7 @@ from slipstream.engine.context import (
     scorer,
     word_overlap,
 )
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 
 TEXT = "the the the zebra said the quick thing. the the the! Number 1234 is the code."

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.detokenizer import IncrementalDetokenizer
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.detokenizer import IncrementalDetokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from tests.data.make_tokens import write_gguf
 
 GOLDEN = json.loads(

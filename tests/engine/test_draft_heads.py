@@ -13,15 +13,15 @@ from torch.nn import functional as F
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import CheckpointError, ConfigError, SlipstreamError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.ops import OpSet
 from slipstream.model.draft_heads import target_ids
 from slipstream.spec.description import read_spec
 from slipstream.spec.head_readers import read_head
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.host_chain import head_scheme
+from slipstream.worker.draft.host_chain import head_scheme
 from tests import draft_heads, forked_ranks, tiny_models
 from tests.engine.test_speculation import PROMPTS, SETTINGS, SIZES, answers
 from tests.naive_heads import fused, medusa_states, naive_drafts

@@ -13,10 +13,10 @@ from threading import Event, get_ident
 import numpy as np
 import pytest
 
-from slipstream.engine import grammar
-from slipstream.engine.grammar import GrammarError, Grammars, check, compose
+from slipstream.engine.grammars import grammar
+from slipstream.engine.grammars.grammar import GrammarError, Grammars, check, compose
 from slipstream.engine.output import raise_on_error
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineOverloadedError, RequestError
 from slipstream.outputs import CompletionOutput, RequestOutput
 from slipstream.spec.description import read_spec

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from slipstream.engine import grammar, grammar_depth
-from slipstream.engine.grammar import GrammarError, Grammars, check
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.grammars import depth as grammar_depth
+from slipstream.engine.grammars import grammar
+from slipstream.engine.grammars.grammar import GrammarError, Grammars, check
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsParams
@@ -235,7 +236,7 @@ BEGUN = {
 def test_what_is_begun_often_and_never_ends_is_read_once(text):
     """By the square of the length it takes half an hour, in which no other thread runs."""
     check_in_child = (
-        f"from slipstream.engine.grammar_depth import check_grammar; check_grammar({text!r})"
+        f"from slipstream.engine.grammars.depth import check_grammar; check_grammar({text!r})"
     )
     subprocess.run([sys.executable, "-"], input=check_in_child.encode(), check=True, timeout=60)
 

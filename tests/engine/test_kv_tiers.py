@@ -15,7 +15,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.estimate import estimate, this_device
 from slipstream.errors import ConfigError
-from slipstream.kernels import native
+from slipstream.kernels.cpu import native
 from slipstream.spec.description import read_spec
 from slipstream.worker.host_runner import HostRunner
 from tests import tiny_models

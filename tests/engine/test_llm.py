@@ -21,8 +21,8 @@ from slipstream.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from slipstream.kernels import native
-from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.model.step_program import compile_step
 from slipstream.spec.description import read_spec
 from slipstream.worker import host_runner

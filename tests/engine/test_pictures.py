@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from slipstream.engine import pictures
-from slipstream.engine.picture_files import measured
-from slipstream.engine.pictures import PictureProcessor, opened
+from slipstream.engine.vision import pictures
+from slipstream.engine.vision.picture_files import measured
+from slipstream.engine.vision.pictures import PictureProcessor, opened
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from tests.vision_models import build_vision, picture, their_processor

@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from jsonschema.validators import validator_for
 
-from slipstream.engine.grammar import check, compose
-from slipstream.engine.schema_promises import promise, translate
-from slipstream.engine.tool_formats import FORMATS
-from slipstream.engine.tool_formats.base import Tool, Writer
-from slipstream.engine.tool_formats.values import text_rule
+from slipstream.engine.grammars.grammar import check, compose
+from slipstream.engine.grammars.schema_promises import promise, translate
+from slipstream.engine.text.tool_formats import FORMATS
+from slipstream.engine.text.tool_formats.base import Tool, Writer
+from slipstream.engine.text.tool_formats.values import text_rule
 from slipstream.errors import RequestError
 from slipstream.types import StructuredOutputsParams
 
@@ -569,7 +569,7 @@ def test_sets_inside_classes_leave_out_what_either_language_counts(pattern, both
 
 def test_translated_formats_stay_as_they_are():
     """`promise` meets them again where a format stands next to a pattern."""
-    from slipstream.engine import schema_promises
+    from slipstream.engine.grammars import schema_promises
 
     for pattern, _ in schema_promises.FORMATS.values():
         assert translate(pattern) == pattern

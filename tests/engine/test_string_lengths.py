@@ -7,14 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.engine.grammar import Grammars
-from slipstream.engine.string_lengths import (
+from slipstream.engine.grammars.grammar import Grammars
+from slipstream.engine.grammars.string_lengths import (
     CountedStrings,
     LengthVocabulary,
     StringLengths,
     counts_only,
 )
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.types import (
     EngineRequest,
     SamplingParams,

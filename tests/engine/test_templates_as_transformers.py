@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slipstream.engine.chat_template import render
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.chat_template import render
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from tests import tiny_models
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from slipstream.engine import sentencepiece, tiktoken
-from slipstream.engine.tiktoken import CL100K, is_tiktoken, spelling
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text import sentencepiece, tiktoken
+from slipstream.engine.text.tiktoken import CL100K, is_tiktoken, spelling
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from tests.engine.test_tokenizer_folders import LINES, train
 

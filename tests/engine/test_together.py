@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
-from slipstream.worker import probe_steps
+from slipstream.worker.start import probe_steps
 from tests import tiny_models
 
 SIZES = dict(

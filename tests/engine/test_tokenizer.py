@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from slipstream.engine.gguf_tokenizer import SPLITS
-from slipstream.engine.tokenizer import SpecialTokens, Tokenizer
+from slipstream.engine.text.gguf_tokenizer import SPLITS
+from slipstream.engine.text.tokenizer import SpecialTokens, Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from slipstream.hub import list_cached
 from tests import tiny_models

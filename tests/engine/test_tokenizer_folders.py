@@ -12,8 +12,8 @@ import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.sentencepiece import _fields, build
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.sentencepiece import _fields, build
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, RequestError, UnsupportedModelError
 from tests import tiny_models
 from tests.data.make_tokens import write_gguf

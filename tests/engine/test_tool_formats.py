@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.tool_formats import FORMATS, REASONING, reasoning_markers, tool_format
-from slipstream.engine.tool_formats.base import (
+from slipstream.engine.text.tool_formats import FORMATS, REASONING, reasoning_markers, tool_format
+from slipstream.engine.text.tool_formats.base import (
     Arguments,
     BeginCall,
     Content,

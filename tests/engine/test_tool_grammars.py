@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.engine.grammar import GrammarError, Grammars
-from slipstream.engine.tokenizer import Tokenizer
-from slipstream.engine.tool_formats import FORMATS
-from slipstream.engine.tool_formats.base import Tool, Writer
-from slipstream.engine.tools import Reading
+from slipstream.engine.grammars.grammar import GrammarError, Grammars
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tool_formats import FORMATS
+from slipstream.engine.text.tool_formats.base import Tool, Writer
+from slipstream.engine.text.tools import Reading
 from slipstream.errors import RequestError
 from slipstream.spec.description import read_spec
 from slipstream.types import EngineRequest, SamplingParams, StructuredOutputsParams

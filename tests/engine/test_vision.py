@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.pictures import PreparedPicture
+from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import ConfigError, RequestError
 from slipstream.model.vision import pass_ends
 from slipstream.types import LoRARequest

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.evals import text
 from slipstream.evals.text import (

@@ -9,8 +9,8 @@ import json
 import msgspec
 
 from slipstream.engine.core_process import CacheEvents
-from slipstream.server.fleet import ReplicaLoad
-from slipstream.server.metrics import Metrics
+from slipstream.server.operations.fleet import ReplicaLoad
+from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
 from tests.fleet.running import RunningFleet
 

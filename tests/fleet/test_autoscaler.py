@@ -15,11 +15,16 @@ from slipstream.bench.load import Poisson
 from slipstream.config import EngineArgs
 from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
-from slipstream.fleet.autoscaler import LEARNING, Autoscaler, FleetObservation, ScalingLimits
-from slipstream.fleet.baselines import Enova, Fixed, Planned, RayServe
-from slipstream.fleet.capacity import FleetCapacity, fleet_capacity
-from slipstream.fleet.forecast import Forecast
-from slipstream.fleet.replay import ColdStart, FleetReplay
+from slipstream.fleet.scaling.autoscaler import (
+    LEARNING,
+    Autoscaler,
+    FleetObservation,
+    ScalingLimits,
+)
+from slipstream.fleet.scaling.baselines import Enova, Fixed, Planned, RayServe
+from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
+from slipstream.fleet.scaling.forecast import Forecast
+from slipstream.fleet.scaling.replay import ColdStart, FleetReplay
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
 from slipstream.simulate.simulator import simulate

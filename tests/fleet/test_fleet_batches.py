@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.fleet.config import check, read
-from slipstream.server import batch_runner
-from slipstream.server.audit import records
+from slipstream.server.batches import runner as batch_runner
+from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import numbers, stubbed, text_of
 from tests.server.test_server_batches import answers, ended, upload

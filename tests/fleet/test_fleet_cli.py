@@ -20,7 +20,7 @@ from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.fleet import head
 from slipstream.fleet.config import check, pools, read
-from slipstream.fleet.processes import START_NICE, Processes
+from slipstream.fleet.replicas.processes import START_NICE, Processes
 from tests.fleet.running import ENGINE, alive, fleet_of, version
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -12,7 +12,7 @@ import tritonclient.http as over_http
 from tritonclient.utils import InferenceServerException
 
 from slipstream.errors import ConfigError
-from slipstream.server.audit import records
+from slipstream.server.operations.audit import records
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import stubbed
 from tests.server.test_server_kserve import collect, inputs_of, texts

@@ -11,10 +11,10 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.fleet.config import check
-from slipstream.server import keys
-from slipstream.server.fleet import _key as replica_key
-from slipstream.server.keys import prefix_salt
-from slipstream.server.rates import _SPENT, _TOKENS, DAY_S, WINDOW
+from slipstream.server.http import keys
+from slipstream.server.http.keys import prefix_salt
+from slipstream.server.http.rates import _SPENT, _TOKENS, DAY_S, WINDOW
+from slipstream.server.operations.fleet import _key as replica_key
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import PROMPT_TOKENS, numbers, stubbed, text_of
 from tests.waiting import PATIENCE_S

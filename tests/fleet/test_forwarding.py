@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from slipstream.fleet import forward
+from slipstream.fleet.gateway import forward
 from tests.fleet.running import fleet_of, version
 from tests.fleet.stubs import numbers, stubbed, text_of
 from tests.waiting import PATIENCE_S

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from slipstream.fleet import head
-from slipstream.fleet.forward import MAX_DEATHS
-from slipstream.server import batch_runner
+from slipstream.fleet.gateway.forward import MAX_DEATHS
+from slipstream.server.batches import runner as batch_runner
 from tests.fleet import stubs as stubs_module
 from tests.fleet.running import fleet_of, running, version
 from tests.fleet.stubs import Stub, numbers, stubbed, text_of

@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.fleet.capacity import FleetCapacity
 from slipstream.fleet.config import check
+from slipstream.fleet.scaling.capacity import FleetCapacity
 from tests.fleet.running import ENGINE, RunningFleet, alive, fleet_of, version
 from tests.fleet.test_fleet import HELLO, ask
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-SERVER = "slipstream.fleet.replica"
+SERVER = "slipstream.fleet.replicas.replica"
 MARK = "SLIPSTREAM_TEST_RUN"
 """A variable that Ray's processes inherit: it tells our servers from those of other fleets on this machine."""
 

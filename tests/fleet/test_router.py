@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.core.prefix_cache import extend_keys, root_key
-from slipstream.fleet import prefixes
-from slipstream.fleet.prefixes import PrefixStore
-from slipstream.fleet.router import POLICIES, ReplicaState, Router
+from slipstream.fleet.gateway import prefixes
+from slipstream.fleet.gateway.prefixes import PrefixStore
+from slipstream.fleet.gateway.router import POLICIES, ReplicaState, Router
 
 ROOT = root_key("model")
 

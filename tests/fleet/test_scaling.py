@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.fleet import scaling as scaling_module
-from slipstream.fleet.capacity import FleetCapacity
 from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
-from slipstream.fleet.scaler import ColdStarts, PoolState, Scaler, Tally, make
-from slipstream.fleet.scaling import Scaling
-from slipstream.server.record import RequestRecord
+from slipstream.fleet.scaling import loop as scaling_module
+from slipstream.fleet.scaling.capacity import FleetCapacity
+from slipstream.fleet.scaling.loop import Scaling
+from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, make
+from slipstream.server.http.record import RequestRecord
 from tests.browser import Browser
 from tests.fleet.running import ENGINE, fleet_of, running, version
 from tests.fleet.stubs import stubbed
@@ -233,7 +233,7 @@ def test_a_named_device_is_planned_for(tiny, monkeypatch):
         engines.append(engine)
         return Capacity()
 
-    monkeypatch.setattr("slipstream.fleet.scaler.RecentCapacity", capacity)
+    monkeypatch.setattr("slipstream.fleet.scaling.scaler.RecentCapacity", capacity)
     one = version(tiny, replicas=TWO, engine={"max_model_len": 256})
     (spec,) = pools(check({"models": {"tiny": {"versions": [one], "autoscale": AUTOSCALE}}}))
     with pytest.raises(ConfigError, match="no-such-card"):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
-from slipstream.fleet.upstream import ConnectionPool, UpstreamError
+from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"

@@ -15,7 +15,7 @@ from slipstream.kernels.metadata import LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import TextsPlan
-from slipstream.worker.texts import TextGraphs, lay_out, text_inputs
+from slipstream.worker.forward.texts import TextGraphs, lay_out, text_inputs
 from tests import tiny_models
 
 pytestmark = [

@@ -13,7 +13,7 @@ from slipstream.config import EngineArgs
 from slipstream.evals.divergence import compare
 from slipstream.evals.scorer import Scorer
 from slipstream.evals.text import Document, cut
-from slipstream.worker.canary import run_canary
+from slipstream.worker.start.canary import run_canary
 from tests import tiny_models
 
 pytestmark = [

@@ -25,13 +25,13 @@ PLAIN = AttentionParams(scale=128**-0.5)
 
 def paged_attention(*args, **options):
     """Not imported at the top: tests/kernels imports Triton's kernels for its interpreter."""
-    from slipstream.kernels.triton import attention
+    from slipstream.kernels.triton.attention import paged as attention
 
     return attention.paged_attention(*args, **options)
 
 
 def covered(q, kv):
-    from slipstream.kernels.triton import hopper
+    from slipstream.kernels.triton.attention import hopper
 
     return hopper.covers(q, kv)
 
@@ -90,7 +90,7 @@ SPLIT = [
 @pytest.mark.parametrize("option", ["plain", "window", "softcap", "sinks"])
 def test_split_keys_against_the_reference(monkeypatch, query_lens, contexts, shape, kind, option):
     """Chunks too short to fill the chip. Their keys are split, and short ones of the same step stay whole."""
-    from slipstream.kernels.triton import hopper
+    from slipstream.kernels.triton.attention import hopper
 
     combined = []
     monkeypatch.setattr(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.unpack import unpack
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.unpack import unpack
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 

@@ -296,7 +296,7 @@ def test_one_token_of_any_width(ops, n, k):
 
 
 def test_routers_of_deepseek(ops):
-    from slipstream.kernels.triton import moe
+    from slipstream.kernels.triton.experts import moe
 
     expert = DenseSpec(intermediate_size=64, activation="silu")
     limit = GroupLimit(num_groups=8, num_chosen=4, by="best_two")

@@ -19,7 +19,7 @@ from slipstream.model.device_stream import layer_bytes
 from slipstream.model.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.dummy_steps import dummy_prefill
+from slipstream.worker.start.dummy_steps import dummy_prefill
 from tests import tiny_models
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, LoRARequest, SamplingParams
-from slipstream.worker import expert_balance
+from slipstream.worker.experts import balance as expert_balance
 from tests import adapters, draft_heads, tiny_models, vision_models
 
 pytestmark = [

@@ -14,9 +14,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.kernels.cpu.native import Packed
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.kernels.native import Packed
 
 GARBAGE = 1000.0
 

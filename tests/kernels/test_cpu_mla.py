@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, MLAParams
 from slipstream.kernels.reference import ReferenceOps

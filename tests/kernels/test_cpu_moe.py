@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import native
-from slipstream.kernels.cpu_moe import NativeExperts
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.moe import NativeExperts
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize as numbers

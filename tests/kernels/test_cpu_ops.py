@@ -22,18 +22,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import host_ops, native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.host_ops import (
+from slipstream.kernels.cpu import host_ops, native
+from slipstream.kernels.cpu.host_ops import (
     SPARSE_FROM,
     SPARSE_FROM_ELSEWHERE,
     TOKENS,
     HostOps,
     four_bits,
 )
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram, add_linear
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, QKVLayout
-from slipstream.kernels.programs import LinearArgmax, LinearProgram, add_linear
 from slipstream.kernels.quantize import dequantize as dequantize_linear
 from slipstream.kernels.quantize import pack4, round_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.layouts import AttentionParams
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.reference import ReferenceOps

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from slipstream.kernels.metadata import LayerKV
-from slipstream.kernels.triton import gluon_support, hopper
+from slipstream.kernels.triton import gluon_support
+from slipstream.kernels.triton.attention import hopper
 from slipstream.spec.gpu_archs import gpu_arch
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton import hopper
+from slipstream.kernels.triton.attention import hopper
 
 hopper._prefill_kernel = Compiled(hopper._prefill_kernel)
 hopper.combine = lambda *_: None

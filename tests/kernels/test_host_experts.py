@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
+from slipstream.kernels.cpu.unpack import unpack
 from slipstream.kernels.host_experts import MIN_COPIED, SLICE, HostExpertOps
 from slipstream.kernels.hot_experts import MAX_MOVES, best_moves
 from slipstream.kernels.layouts import Experts
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.quantize import round_linear
-from slipstream.kernels.unpack import unpack
 from slipstream.kernels.weights import Linear
 from slipstream.model.loader import load_model
 from slipstream.platform import platform_of

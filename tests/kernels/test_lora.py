@@ -17,7 +17,7 @@ from slipstream.kernels.adapters import (
     tile_tokens,
     tokens_of,
 )
-from slipstream.kernels.cpu import CpuOps, NativeOps
+from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.quantize import quantize_rows
 from slipstream.kernels.reference import ReferenceOps

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 

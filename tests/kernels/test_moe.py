@@ -11,13 +11,14 @@ import torch
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu import CpuOps
+from slipstream.kernels.cpu.ops import CpuOps
 from slipstream.kernels.metadata import ExpertLoad
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
-from slipstream.kernels.triton import TritonOps, grouped_gemm, moe_permute
-from slipstream.kernels.triton import moe as triton_moe
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.experts import grouped_gemm, moe_permute
+from slipstream.kernels.triton.experts import moe as triton_moe
 from slipstream.kernels.weights import GroupedLinear
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, GroupLimit, MoESpec
 from slipstream.spec.scheme import SCHEMES

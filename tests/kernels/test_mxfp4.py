@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_moe import NativeExperts
+from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, mxfp4
-from slipstream.kernels.triton.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.experts import mxfp4
+from slipstream.kernels.triton.experts.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.loader import load_model
 from slipstream.platform import platform_of

@@ -16,7 +16,7 @@ from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.token_shape import OTHER_RANK, match_layers
 from slipstream.kernels.triton import TritonOps, one_token
-from slipstream.kernels.triton.mxfp4 import pack_mxfp4
+from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
 from slipstream.model.loader import load_model

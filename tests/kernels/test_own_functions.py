@@ -15,7 +15,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.cpu import CpuOps, NativeOps
+from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model import loader

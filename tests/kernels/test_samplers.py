@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream import SamplingParams
 from slipstream.errors import RequestError
 from slipstream.kernels import samplers
-from slipstream.worker.sampler_chain import apply_samplers
+from slipstream.worker.sampling.sampler_chain import apply_samplers
 from tests import naive_samplers
 
 VOCAB = 13

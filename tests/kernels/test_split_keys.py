@@ -16,15 +16,21 @@ from slipstream.kernels.metadata import AttentionMetadata, Steps
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.kernels.triton import split_keys as module
-from slipstream.kernels.triton.split_keys import MAX_PARTS, DecodeParts, combine, num_splits
+from slipstream.kernels.triton.attention import split_keys as module
+from slipstream.kernels.triton.attention.split_keys import (
+    MAX_PARTS,
+    DecodeParts,
+    combine,
+    num_splits,
+)
 from tests.kernels import cases
 from tests.kernels.for_hopper import run_for_hopper
 
 PROGRAM = """
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, by_dim
 from slipstream.kernels.ops import AttentionParams
-from slipstream.kernels.triton import attention, split_keys
+from slipstream.kernels.triton.attention import paged as attention
+from slipstream.kernels.triton.attention import split_keys
 
 kernels = [(attention, "_decode_kernel"), (split_keys, "_find_parts_kernel"), (split_keys, "_combine_kernel")]
 for module, name in kernels:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import cpu_torch as cpu
-from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
+from slipstream.kernels.cpu import torch_ops as cpu
+from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
 from slipstream.kernels.metadata import PackedParts, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockRows
-from slipstream.kernels.cpu import CpuOps, NativeOps
+from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
@@ -26,16 +26,9 @@ from slipstream.kernels.reference import (
     to_cache,
     uniform,
 )
-from slipstream.kernels.triton import (
-    TritonOps,
-    linear,
-    mla,
-    mla_prefill,
-    pointwise,
-    sampling,
-    tuning,
-)
-from slipstream.kernels.triton.attention import paged_attention
+from slipstream.kernels.triton import TritonOps, linear, pointwise, sampling, tuning
+from slipstream.kernels.triton.attention import mla, mla_prefill
+from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled_mm, has_scaled_mm
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
@@ -97,10 +90,10 @@ def test_attention(data, extra, dtype):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     ops = data.draw(st.sampled_from([OURS, TritonOps(deterministic=True)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.split_keys.PARTS_PER_SM", extra)
-        patch.setattr("slipstream.kernels.triton.split_keys.MIN_KEYS", 16)
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.PARTS_PER_SM", extra)
+        patch.setattr("slipstream.kernels.triton.attention.split_keys.MIN_KEYS", 16)
         patch.setattr(
-            "slipstream.kernels.triton.split_keys.FEW_SEQUENCES",
+            "slipstream.kernels.triton.attention.split_keys.FEW_SEQUENCES",
             data.draw(st.sampled_from([0, 1, 4])),
         )
         ours = ops.attention(step.q, kv, step.meta, AttentionParams(**options))
@@ -148,9 +141,9 @@ def test_attention_of_shared_prefixes(data, splits, dtype):
     if data.draw(st.booleans()):
         kv = dataclasses.replace(kv, v=by_dim(kv.v))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
+        patch.setattr("slipstream.kernels.triton.attention.paged.num_splits", lambda *_: splits)
         patch.setattr(
-            "slipstream.kernels.triton.attention.DECODE_ACC_SIZE",
+            "slipstream.kernels.triton.attention.paged.DECODE_ACC_SIZE",
             data.draw(st.sampled_from([64, 128, 2048])),
         )
         ours = OURS.attention(step.q, kv, meta, AttentionParams(**options))
@@ -181,8 +174,10 @@ def test_attention_of_groups_that_share_blocks(monkeypatch, block_size, tile, sp
     plain = dataclasses.replace(step.meta, block_table=table)
     columns = [torch.tensor(x, dtype=torch.int32) for x in zip(*per_seq, strict=True)]
     meta = dataclasses.replace(plain, shared=SharedPrefixes(*columns))
-    monkeypatch.setattr("slipstream.kernels.triton.attention.num_splits", lambda *_: splits)
-    monkeypatch.setattr("slipstream.kernels.triton.attention.DECODE_ACC_SIZE", members * 2 * 16)
+    monkeypatch.setattr("slipstream.kernels.triton.attention.paged.num_splits", lambda *_: splits)
+    monkeypatch.setattr(
+        "slipstream.kernels.triton.attention.paged.DECODE_ACC_SIZE", members * 2 * 16
+    )
     params = AttentionParams(scale=0.25)
     close(
         paged_attention(step.q, step.kv, meta, params, decode_tile=tile),
@@ -243,7 +238,7 @@ def test_latent_attention(data, splits):
         )
         q = ops.rope_and_cache(rows, kv, step.meta, heads)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
+            patch.setattr("slipstream.kernels.triton.attention.mla.num_splits", lambda *_: splits)
             seen = ops.attention(q, kv, step.meta, AttentionParams(scale=0.3))
         assert seen.isfinite().all()
         assert seen.shape == (*q.shape[:2], 32)
@@ -267,7 +262,7 @@ def test_latent_attention(data, splits):
 )
 def test_latents_before_and_behind(monkeypatch, lens, interleaved, splits):
     """Few tokens and many, decodes alone and not: queries, cache and values are the reference's."""
-    monkeypatch.setattr("slipstream.kernels.triton.mla.num_splits", lambda *_: splits)
+    monkeypatch.setattr("slipstream.kernels.triton.attention.mla.num_splits", lambda *_: splits)
     heads, plain, rotary, rank, width = 3, 20, 8, 72, 24
     step = cases.step(
         cases.Shape(sequences=lens, num_heads=heads, num_kv_heads=1, head_dim=rotary + rank)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from slipstream.kernels.metadata import LayerKV, PackedParts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.kernels.triton import TritonOps, bidirectional
-from slipstream.kernels.triton.bidirectional import text_ends
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.attention import bidirectional
+from slipstream.kernels.triton.attention.bidirectional import text_ends
 from slipstream.model.loader import load_model
 from slipstream.types import TextsPlan
-from slipstream.worker.texts import lay_out, text_inputs
+from slipstream.worker.forward.texts import lay_out, text_inputs
 from tests import tiny_models
 from tests.kernels import cases
 from tests.model.harness import CPU, caches, load, states, whole

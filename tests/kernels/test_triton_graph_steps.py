@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from slipstream import SamplingParams
-from slipstream.kernels.triton import TritonOps, mla_prefill
+from slipstream.kernels.triton import TritonOps
+from slipstream.kernels.triton.attention import mla_prefill
 from slipstream.worker import model_runner
 from tests import tiny_models
 from tests.worker.test_graph_steps import answers, captured_at_once, kinds  # noqa: F401 - a fixture

@@ -13,9 +13,9 @@ from slipstream.config import EngineArgs
 from slipstream.costs.estimate import estimate
 from slipstream.costs.memory import weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.quantize import dequantize, round_linear, unpack4
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.loader import load_model

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps, PackedLinear
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.positions import rope_table
 from slipstream.model.loader import load_model

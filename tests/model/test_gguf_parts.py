@@ -11,7 +11,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.cli.main import main
 from slipstream.compress.report import model_bytes
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError
 from slipstream.hub import resolve_model
 from slipstream.model.packed_cache import checkpoint_stamps

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.hub import resolve_model
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.native import instruction_sets
+from slipstream.kernels.cpu.native import instruction_sets
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.model import packed_cache
 from slipstream.model.loader import load_model
 from slipstream.spec.scheme import SCHEMES
@@ -164,7 +164,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, caplog, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slipstream.kernels.packed_file.os.fsync", full)
+    monkeypatch.setattr("slipstream.kernels.cpu.packed_file.os.fsync", full)
     load(tmp_path / "m", tmp_path / "kept")
     assert "No space left" in caplog.text
     assert not [*(tmp_path / "kept").iterdir()]

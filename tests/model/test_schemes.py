@@ -10,8 +10,8 @@ import torch
 
 from slipstream.costs.memory import weights_bytes
 from slipstream.errors import ConfigError
-from slipstream.kernels import native
-from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention

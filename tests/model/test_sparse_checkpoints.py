@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
 from slipstream.errors import CheckpointError, UnsupportedModelError
-from slipstream.kernels import native
 from slipstream.kernels.arrays import to_array, to_tensor
+from slipstream.kernels.cpu import native
 from slipstream.model.bitmasks import made_dense
 from slipstream.model.loader import load_model
 from slipstream.spec.description import read_spec
@@ -171,7 +171,7 @@ def test_zeros_are_found_at_load_and_left_out(tmp_path, dtype):
 
 
 def load_with(folder, dtype, **options):
-    from slipstream.kernels.cpu import NativeOps
+    from slipstream.kernels.cpu.ops import NativeOps
 
     settings = dict(
         device=torch.device("cpu"), dtype=dtype, max_model_len=64, scheme=SCHEMES["int8"]

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from slipstream.kernels.cpu_lowering import Emitter, lower
+from slipstream.kernels.cpu.lowering import Emitter, lower
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.recording import TOKENS, NamedLinear, NamedWeight, RecordingOps, Value

@@ -21,7 +21,7 @@ from slipstream.engine import folder as of_engine
 from slipstream.engine.folder import settled, this_machine
 from slipstream.errors import ConfigError
 from slipstream.evals.scorer import Scorer
-from slipstream.kernels.host_ops import HostOps
+from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.optimize.folder import build_folder
 from tests import forked_ranks, tiny_models
 
@@ -240,7 +240,7 @@ def test_a_folder_of_two_ranks_starts_them_and_answers_as_one_device(of_two, wid
 def test_fewer_devices_are_told_where_the_form_stands_and_one_is_enough_to_measure_quality(
     of_two, monkeypatch
 ):
-    monkeypatch.setattr("slipstream.worker.process_executor.available_cores", lambda: 1)
+    monkeypatch.setattr("slipstream.worker.ranks.process_executor.available_cores", lambda: 1)
     with pytest.raises(
         ConfigError,
         match=r"2 ranks need a core each, and there are 1; lower it in .*two/serve.yaml",

@@ -405,7 +405,7 @@ def test_what_several_ranks_cannot_do_is_left_out_in_the_engines_words(
 def test_a_machine_without_so_many_gpus_is_told_before_anything_runs(
     tiny_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("slipstream.worker.process_executor.gpus", lambda: ("one",))
+    monkeypatch.setattr("slipstream.worker.ranks.process_executor.gpus", lambda: ("one",))
     gpu = find_device("h200").device_info()
     with pytest.raises(
         ConfigError, match=r"2 ranks need a GPU each, and there are 1; lower it \(leave out tp2\)"

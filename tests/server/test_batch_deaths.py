@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from slipstream.errors import EngineDeadError
-from slipstream.server import batch_runner
-from slipstream.server.batch_runner import Journal
+from slipstream.server.batches import runner as batch_runner
+from slipstream.server.batches.runner import Journal
 from tests.poison import WORD, python_path
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_batches import CHAT, answers, begin, ended

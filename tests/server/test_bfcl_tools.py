@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.tool_formats import FORMATS
-from slipstream.engine.tool_formats.base import Arguments, BeginCall, Content, Tool
-from slipstream.server.tools import Reading
+from slipstream.engine.text.tool_formats import FORMATS
+from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Tool
+from slipstream.server.answers.tools import Reading
 
 FUNCTIONS = json.loads(
     (Path(__file__).parents[1] / "data" / "bfcl_functions.json").read_text("utf-8")

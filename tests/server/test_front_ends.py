@@ -26,8 +26,8 @@ from slipstream.cli import serve as cli
 from slipstream.config import EngineArgs
 from slipstream.frontend.control import Channel, Drain, ToSupervisor
 from slipstream.frontend.supervisor import Supervisor
-from slipstream.server.load import Acceptor, ServerLoad
-from slipstream.server.metrics import Metrics
+from slipstream.server.http.load import Acceptor, ServerLoad
+from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import ServerSettings
 from tests.waiting import PATIENCE_S, wait_for
 

@@ -14,8 +14,8 @@ import pytest
 from slipstream.engine.context import Shortener
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor
-from slipstream.engine.tokenizer import Tokenizer
-from slipstream.server.metrics import Metrics
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
 from slipstream.types import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from tests.data.make_tokens import write_gguf

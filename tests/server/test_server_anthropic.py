@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from slipstream.engine.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING
 from tests.server.conftest import TEMPLATE
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
@@ -318,7 +318,7 @@ def test_a_client_that_leaves_frees_its_blocks(serve):
 
 def test_broken_arguments_stand_apart(client, model):
     """Without a grammar a model may write what is no JSON."""
-    from slipstream.server.tools import written_arguments
+    from slipstream.server.answers.tools import written_arguments
 
     assert written_arguments('{"a": 1}') == {"a": 1}
     assert written_arguments("") == {}

@@ -13,8 +13,8 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.server import audit as audit_module
-from slipstream.server.audit import AuditLog, ChainError, records, rotated
+from slipstream.server.operations import audit as audit_module
+from slipstream.server.operations.audit import AuditLog, ChainError, records, rotated
 from tests.waiting import PATIENCE_S
 
 ASK = {"model": "fake", "prompt": "a secret prompt", "max_tokens": 4}

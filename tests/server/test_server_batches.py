@@ -19,11 +19,11 @@ from starlette.datastructures import UploadFile
 
 from slipstream.cli.main import main
 from slipstream.config import EngineArgs
-from slipstream.server import batch_runner
-from slipstream.server import files as files_module
-from slipstream.server.batch_runner import check, repaired
-from slipstream.server.errors import ApiError
-from slipstream.server.files import FileStore
+from slipstream.server.batches import files as files_module
+from slipstream.server.batches import runner as batch_runner
+from slipstream.server.batches.files import FileStore
+from slipstream.server.batches.runner import check, repaired
+from slipstream.server.http.errors import ApiError
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S, wait_for
 

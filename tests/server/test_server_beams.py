@@ -10,7 +10,7 @@ import pytest
 from slipstream import LLM, BeamSearchParams
 from slipstream.engine.beams import check
 from slipstream.errors import RequestError
-from slipstream.server.beams import named_as_in_body
+from slipstream.server.answers.beams import named_as_in_body
 from tests.costs.specs import make_spec
 from tests.waiting import PATIENCE_S, wait_for
 

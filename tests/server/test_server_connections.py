@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from slipstream.server import connection
+from slipstream.server.http import connection
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.record import LogFormatter
+from slipstream.server.http.record import LogFormatter
 from tests.server.conftest import lines_of
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S

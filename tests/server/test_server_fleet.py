@@ -11,8 +11,8 @@ import pytest
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import extend_keys, salted
 from slipstream.engine.core_process import CacheEvents
-from slipstream.server.fleet import HEADER, FromReplica
-from slipstream.server.keys import Key, prefix_salt
+from slipstream.server.http.keys import Key, prefix_salt
+from slipstream.server.operations.fleet import HEADER, FromReplica
 from tests.server.conftest import serving
 
 KEY = "k"

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from slipstream import __version__
-from slipstream.server import protocol
-from slipstream.server.errors import ApiError
-from slipstream.server.field_hints import OTHERS, allowed_values, likely_name
-from slipstream.server.protocol import ChatRequest, CompletionRequest, decode
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.field_hints import OTHERS, allowed_values, likely_name
+from slipstream.server.openai import protocol
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
 from tests.server.conftest import lines_of
 
 COMPLETION = {"model": "fake", "prompt": "hi", "max_tokens": 4}

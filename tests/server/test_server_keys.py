@@ -18,11 +18,11 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.server import keys as keys_module
-from slipstream.server import rates
-from slipstream.server.errors import ApiError
-from slipstream.server.keys import Key, KeyFile
-from slipstream.server.rates import DAY_S, SharedLimiter, forget_front_end
+from slipstream.server.http import keys as keys_module
+from slipstream.server.http import rates
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.keys import Key, KeyFile
+from slipstream.server.http.rates import DAY_S, SharedLimiter, forget_front_end
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 

@@ -20,9 +20,9 @@ from tritonclient.utils import InferenceServerException
 
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
-from slipstream.server import keys as keys_module
-from slipstream.server.audit import records
-from slipstream.server.kserve_messages import MESSAGES
+from slipstream.server.http import keys as keys_module
+from slipstream.server.kserve.messages import MESSAGES
+from slipstream.server.operations.audit import records
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
@@ -475,7 +475,7 @@ def test_the_messages_are_the_protocol_s():
 def test_grpc_without_its_package(monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "slipstream.server.kserve_grpc", None)
+    monkeypatch.setitem(sys.modules, "slipstream.server.kserve.grpc_server", None)
     with pytest.raises(ConfigError, match=r"slipstream\[kserve\]"), serving(grpc_port=0):
         pass
     assert grpc.__version__

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server import connection
-from slipstream.server.store import ResponseStore, StoredResponse
+from slipstream.server.http import connection
+from slipstream.server.openai.response_store import ResponseStore, StoredResponse
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import PATIENCE_S
 

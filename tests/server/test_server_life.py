@@ -17,8 +17,8 @@ import openai
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.server.auth import OPEN_ROUTES
-from slipstream.server.record import ROUTES, LogFormatter
+from slipstream.server.http.auth import OPEN_ROUTES
+from slipstream.server.http.record import ROUTES, LogFormatter
 from slipstream.server.run import bind
 from slipstream.server.state import ServerSettings
 from slipstream.stats import CanaryResult

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from slipstream.cli.main import main
-from slipstream.server.monitoring import BURNS, PANELS, ServiceObjectives, board, rules
+from slipstream.server.operations.monitoring import BURNS, PANELS, ServiceObjectives, board, rules
 from tests.waiting import PATIENCE_S
 
 NAMES = re.compile(r"slipstream:([a-z0-9_]+)")

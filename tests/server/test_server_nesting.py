@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slipstream.server.json_depth import MAX_DEPTH, is_too_deep
+from slipstream.server.http.json_depth import MAX_DEPTH, is_too_deep
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 HERE = "the deep part"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from slipstream import __version__
-from slipstream.engine.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING
 from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]

@@ -20,10 +20,10 @@ from slipstream.config import EngineArgs
 from slipstream.engine.fair_threads import client
 from slipstream.engine.processor import in_thread_if_long
 from slipstream.errors import ConfigError
-from slipstream.server import media
-from slipstream.server.auth import ApiKeys, Keyring
-from slipstream.server.errors import ApiError
-from slipstream.server.record import RequestLog
+from slipstream.server.answers import media
+from slipstream.server.http.auth import ApiKeys, Keyring
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.record import RequestLog
 from slipstream.server.state import ServerSettings
 from tests.server.conftest import serving
 from tests.vision_models import build_vision, picture
@@ -426,7 +426,7 @@ def test_slow_pictures_hold_up_neither_long_texts_nor_other_clients_pictures(hol
 def test_no_work_of_requests_shares_a_pool_with_slow_pictures():
     """asyncio's default pool has a few threads for everybody. What is left there begins or ends a process, or is made once."""
     allowed = {"app.py", "run.py", "supervisor.py", "core_client.py", "async_llm.py", "members.py"}
-    allowed |= {"on_ray.py", "head.py", "scaling.py"}
+    allowed |= {"on_ray.py", "head.py", "loop.py"}
     sources = Path(slipstream.__file__).parent
     found = {
         path.name

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.server.keys import EVERYBODY, Key, changing, new_secret, prefix_salt
+from slipstream.server.http.keys import EVERYBODY, Key, changing, new_secret, prefix_salt
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
 

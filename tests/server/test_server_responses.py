@@ -12,10 +12,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from slipstream.engine.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING
 from slipstream.errors import ConfigError
+from slipstream.server.openai.response_store import ResponseStore, StoredResponse
 from slipstream.server.state import ServerSettings
-from slipstream.server.store import ResponseStore, StoredResponse
 from tests.server.conftest import TEMPLATE, serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_server_tools import SCHEMAS
@@ -349,13 +349,13 @@ async def test_the_store_is_bounded_and_keeps_conversations_in_use(tmp_path):
 def test_a_store_that_another_front_end_makes_is_waited_for(tmp_path, monkeypatch, waits):
     other, pauses = sqlite3.connect(tmp_path / "s", isolation_level=None), []
     other.execute("begin immediate")  # it is about to change the file
-    monkeypatch.setattr("slipstream.server.store._BUSY_S", 10.0 if waits else 0.0)
+    monkeypatch.setattr("slipstream.server.openai.response_store._BUSY_S", 10.0 if waits else 0.0)
 
     def pause(seconds):
         pauses.append(seconds)
         other.execute("commit")
 
-    monkeypatch.setattr("slipstream.server.store.time.sleep", pause)
+    monkeypatch.setattr("slipstream.server.openai.response_store.time.sleep", pause)
     with (
         contextlib.nullcontext()
         if waits
@@ -372,7 +372,7 @@ def test_a_full_disk_is_said(serve, monkeypatch):
     def full(*_):
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("slipstream.server.store._use", full)
+    monkeypatch.setattr("slipstream.server.openai.response_store._use", full)
     with server.client() as client:
         with pytest.raises(
             openai.InternalServerError, match="disk is full; send store=false"
@@ -524,7 +524,7 @@ def test_a_conversation_is_bounded_as_a_body_is(serve, monkeypatch):
                 ask = {"input": "x", "max_output_tokens": 1, "previous_response_id": answer.id}
                 answer = client.responses.create(model="fake", **ask)
         assert refused.value.param == "previous_response_id"
-        monkeypatch.setattr("slipstream.server.responses.MAX_ITEMS", 1)
+        monkeypatch.setattr("slipstream.server.openai.responses.MAX_ITEMS", 1)
         answer = client.responses.create(model="fake", input="x", max_output_tokens=1)
         with pytest.raises(openai.BadRequestError, match="1 items"):
             client.responses.create(model="fake", input="x", previous_response_id=answer.id)

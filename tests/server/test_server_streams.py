@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from slipstream.engine.core_process import Outputs
 from slipstream.server.app import create_app
-from slipstream.server.chat import ChatAnswer
-from slipstream.server.completions import CompletionAnswer
-from slipstream.server.protocol import ChatRequest, CompletionRequest, decode
-from slipstream.server.record import RequestRecord
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.openai.chat import ChatAnswer
+from slipstream.server.openai.completions import CompletionAnswer
+from slipstream.server.openai.protocol import ChatRequest, CompletionRequest, decode
 from slipstream.server.state import ServerSettings
 from slipstream.types import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from tests.server.stepped_engine import SteppedEngine

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from slipstream.engine import grammar
+from slipstream.engine.grammars import grammar
 from slipstream.errors import EngineOverloadedError
 from tests.server.conftest import TEMPLATE
 from tests.waiting import PATIENCE_S

@@ -149,14 +149,14 @@ def test_spans_and_metrics(serve, collector):
 
 
 def test_a_collector_that_is_not_there_holds_nobody_up(serve, monkeypatch):
-    monkeypatch.setattr("slipstream.server.telemetry._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("slipstream.server.operations.telemetry._TIMEOUT_S", 0.3)
     client = serve(otlp_endpoint="http://127.0.0.1:9").client()
     for _ in range(3):
         client.completions.create(**ASK)
 
 
 def test_a_collector_that_is_gone_does_not_hold_up_the_end(monkeypatch, caplog):
-    from slipstream.server import telemetry
+    from slipstream.server.operations import telemetry
 
     monkeypatch.setattr(logging.getLogger("slipstream"), "propagate", True)
     made, goes_on = telemetry.Telemetry("http://127.0.0.1:9", server=("a", 1)), threading.Event()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from slipstream.server import certificates
+from slipstream.server.http import certificates
 from tests.waiting import PATIENCE_S
 
 

@@ -8,7 +8,7 @@ import jsonschema
 import openai
 import pytest
 
-from slipstream.engine.tool_formats import FORMATS, REASONING
+from slipstream.engine.text.tool_formats import FORMATS, REASONING
 from tests.server.conftest import TEMPLATE
 
 TILDE = 97

@@ -179,7 +179,7 @@ def test_allowed_hosts_may_be_any(serve):
 
 
 def test_the_bound_name_is_a_host(monkeypatch):
-    from slipstream.server.web_guard import WebGuard
+    from slipstream.server.http.web_guard import WebGuard
 
     guard = WebGuard(None, ServerSettings(host="box.lan"), has_keys=False)
     assert guard.is_allowed("box.lan:8000")

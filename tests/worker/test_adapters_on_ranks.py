@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.start_messages import Failed
-from slipstream.worker.rank_messages import Reply, UnloadAdapter
+from slipstream.worker.ranks.messages import Reply, UnloadAdapter
 from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from slipstream.costs.hardware import available_cores
-from slipstream.kernels.cpu_torch import CpuOps
-from slipstream.kernels.native import instruction_sets
-from slipstream.worker import cpu_choice
-from slipstream.worker.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
+from slipstream.kernels.cpu.native import instruction_sets
+from slipstream.kernels.cpu.torch_ops import CpuOps
+from slipstream.worker.start import cpu_choice
+from slipstream.worker.start.cpu_choice import CpuChoice, Timing, choose_cpu, measure_cpu
 from tests.waiting import PATIENCE_S, wait_for
 
 

@@ -12,7 +12,7 @@ from slipstream.config import EngineArgs, resolve, stage_args
 from slipstream.config.settings import DeviceInfo
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.spec.description import read_spec
-from slipstream.worker import process_executor
+from slipstream.worker.ranks import process_executor
 from tests import tiny_models
 from tests.worker.test_ranks import SETTINGS, agree, answers
 

@@ -262,7 +262,7 @@ def test_draws_without_a_seed_differ_between_ranks(two):
 @pytest.mark.slow
 def test_stages_of_ranks(mixture, one, monkeypatch, forked_ranks):
     """Two stages of two ranks: each passes on its own requests' rows."""
-    monkeypatch.setattr("slipstream.worker.process_executor.available_cores", lambda: 4)
+    monkeypatch.setattr("slipstream.worker.ranks.process_executor.available_cores", lambda: 4)
     wanted = answers(one)
     with LLM(
         str(mixture), expert_parallel_size=2, pipeline_parallel_size=2, **SETTINGS, **SIZES
@@ -299,7 +299,7 @@ def test_what_is_not_covered_is_refused_before_a_process_starts(
     mixture, monkeypatch, settings, field, says
 ):
     monkeypatch.setattr(
-        "slipstream.worker.process_executor.spawn",
+        "slipstream.worker.ranks.process_executor.spawn",
         lambda number: pytest.fail("a process was started"),
     )
     with pytest.raises(ConfigError, match=says) as error:

@@ -17,10 +17,10 @@ from slipstream.kernels.blocks import BlockRows
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.platform import CpuPlatform
 from slipstream.types import BlockCopy
-from slipstream.worker import device_blocks, disk_tier
-from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.device_blocks import DeviceBlocks
-from slipstream.worker.disk_tier import HEADER, DiskTier
+from slipstream.worker.tiers import device_blocks, disk_tier
+from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.device_blocks import DeviceBlocks
+from slipstream.worker.tiers.disk_tier import HEADER, DiskTier
 
 OURS, THEIRS = b"o" * 16, b"t" * 16
 SIZE = 3000

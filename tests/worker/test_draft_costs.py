@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.types import FROM_MODEL
-from slipstream.worker.draft_costs import NUM_TIMED, measure_draft_costs
+from slipstream.worker.draft.costs import NUM_TIMED, measure_draft_costs
 from slipstream.worker.in_flight import InFlightStep
 from tests import draft_heads, tiny_models
 from tests.engine.test_speculation import PROMPTS, SIZES

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.spec.description import read_spec
-from slipstream.worker import expert_balance
-from slipstream.worker.expert_balance import (
+from slipstream.worker.experts import balance as expert_balance
+from slipstream.worker.experts.balance import (
     MIN_CHOICES,
     MOVED_BYTES,
     UNEVEN,

@@ -21,15 +21,16 @@ from slipstream.kernels.expert_rows import (
     swap_rows,
 )
 from slipstream.kernels.select import select_ops
-from slipstream.kernels.triton.mxfp4 import pack_mxfp4
+from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.layers import MoE
 from slipstream.platform import RankGroup, collectives, platform_of
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker import expert_balance, process_executor
-from slipstream.worker.expert_balance import rank_of_places
-from slipstream.worker.expert_load import ExpertLoad
-from slipstream.worker.expert_places import ExpertPlaces
+from slipstream.worker.experts import balance as expert_balance
+from slipstream.worker.experts.balance import rank_of_places
+from slipstream.worker.experts.load import ExpertLoad
+from slipstream.worker.experts.places import ExpertPlaces
+from slipstream.worker.ranks import process_executor
 from tests.model.harness import CPU, load, run
 from tests.model.parallel_ranks import on_ranks
 from tests.model.test_parallel import build, close
@@ -106,7 +107,7 @@ def test_every_form_of_weights_moves(tmp_path, family, kernels, scheme, sizes):
 
 def test_layers_whose_weights_have_another_layout_elsewhere_stay(tmp_path, monkeypatch):
     build(tmp_path, "qwen3_moe")
-    monkeypatch.setattr("slipstream.worker.expert_places.layout", lambda w, n: f"{n} experts")
+    monkeypatch.setattr("slipstream.worker.experts.places.layout", lambda w, n: f"{n} experts")
 
     def work(model):
         decoder = model.decoder

@@ -6,9 +6,9 @@ import pytest
 
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.estimate import estimate
-from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.spec.description import read_spec
-from slipstream.worker.forward_paths import fast_paths
+from slipstream.worker.forward.forward_paths import fast_paths
 from slipstream.worker.local_executor import load_runner
 from tests import tiny_models
 

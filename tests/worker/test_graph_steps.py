@@ -19,7 +19,7 @@ from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config import ParallelConfig
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import MIXED_PROMPTS
-from slipstream.kernels.native import PackedExperts
+from slipstream.kernels.cpu.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.platform import platform_of
@@ -27,26 +27,26 @@ from slipstream.platform.cuda import CudaGraphs
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
-from slipstream.worker import graphs as module
-from slipstream.worker.forward import NO_PLAN, InputBatch
-from slipstream.worker.graphs import (
+from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
+from slipstream.worker.graphs import step_graphs as module
+from slipstream.worker.graphs.greedy_ends import GreedyEnds
+from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
+from slipstream.worker.graphs.step_graphs import (
     LONGER,
     PATIENCE,
     AdapterGraphs,
     SharedPrefixGraphs,
     StepGraphs,
 )
-from slipstream.worker.greedy_ends import GreedyEnds
 from slipstream.worker.input_batch import (
     _gather_inputs_after_upload,
     _gather_inputs_on_host,
     _upload_together,
 )
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.packed_tables import PackedTables
-from slipstream.worker.request_owners import RequestOwners, joined_result
+from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import LLM
 from slipstream.errors import CheckpointError
-from slipstream.kernels import native
+from slipstream.kernels.cpu import native
 from slipstream.model.packing import pack_words, tensor_numbers
 from slipstream.model.stored_weights import (
     array_numbers,

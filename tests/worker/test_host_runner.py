@@ -20,10 +20,10 @@ from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.config import EngineArgs
 from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError
-from slipstream.kernels import native
+from slipstream.kernels.cpu import native
 from slipstream.model.checkpoint import dummy_arrays
 from slipstream.spec.description import read_spec
-from slipstream.worker.forward_paths import torch_reason
+from slipstream.worker.forward.forward_paths import torch_reason
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.thread_governor import ThreadGovernor

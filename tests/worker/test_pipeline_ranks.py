@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.types import EngineRequest, StructuredOutputsParams
-from slipstream.worker import process_executor
+from slipstream.worker.ranks import process_executor
 from tests import forked_ranks, tiny_models
 from tests.worker.test_ranks import PROMPTS, SETTINGS, agree, answers
 

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import LLM
 from slipstream.errors import OutOfMemoryError
-from slipstream.worker import probe_steps
+from slipstream.worker.start import probe_steps
 
 
 @pytest.mark.parametrize("kernels", ["torch", "reference"])

@@ -14,15 +14,12 @@ import pytest
 
 from slipstream import LLM, SamplingParams, __version__
 from slipstream.errors import ConfigError, EngineError
-from slipstream.worker import (
-    child_ranks,
-    process_executor,
-    rank_joining,
-    rank_mailbox,
-    rank_process,
-)
-from slipstream.worker.rank_joining import accept_ranks, join, parse_address
-from slipstream.worker.rank_messages import Join, RankFailed, Refused
+from slipstream.worker.ranks import children as child_ranks
+from slipstream.worker.ranks import joining as rank_joining
+from slipstream.worker.ranks import mailbox as rank_mailbox
+from slipstream.worker.ranks import process_executor, rank_process
+from slipstream.worker.ranks.joining import accept_ranks, join, parse_address
+from slipstream.worker.ranks.messages import Join, RankFailed, Refused
 from tests import forked_ranks
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
@@ -63,7 +60,14 @@ def start():
     started = []
 
     def run(address, *more):
-        command = [sys.executable, "-m", "slipstream.worker.rank_process", "--join", address, *more]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.worker.ranks.rank_process",
+            "--join",
+            address,
+            *more,
+        ]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -87,7 +91,7 @@ def test_a_rank_of_another_host_takes_part(tiny_model, address, start):
 
 
 def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
-    command = [sys.executable, "-m", "slipstream.worker.rank_process", "--join", address]
+    command = [sys.executable, "-m", "slipstream.worker.ranks.rank_process", "--join", address]
     other = forked_ranks.Popen(command, stdin=subprocess.PIPE, pass_fds=(), env=dict(os.environ))
     with LLM(
         str(tiny_model), pipeline_parallel_size=2, rank_address=address, local_ranks=1, **SETTINGS

@@ -16,7 +16,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.types import StructuredOutputsParams
-from slipstream.worker import process_executor
+from slipstream.worker.ranks import process_executor
 from tests import forked_ranks, tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -101,7 +101,8 @@ def test_each_rank_holds_its_part(tiny_model, split):
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_type_is_chosen_once_for_all_ranks(tiny_model, monkeypatch):
     """Whatever each would measure."""
-    from slipstream.worker import device, process_executor
+    from slipstream.worker import device
+    from slipstream.worker.ranks import process_executor
 
     measured = []
 
@@ -260,7 +261,7 @@ def test_no_rank_outlives_a_process_that_is_killed(tiny_model):
 def test_what_cannot_be_is_refused_before_a_process_starts(
     tiny_model, monkeypatch, settings, field, says
 ):
-    from slipstream.worker import process_executor
+    from slipstream.worker.ranks import process_executor
 
     monkeypatch.setattr(
         process_executor, "spawn", lambda number: pytest.fail("a process was started")
@@ -271,7 +272,7 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
 
 
 def test_more_ranks_than_cores_are_refused(tiny_model, monkeypatch):
-    from slipstream.worker import process_executor
+    from slipstream.worker.ranks import process_executor
 
     monkeypatch.setattr(process_executor, "available_cores", lambda: 3)
     with pytest.raises(ConfigError, match="4 ranks need a core each, and there are 3") as error:

@@ -9,10 +9,10 @@ import torch
 
 from slipstream import LLM
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker import roofline
-from slipstream.worker.roofline import Ceilings, measure_ceilings, measure_roofline
+from slipstream.worker.start import roofline
+from slipstream.worker.start.roofline import Ceilings, measure_ceilings, measure_roofline
 from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")

@@ -14,7 +14,7 @@ from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, Step
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import FORBIDDEN, sampling_tensors, verified
+from slipstream.worker.sampling.sampler import FORBIDDEN, sampling_tensors, verified
 from tests import tiny_models
 
 TOKENS = [(7 * i) % 250 + 5 for i in range(13)]

@@ -10,7 +10,7 @@ from slipstream.config import EngineArgs
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.local_executor import LocalExecutor
 from slipstream.worker.model_runner import ModelRunner
-from slipstream.worker.step_costs import Step, measure_steps
+from slipstream.worker.start.step_costs import Step, measure_steps
 
 PROMPT = ((0, 16),)
 STEPS = [

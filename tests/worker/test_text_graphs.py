@@ -13,9 +13,7 @@ from slipstream import LLM
 from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.spec.description import read_spec
 from slipstream.types import TextsPlan
-from slipstream.worker.input_batch import text_batch
-from slipstream.worker.model_runner import GRAPH_BYTES
-from slipstream.worker.texts import (
+from slipstream.worker.forward.texts import (
     EagerTexts,
     TextGraphs,
     lay_out,
@@ -23,6 +21,8 @@ from slipstream.worker.texts import (
     text_inputs,
     text_ladder,
 )
+from slipstream.worker.input_batch import text_batch
+from slipstream.worker.model_runner import GRAPH_BYTES
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.worker import warm_up as module
-from slipstream.worker.warm_up import warm_up
+from slipstream.worker.start import warm_up as module
+from slipstream.worker.start.warm_up import warm_up
 from tests import draft_heads, tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")

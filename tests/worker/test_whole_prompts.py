@@ -6,8 +6,9 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker import forward, model_runner
-from slipstream.worker.probe_steps import compiled_steps
+from slipstream.worker import model_runner
+from slipstream.worker.forward import forwards as forward
+from slipstream.worker.start.probe_steps import compiled_steps
 from tests import tiny_models
 
 pytestmark = pytest.mark.usefixtures("by_torch")

@@ -105,7 +105,7 @@ def stream_answer(
 
 def pictured_prompt(llm: LLM, messages: Sequence[Message]) -> Prompt:
     """A conversation, whose contents may have pictures, as the engine takes it."""
-    from slipstream.engine.pictures import without_pictures
+    from slipstream.engine.vision.pictures import without_pictures
 
     plain, pictures = without_pictures(list(messages))
     text = apply_template(llm, plain)

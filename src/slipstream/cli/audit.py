@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from slipstream.server.audit import START, ChainError, records
+    from slipstream.server.operations.audit import START, ChainError, records
 
     count, last, kinds, seen = 0, START, dict[str, int](), args.expect is None
     for record in records(Path(args.file)):
@@ -48,7 +48,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     from slipstream.errors import ConfigError
-    from slipstream.server.audit import records
+    from slipstream.server.operations.audit import records
 
     id_ = args.request[-32:]
     found: list[dict[str, Any]] = [

@@ -199,7 +199,7 @@ def _carry_out(
     from slipstream.compress.recipe import more_bits
     from slipstream.compress.report import write_receipt
     from slipstream.compress.run import compress, resolve_device
-    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.engine.text.tokenizer import Tokenizer
     from slipstream.errors import BudgetError
     from slipstream.evals.text import calibration_windows
 

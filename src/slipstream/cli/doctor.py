@@ -19,7 +19,7 @@ from slipstream.costs.hardware import GpuInfo, HostInfo, gpus, host_info
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.worker.cpu_choice import CpuChoice
+    from slipstream.worker.start.cpu_choice import CpuChoice
 
 PACKAGES = (
     "torch",
@@ -253,7 +253,7 @@ def will_use() -> dict[str, Any]:
 
     info = detect("auto", machine_folder())
     if not info.is_cuda and cpu_kernels_built():
-        from slipstream.kernels.host_ops import HostOps
+        from slipstream.kernels.cpu.host_ops import HostOps
 
         kernels = HostOps(info.num_threads, info.isa).describe()
     else:
@@ -275,13 +275,13 @@ def will_use() -> dict[str, Any]:
 
 def cpu_choice(*, measure: bool) -> CpuChoice:
     from slipstream.hub import machine_folder
-    from slipstream.worker.cpu_choice import choose_cpu
+    from slipstream.worker.start.cpu_choice import choose_cpu
 
     return choose_cpu(machine_folder(), measure=measure)
 
 
 def cpu_kernels_built() -> bool:
-    from slipstream.kernels.native import has_cpu_kernels
+    from slipstream.kernels.cpu.native import has_cpu_kernels
 
     return has_cpu_kernels()
 

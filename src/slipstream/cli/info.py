@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.engine.folder import settled
     from slipstream.hub import resolve_model
     from slipstream.spec.description import read_spec
-    from slipstream.worker.forward_paths import fast_paths, torch_reason
+    from slipstream.worker.forward.forward_paths import fast_paths, torch_reason
 
     settings = settled(engine_args(args))
     path = resolve_model(settings.model, download_dir=settings.download_dir)

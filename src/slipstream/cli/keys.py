@@ -93,7 +93,7 @@ def _span(text: str) -> int:
 def run_add(args: argparse.Namespace) -> int:
     import msgspec
 
-    from slipstream.server import keys
+    from slipstream.server.http import keys
 
     if not 0 < args.weight <= 1000:
         raise ConfigError(
@@ -139,7 +139,7 @@ def run_add(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from slipstream.cli.console import say
-    from slipstream.server import keys
+    from slipstream.server.http import keys
 
     now = time.time()
     rows = [_public(key, now) for key in keys.read(Path(args.file)).values()]
@@ -163,7 +163,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def _public(key: Any, now: float) -> dict[str, Any]:
     shown = ("id", "name", "role", "created", "expires", "revoked", "models", "priority", "weight")
-    from slipstream.server import keys
+    from slipstream.server.http import keys
 
     return {
         **{name: getattr(key, name) for name in (*shown, "share_prefixes", *keys.LIMITS)},
@@ -174,7 +174,7 @@ def _public(key: Any, now: float) -> dict[str, Any]:
 def run_revoke(args: argparse.Namespace) -> int:
     import msgspec
 
-    from slipstream.server import keys
+    from slipstream.server.http import keys
 
     with keys.changing(Path(args.file)) as known:
         key = _require(known, args)
@@ -188,7 +188,7 @@ def run_revoke(args: argparse.Namespace) -> int:
 def run_rotate(args: argparse.Namespace) -> int:
     import msgspec
 
-    from slipstream.server import keys
+    from slipstream.server.http import keys
 
     now = int(time.time())
     with keys.changing(Path(args.file)) as known:

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import yaml
 
-    from slipstream.server import manifests
+    from slipstream.server.operations import manifests
 
     for name in ("replicas", "cpus"):
         if getattr(args, name) < 1:
@@ -192,7 +192,7 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
     from slipstream.cli.main import Parser
     from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
-    from slipstream.server import manifests
+    from slipstream.server.operations import manifests
 
     found = Parser(prog="slipstream serve", module="serve").parse_args(words)
     for name, instead in GIVEN.items():

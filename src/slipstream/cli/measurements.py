@@ -224,7 +224,7 @@ def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
         raise ConfigError("warmup must not be negative", field="warmup")
     count, seed = args.num_requests, settings.seed
     if args.workload == "sharegpt":
-        from slipstream.engine.tokenizer import Tokenizer
+        from slipstream.engine.text.tokenizer import Tokenizer
         from slipstream.hub import read_sharegpt, resolve_dataset, resolve_model
 
         if not settings.model:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
     import yaml
 
-    from slipstream.server.monitoring import ServiceObjectives, board, rules
+    from slipstream.server.operations.monitoring import ServiceObjectives, board, rules
 
     ttft_s, itl_s = round(args.ttft_ms / 1e3, 9), round(args.itl_ms / 1e3, 9)
     objectives = ServiceObjectives(ttft_s=ttft_s, itl_s=itl_s, share=round(args.objective / 100, 9))

@@ -285,7 +285,7 @@ def describe(
 def measure(settings: EngineArgs, description: ModelDescription) -> dict[str, Any]:
     """Measure this machine's steps of the model and its ceilings, and keep them."""
     from slipstream.costs.tables import keep_table, write_ceilings
-    from slipstream.worker.ceilings import disk_rate
+    from slipstream.worker.start.ceilings import disk_rate
 
     table, ceilings = measure_table(settings, description)
     if (disk := disk_rate(description.path)) is not None:
@@ -319,9 +319,9 @@ def measure_table(
     from slipstream.costs.step_cost import HostCost, fit_steps
     from slipstream.costs.tables import identity
     from slipstream.simulate.engines import run_ahead
-    from slipstream.worker.ceilings import device_ceilings
     from slipstream.worker.local_executor import LocalExecutor
-    from slipstream.worker.step_costs import ROUNDS, grid, measure_steps
+    from slipstream.worker.start.ceilings import device_ceilings
+    from slipstream.worker.start.step_costs import ROUNDS, grid, measure_steps
 
     start = dataclasses.replace(settings, skip_tokenizer_init=True, enable_prefix_caching=False)
     if settings.kv_cache_bytes is None:

@@ -11,7 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from slipstream.worker.roofline import OperatorShare, Roofline
+    from slipstream.worker.start.roofline import OperatorShare, Roofline
 
 EXPLAINED = (
     "A ceiling is measured with nothing else to do. An operator's floor is the time that the ceiling which binds it would\n"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.local_executor import LocalExecutor
     from slipstream.worker.model_runner import ModelRunner
-    from slipstream.worker.roofline import measure_roofline
+    from slipstream.worker.start.roofline import measure_roofline
 
     sizes = parse_sizes(args.batch_sizes)
     positive(args, "context", "prompt")

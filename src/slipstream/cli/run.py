@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_picture(name: str) -> bytes:
     """A file's bytes. ConfigError, which names it, if it is no picture: before the model is loaded."""
-    from slipstream.engine.pictures import opened
+    from slipstream.engine.vision.pictures import opened
 
     if "://" in name:
         raise ConfigError(f"--image {name}: nothing is fetched; give a file", field="image")

@@ -373,7 +373,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
-    from slipstream.server.auth import Keyring
+    from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
     settings = server_settings(args)

@@ -181,8 +181,8 @@ def _show(
 def measured_ceilings() -> dict[str, float] | None:
     """Of this machine's CPU: bytes a second that it reads, and operations a second by type. None without its kernels."""
     from slipstream.costs.hardware import available_cores
-    from slipstream.kernels.native import ThreadPool
-    from slipstream.worker.roofline import measure_ceilings
+    from slipstream.kernels.cpu.native import ThreadPool
+    from slipstream.worker.start.roofline import measure_ceilings
 
     try:
         found = measure_ceilings(ThreadPool(available_cores()))

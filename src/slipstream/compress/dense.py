@@ -83,6 +83,6 @@ def write_tokenizer(folder: Path, source: ModelDescription) -> None:
     """Copy tokenizer, chat template and generation config, or write them from a GGUF file."""
     copy_surroundings(folder, source)
     if source.format == "gguf":
-        from slipstream.engine.tokenizer import Tokenizer
+        from slipstream.engine.text.tokenizer import Tokenizer
 
         Tokenizer.from_pretrained(source.path).save(folder)

@@ -41,7 +41,7 @@ from slipstream.compress.training import (
     save_state,
     write_receipt,
 )
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, RequestError
 from slipstream.evals.text import Document, Part, read_documents
 from slipstream.kernels.autograd import AutogradOps

@@ -31,7 +31,7 @@ from slipstream.compress.teacher import (
     text_examples,
     write_examples,
 )
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError
 from slipstream.evals.text import Part, TextSettings, calibration_windows, read_windows
 from slipstream.model.save import check_writable, new_folder

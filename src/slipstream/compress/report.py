@@ -29,7 +29,7 @@ from slipstream.files import write_whole
 from slipstream.hub import resolve_model
 from slipstream.spec.gguf_parts import parts_of
 from slipstream.spec.safetensors import weight_files
-from slipstream.worker.canary import Canary, write_canary
+from slipstream.worker.start.canary import Canary, write_canary
 
 JSON_NAME = "slipstream-report.json"
 HTML_NAME = "slipstream-report.html"

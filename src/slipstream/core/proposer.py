@@ -11,7 +11,7 @@ each pair of tokens, and each place links to the previous place of the same pair
 under a microsecond and about 150 bytes. A suffix automaton in Python costs ten times as much. Only
 the latest `MAX_PLACES` places are compared.
 
-A draft model's tokens are drawn by the worker (`worker/drafter.py`).
+A draft model's tokens are drawn by the worker (`worker/draft/drafter.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of the steps for which there are GPU graphs. `worker/graphs.py` captures them; the
+"""Sizes of the steps for which there are GPU graphs. `worker/graphs/step_graphs.py` captures them; the
 simulator pads to them."""
 
 from __future__ import annotations

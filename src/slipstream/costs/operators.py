@@ -1,7 +1,7 @@
 """Bytes and operations of a model's products and attention, from the spec and the memory ledger. No
 torch.
 
-The roofline (`worker/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the
+The roofline (`worker/start/roofline.py`), the analytic model of a step (`costs/analytic.py`) and the
 planner share these counts.
 """
 

@@ -53,10 +53,8 @@ from slipstream.engine.core_process import (
     WatchCache,
 )
 from slipstream.engine.folder import settled
-from slipstream.engine.grammar import check_in_thread
+from slipstream.engine.grammars.grammar import check_in_thread
 from slipstream.engine.output import OutputProcessor, Sink, raise_on_error, refuse_best_of
-from slipstream.engine.picture_files import PictureFile
-from slipstream.engine.pictures import PreparedPicture
 from slipstream.engine.pooled import TextsAnswer
 from slipstream.engine.processor import (
     INLINE_CHARS,
@@ -68,8 +66,10 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.streams import OutputStream, PendingTexts
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.texts import PreparedTexts
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.vision.picture_files import PictureFile
+from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import EngineDeadError, EngineError, SlipstreamError, as_error
 from slipstream.hub import resolve_model
 from slipstream.outputs import RequestOutput, Vectors

@@ -28,9 +28,9 @@ from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.core.scheduler import MAX_OVERTAKES, MAX_PASSED_BY, Scheduler
 from slipstream.costs.graph_sizes import padding
 from slipstream.engine.beams import BeamSearches
-from slipstream.engine.grammar import GrammarError, Grammars
+from slipstream.engine.grammars.grammar import GrammarError, Grammars
 from slipstream.engine.processor import end_tokens, load_tokenizer
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.stats import EngineStats
 from slipstream.types import (

@@ -25,7 +25,6 @@ from slipstream.engine.beams import BeamSearchOutput
 from slipstream.engine.engine_core import Asleep, EngineCore, check_alive, collect_and_release
 from slipstream.engine.folder import settled
 from slipstream.engine.output import OutputProcessor, best_of, merge, raise_on_error, refuse_best_of
-from slipstream.engine.pictures import without_pictures
 from slipstream.engine.pooled import (
     EncodingOutput,
     TextsAnswer,
@@ -47,8 +46,16 @@ from slipstream.engine.processor import (
     log_canary,
 )
 from slipstream.engine.progress import progress_bar
-from slipstream.engine.tokenizer import Tokenizer
-from slipstream.engine.tools import Formats, Reading, finish_reason, for_template, offer, reading
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tools import (
+    Formats,
+    Reading,
+    finish_reason,
+    for_template,
+    offer,
+    reading,
+)
+from slipstream.engine.vision.pictures import without_pictures
 from slipstream.errors import RequestError
 from slipstream.outputs import (
     ChatMessage,

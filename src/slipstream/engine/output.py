@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from slipstream.engine.detokenizer import IncrementalDetokenizer
 from slipstream.engine.processor import PreparedRequest
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.detokenizer import IncrementalDetokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import EngineError, EngineOverloadedError, RequestError
 from slipstream.outputs import (
     CompletionOutput,

@@ -18,12 +18,12 @@ from slipstream.config import EngineArgs, EngineConfig
 from slipstream.engine.beams import BeamSearchOutput, BeamSearchSequence
 from slipstream.engine.beams import check as check_beams
 from slipstream.engine.fair_threads import NUM_CORES, FairThreads
-from slipstream.engine.grammar import check
-from slipstream.engine.pictures import PictureProcessor, placed
+from slipstream.engine.grammars.grammar import check
 from slipstream.engine.prompts import PromptReader
 from slipstream.engine.sampler_params import Breakers, with_functions
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.engine.texts import TextsProcessor
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.vision.pictures import PictureProcessor, placed
 from slipstream.errors import (
     AdapterError,
     ContextLengthError,

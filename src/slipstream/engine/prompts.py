@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from slipstream.engine.pictures import PictureProcessor, PreparedPicture, expanded, with_pictures
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.vision.pictures import (
+    PictureProcessor,
+    PreparedPicture,
+    expanded,
+    with_pictures,
+)
 from slipstream.errors import ContextLengthError, RequestError
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.vision import VisionSpec

@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 from typing import Any
 
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.sampling_params import SEQUENCE_BREAKERS, SamplingParams
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.engine.prompts import PromptReader
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.pooling import PoolingSpec

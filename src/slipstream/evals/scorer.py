@@ -16,15 +16,15 @@ from torch import Tensor
 from slipstream.config import DTYPE_BYTES, EngineArgs
 from slipstream.engine.folder import settled
 from slipstream.engine.processor import load_tokenizer
-from slipstream.engine.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import ConfigError, EngineError, UnsupportedModelError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
-from slipstream.worker.canary import Canary, make_canary
-from slipstream.worker.forward import Forwards
+from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.local_executor import load_runner
 from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.start.canary import Canary, make_canary
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.layers import JoinedTap
-from slipstream.worker.forward import StateCache
+from slipstream.worker.forward.forwards import StateCache
 from slipstream.worker.local_executor import load_runner
 from slipstream.worker.model_runner import ModelRunner
 

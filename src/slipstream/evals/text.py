@@ -29,7 +29,7 @@ from slipstream.files import parse_json
 from slipstream.hub import read_objects, resolve_dataset
 
 if TYPE_CHECKING:
-    from slipstream.engine.tokenizer import Tokenizer
+    from slipstream.engine.text.tokenizer import Tokenizer
 
 Part: TypeAlias = Literal["calibration", "evaluation", "all"]
 

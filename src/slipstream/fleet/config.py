@@ -25,8 +25,8 @@ from msgspec import Meta, Struct
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.files import read_yaml
-from slipstream.fleet.router import Policy
-from slipstream.server.field_hints import allowed_values
+from slipstream.fleet.gateway.router import Policy
+from slipstream.server.http.field_hints import allowed_values
 from slipstream.server.state import ServerSettings
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$")]

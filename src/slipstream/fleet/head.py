@@ -35,25 +35,25 @@ from slipstream.engine.folder import settled
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.files import open_new, open_private
 from slipstream.fleet import certificates
-from slipstream.fleet.batches import FleetLineRunner
 from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
-from slipstream.fleet.gateway import Gateway
-from slipstream.fleet.members import Members, Replica
-from slipstream.fleet.processes import Backend, Processes, Started
-from slipstream.fleet.scaler import Scaler
-from slipstream.fleet.scaling import Scaling
+from slipstream.fleet.gateway.batches import FleetLineRunner
+from slipstream.fleet.gateway.gateway import Gateway
+from slipstream.fleet.gateway.members import Members, Replica
+from slipstream.fleet.replicas.processes import Backend, Processes, Started
+from slipstream.fleet.scaling.loop import Scaling
+from slipstream.fleet.scaling.scaler import Scaler
 from slipstream.hub import resolve_model
 from slipstream.server.app import make_state, open_files
-from slipstream.server.auth import ApiKeys
-from slipstream.server.record import RequestLog
+from slipstream.server.http.auth import ApiKeys
+from slipstream.server.http.record import RequestLog
+from slipstream.server.http.web_guard import WebGuard, with_cors
 from slipstream.server.run import BACKLOG, Server, needs_grpc, uvicorn_config
 from slipstream.server.state import ServerSettings, Watch
-from slipstream.server.web_guard import WebGuard, with_cors
 from slipstream.simulate.engines import this_hardware
 from slipstream.spec.description import read_spec
 
 if TYPE_CHECKING:
-    from slipstream.fleet.ray_replicas import RayReplicas
+    from slipstream.fleet.replicas.ray_replicas import RayReplicas
 
 logger = logging.getLogger("slipstream.fleet")
 
@@ -123,8 +123,8 @@ class Head:
             await asyncio.to_thread(check_engines, self.fleet)
             await self.members.configure(self.fleet)
             if self.fleet.backend == "ray":
-                from slipstream.fleet.on_ray import RayCluster
-                from slipstream.fleet.ray_replicas import RayReplicas
+                from slipstream.fleet.replicas.on_ray import RayCluster
+                from slipstream.fleet.replicas.ray_replicas import RayReplicas
 
                 cluster = await RayCluster.make(self.fleet, self._key, self._files)
                 started = self.scaling.cold_starts.add
@@ -135,7 +135,7 @@ class Head:
                 self._backend = self._make_backend()
             if self.settings.grpc_port is not None:
                 with needs_grpc():
-                    from slipstream.fleet.kserve_grpc import FleetGrpc
+                    from slipstream.fleet.gateway.kserve_grpc import FleetGrpc
                 self._server.grpc = FleetGrpc(self.gateway)
             await self._serve(listener, on_ready)
         except BaseException:

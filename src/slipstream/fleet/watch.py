@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from slipstream.fleet.detection.counters import Counters, of_server
 from slipstream.fleet.detection.observation import INTERVAL_S
 from slipstream.fleet.detection.server import ServerWatch
-from slipstream.fleet.members import Members, Replica
-from slipstream.server.metrics import Metrics
+from slipstream.fleet.gateway.members import Members, Replica
+from slipstream.server.operations.metrics import Metrics
 from slipstream.server.state import ServerState
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from slipstream.config import EngineArgs
-from slipstream.server.metrics import MetricCounts
+from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.state import ServerSettings
 
 

@@ -37,8 +37,8 @@ from slipstream.frontend.control import (
     ToFrontEnd,
     Totals,
 )
-from slipstream.server.load import ServerLoad
-from slipstream.server.metrics import MetricCounts
+from slipstream.server.http.load import ServerLoad
+from slipstream.server.operations.metrics import MetricCounts
 from slipstream.server.run import Server, configure_logging, make_server, settle
 
 

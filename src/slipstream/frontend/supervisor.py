@@ -52,9 +52,9 @@ from slipstream.frontend.control import (
     Totals,
 )
 from slipstream.hub import resolve_model
-from slipstream.server.load import ServerLoad
-from slipstream.server.metrics import Metrics
-from slipstream.server.rates import forget_front_end
+from slipstream.server.http.load import ServerLoad
+from slipstream.server.http.rates import forget_front_end
+from slipstream.server.operations.metrics import Metrics
 from slipstream.server.run import stop_signals
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec

@@ -1,4 +1,4 @@
-"""Places where the passes of a draft chain compute. `worker/chain_graphs.py` runs the chains."""
+"""Places where the passes of a draft chain compute. `worker/graphs/chain_graphs.py` runs the chains."""
 
 from __future__ import annotations
 

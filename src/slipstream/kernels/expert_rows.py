@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels import native
 from slipstream.kernels.arrays import to_tensor
-from slipstream.kernels.cpu_moe import NativeExperts
-from slipstream.kernels.cpu_torch import PACK_BATCH, PackedLinear
-from slipstream.kernels.native import Array, NativeLinear
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.native import Array, NativeLinear
+from slipstream.kernels.cpu.torch_ops import PACK_BATCH, PackedLinear
 from slipstream.kernels.weights import (
     GroupedLinear,
     Linear,

@@ -32,15 +32,15 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
-from slipstream.kernels import native
 from slipstream.kernels.arrays import to_tensor
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_moe import NativeExperts, add_experts, add_made_choice
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.moe import NativeExperts, add_experts, add_made_choice
+from slipstream.kernels.cpu.native import Arena, Bytes, Job, Program
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.unpack import BITS, unpack
 from slipstream.kernels.hot_experts import HotExperts
 from slipstream.kernels.metadata import ExpertLoad
-from slipstream.kernels.native import Arena, Bytes, Job, Program
 from slipstream.kernels.ops import Experts, OpSet
-from slipstream.kernels.unpack import BITS, unpack
 from slipstream.kernels.weights import Linear
 from slipstream.platform import Platform
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.arrays import to_tensor
-from slipstream.kernels.cpu_moe import NativeExperts
+from slipstream.kernels.cpu.moe import NativeExperts
+from slipstream.kernels.cpu.unpack import unpack
 from slipstream.kernels.layouts import Experts
-from slipstream.kernels.unpack import unpack
 from slipstream.kernels.weights import Linear
 from slipstream.platform import Platform
 

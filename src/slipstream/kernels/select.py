@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.native import has_cpu_kernels
+from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.kernels.ops import OpSet
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 
@@ -43,11 +43,11 @@ def select_ops(
 
         return ReferenceOps()
     if implementation == "cpu" and device.type == "cpu":
-        from slipstream.kernels.cpu import NativeOps
+        from slipstream.kernels.cpu.ops import NativeOps
 
         return NativeOps(num_threads, isa, dense_copies=dense_copies)
     if implementation == "torch" and device.type == "cpu":
-        from slipstream.kernels.cpu_torch import CpuOps
+        from slipstream.kernels.cpu.torch_ops import CpuOps
 
         return CpuOps()
     if implementation == "triton" and device.type == "cuda":

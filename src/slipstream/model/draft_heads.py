@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
+from slipstream.kernels.cpu.native import NativeLinear, ThreadPool
+from slipstream.kernels.cpu.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import NativeLinear, ThreadPool
-from slipstream.kernels.programs import LinearArgmax, LinearProgram
 from slipstream.kernels.recording import TOKENS, RecordingOps, TracedKV, TracedMeta
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm

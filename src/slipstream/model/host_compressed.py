@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.cpu_moe import pack4
+from slipstream.kernels.cpu.moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
 from slipstream.model.checkpoint import PASSED_OVER
 from slipstream.model.stored_weights import stored_parts, stored_shape, unpack_words

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.host_ops import HostOps
-from slipstream.kernels.native import stand_in
+from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.kernels.cpu.native import stand_in
 from slipstream.model.cache_scales import CacheScales
 from slipstream.model.checkpoint import StoredWeights, dummy_arrays, read_parameters
 from slipstream.model.decoder import Decoder

@@ -18,7 +18,7 @@ from slipstream.spec.quantization_config import StoredQuantization
 from slipstream.spec.scheme import SCHEMES, Scheme, WeightForm
 
 if TYPE_CHECKING:
-    from slipstream.kernels.host_ops import HostOps
+    from slipstream.kernels.cpu.host_ops import HostOps
     from slipstream.kernels.ops import OpSet
     from slipstream.model.cache_scales import CacheScales
     from slipstream.model.vision import ImageTower

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, OutOfMemoryError
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.cpu_torch import CpuOps
+from slipstream.kernels.cpu.ops import NativeOps
+from slipstream.kernels.cpu.torch_ops import CpuOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.ops import OpSet
 from slipstream.kernels.weights import Linear

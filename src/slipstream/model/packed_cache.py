@@ -30,7 +30,7 @@ from slipstream.spec.safetensors import safetensors_files
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
-    from slipstream.kernels.host_ops import HostOps
+    from slipstream.kernels.cpu.host_ops import HostOps
     from slipstream.kernels.ops import OpSet
 
 _logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.arrays import to_array
-from slipstream.kernels.cpu import NativeOps
+from slipstream.kernels.cpu.native import Program, RunningStep
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import Program, RunningStep
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.model.trace import SPLIT, STREAMED

@@ -1,7 +1,7 @@
 """A model's step as one program of the C++ kernels. Python passes tokens, lengths and tables, and
 gets hidden states. No torch.
 
-The program is lowered from the decoder's own trace (`kernels.cpu_lowering`), so it computes what
+The program is lowered from the decoder's own trace (`kernels.cpu.lowering`), so it computes what
 the plain loop computes. An encoder-decoder has two programs: one reads prompts, the other is the
 decoding step.
 """
@@ -17,13 +17,11 @@ import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels import native
-from slipstream.kernels.cpu_lowering import Emitter, Lowered, Scratch, lower, refusal
-from slipstream.kernels.cpu_mla import add_latent_attention, add_latent_queries
-from slipstream.kernels.cpu_moe import NativeExperts, add_choice, add_experts
-from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.kernels.native import (
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.lowering import Emitter, Lowered, Scratch, lower, refusal
+from slipstream.kernels.cpu.mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
+from slipstream.kernels.cpu.native import (
     FORM_F32,
     NativeLinear,
     Program,
@@ -31,7 +29,7 @@ from slipstream.kernels.native import (
     ThreadPool,
     activation_of,
 )
-from slipstream.kernels.programs import (
+from slipstream.kernels.cpu.programs import (
     LinearArgmax,
     LinearProgram,
     add_attention,
@@ -39,6 +37,8 @@ from slipstream.kernels.programs import (
     add_norm,
     add_rope_and_cache,
 )
+from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
@@ -46,7 +46,7 @@ from slipstream.spec.model import Activation
 from slipstream.spec.reason import Reason
 
 if TYPE_CHECKING:
-    from slipstream.kernels.native import Array
+    from slipstream.kernels.cpu.native import Array
 
 Floats = npt.NDArray[np.float32]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.kernels.cpu import NativeOps
-from slipstream.kernels.native import Arena
+from slipstream.kernels.cpu.native import Arena
+from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer
 from slipstream.model.checkpoint import StoredWeights

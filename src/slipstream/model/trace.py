@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from slipstream.kernels.cpu_lowering import Emitter, lower, refusal
+from slipstream.kernels.cpu.lowering import Emitter, lower, refusal
 from slipstream.kernels.recording import (
     TOKENS,
     NamedWeight,

@@ -32,7 +32,7 @@ from slipstream.optimize.prior import guessed_kl
 from slipstream.optimize.traffic import RecordedTraffic
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.process_executor import check_devices
+from slipstream.worker.ranks.process_executor import check_devices
 
 RESULTS_NAME = "results.jsonl"
 SURE = 1.96

@@ -20,7 +20,7 @@ from slipstream.errors import first_line
 
 TIMEOUT_S = 600.0
 """A start may be so far ahead on one rank: it is the rank whose part of the checkpoint is read first. A rank's death ends the
-others long before (`worker.process_executor`)."""
+others long before (`worker.ranks.process_executor`)."""
 
 
 MAX_SENT = 16

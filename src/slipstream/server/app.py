@@ -20,25 +20,23 @@ from starlette.routing import Route
 
 from slipstream import __version__
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.server import (
-    anthropic,
-    batches,
-    chat,
-    completions,
-    docs_page,
-    feedback,
-    files,
-    fleet,
-    kserve,
-    ollama,
-    openapi,
-    responses,
-)
-from slipstream.server.adapters import AdapterRoutes
-from slipstream.server.audit import AuditLog
-from slipstream.server.auth import ApiKeys, Keyring
-from slipstream.server.batches import BatchStore
-from slipstream.server.embeddings import (
+from slipstream.server.answers.generation import GenerationRoute
+from slipstream.server.anthropic import messages as anthropic
+from slipstream.server.batches import batches, files
+from slipstream.server.batches.batches import BatchStore
+from slipstream.server.batches.files import FileStore
+from slipstream.server.http import docs_page, openapi
+from slipstream.server.http.auth import ApiKeys, Keyring
+from slipstream.server.http.errors import ApiError, ClientDisconnected, answer_error
+from slipstream.server.http.limits import counted
+from slipstream.server.http.rates import SharedLimiter
+from slipstream.server.http.record import Observers, RequestLog
+from slipstream.server.http.replies import greeting, json_response
+from slipstream.server.http.web_guard import WebGuard, with_cors
+from slipstream.server.kserve import routes as kserve
+from slipstream.server.ollama import routes as ollama
+from slipstream.server.openai import chat, completions, responses
+from slipstream.server.openai.embeddings import (
     RERANK_PATHS,
     SCORE_PATHS,
     PooledRoute,
@@ -46,29 +44,24 @@ from slipstream.server.embeddings import (
     rerank,
     score,
 )
-from slipstream.server.errors import ApiError, ClientDisconnected, answer_error
-from slipstream.server.files import FileStore
-from slipstream.server.generation import GenerationRoute
-from slipstream.server.health import Probes
-from slipstream.server.limits import counted
-from slipstream.server.metrics import Metrics
-from slipstream.server.models import Models
-from slipstream.server.protocol import (
+from slipstream.server.openai.models import Models
+from slipstream.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
 )
-from slipstream.server.rates import SharedLimiter
-from slipstream.server.record import Observers, RequestLog
-from slipstream.server.replies import greeting, json_response
-from slipstream.server.sleep import Sleeping
+from slipstream.server.openai.response_store import ResponseStore
+from slipstream.server.openai.tokens import Tokens
+from slipstream.server.operations import feedback, fleet
+from slipstream.server.operations.adapters import AdapterRoutes
+from slipstream.server.operations.audit import AuditLog
+from slipstream.server.operations.health import Probes
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.operations.sleep import Sleeping
+from slipstream.server.operations.status import StatusRoutes
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
-from slipstream.server.status import StatusRoutes
-from slipstream.server.store import ResponseStore
-from slipstream.server.tokens import Tokens
-from slipstream.server.web_guard import WebGuard, with_cors
 
 
 def make_state(
@@ -104,7 +97,7 @@ def observers(settings: ServerSettings, model: str) -> Observers:
         )
     if settings.otlp_endpoint is not None:
         try:
-            from slipstream.server.telemetry import Telemetry
+            from slipstream.server.operations.telemetry import Telemetry
         except ImportError:
             raise ConfigError(
                 "OpenTelemetry needs its SDK: pip install 'slipstream[otel]'", field="otlp_endpoint"

@@ -24,17 +24,17 @@ import uvicorn
 
 from slipstream.errors import ConfigError
 from slipstream.server.app import create_app
-from slipstream.server.batch_runner import BatchRunner, EngineLineRunner, LineRunner
-from slipstream.server.certificates import Certificates
-from slipstream.server.connection import Connection
-from slipstream.server.errors import shutting_down
-from slipstream.server.limits import end_revoked
-from slipstream.server.load import Acceptor
-from slipstream.server.record import LogFormatter
+from slipstream.server.batches.runner import BatchRunner, EngineLineRunner, LineRunner
+from slipstream.server.http.certificates import Certificates
+from slipstream.server.http.connection import Connection
+from slipstream.server.http.errors import shutting_down
+from slipstream.server.http.limits import end_revoked
+from slipstream.server.http.load import Acceptor
+from slipstream.server.http.record import LogFormatter
 from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener, Watch
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve_grpc import Gateway
+    from slipstream.server.kserve.grpc_server import Gateway
 
 logger = logging.getLogger("slipstream.server")
 
@@ -145,7 +145,7 @@ class Server(uvicorn.Server):
 
 def _grpc_gateway(state: ServerState) -> Gateway:
     with needs_grpc():
-        from slipstream.server.kserve_grpc import Gateway
+        from slipstream.server.kserve.grpc_server import Gateway
     return Gateway(state)
 
 

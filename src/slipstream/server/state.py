@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from slipstream.arguments import suggesting_init, types_of, wrong_type
 from slipstream.config import EngineConfig
-from slipstream.engine.tools import Formats
+from slipstream.engine.text.tools import Formats
 from slipstream.errors import ConfigError
 from slipstream.outputs import Vectors
-from slipstream.server.load import ServerLoad
+from slipstream.server.http.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import BeamSearchParams, LoRARequest, Prompt, RequestOptions, SamplingParams
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
     from slipstream.engine.core_process import CacheEvents
     from slipstream.engine.output import Sink
-    from slipstream.engine.picture_files import PictureFile
-    from slipstream.engine.pictures import PreparedPicture
-    from slipstream.server.auth import Keyring
-    from slipstream.server.batches import BatchStore
-    from slipstream.server.files import FileStore
-    from slipstream.server.limits import Exchange
-    from slipstream.server.metrics import MetricCounts, Metrics
-    from slipstream.server.rates import Limiter
-    from slipstream.server.record import Observers
-    from slipstream.server.store import ResponseStore
+    from slipstream.engine.vision.picture_files import PictureFile
+    from slipstream.engine.vision.pictures import PreparedPicture
+    from slipstream.server.batches.batches import BatchStore
+    from slipstream.server.batches.files import FileStore
+    from slipstream.server.http.auth import Keyring
+    from slipstream.server.http.limits import Exchange
+    from slipstream.server.http.rates import Limiter
+    from slipstream.server.http.record import Observers
+    from slipstream.server.openai.response_store import ResponseStore
+    from slipstream.server.operations.metrics import MetricCounts, Metrics
     from slipstream.spec.description import ModelDescription
 
 
@@ -204,7 +204,7 @@ class ServerSettings:
     max_stored_responses: int = 1000  # 0: none are kept
     max_stored_bytes: int = 256 * 2**20
     fleet_key: str | None = (
-        None  # only requests with it are answered: those of a fleet's gateway (`server.fleet`)
+        None  # only requests with it are answered: those of a fleet's gateway (`server.operations.fleet`)
     )
     ssl_ca_certs: str | None = None  # clients must show a certificate that one of these signed
     files_dir: str | None = None  # where files and batches are; None: there are none

@@ -21,4 +21,4 @@ CPU_ISAS: Mapping[str, CpuIsa] = {
     **dict.fromkeys(("avx512-vbmi2", "avx512-bf16", "amx"), CpuIsa(expands_bytes=True)),
     "portable-amx": CpuIsa(emulated=True),
 }
-"""By the name that `kernels.native.instruction_sets()` gives."""
+"""By the name that `kernels.cpu.native.instruction_sets()` gives."""

@@ -11,7 +11,7 @@ from slipstream.costs.memory import MemoryLedger
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import AdapterStats, CanaryResult, ExpertBalance, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepResult, StepTime, TokenMask
-from slipstream.worker.block_store import BlockStore
+from slipstream.worker.tiers.block_store import BlockStore
 
 
 class Launched(Protocol):

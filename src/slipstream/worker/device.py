@@ -12,7 +12,7 @@ from pathlib import Path
 from slipstream.config import DeviceInfo
 from slipstream.costs.hardware import available_cores, cpu_name, driver_sees_gpu, host_memory
 from slipstream.errors import ConfigError
-from slipstream.worker.cpu_choice import choose_cpu
+from slipstream.worker.start.cpu_choice import choose_cpu
 
 
 def detect(

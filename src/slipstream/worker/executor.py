@@ -22,11 +22,11 @@ def build_executor(
     `progress` is called as each phase begins.
     """
     if args.cpu_layers is not None:
-        from slipstream.worker.process_executor import settled
+        from slipstream.worker.ranks.process_executor import settled
 
         args = settled(args)
     if num_ranks(args) > 1:
-        from slipstream.worker.process_executor import ProcessExecutor
+        from slipstream.worker.ranks.process_executor import ProcessExecutor
 
         return ProcessExecutor.build(args, progress=progress)
     wake_gpu(args.device)

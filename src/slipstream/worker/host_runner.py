@@ -22,11 +22,11 @@ from slipstream.config import EngineConfig
 from slipstream.costs.hardware import host_memory
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels import sampling
-from slipstream.kernels.host_ops import HostOps
-from slipstream.kernels.host_texts import HostTextOps
+from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.kernels.cpu.host_texts import HostTextOps
+from slipstream.kernels.cpu.native import ThreadPool
+from slipstream.kernels.cpu.programs import Argmax
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors, shared_caches
-from slipstream.kernels.native import ThreadPool
-from slipstream.kernels.programs import Argmax
 from slipstream.model.decoder import Decoder
 from slipstream.model.encoder import pool
 from slipstream.model.host_model import load_host_model
@@ -39,11 +39,7 @@ from slipstream.spec.reason import NotCovered, Reason
 from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
-from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.constrained import AwaitingMask, mask_bits
-from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
-from slipstream.worker.forward_paths import load_refusal
+from slipstream.worker.forward.forward_paths import load_refusal
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import (
     GatheredInputs,
@@ -53,11 +49,15 @@ from slipstream.worker.input_batch import (
     text_batch,
 )
 from slipstream.worker.rows import RowTable
+from slipstream.worker.sampling.constrained import AwaitingMask, mask_bits
+from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
 from slipstream.worker.thread_governor import ThreadGovernor
+from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.disk_tier import DiskTier
 
 if TYPE_CHECKING:
-    from slipstream.worker.drafter import Drafter
-    from slipstream.worker.host_drafter import HostStates
+    from slipstream.worker.draft.drafter import Drafter
+    from slipstream.worker.draft.host_drafter import HostStates
 
 Array = npt.NDArray[Any]
 
@@ -192,7 +192,7 @@ class HostRunner:
     def load_head(self, description: HeadDescription) -> None:
         """Load a draft head; see `ModelRunner.load_head`."""
         # imported late: most starts need none
-        from slipstream.worker.host_drafter import load_host_drafter
+        from slipstream.worker.draft.host_drafter import load_host_drafter
 
         with self._phase("draft head"):
             self.draft = head = load_host_drafter(
@@ -206,7 +206,7 @@ class HostRunner:
         """Load a draft model; see `ModelRunner.load_draft`."""
         if (reason := load_refusal(description, self.config.model.load_format)) is not None:
             raise NotCovered(reason)
-        from slipstream.worker.host_drafter import HostDraftModel
+        from slipstream.worker.draft.host_drafter import HostDraftModel
 
         with self._phase("draft model"):
             self.draft = HostDraftModel(

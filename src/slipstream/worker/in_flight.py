@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.native import RunningStep
+from slipstream.kernels.cpu.native import RunningStep
 from slipstream.types import (
     Extra,
     Plan,
@@ -21,7 +21,7 @@ from slipstream.types import (
     TextVectors,
 )
 from slipstream.worker.input_batch import SampledRows
-from slipstream.worker.sampler import verified
+from slipstream.worker.sampling.sampler import verified
 
 if TYPE_CHECKING:
     from torch import Tensor

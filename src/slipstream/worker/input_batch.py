@@ -76,7 +76,7 @@ def laid_out(
 
 
 def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> GatheredInputs:
-    """Inputs of a draft head for `shares` of requests (`worker/head_drafter.py`).
+    """Inputs of a draft head for `shares` of requests (`worker/draft/head_drafter.py`).
 
     Each token is at the position before its own, because the state that it is paired with is there.
     The sampled token follows the token, as always.

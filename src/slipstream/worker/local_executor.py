@@ -52,13 +52,13 @@ from slipstream.spec.reason import NotCovered
 from slipstream.stats import AdapterStats, CanaryResult, ExpertTokens
 from slipstream.types import LoRARequest, Plan, StepTime, TokenMask
 from slipstream.worker.base import Executor, Launched
-from slipstream.worker.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
-from slipstream.worker.constrained import AwaitingMask
 from slipstream.worker.device import detect
-from slipstream.worker.forward_paths import host_refusal
+from slipstream.worker.forward.forward_paths import host_refusal
 from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.rows import rows_bytes
-from slipstream.worker.tiers import open_tiers
+from slipstream.worker.sampling.constrained import AwaitingMask
+from slipstream.worker.start.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
+from slipstream.worker.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +139,8 @@ class LocalExecutor(Executor):
     def warm_up(self) -> Sequence[StepTime]:
         if not self.runner.warms_up:
             return ()
-        from slipstream.worker.draft_costs import measure_draft_costs
-        from slipstream.worker.warm_up import warm_up
+        from slipstream.worker.draft.costs import measure_draft_costs
+        from slipstream.worker.start.warm_up import warm_up
 
         runner = cast("ModelRunner", self.runner)
         with runner.without_copies():

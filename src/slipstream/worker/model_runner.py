@@ -4,7 +4,7 @@ It holds the model, its KV cache, and the rows of the running sequences. launch(
 sample(forward(prepare(plan)))
 
 1. `prepare` updates the rows and makes an `InputBatch`.
-2. `forward` computes hidden states. `worker/forward.py` chooses how.
+2. `forward` computes hidden states. `worker/forward/forwards.py` chooses how.
 3. `sample` draws tokens and writes them where the next step reads them.
 
 On a GPU `launch` queues the step and returns at once; `InFlightStep.result()` waits. Steps run on
@@ -48,30 +48,36 @@ from slipstream.spec.scheme import FORMAT_MAX, SCHEMES
 from slipstream.stats import ExpertTokens
 from slipstream.types import Extra, Plan, StepPlan, TextsPlan, TokenMask
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.block_store import BlockStore, block_arrays
-from slipstream.worker.constrained import AwaitingMask, apply_mask
 from slipstream.worker.device_cache import TORCH_DTYPES, DeviceCache
-from slipstream.worker.disk_tier import DiskTier
-from slipstream.worker.draft_head import load_drafter
-from slipstream.worker.draft_model import DraftModel
-from slipstream.worker.drafter import Drafter
-from slipstream.worker.draws import Sampler, completed_prompts, draw, prompt_logprobs
-from slipstream.worker.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
-from slipstream.worker.expert_balance import LayerSwap
-from slipstream.worker.expert_load import ExpertLoad
-from slipstream.worker.expert_places import ExpertPlaces
-from slipstream.worker.forward import Forwards, InputBatch, Output
-from slipstream.worker.graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
-from slipstream.worker.head_drafter import HeadDrafter
-from slipstream.worker.host_experts import LoadFollower, settle_experts, with_host_experts
-from slipstream.worker.images import ImageEncoder
+from slipstream.worker.draft.drafter import Drafter
+from slipstream.worker.draft.head_drafter import HeadDrafter
+from slipstream.worker.draft.heads import load_drafter
+from slipstream.worker.draft.model import DraftModel
+from slipstream.worker.experts.balance import LayerSwap
+from slipstream.worker.experts.host import LoadFollower, settle_experts, with_host_experts
+from slipstream.worker.experts.load import ExpertLoad
+from slipstream.worker.experts.places import ExpertPlaces
+from slipstream.worker.forward.forwards import Forwards, InputBatch, Output
+from slipstream.worker.forward.images import ImageEncoder
+from slipstream.worker.forward.texts import (
+    EagerTexts,
+    TextGraphs,
+    most_texts,
+    text_ladder,
+    vectors_of,
+)
+from slipstream.worker.graphs.step_graphs import AdapterGraphs, SharedPrefixGraphs, StepGraphs
 from slipstream.worker.in_flight import RUN_AHEAD, InFlightStep
 from slipstream.worker.input_batch import SampledRows, encoder_batch
-from slipstream.worker.probe_steps import compile_kernels, measure_activations
+from slipstream.worker.ranks.stage_tokens import FirstStage, LastStage
 from slipstream.worker.rows import RowTable
-from slipstream.worker.sampler import sampling_tensors
-from slipstream.worker.stage_tokens import FirstStage, LastStage
-from slipstream.worker.texts import EagerTexts, TextGraphs, most_texts, text_ladder, vectors_of
+from slipstream.worker.sampling.constrained import AwaitingMask, apply_mask
+from slipstream.worker.sampling.draws import Sampler, completed_prompts, draw, prompt_logprobs
+from slipstream.worker.sampling.sampler import sampling_tensors
+from slipstream.worker.start.dummy_steps import CALIBRATION_TOKENS, calibrated_scales
+from slipstream.worker.start.probe_steps import compile_kernels, measure_activations
+from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.disk_tier import DiskTier
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -281,7 +287,7 @@ class ModelRunner:
                 disk,
                 self._take_tokens,
             )
-        from slipstream.worker.device_blocks import DeviceBlocks
+        from slipstream.worker.tiers.device_blocks import DeviceBlocks
 
         return DeviceBlocks(self._block_rows, self.ops, num_slots, num_staged, disk, self.platform)
 

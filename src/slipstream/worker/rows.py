@@ -89,7 +89,9 @@ class Row:
     adapter: int = NO_ADAPTER  # slot of its adapter
     mirostat_mu: float = 0.0
     num_drafted: int = 0  # tokens that the drafter has computed, without wrong drafts
-    num_kept: int = 0  # drafts of the last chain that a graph has run (`worker/chain_graphs.py`)
+    num_kept: int = (
+        0  # drafts of the last chain that a graph has run (`worker/graphs/chain_graphs.py`)
+    )
     ahead: range = range(0)  # numbers of computed tokens for which a chain is already launched
     num_blocks: int = 0  # blocks in its first group
     images: tuple[ImageSpan, ...] = ()

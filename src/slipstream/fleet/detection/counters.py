@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.errors import ConfigError
 from slipstream.fleet.detection.observation import Observation
-from slipstream.server.metrics import Metrics
+from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
 
 

@@ -12,7 +12,7 @@ from slipstream.fleet.detection.alerts import Alerts
 from slipstream.fleet.detection.counters import Counters, of_server
 from slipstream.fleet.detection.detector import SILENT_S, Detector, Finding
 from slipstream.fleet.detection.observation import INTERVAL_S
-from slipstream.server.health import all_metrics, engine_stats
+from slipstream.server.operations.health import all_metrics, engine_stats
 from slipstream.server.state import ServerState
 
 logger = logging.getLogger("slipstream.fleet")

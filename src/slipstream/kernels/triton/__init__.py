@@ -30,13 +30,9 @@ from slipstream.kernels.ops import (
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import apply_bias_and_penalties, uniform
 from slipstream.kernels.triton import (
-    bidirectional,
     int4_groupwise,
     linear,
     lora,
-    mla_prefill,
-    moe,
-    mxfp4,
     one_token,
     pointwise,
     rank_sums,
@@ -45,8 +41,10 @@ from slipstream.kernels.triton import (
     sparse24,
     split_k,
 )
-from slipstream.kernels.triton.attention import paged_attention
-from slipstream.kernels.triton.mla import mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention import bidirectional, mla_prefill
+from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
+from slipstream.kernels.triton.attention.paged import paged_attention
+from slipstream.kernels.triton.experts import moe, mxfp4
 from slipstream.kernels.weights import (
     Activations,
     GroupedLinear,

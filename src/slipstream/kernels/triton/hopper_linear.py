@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.kernels.triton.hopper import _barriers, load_tile
+from slipstream.kernels.triton.attention.hopper import _barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
 from slipstream.kernels.triton.split_k import Scratch
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear

@@ -1,0 +1,867 @@
+"""Answers that keep to a grammar: which tokens may come next, by `llguidance`. No torch.
+
+1. `check` looks at a request's grammar before it is queued: the front end's 400s come from here.
+2. `Grammars`, in the engine core, compiles it in a thread while the request is held back, and then has a `GrammarState` of
+   each request.
+3. Each step asks for the masks of the tokens that it samples, while the device runs the forward.
+4. The tokens that the step gave advance the states.
+
+A grammar's compilation is bounded in characters, in depth (`grammar_depth`), in symbols, in the work of its lexer, and in
+seconds. Clients compile in turns (`bounded_threads`). An end token is allowed
+exactly where the grammar may end. Where nothing more can follow, the answer ends without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cache, lru_cache, partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.costs.hardware import available_cores
+from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.grammars.depth import (
+    check_grammar,
+    check_json_text,
+    check_regex,
+    check_schema,
+    is_lark,
+)
+from slipstream.engine.grammars.schema_promises import promise
+from slipstream.engine.grammars.string_lengths import (
+    CountedStrings,
+    LengthVocabulary,
+    StringLengths,
+    counts_only,
+)
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.engine.text.tokenizer_parts import is_panic
+from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.types import (
+    EngineRequest,
+    SamplingParams,
+    StepPlan,
+    StructuredOutputsParams,
+    TokenMask,
+)
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_CHARACTERS = 256 * 1024
+"""Of a schema, a regular expression, a grammar, or all choices."""
+
+MAX_SECONDS = 10.0
+"""Of a compilation. What the limits below allow takes under a second."""
+
+MAX_STUCK = 4
+"""Compilations that take longer and go on. With more of them no other grammar is begun."""
+
+SMALL_CHARACTERS = 8 * 1024
+"""Of a grammar that waits for no larger one: nearly all compile in milliseconds, and large ones take seconds."""
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
+
+MAX_WHITESPACE = 1000
+"""Characters of a request's own pattern of it."""
+
+_SPACE = r"(?:[ \t\n\r]|\\[tnrs ]|\\x(?:20|0[9AaDd]))"
+_ONLY_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
+_CHARACTER = r'[^"\\\x00-\x1F\x7F\u2028\u2029]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "{1,30}", "+"))]
+"""Sets of tokens that llguidance allows at once where all fit: its own, without the two ends of lines that `.` leaves out."""
+
+CACHED_GRAMMARS = 64
+PARALLEL_ROWS = 8
+"""From so many masks on, several threads compute them."""
+
+Bits = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+
+def compose(params: StructuredOutputsParams) -> str:
+    """The grammar as llguidance takes it. RequestError if it can't be written."""
+    inner = _compose(params)
+    if params.around is None:
+        return inner
+    try:
+        check_grammar(params.around)
+    except ValueError as error:
+        raise _refused(str(error), "around") from None
+    own = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+    return json.dumps(
+        {"grammars": [{"name": "around", "lark_grammar": params.around}, {**own, "name": "answer"}]}
+    )
+
+
+def _compose(params: StructuredOutputsParams) -> str:
+    name, given = _given(params)
+    text = given if isinstance(given, str) else json.dumps(given)
+    if len(text) > MAX_CHARACTERS:
+        raise _refused(f"it has {len(text)} characters, more than {MAX_CHARACTERS}", name)
+    try:
+        whitespace = _whitespace(params.whitespace_pattern)
+    except ValueError as error:
+        raise _refused(str(error), "whitespace_pattern") from None
+    try:
+        match name:
+            case "json" | "json_object":
+                check_json_text(text)
+                schema = json.loads(text) if name == "json" else {"type": "object"}
+                if not isinstance(schema, dict) and schema is not True:
+                    raise ValueError("a schema is an object, or true")
+                check_schema(schema)
+                if (path := _ambiguous(schema)) is not None:
+                    raise ValueError(
+                        f"drafts differ in what $id beside $ref means (in the schema's {path or 'root'})"
+                    )
+                schema = {} if schema is True else schema
+                promised = promise(schema)
+                return json_grammar(json.dumps(schema), **_options(params, whitespace), **promised)
+            case "regex":
+                check_regex(text)
+                return str(_library(_llguidance().LLMatcher.grammar_from_regex, text))
+            case "choice":
+                return str(_library(_llguidance().grammar_from, "choice", text))
+            case _:
+                check_grammar(text)
+                lark = text if is_lark(text) else _from_llama_cpp(text)
+                return str(_library(_llguidance().grammar_from, "lark", lark))
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error), name) from None
+
+
+def _from_llama_cpp(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        raise ValueError(f"it is no grammar as llama.cpp writes it: {error}") from None
+
+
+def _llguidance() -> Any:
+    """The library, imported by the first request with a grammar: it would take a tenth of every start."""
+    import llguidance
+
+    return llguidance
+
+
+@cache
+def limits() -> Any:
+    """The bounds of a grammar's compilation."""
+    return _llguidance().LLParserLimits(
+        max_grammar_size=250_000, initial_lexer_fuel=1_000_000, verbose_errors=False
+    )
+
+
+def _given(params: StructuredOutputsParams) -> tuple[str, Any]:
+    names = ("json", "regex", "choice", "grammar")
+    return next(
+        ((n, v) for n in names if (v := getattr(params, n)) is not None), ("json_object", "")
+    )
+
+
+def json_grammar(schema: str, **options: Any) -> str:
+    return str(
+        _library(_llguidance().LLMatcher.grammar_from_json_schema, schema, overrides=options)
+    )
+
+
+def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What llguidance gives. Its panics, which are no `Exception`, are a ValueError, too."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        if is_panic(error):
+            raise ValueError(f"the grammar's library fails: {str(error)[:300]}") from None
+        raise
+
+
+def _whitespace(pattern: str | None) -> str:
+    r"""A pattern of whitespace as llguidance takes it, where `\s` stands for JSON's. ValueError if it may match anything else:
+    the answer would be no JSON."""
+    if not pattern:
+        return WHITESPACE
+    check_regex(pattern)
+    if len(pattern) > MAX_WHITESPACE or not _ONLY_SPACE.fullmatch(pattern):
+        raise ValueError(
+            r"between tokens of JSON may stand only space, \t, \n and \r: write a pattern of these, \s, groups and "
+            f"repetitions, of at most {MAX_WHITESPACE} characters"
+        )
+    return pattern.replace(r"\s", r"[ \t\n\r]")
+
+
+def _options(params: StructuredOutputsParams, whitespace: str) -> dict[str, Any]:
+    if params.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": whitespace}
+
+
+class Threads(Generic[T]):
+    """Threads in which grammars are compiled. Small ones have threads of their own."""
+
+    def __init__(self, name: str, *, most_small: int) -> None:
+        def threads(most: int) -> BoundedThreads[T]:
+            return BoundedThreads(lambda: MAX_SECONDS, most=most, most_stuck=MAX_STUCK, name=name)
+
+        self._small, self._large = threads(most_small), threads(max(1, available_cores() - 1))
+
+    def submit(
+        self, call: Callable[[], T], params: StructuredOutputsParams, client: str
+    ) -> Future[T]:
+        """As of `BoundedThreads`. `client` is empty for nobody in particular."""
+        given = (params.json, params.regex, params.grammar, params.around, *(params.choice or ()))
+        size = sum(len(text) for text in given if isinstance(text, str))
+        threads = self._small if size <= SMALL_CHARACTERS else self._large
+        return threads.submit(call, client or None)
+
+
+_checks: Threads[None] = Threads("grammar checks", most_small=4)
+_Salted: TypeAlias = tuple[str, StructuredOutputsParams]
+"""A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
+
+_found: OrderedDict[_Salted, tuple[str, str] | None] = OrderedDict()
+"""The grammars that were checked last: what is wrong with each, and which field is. None: nothing is."""
+
+_pending_checks: dict[tuple[str, _Salted], _PendingCheck] = {}
+_found_lock = threading.RLock()  # a check that is refused ends while another is submitted
+
+
+class _PendingCheck:
+    """One check for all requests of a client that wait for it, of whom `num_waiting` are known. It is not begun once there are
+    none."""
+
+    def __init__(self, salted: _Salted, client: str) -> None:
+        self._key, self.num_waiting = (client, salted), 0
+        self.future = _checks.submit(partial(_check, salted), salted[1], client)
+        self.future.add_done_callback(lambda _: self._end())
+
+    def __enter__(self) -> Future[None]:
+        return self.future
+
+    def __exit__(self, *_: object) -> None:
+        with _found_lock:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self.future.cancel()
+
+    def _end(self) -> None:
+        with _found_lock:
+            if _pending_checks.get(self._key) is self:
+                del _pending_checks[self._key]
+
+
+def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
+    """RequestError if the grammar can't be enforced; of a schema it names the part. EngineOverloadedError if too many
+    compilations are stuck."""
+    try:
+        if (pending := _begin_check((cache_salt, params))) is not None:
+            with pending as future:
+                future.result()
+    except TimeoutError:
+        raise _refused(_too_slow(), _given(params)[0]) from None
+
+
+async def check_in_thread(
+    params: StructuredOutputsParams, client: str = "", cache_salt: str = ""
+) -> None:
+    """`check`, while the event loop goes on. The grammars of one `client` are checked one after the other."""
+    import asyncio  # a front end has it already
+
+    try:
+        if (pending := _begin_check((cache_salt, params), client)) is not None:
+            with pending as future:
+                await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it
+    except TimeoutError:
+        raise _refused(_too_slow(), _given(params)[0]) from None
+
+
+def _begin_check(salted: _Salted, client: str = "") -> _PendingCheck | None:
+    """Returns the check to wait for. None: it was done lately, and nothing is wrong."""
+    with _found_lock:
+        if salted not in _found:
+            pending = _pending_checks.get((client, salted))
+            if pending is None or pending.future.done():
+                pending = _PendingCheck(salted, client)
+                if not pending.future.done():
+                    _pending_checks[client, salted] = pending
+            pending.num_waiting += 1
+            return pending
+        _found.move_to_end(salted)
+        message = _found[salted]
+    _raise(message)
+    return None
+
+
+def _check(salted: _Salted) -> None:
+    with _found_lock:  # another request may have had the same
+        is_known, message = salted in _found, _found.get(salted)
+    if not is_known:
+        message = _problem(salted[1])
+        with _found_lock:
+            _found[salted] = message
+            while len(_found) > CACHED_GRAMMARS:
+                _found.popitem(last=False)
+    _raise(message)
+
+
+def _raise(message: tuple[str, str] | None) -> None:
+    if message is not None:
+        raise RequestError(message[0], field=message[1])
+
+
+def _too_slow() -> str:
+    return f"it takes longer than {MAX_SECONDS:g} s to compile"
+
+
+def _problem(params: StructuredOutputsParams) -> tuple[str, str] | None:
+    name, given = _given(params)
+    try:
+        message = _invalid(_compose(params))
+        if message is None:
+            message = None if params.around is None else _invalid(compose(params))
+            return (
+                None
+                if message is None
+                else (f"around can't be enforced: {message}", "structured_outputs.around")
+            )
+        if name == "json":
+            schema = json.loads(given)
+            options = promise(schema)
+            if path := _culprit(schema, message, options):
+                message += f" (in the schema's {path})"
+        raise _refused(message, name)
+    except RequestError as error:
+        return error.message, error.field or ""
+
+
+def _refused(message: str, name: str) -> RequestError:
+    return RequestError(
+        f"{name} can't be enforced: {message.strip()}", field=f"structured_outputs.{name}"
+    )
+
+
+def _invalid(grammar: str) -> str | None:
+    try:
+        is_error, messages = _library(
+            _llguidance().LLMatcher.validate_grammar_with_warnings, grammar, None, limits=limits()
+        )
+    except ValueError as error:
+        return str(error)
+    return _readable(messages[0]) if is_error else None
+
+
+def _readable(message: str) -> str:
+    """What llguidance says, where it does not say what is wrong."""
+    if "NoExtensionBias" in message:
+        return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
+    if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern
+        return "a regular expression is nested too deeply; take out groups and repetitions"
+    if "recursion limit exceeded" in message:
+        return "objects and lists are nested too deeply; move inner schemas to $defs, and refer to them"
+    return message
+
+
+def _culprit(schema: Any, message: str, options: dict[str, Any]) -> str:
+    """The path of the smallest part of a schema, as `promise` left it, that is wrong by itself in the same way."""
+    around = {
+        k: schema[k] for k in ("$defs", "definitions") if isinstance(schema, dict) and k in schema
+    }
+    path, until = "", time.monotonic() + 1.0
+    while time.monotonic() < until:
+        for name, part in _parts(schema):
+            alone = {**around, **(part if isinstance(part, dict) else {"anyOf": [part]})}
+            if _invalid(json_grammar(json.dumps(alone), **options)) == message:
+                schema, path = part, f"{path}.{name}" if path else name
+                break
+            if time.monotonic() > until:
+                break
+        else:
+            break
+    return path
+
+
+def _ambiguous(schema: Any, path: str = "") -> str | None:
+    """The path of a part that has `$id` and `$ref`: up to draft 7 the `$id` does not count, later `$ref` is resolved by it."""
+    if (
+        isinstance(schema, dict)
+        and isinstance(schema.get("$ref"), str)
+        and isinstance(schema.get("$id"), str)
+    ):
+        return path
+    parts = ((f"{path}.{name}" if path else name, part) for name, part in _parts(schema))
+    return next(
+        (found for name, part in parts if (found := _ambiguous(part, name)) is not None), None
+    )
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, with their paths."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(
+            value, dict
+        ):
+            yield from ((f"{key}.{name}", part) for name, part in value.items())
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
+            yield from ((f"{key}[{i}]", part) for i, part in enumerate(value))
+        elif key in ("items", "additionalProperties", "additionalItems") and isinstance(
+            value, dict
+        ):
+            yield key, value
+
+
+# --- States ---------------------------------------------------------------------------------------------------------
+
+
+class GrammarError(Exception):
+    """The grammar can't go on: it became too complex, or no token of the vocabulary fits."""
+
+
+class GrammarState:
+    """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere. `sampling`
+    says what else the request rules out, so that it is known where nothing is left. `lengths`: the same answer by the
+    lengths of its strings, where that is enough."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: Collection[int] = (),
+        never: Collection[int] = (),
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        lengths: StringLengths | None = None,
+    ) -> None:
+        self._matcher, self._sampling, self.lengths = matcher, sampling, lengths
+        self._ends, self._never = tuple(ends), tuple(set(never) - set(ends))
+        self._limited = sampling.allowed_token_ids is not None or bool(sampling.bad_words_token_ids)
+        self._answer: list[int] = []
+        self._allowed: Bits | None = None  # as a mask
+
+    def copy(self) -> GrammarState:
+        other = GrammarState(self._matcher.deep_copy(), self._ends, self._never, self._sampling)
+        other._answer[:] = self._answer
+        return other
+
+    def mask(self, into: Bits) -> bool:
+        """Write which tokens may come next into int32 [words]. Whether some may: none, if the answer is complete. GrammarError
+        if it can't go on."""
+        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+        return self.finish_mask(into)
+
+    def finish_mask(self, into: Bits) -> bool:
+        """Which end tokens may end the answer: the grammar has no rule for them."""
+        self._check()
+        accepts = self._matcher.is_accepting()
+        for token in self._never:
+            into[token >> 5] &= ~_bit(token)
+        for token in self._ends:
+            into[token >> 5] = (
+                into[token >> 5] | _bit(token) if accepts else into[token >> 5] & ~_bit(token)
+            )
+        limited = self._limited
+        fits = not limited or not _is_empty(into)
+        if limited:
+            self._rule_out(into)
+        if _is_empty(into):
+            if accepts:
+                return False
+            what = (
+                "what allowed_token_ids and bad_words leave"
+                if limited and fits
+                else "the model's vocabulary"
+            )
+            raise GrammarError(f"no token of {what} can follow here")
+        return True
+
+    def _rule_out(self, into: Bits) -> None:
+        """What the request's other fields do not allow."""
+        sampling, answer = self._sampling, self._answer
+        if sampling.allowed_token_ids is not None:
+            if self._allowed is None:
+                tokens = np.array(sampling.allowed_token_ids)
+                self._allowed = np.zeros_like(into)
+                np.bitwise_or.at(
+                    self._allowed.view(np.uint32),
+                    tokens >> 5,
+                    np.uint32(1) << (tokens & 31).astype(np.uint32),
+                )
+            into &= self._allowed
+        for *before, last in sampling.bad_words_token_ids:
+            if not before or answer[-len(before) :] == before:
+                into[last >> 5] &= ~_bit(last)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens that its masks allowed. GrammarError if it can't."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            self._check()
+            raise GrammarError("a token was drawn that the grammar does not allow")
+        if self.lengths is not None:
+            self.lengths.accept(tokens)
+        if self._sampling.bad_words_token_ids:
+            self._answer += tokens
+
+    def forced(self, num_pending: int = 0) -> tuple[int, ...]:
+        """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
+        complete. () if not even those are known."""
+        if self._limited:
+            return ()  # what is forced may be ruled out
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        taken = next(
+            (i for i, token in enumerate(tokens) if token in self._ends or token in self._never),
+            len(tokens),
+        )
+        if taken <= num_pending:
+            return ()
+        if not self._matcher.consume_tokens(tokens[:taken]):
+            self._check()
+            raise GrammarError("a forced token can't follow")
+        complete = self.is_finished
+        self._matcher.rollback(taken)
+        return tuple(tokens[num_pending : taken - complete])
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        self._matcher.rollback(num_tokens)
+        if self.lengths is not None:
+            self.lengths.rollback(num_tokens)
+        del self._answer[len(self._answer) - num_tokens :]
+
+    def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
+        """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
+        anything is allowed, since nothing that is drawn there counts."""
+        assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
+        ahead = (
+            self.copy() if drafts else self
+        )  # a guess may be wrong, and a matcher in error stays so
+        for i, token in enumerate(drafts):
+            if ahead.is_finished or not masks[i][token >> 5] & _bit(token) or token in self._ends:
+                break
+            try:
+                ahead.accept([token])
+                if not ahead.is_finished:
+                    ahead.mask(masks[i + 1])
+            except GrammarError:  # it is an error once the guess turns out right
+                masks[i + 1] = -1
+                break
+
+    @property
+    def is_finished(self) -> bool:
+        """The answer is complete, and nothing can follow."""
+        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+
+    @property
+    def matcher(self) -> LLMatcher:
+        return self._matcher
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(self._matcher.get_error().splitlines()[0])
+
+
+@lru_cache(maxsize=4096)
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).astype(np.int32)
+
+
+def _is_empty(mask: Bits) -> bool:
+    return mask.tobytes() == bytes(mask.nbytes)  # several times faster than `any`
+
+
+class _Vocabulary:
+    """The interface that llguidance needs of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, num_rows: int, ends: Sequence[int]) -> None:
+        self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(min(tokenizer.vocab_size, num_rows))]
+        self.tokens += [b""] * (num_rows - len(self.tokens))  # of an embedding with more rows
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < num_rows)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False)
+
+
+Compiled: TypeAlias = "tuple[LLMatcher, tuple[LLMatcher, CountedStrings] | None]"
+"""A grammar's matcher, and the one by the lengths of strings, where that helps."""
+
+
+def _counts(params: StructuredOutputsParams) -> CountedStrings | None:
+    if params.json is None or params.around is not None or params.whitespace_pattern is not None:
+        return None
+    return counts_only(json.loads(params.json) if isinstance(params.json, str) else params.json)
+
+
+class Grammars:
+    """The grammars of an engine core's requests. `load` returns the tokenizer; it is called once, for the first grammar.
+    `num_rows`: of the model's embedding; `ends`: the tokens that end an answer of this model."""
+
+    def __init__(
+        self,
+        load: Callable[[], Tokenizer | None],
+        num_rows: int,
+        ends: Callable[[Tokenizer], Sequence[int]],
+    ) -> None:
+        self.load, self.num_rows, self._ends_of = load, num_rows, ends
+        self._ends: tuple[int, ...] = ()
+        self._vocabulary: LLTokenizer | None = None
+        self._read: _Vocabulary | None = None  # what both are made of
+        self._lengths: LengthVocabulary | None = None
+        self._lock = threading.Lock()
+        self._threads: Threads[Compiled] = Threads("grammars", most_small=2)
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
+            OrderedDict()
+        )  # by the request's salt, too, as in `check`
+        self._pending: dict[str, tuple[EngineRequest, Future[Compiled]]] = {}
+        self._states: dict[str, GrammarState] = {}
+        self.overloaded: set[str] = set()
+
+    def begin(self, request: EngineRequest) -> bool:
+        """Compile the request's grammar. Returns True if it is ready; otherwise `compiled` is called once it is.
+        EngineOverloadedError if too many compilations are stuck."""
+        params = request.sampling.structured_outputs
+        assert params is not None
+        key = (request.cache_salt, params)
+        ready = self._compiled.get(key)
+        if ready is not None:
+            self._compiled.move_to_end(key)
+            self._start(request, ready)
+            return True
+        same = (
+            future
+            for other, future in self._pending.values()
+            if (other.cache_salt, other.sampling.structured_outputs) == key
+        )
+        future = next(same, None) or self._threads.submit(
+            partial(self._compile, params), params, request.client
+        )
+        self._pending[request.request_id] = request, future
+        return False
+
+    @property
+    def is_compiling(self) -> bool:
+        return bool(self._pending)
+
+    def compiled(self) -> list[tuple[str, str | None]]:
+        """The requests whose grammar has become ready, or why it has not. Those in `overloaded` may come again: only their
+        turn did not come."""
+        found: list[tuple[str, str | None]] = []
+        self.overloaded.clear()
+        for request_id, (request, future) in list(self._pending.items()):
+            if not future.done():
+                continue
+            del self._pending[request_id]
+            error = None
+            if isinstance(failure := future.exception(), TimeoutError):
+                error = f"the grammar can't be enforced: {_too_slow()}"
+            elif failure is not None:  # whatever it is, it is this request's alone
+                error = str(failure) or type(failure).__name__
+                if isinstance(failure, EngineOverloadedError):
+                    self.overloaded.add(request_id)
+            else:
+                compiled, params = future.result(), request.sampling.structured_outputs
+                assert params is not None
+                self._compiled[request.cache_salt, params] = compiled
+                while len(self._compiled) > CACHED_GRAMMARS:
+                    self._compiled.popitem(last=False)
+                self._start(request, compiled)
+            found.append((request_id, error))
+        return found
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+            if (pending := self._pending.pop(request_id, None)) is not None and all(
+                future is not pending[1] for _, future in self._pending.values()
+            ):
+                pending[1].cancel()  # if it has not begun
+
+    def clear(self) -> None:
+        self.forget(list(self._pending))
+        self._states.clear()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
+
+    def forced(self, request_id: str, num_pending: int) -> tuple[int, ...]:
+        """What must follow the tokens that a request has accepted and `num_pending` drawn ones that it has not."""
+        state = self._states.get(request_id)
+        try:
+            return () if state is None else state.forced(num_pending)
+        except GrammarError:  # the matcher stays in error, and the next mask ends this request
+            return ()
+
+    def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
+        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may
+        have been drawn that is no part of it. GrammarError if it can't go on."""
+        state = self._states[request_id]
+        for i, token in enumerate(tokens, 1):
+            state.accept([token])
+            if state.is_finished:
+                return i
+        return None
+
+    def masks(
+        self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> tuple[TokenMask, dict[str, str | None]]:
+        """Of the tokens that a step samples, once all tokens of the steps before it are accepted; and which requests can't go
+        on: what is wrong with them, or None if they are complete. `drafts`: the forced and guessed tokens of requests that have
+        some. Behind the last of their forced ones something is sampled first."""
+        first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
+        found = [
+            (s, i)
+            for s, i in zip(plan.scheduled, first, strict=False)
+            if s.num_sampled and s.request_id in self._states
+        ]
+        positions = [i + k for s, i in found for k in range(s.num_sampled)]
+        states = [self._states[s.request_id] for s, _ in found]
+        forced = [
+            drafts.get(s.request_id, ())[: max(0, len(s.drafts) + 1 - s.num_sampled)]
+            for s, _ in found
+        ]
+        for state, tokens in zip(states, forced, strict=True):
+            if tokens:
+                with contextlib.suppress(GrammarError):  # `finish_mask` says so below
+                    state.accept(tokens)
+        words = -(-self.num_rows // 32)
+        memory = bytearray(len(positions) * words * 4)
+        bits = np.frombuffer(memory, np.int32).reshape(len(positions), words)
+        if len(positions) > len(found):
+            bits.fill(-1)  # behind a wrong guess anything is allowed
+        rows = list(itertools.accumulate((s.num_sampled for s, _ in found), initial=0))[:-1]
+        inside = self._inside_strings(states, rows, bits)
+        self._compute(
+            [
+                (state.matcher, row)
+                for state, row in zip(states, rows, strict=True)
+                if row not in inside
+            ],
+            bits,
+        )
+        ended: dict[str, str | None] = {}
+        for (s, _), state, row, tokens in zip(found, states, rows, forced, strict=True):
+            try:
+                if state.finish_mask(bits[row]):
+                    state.mask_drafts(
+                        bits[row : row + s.num_sampled], drafts.get(s.request_id, ())[len(tokens) :]
+                    )
+                else:
+                    ended[s.request_id] = None
+            except GrammarError as error:
+                ended[s.request_id] = str(error)
+            if s.request_id in ended:
+                bits[row] = -1  # what is drawn is thrown away
+            elif tokens:
+                state.rollback(len(tokens))
+        return TokenMask(tuple(positions), memory), ended
+
+    def _compute(self, matchers: list[tuple[LLMatcher, int]], bits: Bits) -> None:
+        """The matchers' own masks, each into its row."""
+        size = bits.shape[1] * 4
+        if len(matchers) < PARALLEL_ROWS:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, size)
+            return
+        self._executor = self._executor or _llguidance().LLExecutor()
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, size, len(bits))
+
+    def _inside_strings(
+        self, states: Sequence[GrammarState], rows: Sequence[int], bits: Bits
+    ) -> set[int]:
+        """Masks that follow from the lengths of strings. Which rows they are."""
+        own = []
+        for state, row in zip(states, rows, strict=True):
+            if (lengths := state.lengths) is not None and lengths.may_be_inside:
+                if lengths.settle():
+                    own.append((lengths, row))
+                else:
+                    state.lengths = None
+        if not own:
+            return set()
+        masks = np.zeros((len(own), own[0][0].vocabulary.num_words), np.int32)
+        self._compute([(lengths.matcher, i) for i, (lengths, _) in enumerate(own)], masks)
+        found = set()
+        for (lengths, row), mask in zip(own, masks, strict=True):
+            if (expanded := lengths.expand(mask)) is not None:
+                bits[row] = expanded
+                found.add(row)
+        return found
+
+    def _start(self, request: EngineRequest, compiled: Compiled) -> None:
+        matcher, by_length = compiled
+        lengths = None
+        if by_length is not None:
+            assert self._lengths is not None
+            lengths = StringLengths(self._lengths, by_length[0].deep_copy(), by_length[1])
+        ends = (*request.eos_token_ids, *request.sampling.stop_token_ids)
+        state = GrammarState(matcher.deep_copy(), ends, self._ends, request.sampling, lengths)
+        self._states[request.request_id] = state
+        with contextlib.suppress(GrammarError):  # the next mask says so
+            state.accept(request.answer_token_ids)
+
+    def _compile(self, params: StructuredOutputsParams) -> Compiled:
+        counts = _counts(params)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            if counts is not None and self._lengths is None:
+                assert self._read is not None
+                self._lengths = LengthVocabulary(
+                    self._read.tokens, self._read.special_token_ids, self.num_rows
+                )
+        try:
+            grammar, second = compose(params), None
+            matcher = _library(
+                _llguidance().LLMatcher, self._vocabulary, grammar, log_level=0, limits=limits()
+            )
+            if counts is not None and self._lengths is not None:
+                second = _library(
+                    _llguidance().LLMatcher,
+                    self._lengths.tokenizer,
+                    grammar,
+                    log_level=0,
+                    limits=limits(),
+                )
+            if not matcher.is_error():  # the states of its first mask are made here: a step would wait for them, up to seconds
+                _library(matcher.compute_bitmask)
+        except ValueError as error:  # a RequestError is one
+            raise GrammarError(str(error)) from None
+        if matcher.is_error():
+            raise GrammarError(_readable(matcher.get_error().splitlines()[0]))
+        return matcher, None if counts is None or second is None or second.is_error() else (
+            second,
+            counts,
+        )
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        tokenizer = self.load()
+        if tokenizer is None:
+            raise GrammarError("structured outputs need a tokenizer (skip_tokenizer_init is set)")
+        # llguidance wants an end token also of a model that has none.
+        self._ends = tuple(self._ends_of(tokenizer)) or (
+            min([*tokenizer.special_ids, self.num_rows - 1]),
+        )
+        self._read = _Vocabulary(tokenizer, self.num_rows, self._ends)
+        library = _llguidance()
+        wrapped, ends = library.TokenizerWrapper(self._read), list(self._ends)
+        made: LLTokenizer = library.LLTokenizer(
+            wrapped, n_vocab=self.num_rows, eos_token=ends, slices=SLICES
+        )
+        return made

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, tool formats, and tokens to text. No torch."""

@@ -1,0 +1,202 @@
+"""The result of the readers of tokenizer files (`tokenizer_folder.py`, `gguf_tokenizer.py`), and the limits of an untrusted
+file.
+
+Splitting and merging run in a library without limits of its own. Four things bound it:
+
+1. A normaliser that makes a text many times longer is refused when it is read.
+2. Whatever the library raises over a file is a CheckpointError (`reading`). Over a text it is a RequestError (`on_text`).
+   That includes its panics, which are no `Exception`: a pattern that tries too often ends in one, within a second.
+3. A pattern may also try often at each place of a text, and so take hours. Where a tokenizer has other patterns than those that
+   models of many users share (`PATTERNS`), a text has `MAX_SECONDS` (`in_time`).
+4. A text has at most 128 characters for each token of the context (`InputProcessor`).
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import tokenizers
+
+from slipstream.engine.bounded_threads import BoundedThreads
+from slipstream.engine.fair_threads import client
+from slipstream.engine.text.tiktoken import CL100K
+from slipstream.errors import (
+    CheckpointError,
+    EngineOverloadedError,
+    RequestError,
+    SlipstreamError,
+)
+
+T = TypeVar("T")
+
+MAX_GROWTH = 8
+"""How much longer all replacements of a normaliser together may make a text."""
+
+MAX_SECONDS = 5.0
+"""Of a text, where a tokenizer has patterns of its own. A prompt of a million tokens takes about one."""
+
+MAX_STUCK = 2
+"""Texts that took longer and are still computed; each has a core. Of one client there is one at most."""
+
+_stuck: dict[str, Future[Any]] = {}
+"""The call of a client that took longer."""
+
+MAX_LOCKED_CHARS = 16_384
+"""The longest text that is tokenised under Python's lock."""
+
+MAX_STEPS = 64
+"""Of a normaliser and a pre-tokeniser together."""
+
+_texts: BoundedThreads[Any] = BoundedThreads(
+    lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer"
+)
+
+PATTERNS = frozenset(
+    (
+        CL100K,
+        CL100K.replace("{1,3}", ""),  # Qwen 2 to 3
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    )
+)
+"""Patterns that take about the same time for each character."""
+
+MAX_MAPPED_BYTES = 255
+"""The longest text that SentencePiece's map of characters may put in the place of others; NFKC has 33."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialTokens:
+    """What a model's files say of them. `prefix` and `suffix` stand around every text that is encoded with special
+    tokens. `texts` are the names that chat templates use: bos_token, eos_token, …"""
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class TokenizerParts(NamedTuple):
+    backend: tokenizers.Tokenizer
+    special: SpecialTokens
+    chat_templates: Mapping[str, str]
+
+
+@contextmanager
+def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
+    """A tokenizer's files are read inside: whatever is wrong with them is a CheckpointError."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        said = str(error)[:300] or type(error).__name__
+        raise CheckpointError(
+            f"{path}: the tokenizer can't be read: {said}", field=field
+        ) from error
+
+
+def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What the library gives for a text. RequestError if it can't."""
+    try:
+        return call(*args, **options)
+    except TypeError as error:  # no str, or one that UTF-8 can't write
+        raise RequestError(
+            "the text is not valid Unicode (half a surrogate pair?)", field="prompt"
+        ) from error
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise RequestError(
+            f"the tokenizer can't take this text: {str(error)[:300]}", field="prompt"
+        ) from error
+
+
+def in_time(call: Callable[..., T], *args: Any, **options: Any) -> T:
+    """`on_text` for at most `MAX_SECONDS`, for a call that lets other threads run. RequestError if it takes longer; its thread
+    goes on. EngineOverloadedError while as many as `MAX_STUCK` do so, or one of the same client."""
+    name, ended = client.get(), Future[None]()
+
+    def work() -> T:
+        try:
+            return on_text(call, *args, **options)
+        finally:
+            ended.set_result(None)
+
+    if name and name in _stuck and not _stuck[name].done():
+        raise EngineOverloadedError(
+            "a text that you sent before is still being tokenised; try again later"
+        )
+    try:
+        return cast(T, _texts.submit(work).result())
+    except TimeoutError:
+        _stuck[name] = ended
+        for other in [other for other, gone in list(_stuck.items()) if gone.done()]:
+            del _stuck[other]
+        what = f"the tokenizer takes longer than {MAX_SECONDS:g} s for this text; one of its patterns tries too often"
+        raise RequestError(what, field="prompt") from None
+
+
+def has_own_patterns(backend: tokenizers.Tokenizer) -> bool:
+    """Whether it cuts or changes texts by regular expressions that are none of `PATTERNS`."""
+    parts, found = (backend.normalizer, backend.pre_tokenizer), set[str]()
+    left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    while left:
+        match left.pop():
+            case {"Regex": str(pattern)}:
+                found.add(pattern)
+            case dict(below):
+                left += below.values()
+            case list(below):
+                left += below
+    return not found <= PATTERNS
+
+
+def is_panic(error: BaseException) -> bool:
+    """Rust's panics come as a BaseException whose class can't be imported."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """CheckpointError if the normaliser and the pre-tokeniser can make a text much longer, or have very many steps."""
+    parts = (backend.normalizer, backend.pre_tokenizer)
+    left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    growth, num_steps = 1.0, 0
+    while left:
+        step: dict[str, Any] = left.pop()
+        num_steps += 1
+        match step.get("type"):
+            case "Sequence":
+                left += step.get("normalizers") or step.get("pretokenizers") or ()
+            case "ByteLevel":  # a byte becomes a character of up to two
+                growth *= 2
+            case "Replace":
+                growth *= max(
+                    1.0, len(step["content"]) / max(1, len(step["pattern"].get("String", "")))
+                )
+            case "Prepend":
+                growth *= 1 + len(step["prepend"]) // 64
+            case "Precompiled":
+                data = base64.b64decode(step["precompiled_charsmap"] or "")
+                texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+                growth *= 1 if max(map(len, texts)) <= MAX_MAPPED_BYTES else 1000
+    if num_steps > MAX_STEPS:
+        raise CheckpointError(
+            f"{path}: the tokenizer changes a text in more than {MAX_STEPS} steps",
+            field="normalizer",
+        )
+    if growth > MAX_GROWTH:
+        raise CheckpointError(
+            f"{path}: the tokenizer's normaliser makes texts {growth:g} times longer",
+            field="normalizer",
+        )

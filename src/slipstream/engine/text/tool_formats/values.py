@@ -1,0 +1,156 @@
+"""Arguments that are written one by one, as texts or JSON, and not as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slipstream.engine.grammars.schema_promises import translate
+from slipstream.engine.text.tool_formats.base import MAX_GRAMMAR, Parser, Tool, Writer
+from slipstream.errors import RequestError
+
+_NOTES = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "$comment",
+}
+
+
+def properties(
+    tool: Tool, write: Callable[[str, Mapping[str, Any]], str], form: str, between: str = ""
+) -> str:
+    """The grammar of a tool's arguments in their order, those that are not required left out or not. `write` gives one's.
+    RequestError if the schema says what can't be written so."""
+    schema, known = (
+        tool.parameters,
+        {"type", "properties", "required", "additionalProperties", "$defs", "definitions"},
+    )
+    unknown = sorted(set(schema) - known - _NOTES)
+    if unknown or schema.get("type", "object") != "object":
+        what = unknown[0] if unknown else "type"
+        raise RequestError(
+            f"parameters of {tool.name}: {what} can't be enforced in the format {form!r}",
+            field="tools",
+        )
+    required, defs = (
+        set(schema.get("required", ())),
+        {k: schema[k] for k in ("$defs", "definitions") if k in schema},
+    )
+    if missing := sorted(required - set(schema.get("properties", {}))):
+        raise RequestError(
+            f"parameters of {tool.name}: {missing[0]} is required and has no schema", field="tools"
+        )
+    whole, first = "", True  # from the last on: each with what separates it from the one before
+    parts = [
+        (name, write(name, _with(part, defs)))
+        for name, part in schema.get("properties", {}).items()
+    ]
+    if not between:
+        return " ".join(f"({text})" if name in required else f"({text})?" for name, text in parts)
+    texts = [
+        f" ({between} {text})" if name in required else f" ({between} {text})?"
+        for name, text in parts
+    ]
+    rest, num_characters = sum(map(len, texts)), 0
+    for begin, (name, text) in enumerate(parts):
+        rest -= len(texts[begin])
+        num_characters += rest  # the square of the optional arguments before the first required
+        if num_characters > MAX_GRAMMAR:
+            raise RequestError(
+                f"parameters of {tool.name}: its grammar is longer than {MAX_GRAMMAR} characters in the format "
+                f"{form!r}; make more of them required, or have fewer",
+                field="tools",
+            )
+        whole += ("" if first else " | ") + f"({text}{''.join(texts[begin + 1 :])})"
+        first = False
+        if name in required:
+            return f"({whole})"
+    return f"({whole})?" if whole else ""
+
+
+def _with(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**defs, **schema} if isinstance(schema, dict) else defs
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value is written as plain text."""
+    if not isinstance(schema, dict):
+        return False
+    options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if options is not None:
+        return all(isinstance(option, str) for option in options)
+    return schema.get("type") == "string"
+
+
+def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
+    """The grammar of a value that is plain text, and of the marker `end` behind it."""
+    known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs", "definitions"}
+    unknown = sorted(set(schema) - known - _NOTES)
+    if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
+        what = unknown[0] if unknown else "pattern beside a length"
+        raise RequestError(
+            f"{where}: {what} of a text can't be enforced in this format", field="tools"
+        )
+    options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if options is not None:
+        return (
+            f"({' | '.join(json.dumps(o, ensure_ascii=False) for o in options)}) {writer.text(end)}"
+        )
+    if "pattern" in schema:
+        try:
+            pattern = translate(str(schema["pattern"]))
+        except ValueError as error:
+            raise RequestError(f"{where}: {error}", field="tools") from None
+        begins = pattern.startswith("^")
+        ends = pattern.endswith("$") and _num_backslashes(pattern[:-1]) % 2 == 0
+        inner = f"(?:{pattern[begins : len(pattern) - ends]})"
+        inner = ("" if begins else "[^<]*") + inner + ("" if ends else "[^<]*")
+        regex = f"/{inner.replace('/', chr(92) + '/')}/"
+        if "<" in pattern:
+            return f"{regex} {writer.text(end)}"
+        name = f"TEXT_{len(writer.rules)}"
+        writer.rules[name] = f"{regex} & /[^<]*/"  # it would take in the marker
+        return f"{name} {writer.text(end)}"
+    if {"minLength", "maxLength"} & set(schema):
+        return f"/[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/ {writer.text(end)}"
+    return writer.up_to(end)
+
+
+def _num_backslashes(text: str) -> int:
+    """At its end."""
+    return len(text) - len(text.rstrip("\\"))
+
+
+def value_of(text: str, tools: Sequence[Tool], function: str, name: str) -> Any:
+    """An argument as a model wrote it."""
+    schemas = next((t.parameters.get("properties") for t in tools if t.name == function), None)
+    if isinstance(schemas, dict) and is_text(schemas.get(name)):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+class ArgumentsInParts:
+    """A call whose arguments come one by one. `end` is not called of one that was cut off."""
+
+    def __init__(self, parser: Parser, tools: Sequence[Tool], function: str) -> None:
+        self._parser, self._tools, self._function = parser, tools, function
+        self._before = "{"
+        parser.begin_call(function)
+
+    def add(self, name: str, text: str) -> None:
+        value = json.dumps(value_of(text, self._tools, self._function, name), ensure_ascii=False)
+        self._parser.arguments(f"{self._before}{json.dumps(name, ensure_ascii=False)}: {value}")
+        self._before = ", "
+
+    def end(self) -> None:
+        self._parser.arguments("{}" if self._before == "{" else "}")

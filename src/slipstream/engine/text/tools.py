@@ -1,0 +1,360 @@
+"""Tools and reasoning of a chat: the grammar that an answer keeps to, and how it is read.
+
+    tool_choice        the grammar of the answer
+    required, named    what may come before (reasoning), then calls
+    auto               none; if a tool is `strict`, or parallel_tool_calls is false: free text, or calls
+    none               the model is told of no tools
+
+An answer that must look like something (`response_format`) may have reasoning before it, and with tools may be calls instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from slipstream.arguments import likely_value
+from slipstream.engine.grammars.grammar import check
+from slipstream.engine.text.tool_formats import reasoning_markers, tool_format
+from slipstream.engine.text.tool_formats.base import (
+    Arguments,
+    BeginCall,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+    Script,
+    Tool,
+    ToolFormat,
+    Writer,
+)
+from slipstream.errors import RequestError
+from slipstream.outputs import ChatMessage, ToolCall
+from slipstream.types import FinishReason, StructuredOutputsParams
+
+Choice = Literal["auto", "none", "required"]
+
+
+class GrammarTokenizer(Protocol):
+    """What grammars need of a tokenizer."""
+
+    @property
+    def special_ids(self) -> Collection[int]: ...
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedTools:
+    """The tools of a request. `only` names the one that must be called."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice | None = None
+    only: str | None = None
+    parallel: bool | None = None
+    strict: bool = False  # of some tool
+
+    def __post_init__(self) -> None:
+        """RequestError names what can't be."""
+        names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise RequestError("two tools have the same name", field="tools")
+        if not names and (self.only is not None or self.choice not in (None, "none")):
+            raise RequestError("tool_choice needs tools", field="tool_choice")
+        if not names and self.parallel is not None:
+            raise RequestError("parallel_tool_calls needs tools", field="parallel_tool_calls")
+        if self.only is not None and self.only not in names:
+            raise RequestError(
+                f"there is no tool named {self.only!r}", field="tool_choice.function.name"
+            )
+
+    @property
+    def is_made(self) -> bool:
+        """The model is told of the tools."""
+        return bool(self.tools) and self.choice != "none"
+
+
+def offer(
+    tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None
+) -> OfferedTools:
+    """Of OpenAI's fields, as Python has them. RequestError names what is wrong with them."""
+    made, strict = [], False
+    for i, spec in enumerate(tools or ()):
+        function = (
+            spec.get("function")
+            if isinstance(spec, dict) and spec.get("type", "function") == "function"
+            else None
+        )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            message = 'a tool is {"type": "function", "function": {"name": …, "description": …, "parameters": …}}'
+            raise RequestError(message, field=f"tools[{i}]")
+        parameters = function.get("parameters")
+        if not isinstance(parameters, dict | None):
+            raise RequestError(
+                "parameters of a tool are a JSON schema", field=f"tools[{i}].function.parameters"
+            )
+        made.append(Tool(function["name"], parameters or NO_PARAMETERS))
+        strict |= bool(function.get("strict"))
+    only = None
+    if isinstance(choice, dict):
+        named = choice.get("function")
+        only = named.get("name") if isinstance(named, dict) else None
+    if (
+        (choice not in (None, "auto", "none", "required"))
+        if not isinstance(choice, dict)
+        else not isinstance(only, str)
+    ):
+        message = 'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+        raise RequestError(message, field="tool_choice")
+    return OfferedTools(
+        tools=tuple(made),
+        choice=None if only else choice,
+        only=only,
+        parallel=parallel,
+        strict=strict,
+    )
+
+
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the answers of a request are read. `offered` are the tools that the model may call."""
+
+    form: ToolFormat | None
+    think: tuple[str, str] | None
+    offered: tuple[Tool, ...] = ()
+    must_call: bool = False
+    enforced: bool = False
+    parallel: bool = True
+    opened: bool = False  # the prompt has begun the reasoning
+    closed: bool = False  # the prompt has ended it
+
+    def parser(self) -> Parser:
+        form, tools = self.form, self.offered
+
+        def script(parser: Parser) -> Script:
+            assert form is not None
+            return form.script(parser, tools)
+
+        return Parser(
+            script if form is not None and (tools or form.reasons) else None,
+            self.think,
+            thinking=self.opened,
+        )
+
+    def message(self, text: str) -> ChatMessage:
+        """A whole answer."""
+        parser = self.parser()
+        return message_of(parser.feed(text) + parser.finish())
+
+    def shows(self, tokenizer: GrammarTokenizer) -> bool:
+        """Whether the parser looks for special tokens."""
+        markers = (*(self.form.markers if self.form else ()), *(self.think or ()))
+        return any(_special(tokenizer, marker) is not None for marker in markers)
+
+    @property
+    def enforced_schemas(self) -> Iterable[tuple[str, StructuredOutputsParams]]:
+        """The field of each tool's schema that the answers keep to, and the schema, which is to be checked."""
+        tools = self.offered if self.enforced else ()
+        return (
+            (f"tools[{i}].function.parameters", StructuredOutputsParams(json=dict(tool.parameters)))
+            for i, tool in enumerate(tools)
+        )
+
+    def check(self) -> None:
+        """RequestError names a tool's part that can't be enforced."""
+        for field, schema in self.enforced_schemas:
+            try:
+                check(schema)
+            except RequestError as error:
+                raise RequestError(error.message, field=field) from None
+
+    def structured(
+        self, asked: StructuredOutputsParams | None, tokenizer: GrammarTokenizer
+    ) -> StructuredOutputsParams | None:
+        """The grammar of the answers."""
+        writer = Writer(lambda text: _special(tokenizer, text))
+        before = self._before(writer)
+        if not self.enforced and (asked is None or not (before or self.offered)):
+            return asked
+        form, trigger, calls = self.form, "", ""
+        if self.offered:
+            assert form is not None
+            calls = form.calls(self.offered, writer, parallel=self.parallel)
+            trigger = writer.text(form.trigger) if form.trigger else ""
+        if self.must_call:
+            return StructuredOutputsParams(grammar=writer.lark(f"{before} {trigger} {calls}"))
+        final = form.final(writer) if form is not None else ""
+        if asked is not None:
+            called = f" | {trigger} {calls}" if calls else ""
+            return dataclasses.replace(
+                asked, around=writer.lark(f"{before} ({final} @answer{called})")
+            )
+        assert form is not None
+        if trigger:
+            writer.rules["ANYTHING"] = "/(?s:.*)/"
+            return StructuredOutputsParams(
+                grammar=writer.lark(f"{before} ({writer.up_to(form.trigger)} {calls} | ANYTHING)")
+            )
+        return StructuredOutputsParams(
+            grammar=writer.lark(f"{before} ({calls} | {form.free(writer)})")
+        )
+
+    def _before(self, writer: Writer) -> str:
+        if self.form is not None and (own := self.form.before(writer)):
+            return own
+        if self.think is None or self.closed:
+            return ""
+        begin, end = self.think
+        if self.opened:
+            return f"{writer.up_to(end)} {writer.spaces()}"
+        return f"({writer.text(begin)} {writer.up_to(end)} {writer.spaces()})?"
+
+
+def _special(tokenizer: GrammarTokenizer, text: str) -> int | None:
+    """The id of a special token by its text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """The formats that were named; None: as a chat template says; "none": there is none. ConfigError if one is unknown."""
+
+    tool_calls: str | None = None  # a name in `tool_formats.FORMATS`
+    reasoning: str | None = None  # the same of REASONING
+
+    def __post_init__(self) -> None:
+        tool_format(self.tool_calls, None)
+        reasoning_markers(self.reasoning, None)
+
+    def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
+        """Of calls, and the markers of reasoning where that is no part of it."""
+        form, think = (
+            tool_format(self.tool_calls, template),
+            reasoning_markers(self.reasoning, template),
+        )
+        return form, None if form is not None and form.reasons else think
+
+
+def reading(
+    formats: Formats,
+    offered: OfferedTools,
+    template: str | None,
+    end: Callable[[], str],
+    *,
+    to_name: str,
+) -> Reading | None:
+    """How answers behind a prompt are read that ends with the text `end()`. None: the answer is its text. RequestError if the
+    model can't call tools; `to_name` is what names its format."""
+    form, think = formats.of(template)
+    tail = end().rstrip() if think is not None else ""
+    opened, closed = (tail.endswith(marker) for marker in think or ("\0", "\0"))
+    if not offered.is_made:
+        form = form if form is not None and form.reasons else None
+        return (
+            None
+            if think is None and form is None
+            else Reading(form=form, think=think, opened=opened, closed=closed)
+        )
+    if "tools" not in (template or ""):
+        message = "this model's chat template knows no tools; leave them out, or take another model"
+        raise RequestError(message, field="tools")
+    if form is None:
+        message = f"this model's chat template asks for no known format of tool calls; name one with {to_name}"
+        raise RequestError(message, field="tools")
+    must_call = offered.choice == "required" or offered.only is not None
+    parallel = offered.parallel is not False and offered.only is None
+    return Reading(
+        form=form,
+        think=think,
+        offered=tuple(tool for tool in offered.tools if offered.only in (None, tool.name)),
+        must_call=must_call,
+        enforced=must_call or not parallel or offered.strict,
+        parallel=parallel,
+        opened=opened,
+        closed=closed,
+    )
+
+
+# --- Answers --------------------------------------------------------------------------------------------------------
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def message_of(events: Iterable[Event]) -> ChatMessage:
+    """The message of a complete answer's events."""
+    content, reasoning, calls = list[str](), list[str](), list[tuple[str, list[str]]]()
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case BeginCall(_, name):
+                calls.append((name, []))
+            case Arguments(index, text):
+                calls[index][1].append(text)
+    return ChatMessage(
+        content="".join(content) or (None if calls else ""),
+        reasoning_content="".join(reasoning) or None,
+        tool_calls=tuple(ToolCall(call_id(), name, "".join(parts)) for name, parts in calls),
+    )
+
+
+def finish_reason(reason: str, num_calls: int) -> str:
+    """Of an answer with so many calls."""
+    return "tool_calls" if reason == FinishReason.STOP and num_calls else reason
+
+
+def arguments_object(text: str, field: str) -> dict[str, Any]:
+    """A call's arguments as chat templates take them. RequestError if the text is no JSON object."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError("arguments of a call are a JSON object, as text", field=field)
+    return found
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def for_template(messages: Sequence[dict[str, Any]], template: str | None) -> list[dict[str, Any]]:
+    """Messages with the arguments of calls as objects. RequestError names a message whose role is none of `ROLES`, nor one that
+    the chat template names: a template would write it down, and the model has never seen it."""
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            what = f"messages[{i}] must be a dict with a role and a content, got {type(message).__name__}"
+            raise RequestError(what, field="messages")
+        role = message.get("role")
+        if role not in ROLES and not any(
+            f"{quote}{role}{quote}" in (template or "") for quote in "'\""
+        ):
+            near = likely_value(role, ROLES) if isinstance(role, str) else ""
+            what = f"messages[{i}]: role {role!r} is not supported; use one of {', '.join(ROLES)}{near}"
+            raise RequestError(what, field="messages")
+    return [_with_objects(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _with_objects(message: dict[str, Any], field: str) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    made = []
+    for k, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            given = arguments_object(text, f"{field}.tool_calls[{k}].function.arguments")
+            call = {**call, "function": {**function, "arguments": given}}
+        made.append(call)
+    return {**message, "tool_calls": made}

@@ -1,0 +1,559 @@
+"""Prepares pictures for the engine: decodes them within bounds, scales and cuts them as the model's image processor does, and
+hashes them.
+
+    source (bytes, a PIL image, an array) ── opened ──> RGB ── pieces ──> uint8 pixels with their key, and the text that
+                                                                            stands for the picture in a prompt
+
+Pillow and NumPy alone. Pictures are prepared in a pool of threads: decoding and scaling release Python's lock. The pixels that
+are decoded at a time are bounded, and clients take turns. Pixels stay bytes until the worker has them; it rescales and
+normalises them, as `ImageProcessing` says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import io
+import logging
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.engine.fair_threads import NUM_CORES, FairThreads
+from slipstream.engine.vision.picture_files import (
+    MAX_FILE_BYTES,
+    MAX_PIXELS,
+    PictureFile,
+    bad,
+    check_size,
+    measured,
+)
+from slipstream.errors import RequestError
+from slipstream.spec.vision import (
+    MAX_RATIO,
+    FixedSize,
+    ImageProcessing,
+    PixelRange,
+    TileSizes,
+    VisionSpec,
+    scaled_for_tiles,
+    whole_tiles,
+    within_pixels,
+)
+from slipstream.types import ImageSpan
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from slipstream.engine.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger("slipstream.engine")
+_NO_PILLOW = (
+    "pictures are read by Pillow, which is not installed here: pip install 'slipstream[vision]'"
+)
+
+MAX_DECODED_PIXELS = 96 * 2**20
+"""In decoding at a time: of one client at most the pixels of a request, so that there is room for another's. A pixel takes some
+6 bytes."""
+
+_STRIP_PIXELS = 2**20
+KEY_BYTES = 16
+LOW_DETAIL_PIXELS = 512 * 512
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+Detail: TypeAlias = Literal["auto", "low", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A picture, or a tile of one, as the encoder reads it: `ImageSpan` without its place."""
+
+    rows: int
+    columns: int
+    key: bytes
+    height: int
+    width: int
+    pixels: bytes = field(repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    def at(self, offset: int) -> ImageSpan:
+        return ImageSpan(
+            offset=offset,
+            rows=self.rows,
+            columns=self.columns,
+            key=self.key,
+            height=self.height,
+            width=self.width,
+            pixels=self.pixels,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPicture:
+    """A picture's pieces in their order, and the text that stands for them in a prompt."""
+
+    text: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DetailedPicture:
+    """A picture that is not prepared yet, with OpenAI's `detail`."""
+
+    source: Any
+    detail: str
+
+
+class PictureProcessor:
+    """For the pictures of a model. Without Pillow text is served, a warning says so, and pictures are refused."""
+
+    def __init__(
+        self,
+        vision: VisionSpec,
+        processing: ImageProcessing,
+        most: int,
+        *,
+        num_threads: int | None = None,
+    ) -> None:
+        self._has_pillow = find_spec("PIL") is not None
+        if not self._has_pillow:
+            _logger.warning("%s; until then only text is served", _NO_PILLOW)
+        self.vision, self.processing, self.most = vision, processing, most
+        count = num_threads or min(8, NUM_CORES)
+        self._pool = FairThreads(
+            "pictures",
+            count + 1,
+            per_client=count,
+            max_weight=MAX_DECODED_PIXELS,
+            client_weight=MAX_PIXELS,
+            trim_weight=4 * 2**20,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def measure(self, data: bytes) -> Future[PictureFile]:
+        """What `submit` takes in place of a file's bytes, so that its pixels are known before it is decoded."""
+        return self._pool.submit(partial(measured, data))
+
+    def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
+        try:
+            source = _with_file(source)
+        except RequestError as error:
+            refused: Future[PreparedPicture] = Future()
+            refused.set_exception(error)
+            return refused
+        return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
+
+    def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
+        """In the pool, but for those that are prepared already. RequestError (field "image") for the first that can't be."""
+        begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
+        try:
+            return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
+        finally:
+            for x in begun:
+                if isinstance(x, Future):
+                    x.cancel()
+
+    def prepare(self, source: Any, detail: str = "auto") -> PreparedPicture:
+        """A picture's pieces. RequestError says what is wrong with it."""
+        source = _with_file(source)
+        if isinstance(source, DetailedPicture):
+            source, detail = source.source, source.detail
+        if not self._has_pillow:
+            raise RequestError(_NO_PILLOW, field="image")
+        if detail not in get_args(Detail):
+            raise RequestError(f"detail must be auto, low or high, got {detail!r}", field="detail")
+        image = opened(source)
+        p, vision = self.processing, self.vision
+        rows = columns = 0
+        match p.sizes:
+            case TileSizes() as sizes:
+                tiles, rows, columns = self._tiles(
+                    image, sizes, splits=sizes.splits and detail != "low"
+                )
+            case FixedSize(height=height, width=width):
+                if detail == "low":
+                    message = "this model reads every picture in one size; leave detail out"
+                    raise RequestError(message, field="detail")
+                tiles = [image.scaled(height, width, self._how)]
+            case PixelRange() as sizes:
+                longer, shorter = sorted((image.width, image.height), reverse=True)
+                if longer > MAX_RATIO * shorter:
+                    raise RequestError(
+                        f"one side of the picture is over {MAX_RATIO} times the other",
+                        field="image",
+                    )
+                if detail == "low":
+                    most = max(sizes.factor**2, min(sizes.max_pixels, LOW_DETAIL_PIXELS))
+                    least = min(sizes.min_pixels, most)
+                    sizes = PixelRange(factor=sizes.factor, min_pixels=least, max_pixels=most)
+                size = within_pixels(image.height, image.width, sizes)
+                tiles = [image.scaled(*size, self._how)]
+        pieces = tuple(self._piece(tile) for tile in tiles)
+        return PreparedPicture(vision.prompt.text(pieces[0].num_tokens, rows, columns), pieces)
+
+    def _tiles(
+        self, source: OpenPicture, sizes: TileSizes, *, splits: bool
+    ) -> tuple[list[Image], int, int]:
+        """The tiles row by row with the whole picture behind them, and the numbers of rows and columns: 0 if it is one tile."""
+        tile = sizes.tile
+        size = scaled_for_tiles(source.height, source.width, sizes.longest)
+        image = source.scaled(*size, self._how)
+        if not splits:
+            return [self._scaled(image, tile, tile)], 0, 0
+        height, width = whole_tiles(image.height, image.width, tile)
+        image = self._scaled(image, height, width)
+        if height <= tile and width <= tile:
+            return [image], 0, 0
+        boxes = [
+            (x, y, x + tile, y + tile)
+            for y in range(0, height, tile)
+            for x in range(0, width, tile)
+        ]
+        return (
+            [*map(image.crop, boxes), self._scaled(image, tile, tile)],
+            height // tile,
+            width // tile,
+        )
+
+    def _scaled(self, image: Image, height: int, width: int) -> Image:
+        return image.resize((width, height), self._how)
+
+    @property
+    def _how(self) -> Any:
+        from PIL.Image import Resampling
+
+        return Resampling[self.processing.resample.upper()]
+
+    def _piece(self, image: Image) -> Piece:
+        pixels = np.asarray(image, np.uint8)
+        height, width = pixels.shape[:2]
+        grid, merge = self.vision.grid(height, width), self.vision.merge
+        raw = pixels.tobytes()
+        head = height.to_bytes(4, "little") + width.to_bytes(4, "little")
+        key = blake2b(head + raw, digest_size=KEY_BYTES).digest()
+        return Piece(grid.height // merge, grid.width // merge, key, height, width, raw)
+
+
+class OpenPicture:
+    """A decoded picture that is not yet upright, flat or scaled.
+
+    A large one is scaled colour by colour, and its transparency is taken out strip by strip, in place: all at once it would be
+    there four times.
+    """
+
+    def __init__(self, image: Image, orientation: int, *, is_own: bool) -> None:
+        """`is_own`: the image may be changed."""
+        self._image = _flat(image, is_own=is_own)
+        self._turn = _TURNS.get(orientation)
+        width, height = self._image.size
+        self.width, self.height = (height, width) if orientation > 4 else (width, height)
+
+    def scaled(self, height: int | None = None, width: int | None = None, how: Any = None) -> Image:
+        """In RGB and upright, in the given size or its own."""
+        import PIL.Image
+
+        planes = []
+        for band in range(3 if len(self._image.getbands()) > 2 else 1):
+            plane = self._image.getchannel(band)
+            if self._turn is not None:
+                plane = plane.transpose(self._turn)
+            if height is not None and width is not None:
+                plane = plane.resize((width, height), how)
+            planes.append(plane)
+        return PIL.Image.merge("RGB", planes if len(planes) == 3 else planes * 3)
+
+
+_TURNS: dict[int, Any] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""EXIF's orientations as values of PIL.Image.Transpose."""
+
+
+def opened(source: Any) -> OpenPicture:
+    """A picture of a file's bytes, a PIL image, or an array uint8 [height, width, 3]. Transparent parts are white. RequestError
+    (field "image") if it can't be read, moves, or is too large."""
+    import PIL.Image
+
+    source = _with_file(source)
+    try:
+        if isinstance(source, PictureFile):
+            return OpenPicture(_decoded(source), source.orientation, is_own=True)
+        if isinstance(source, np.ndarray):
+            if (
+                source.dtype != np.uint8
+                or source.ndim != 3
+                or source.shape[2] != 3
+                or 0 in source.shape
+            ):
+                raise bad(
+                    f"an array must be uint8 [height, width, 3], got {source.dtype} {list(source.shape)}"
+                )
+            source = PIL.Image.fromarray(source)
+        if not isinstance(source, PIL.Image.Image):
+            hint = (
+                "; nothing is opened here, read the file"
+                if isinstance(source, (str, os.PathLike))
+                else ""
+            )
+            raise bad(
+                f"it must be a file's bytes, a PIL image or an array, got {type(source).__name__}{hint}"
+            )
+        check_size(*source.size)
+        source.load()
+        return OpenPicture(source, source.getexif().get(0x0112, 1), is_own=False)
+    except RequestError:
+        raise
+    except (OSError, ValueError, SyntaxError, ArithmeticError, MemoryError, EOFError) as error:
+        raise bad(f"it can't be read: {error}") from error
+
+
+def _decoded(file: PictureFile) -> Image:
+    import PIL.Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes, which are checked before
+        try:
+            image = PIL.Image.open(io.BytesIO(file.data), formats=(file.format,))
+            if image.size != (file.width, file.height):
+                raise bad("it can't be read: the file contradicts itself about its size")
+            image.load()
+        except RequestError:
+            raise
+        except PIL.UnidentifiedImageError:
+            raise bad(f"it can't be read as {file.format}") from None
+        except Exception as error:  # whatever a decoder raises, it raises over these bytes
+            raise bad(f"it can't be read: {error}") from error
+    return image
+
+
+def _flat(image: Image, *, is_own: bool) -> Image:
+    """The image without transparency, whose first three bands are red, green and blue, or whose first is grey."""
+    import PIL.Image
+
+    if image.mode.startswith("I;16"):  # which `convert` would cut at 255
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise bad(f"its pixels are numbers of 32 bits (mode {image.mode}); send 8 bits a colour")
+    if image.mode not in ("L", "LA", "RGB", "RGBA", "RGBX", "CMYK"):
+        image, is_own = image.convert("RGBA" if _is_transparent(image) else "RGB"), True
+    if not _is_transparent(image) and image.mode != "CMYK":
+        return image
+    flat = image if is_own else image.copy()
+    num_rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, num_rows):
+        box = (0, top, image.width, min(image.height, top + num_rows))
+        bands = _in_rgb(image.crop(box)).split()
+        if len(flat.getbands()) < 3:
+            bands = bands[:1]
+        padded = (*bands, *(bands[0] for _ in range(len(flat.getbands()) - len(bands))))
+        flat.paste(PIL.Image.merge(flat.mode, padded), box)
+    return flat
+
+
+def _is_transparent(image: Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _in_rgb(image: Image) -> Image:
+    import PIL.Image
+
+    if _is_transparent(image):
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(
+            PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image
+        )
+    return image.convert("RGB")
+
+
+def _with_file(source: Any) -> Any:
+    """The source, with a file's bytes measured."""
+    match source:
+        case DetailedPicture(inner, detail):
+            return DetailedPicture(_with_file(inner), detail)
+        case bytes() | bytearray() | memoryview():
+            return measured(bytes(source))
+    return source
+
+
+def _num_pixels(source: Any) -> int:
+    """As the bounds count them, of what `_with_file` gives."""
+    match source:
+        case DetailedPicture(source=inner):
+            return _num_pixels(inner)
+        case PictureFile(num_pixels=count):
+            return count
+        case np.ndarray():
+            return source.size // 3
+    return int(getattr(source, "width", 0)) * int(getattr(source, "height", 0))
+
+
+# --- Conversations ------------------------------------------------------------------------------------------------------
+
+_DATA = re.compile(
+    r"(?s)data:(image/[a-z0-9.+-]{1,40})?((?:;[a-z0-9=._-]{1,60})*?)(;base64)?,(.*)", re.IGNORECASE
+)
+_SHOWN = 80
+
+
+def from_data_uri(url: str) -> bytes:
+    """The bytes of a data: URI (RFC 2397) of an image. RequestError (field "image") if it is none."""
+    match = _DATA.fullmatch(url)
+    if match is None or match[1] is None:
+        raise bad(f"{url[:_SHOWN]!r} is no data:image/… URI")
+    if len(match[4]) > MAX_FILE_BYTES * 3:
+        raise bad(f"it has more than {MAX_FILE_BYTES} bytes")
+    if not match[3]:
+        return unquote_to_bytes(match[4])
+    try:
+        return base64.b64decode(re.sub(r"\s", "", match[4]), validate=True)
+    except (binascii.Error, ValueError):
+        raise bad("the data URI's base64 is broken") from None
+
+
+def without_pictures(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages for a chat template, with {"type": "image"} in the place of their pictures, and these. RequestError (field
+    "messages") for a part of another type."""
+    plain, pictures = list[dict[str, Any]](), list[Any]()
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list):
+            plain.append(message)
+            continue
+        parts = []
+        for k, part in enumerate(content):
+            where = f"messages[{i}].content[{k}]"
+            match part:
+                case {"type": "text", "text": str()}:
+                    parts.append(part)
+                    continue
+                case {"type": "image_url", "image_url": str() | {"url": str()} as given}:
+                    pictures.append(_named(given, where))
+                case {"type": "image_pil", "image_pil": given} | {"type": "image", "image": given}:
+                    pictures.append(given)
+                case _:
+                    kind = part.get("type") if isinstance(part, dict) else part
+                    known = "text, image_url and image_pil"
+                    raise RequestError(
+                        f"{where}: a part of type {kind!r}; the types are {known}", field="messages"
+                    )
+            if message.get("role") != "user":
+                raise RequestError(f"{where}: only a user's message has pictures", field="messages")
+            parts.append({"type": "image"})
+        plain.append({**message, "content": parts})
+    return plain, pictures
+
+
+def _named(given: str | dict[str, Any], where: str) -> Any:
+    """The picture of OpenAI's `image_url`, or of vLLM's short form: the URL alone."""
+    url, more = (
+        (given, {})
+        if isinstance(given, str)
+        else (given["url"], {k: v for k, v in given.items() if k != "url"})
+    )
+    detail = more.pop("detail", None)
+    if more:
+        raise RequestError(
+            f"{where}.image_url: unknown key {min(map(str, more))!r}; it has url and detail",
+            field="messages",
+        )
+    if url[:5].lower() != "data:":
+        raise RequestError(
+            f"{where}: nothing is fetched here; give a data: URI or the picture", field="messages"
+        )
+    data = from_data_uri(url)
+    return data if detail is None else DetailedPicture(data, detail)
+
+
+# --- Prompts ------------------------------------------------------------------------------------------------------------
+
+
+def with_pictures(text: str, pictures: Sequence[PreparedPicture], vision: VisionSpec) -> str:
+    """The prompt with each placeholder replaced by what stands for its picture. RequestError if they don't go together."""
+    parts = text.split(vision.prompt.placeholder)
+    if len(parts) - 1 != len(pictures):
+        raise RequestError(
+            f"the prompt has {len(parts) - 1} places for pictures ({vision.prompt.placeholder}), and there are {len(pictures)}",
+            field="image",
+        )
+    return parts[0] + "".join(
+        picture.text + part for picture, part in zip(pictures, parts[1:], strict=True)
+    )
+
+
+def expanded(
+    tokens: Sequence[int],
+    pictures: Sequence[PreparedPicture],
+    vision: VisionSpec,
+    tokenizer: Tokenizer | None,
+) -> tuple[int, ...]:
+    """A prompt's tokens with all placeholders of its pictures: as they are, or with one for each picture (of a model that
+    writes a picture otherwise than by its placeholder: what `PromptFormat.placeholder` is)."""
+    count = tokens.count(vision.token_id)
+    if count == sum(piece.num_tokens for picture in pictures for piece in picture.pieces):
+        return tuple(tokens)
+    if tokenizer is None:
+        raise RequestError(
+            "without a tokenizer a prompt must have all placeholders of its pictures",
+            field="prompt_token_ids",
+        )
+    mark = tokenizer.encode(vision.prompt.placeholder, add_special_tokens=False)
+    if len(mark) != 1 or tokens.count(mark[0]) != len(pictures):
+        raise RequestError(
+            f"the prompt must have {vision.prompt.placeholder} once for each of {len(pictures)} pictures, or all of their "
+            "placeholders",
+            field="prompt_token_ids",
+        )
+    found, left = list[int](), iter(pictures)
+    for token in tokens:
+        found += (
+            tokenizer.encode(next(left).text, add_special_tokens=False)
+            if token == mark[0]
+            else [token]
+        )
+    return tuple(found)
+
+
+def _salted(key: bytes, cache_salt: str) -> bytes:
+    return blake2b(key + cache_salt.encode(), digest_size=len(key), person=b"cache_salt").digest()
+
+
+def placed(
+    tokens: Sequence[int],
+    pictures: Sequence[PreparedPicture],
+    vision: VisionSpec,
+    cache_salt: str = "",
+) -> tuple[ImageSpan, ...]:
+    """Where the pieces of the pictures stand in a prompt that has all placeholders. RequestError if they don't go together.
+    With a salt, embeddings that the worker keeps are shared only with requests that have it, too."""
+    places = [i for i, token in enumerate(tokens) if token == vision.token_id]
+    spans, start = list[ImageSpan](), 0
+    for piece in (piece for picture in pictures for piece in picture.pieces):
+        own = places[start : start + piece.num_tokens]
+        if len(own) < piece.num_tokens or own[-1] - own[0] != piece.num_tokens - 1:
+            raise RequestError(
+                "the prompt's placeholders are not those of its pictures", field="image"
+            )
+        span = piece.at(own[0])
+        if cache_salt:
+            span = dataclasses.replace(span, key=_salted(span.key, cache_salt))
+        spans.append(span)
+        start += piece.num_tokens
+    if start != len(places):
+        raise RequestError(
+            f"the prompt has {len(places) - start} placeholders of no picture", field="image"
+        )
+    return tuple(spans)

@@ -1,0 +1,651 @@
+"""Forwards a request: sends it to a replica, watches it, and sends it to another one when that replica fails.
+
+1. A request that has not begun (no byte of its answer was sent) goes to another replica when one fails, within a budget. If
+   replicas die while they have it, `MAX_DEATHS` is the most: docs/fleet.md has what counts.
+2. A stream that has begun continues on another replica behind the tokens sent so far, which are in the replica's marks
+   (`server.operations.fleet`). An answer that can't be continued (several choices, log-probabilities) ends with an error event.
+3. A whole answer is sent when it is complete, so until then it has not begun.
+4. A client that reads slowly slows its replica down: nothing is read that can't be passed on.
+5. If no replica can take a request, it waits at the gateway, `queue_s` at most.
+6. A request whose first token takes longer than `first_token_s`, or its next one longer than `next_token_s`, goes to another
+   replica though its own lives: it counts as lost there. The progress of an answer that is not streamed comes by
+   `UpstreamConnection.on_interim`.
+7. A shadow request has no client: it has one try, counts in no budget, and nothing waits for it.
+8. A line of a batch goes to a replica that has no requests of clients, or does not go yet (`fleet.gateway.batches`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from starlette.types import Scope, Send
+
+from slipstream.core.prefix_cache import salted
+from slipstream.fleet.gateway.members import Members, Replica, Version
+from slipstream.fleet.gateway.prompts import chain
+from slipstream.fleet.gateway.router import Decision
+from slipstream.fleet.gateway.streams import ELSEWHERE, MarkedStream, error_event
+from slipstream.fleet.gateway.upstream import UpstreamConnection, UpstreamError
+from slipstream.server.http.errors import ApiError, overloaded, unavailable
+from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
+from slipstream.server.http.replies import send_whole
+from slipstream.server.operations.fleet import BATCH
+from slipstream.server.operations.metrics import Metrics
+
+MAX_SHADOWS = 256
+"""Shadows under way. With more, requests have none: a slow version that only watches must not fill the gateway's memory."""
+
+SHADOWED = frozenset(
+    {
+        *(
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/messages",
+            "/v1/embeddings",
+            "/api/chat",
+            "/api/generate",
+        ),
+        *("/api/embed", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+    }
+)
+"""Routes that leave nothing behind. /v1/responses keeps answers."""
+
+_PASSED = (
+    b"content-type",
+    b"cache-control",
+    b"retry-after",
+    b"inference-header-content-length",
+)  # of answers
+MAX_DEATHS = 2
+"""Replicas that may die with the same request there."""
+
+MAX_KILLS = 8
+"""The same of replicas that were killed from outside (SIGKILL) after they had told more tokens. The kernel kills so, too, when
+a request takes all memory."""
+
+ALONE_S = 5.0
+"""So long a request whose replica died, and that has said nothing, waits for a replica without another such request: one of
+them may be at fault, and the others would be lost with it."""
+
+REPLICA_DIED = "replica_died"
+"""The code of a batch's line whose replica died."""
+
+_MAX_STORED = 100_000  # places of kept answers that are remembered
+
+
+class RetryElsewhere(Exception):  # noqa: N818 - no failure of the request
+    """This replica can't answer; another may. `error` is its answer, if there was one."""
+
+    def __init__(
+        self,
+        why: str,
+        *,
+        gone: bool = False,
+        died: bool = False,
+        error: ApiError | None = None,
+        blame: bool = True,
+    ) -> None:
+        """`died`: the replica or its engine, while the request was there."""
+        super().__init__(why)
+        self.gone, self.died, self.error, self.blame = gone, died, error, blame
+        self.replica: Replica | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One request at the gateway."""
+
+    scope: Scope
+    send: Send
+    method: bytes
+    path: bytes
+    raw: bytes
+    headers: list[bytes]
+    streams: bool
+    generates: bool = False  # its replica reports its tokens
+    adapter: str | None = None  # that its body names
+    tokens: list[int] = field(default_factory=list)  # of its prompt
+    prefix_salt: str = ""  # of the blocks of these
+    session: str | None = None
+    marked: MarkedStream = field(default_factory=MarkedStream)
+    begun: bool = False  # a part of the answer was sent
+    tried: set[str] = field(default_factory=set)
+    only: str | None = None  # the replica that it must go to
+    is_shadow: bool = False
+    num_deaths: int = 0  # of replicas that had it, and may have died of it
+    num_kills: int = 0  # of those that were killed from outside after they had told more tokens
+    alone_until: float = 0.0  # time.monotonic(): until then it goes where no other suspect is
+
+    @property
+    def is_line(self) -> bool:
+        """It is a batch's."""
+        return self.record.background
+
+    @property
+    def record(self) -> RequestRecord:
+        record: RequestRecord = self.scope["record"]
+        return record
+
+    def note_tokens(self, told: bytes | None) -> None:
+        """The numbers of tokens so far, from a replica's `TOKENS_HEADER`."""
+        if told is not None:
+            prompt, answer = told.split()
+            self.record.num_prompt_tokens, self.record.num_output_tokens = int(prompt), int(answer)
+
+
+class Forwarder:
+    def __init__(self, members: Members, metrics: Metrics) -> None:
+        self.members, self.metrics = members, metrics
+        self.stored: dict[str, str] = {}  # kept answers: which replica has them
+        self.shadows: set[asyncio.Task[None]] = set()
+        self.num_failovers = self.num_resumed = self.num_hedged = self.num_broken = (
+            self.num_unshadowed
+        ) = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For `slipstream fleet status` and /metrics."""
+        return {
+            "failovers": self.num_failovers,
+            "resumed": self.num_resumed,
+            "hedged": self.num_hedged,
+            "broken": self.num_broken,
+            "unshadowed": self.num_unshadowed,
+        }
+
+    async def see_through(self, version: Version, call: Call) -> None:
+        """Until it is answered, here or there."""
+        if not call.is_line:
+            self._shadow(version, call)
+            self.members.hedges.request()
+        self.members.budget.request()
+        most, number, told = self.members.fleet.router.retries.most, 0, 0
+        last: RetryElsewhere | None = None
+        while True:
+            if not call.begun:
+                call.marked = MarkedStream()
+            replica, decision = await self._choose(version, call, last)
+            try:
+                await self._attempt(Opened(version, replica, decision, call), call)
+                return
+            except RetryElsewhere as failed:
+                last = failed
+            self.num_failovers += 1
+            further = len(call.marked.tokens) > told
+            await self._count_death(call, last, further=further)
+            if further:  # so it is not the request that is at fault
+                number, told = 0, len(call.marked.tokens)
+            number += 1
+            if number > most or not (call.begun or last.gone or self.members.budget.take()):
+                raise last.error or unavailable(f"no replica answered: {last}", "replica_failed")
+
+    async def _count_death(self, call: Call, failed: RetryElsewhere, *, further: bool) -> None:
+        """Count a replica's death for a request that was there. ApiError: it is not sent to another one."""
+        replica = failed.replica
+        if not failed.died or replica is None:
+            return
+        killed = await replica.was_killed()
+        if killed and further:
+            call.num_kills += 1
+        else:
+            call.num_deaths += 1
+        if not killed:
+            call.alone_until = time.monotonic() + ALONE_S
+        if call.is_line:  # the batch's runner decides
+            raise unavailable(str(failed), REPLICA_DIED)
+        if call.num_deaths >= MAX_DEATHS or call.num_kills >= MAX_KILLS:
+            number = call.num_deaths + call.num_kills
+            message = f"{number} replicas died while they had this request, so it is not sent to another ({failed})"
+            raise ApiError(
+                503,
+                message,
+                kind="service_unavailable",
+                code="replica_failed",
+                headers={"x-should-retry": "false"},
+            )
+
+    async def break_off(self, call: Call, error: ApiError) -> None:
+        """End a stream that can't go on."""
+        self.num_broken += 1
+        call.record.status, call.record.error = error.status, error.code
+        await call.send(
+            {
+                "type": "http.response.body",
+                "body": error_event(call.scope, error),
+                "more_body": False,
+            }
+        )
+
+    async def _choose(
+        self, version: Version, call: Call, last: RetryElsewhere | None
+    ) -> tuple[Replica, Decision]:
+        """Waits at the gateway if no replica can take the request. ApiError if that takes too long."""
+        now = time.monotonic()
+        until = now + self.members.fleet.router.queue_s
+        if (autoscale := version.autoscale) is not None and version.is_asleep:
+            until = now + autoscale.wait_s
+            if version.num_waiting >= autoscale.max_waiting:
+                raise unavailable(
+                    f"{version.num_waiting} requests wait for {version.model} to start",
+                    "too_many_waiting",
+                )
+        version.num_waiting += 1
+        try:
+            while True:
+                decision = self._decide(version, call, now)
+                if decision is not None:
+                    version.guard.sent(decision.replica, now)
+                    return version.replicas[decision.replica], decision
+                if call.tried and not any(
+                    r.heard and r.id not in call.tried for r in version.replicas.values()
+                ):
+                    call.tried.clear()  # all were tried; the first may be back
+                    if last is not None and last.error is not None and last.error.status == 429:
+                        raise last.error
+                if call.is_line and version.can_answer:
+                    raise unavailable(
+                        f"all replicas of {version.model} have requests of clients", "no_room"
+                    )
+                if now >= until:
+                    raise unavailable(
+                        f"no replica of {version.model} could take the request", "no_replica"
+                    )
+                change = version.guard.next_change(now)
+                await version.wait(min(until, change or until, now + 1.0) - now + 0.001)
+                now = time.monotonic()
+        finally:
+            version.num_waiting -= 1
+
+    def _decide(
+        self, version: Version, call: Call, now: float, *, by_load: bool = False
+    ) -> Decision | None:
+        exclude = version.guard.out(now) | call.tried
+        if call.is_line:
+            exclude |= {
+                r.id
+                for r in version.replicas.values()
+                if r.room_for_lines(self.members.fleet.batch_beside) <= 0
+            }
+        if call.num_deaths and now < call.alone_until and not call.begun:
+            exclude |= {r.id for r in version.replicas.values() if r.num_suspects}
+        if call.only is not None and call.only in version.replicas:
+            exclude = version.replicas.keys() - {call.only}
+        if call.adapter is not None:
+            exclude |= {r.id for r in version.replicas.values() if call.adapter not in r.adapters}
+        chains = []
+        if not by_load:
+            able = [r for r in version.replicas.values() if r.heard]
+            identities = {(r.root_of(call.adapter), r.block_size) for r in able}
+            chains = [
+                chain(call.tokens, salted(root, call.prefix_salt), size)
+                for root, size in identities
+                if root is not None
+            ]
+        session = None if by_load else call.session
+        return version.router.choose(
+            chains, max(2, len(call.tokens)), now=now, session=session, exclude=exclude
+        )
+
+    # --- One try ------------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, opened: Opened, call: Call) -> None:
+        """One replica's try, or two replicas' where requests are hedged."""
+        hedging = self.members.fleet.router.hedging
+        if hedging is None or call.begun or call.is_shadow or call.is_line:
+            try:
+                await self._open(opened, call)
+                await self._relay(opened, call)
+            finally:
+                opened.close()
+            return
+        tries = {asyncio.ensure_future(self._open(opened, call)): opened}
+        failed: RetryElsewhere | None = None
+        try:
+            await asyncio.wait(
+                tries, timeout=max(hedging.after_s, 3 * opened.decision.predicted_ttft_s)
+            )
+            if (
+                not any(task.done() for task in tries)
+                and (second := self._second(opened, call)) is not None
+            ):
+                tries[asyncio.ensure_future(self._open(second, call))] = second
+            while tries:
+                done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    one = tries.pop(task)
+                    try:
+                        await task
+                    except RetryElsewhere as error:
+                        one.close()
+                        if tries:  # the last one's death is counted by the caller
+                            await self._count_death(call, error, further=False)
+                        failed = error
+                        continue
+                    except BaseException:
+                        one.close()
+                        raise
+                    _give_up(tries)  # the other tries end now, and not when the answer does
+                    try:
+                        await self._relay(one, call)
+                    finally:
+                        one.close()
+                    return
+            assert failed is not None
+            raise failed
+        finally:
+            _give_up(tries)
+
+    def _second(self, first: Opened, call: Call) -> Opened | None:
+        """Another replica for a request that waits long, if there is one and the budget allows it."""
+        version, now = first.version, time.monotonic()
+        if call.only is not None or not self.members.hedges.take():
+            return None
+        other = self._decide(version, call, now, by_load=True)
+        if other is None:
+            return None
+        self.num_hedged += 1
+        version.guard.sent(other.replica, now)
+        return Opened(version, version.replicas[other.replica], other, call)
+
+    def _first_token_s(self, opened: Opened, call: Call) -> float | None:
+        """How long the first token may take; None if the replica does not report tokens."""
+        if not (call.streams or call.generates):
+            return None
+        seconds = max(self.members.fleet.router.first_token_s, 3 * opened.decision.predicted_ttft_s)
+        if (
+            call.begun
+        ):  # the answer so far is computed first, which took no longer than all has taken
+            seconds += 2 * (time.monotonic() - call.record.start)
+        return seconds
+
+    async def _open(self, opened: Opened, call: Call) -> None:
+        """Ask a replica; return when it has begun to answer. RetryElsewhere: it can't."""
+        replica, loop = opened.replica, asyncio.get_running_loop()
+        patience = asyncio.timeout(self._first_token_s(opened, call))
+
+        def on_interim(headers: list[tuple[bytes, bytes]]) -> None:
+            call.note_tokens(dict(headers).get(TOKENS_HEADER))
+            if patience.when() is not None and not patience.expired():
+                patience.reschedule(loop.time() + self.members.fleet.router.next_token_s)
+
+        try:
+            call.tried.add(replica.id)
+            fleet_line = replica.key_line + b" " + _about(call.record) + b"\r\n"
+            path, body = call.path, call.raw
+            if call.begun:
+                path = b"/fleet/resume"
+                body = _resume_body(call)
+            async with patience:
+                opened.answer = await replica.pool.ask(
+                    call.method, path, [fleet_line, *call.headers], body, on_interim=on_interim
+                )
+                status = opened.answer.status
+                if status in (429, 500, 502, 503) or (call.begun and status != 200):
+                    raise _refused(status, await opened.answer.read_all(), opened.answer)
+                if call.streams and status == 200:
+                    opened.first = await opened.answer.read()
+                else:
+                    opened.whole = await opened.answer.read_all()
+            opened.began()
+        except BaseException as error:
+            if isinstance(error, TimeoutError):
+                error = RetryElsewhere(
+                    f"replica {replica.id} gave no token in time", blame=not call.is_line
+                )
+            elif isinstance(error, UpstreamError):
+                error = RetryElsewhere(f"replica {replica.id}: {error}", gone=True, died=error.sent)
+            opened.failed(error)
+            raise error from None
+
+    async def _relay(self, opened: Opened, call: Call) -> None:
+        """Pass the answer on."""
+        answer, send = opened.answer, call.send
+        assert answer is not None
+        about = [(name, value) for name, value in answer.headers if name in _PASSED]
+        if not call.begun:  # of one that goes on, what was handed out is counted
+            call.note_tokens(dict(answer.headers).get(TOKENS_HEADER))
+        if opened.whole is not None:
+            call.record.status = answer.status
+            await self._whole(opened, call, about)
+            return
+        write: Callable[[bytes], bool] | None = call.scope.get("write_chunk")
+        marked, record, data = call.marked, call.record, opened.first
+        next_token_s = self.members.fleet.router.next_token_s
+        unwritten = b""
+
+        def pass_on(data: bytes) -> bool:
+            """Write the events at once, or keep those that the client is too slow for."""
+            nonlocal unwritten
+            events = marked.feed(data)
+            record.num_output_tokens = len(marked.tokens)
+            if events and (write is None or not write(events)):
+                unwritten = events
+            return not unwritten
+
+        try:
+            while data is not None:
+                if call.begun:
+                    pass_on(data)
+                elif events := marked.feed(data):
+                    self._begin(call)
+                    await send({"type": "http.response.start", "status": 200, "headers": about})
+                    self._remember(call, opened)
+                    unwritten = events
+                record.num_output_tokens = len(marked.tokens)
+                while True:
+                    if unwritten:
+                        unwritten, events = b"", unwritten
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
+                    if not call.begun or write is None:
+                        break
+                    await answer.pour(pass_on, next_token_s)
+                    if not unwritten:
+                        break
+                async with asyncio.timeout(next_token_s):
+                    data = await answer.read()
+        except (UpstreamError, TimeoutError) as error:
+            why = (
+                str(error) if isinstance(error, UpstreamError) else "it gave no more tokens in time"
+            )
+            gone = isinstance(error, UpstreamError)
+            failed = RetryElsewhere(f"replica {opened.replica.id}: {why}", gone=gone, died=gone)
+            raise self._unless_lost(opened, call, failed) from None
+        if marked.ended is not None:
+            call.record.num_prompt_tokens, call.record.num_output_tokens = marked.ended
+        else:  # it sent an error event, or it is a route without marks
+            code = marked.error_code
+            if code in ELSEWHERE:
+                failed = RetryElsewhere(
+                    f"replica {opened.replica.id}: {code}",
+                    died=code == "engine_dead",
+                    error=unavailable("the replica failed", code),
+                )
+                raise self._unless_lost(opened, call, failed)
+            if not call.begun:
+                call.begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": about})
+        await send({"type": "http.response.body", "body": marked.rest, "more_body": False})
+        self._end(call)
+
+    def _begin(self, call: Call) -> None:
+        call.begun = True
+        if not call.is_shadow:
+            call.record.ttft_s = time.monotonic() - call.record.start
+            self.metrics.ttft.observe(call.record.ttft_s)
+
+    def _end(self, call: Call) -> None:
+        if not call.is_shadow:
+            self.metrics.e2e.observe(time.monotonic() - call.record.start)
+
+    def _unless_lost(self, opened: Opened, call: Call, failed: RetryElsewhere) -> Exception:
+        """`failed`, if the request can continue; otherwise the error for its client."""
+        call.marked.broken()
+        opened.failed(failed)
+        if not call.is_shadow:
+            self.num_resumed += bool(call.marked.tokens)
+        if call.begun and not call.marked.tokens:
+            return failed.error or unavailable(
+                "the replica failed, and the answer can't go on elsewhere", "replica_failed"
+            )
+        return failed
+
+    async def _whole(self, opened: Opened, call: Call, about: list[tuple[bytes, bytes]]) -> None:
+        assert opened.answer is not None
+        assert opened.whole is not None
+        status = opened.answer.status
+        self._remember(call, opened)
+        if status == 200:
+            call.record.ttft_s = None
+        await send_whole(call.send, opened.whole, about, status=status)
+        self._end(call)
+
+    def _remember(self, call: Call, opened: Opened) -> None:
+        """Which replica keeps an answer of /v1/responses."""
+        if call.path == b"/v1/responses":
+            self.stored["resp_" + call.record.id] = opened.replica.id
+            while len(self.stored) > _MAX_STORED:
+                del self.stored[next(iter(self.stored))]
+
+    # --- Shadows ------------------------------------------------------------------------------------------------------
+
+    def _shadow(self, chosen: Version, call: Call) -> None:
+        """Send the request to versions that only watch, too. Their answers are read and thrown away."""
+        if call.scope["path"] not in SHADOWED or call.adapter is not None:
+            return
+        for version in self.members.models[chosen.model]:
+            if version is chosen or not version.spec.shadow or not version.can_answer:
+                continue
+            if int(call.record.id[:8], 16) / 2**32 >= version.spec.shadow:
+                continue
+            if len(self.shadows) >= MAX_SHADOWS:
+                self.num_unshadowed += 1
+                continue
+            task = asyncio.create_task(self._ask_shadow(version, call))
+            self.shadows.add(task)
+            task.add_done_callback(self.shadows.discard)
+
+    async def _ask_shadow(self, version: Version, call: Call) -> None:
+        async def nowhere(message: Any) -> None:
+            pass
+
+        scope = {"path": call.scope["path"], "record": RequestRecord(key=call.record.key)}
+        given = (call.method, call.path, call.raw, call.headers, call.streams, call.generates)
+        copy = Call(
+            scope,
+            nowhere,
+            *given,
+            tokens=call.tokens,
+            prefix_salt=call.prefix_salt,
+            session=call.session,
+            is_shadow=True,
+        )
+        with contextlib.suppress(ApiError, RetryElsewhere):
+            replica, decision = await self._choose(version, copy, None)
+            await self._attempt(Opened(version, replica, decision, copy), copy)
+
+
+class Opened:
+    """A request at a replica that has been counted, until `close`."""
+
+    def __init__(self, version: Version, replica: Replica, decision: Decision, call: Call) -> None:
+        self.version, self.replica, self.decision = version, replica, decision
+        self._is_line, self._is_suspect = call.is_line, call.num_deaths > 0
+        self.answer: UpstreamConnection | None = None
+        self.first: bytes | None = None  # of a stream
+        self.whole: bytes | None = None
+        self._sent = time.monotonic()
+        self._closed = False
+        replica.num_in_flight += 1
+        replica.num_suspects += self._is_suspect
+        if self._is_line:
+            replica.num_lines += 1
+            call.scope["replica"] = replica
+
+    def began(self) -> None:
+        now = time.monotonic()
+        if self.whole is None:
+            self.version.router.began(self.decision, now)
+            self.version.guard.answered(
+                self.replica.id, now - self._sent, self.decision.predicted_ttft_s, now
+            )
+        else:
+            self.version.guard.let_go(self.replica.id)
+
+    def failed(self, error: BaseException) -> None:
+        if isinstance(error, RetryElsewhere):
+            error.replica = self.replica
+        if isinstance(error, RetryElsewhere) and error.blame:
+            self.version.guard.failed(
+                self.replica.id, str(error), time.monotonic(), gone=error.gone
+            )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.replica.num_in_flight -= 1
+        self.replica.num_lines -= self._is_line
+        self.replica.num_suspects -= self._is_suspect
+        self.version.router.ended(self.decision, time.monotonic())
+        self.version.guard.let_go(self.replica.id)
+        if self.answer is not None:
+            self.answer.done()
+        self.version.changed()
+
+
+def _give_up(tries: dict[asyncio.Task[None], Opened]) -> None:
+    for task, one in tries.items():
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # it was retrieved
+        one.close()
+    tries.clear()
+
+
+def _about(record: RequestRecord) -> bytes:
+    """Of the request, for its replica (`server.operations.fleet`)."""
+    about, key = f"{record.id} {record.created}", record.key
+    if key is not None:
+        priority = BATCH if record.background else "-" if key.priority is None else key.priority
+        about += f" {quote(key.id, safe='')} {priority} {key.weight!r}"
+        if key.share_prefixes is not None:
+            about += f" ={quote(key.share_prefixes, safe='')}"
+    elif record.background:
+        about += f"  {BATCH} 1.0"
+    return about.encode()
+
+
+def _refused(status: int, body: bytes, answer: UpstreamConnection) -> RetryElsewhere:
+    """A replica's answer that another may better."""
+    try:
+        told = msgspec.json.decode(body)["error"]
+        message, code = str(told["message"]), told.get("code")
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
+        message, code = "the replica failed", None
+    if status == 429:
+        return RetryElsewhere(message, error=overloaded(message), blame=False)
+    if status in (500, 502, 503):
+        return RetryElsewhere(
+            message,
+            died=code == "engine_dead",
+            error=unavailable(message, code or "replica_failed"),
+            blame=code != "shutting_down",
+        )
+    return RetryElsewhere(message, error=ApiError(status, message, code=code), blame=False)
+
+
+def _resume_body(call: Call) -> bytes:
+    wanted = {
+        "path": call.scope["path"],
+        "body": msgspec.Raw(call.raw),
+        "answer_token_ids": call.marked.tokens,
+    }
+    return msgspec.json.encode(wanted)

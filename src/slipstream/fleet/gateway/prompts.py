@@ -1,0 +1,246 @@
+"""Tokenises a request's prompt at the gateway, by the code with which a replica reads it.
+
+They are needed for routing, and to reserve tokens of keys with limits. A body that can't be read here is forwarded as it is,
+and the replica answers with the error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+from starlette.routing import Route
+
+from slipstream.config import EngineArgs
+from slipstream.core.prefix_cache import extend_keys
+from slipstream.engine.folder import settled
+from slipstream.engine.processor import (
+    INLINE_CHARS,
+    InputProcessor,
+    in_thread_if_long,
+    load_tokenizer,
+)
+from slipstream.engine.text.tokenizer import Tokenizer
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.hub import resolve_model
+from slipstream.server.answers.generation import Answer, GenerationRoute
+from slipstream.server.anthropic import messages as anthropic
+from slipstream.server.app import make_state
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.kserve import routes as kserve
+from slipstream.server.ollama import routes as ollama
+from slipstream.server.openai import chat, completions, responses
+from slipstream.server.openai.embeddings import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    PooledRoute,
+    embeddings,
+    rerank,
+    score,
+)
+from slipstream.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from slipstream.server.state import Engine, ServerSettings
+from slipstream.spec.description import ModelDescription, read_spec
+
+
+class _Counted(Exception):  # noqa: N818 - how the gateway gets the number out of a route of the server's
+    """The texts of a request for vectors have so many tokens."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """The parts of an engine that reading a body needs."""
+
+    tokenizer: Tokenizer | None
+    description: ModelDescription
+    model_name: str
+    config: Any
+    input: InputProcessor
+    adapters: dict[str, Any] = field(default_factory=dict)
+
+    def check_pictures(self, count: int) -> None:
+        """A prompt with pictures goes to a replica unread: they are decoded once, there."""
+        if count:
+            raise RequestError("pictures are read by a replica", field="image")
+
+    async def embed(self, texts: Sequence[Any], *, truncate_to: int | None = None, **_: Any) -> Any:
+        prepare = partial(self.input.texts.prepare, texts, truncate_to=truncate_to)
+        ids = await in_thread_if_long(prepare, INLINE_CHARS + 1)
+        raise _Counted(sum(map(len, ids.token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`tokens` are of the first prompt. `reserve`: the tokens of all prompts and of the longest answers; None: not asked for,
+    or there are none."""
+
+    tokens: list[int]
+    reserve: tuple[int, int] | None = None
+    cache_salt: str | None = None  # that the body gives
+
+
+_NOTHING = Read([])
+_UNREAD = frozenset({"image", "previous_response_id"})
+"""Fields of what only a replica can read: pictures, and conversations that it keeps."""
+
+
+class Prompts:
+    """Of one version of a model, which is asked for by `name`."""
+
+    def __init__(self, name: str, args: EngineArgs, server: dict[str, Any]) -> None:
+        args = settled(args)
+        description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
+        tokenizer, context = (
+            load_tokenizer(args, description),
+            args.max_model_len or description.spec.max_position,
+        )
+        model = SimpleNamespace(
+            max_model_len=2**31
+        )  # the replica answers a prompt that is too long
+        self.input = InputProcessor(
+            tokenizer,
+            vocab_size=description.spec.vocab_size,
+            max_model_len=context,
+            eos_token_ids=(),
+            description=description,
+        )
+        engine = _Reading(tokenizer, description, name, SimpleNamespace(model=model), self.input)
+        self._state = make_state(
+            cast(Engine, engine), ServerSettings(**server, served_model_names=(name,)), name
+        )
+        state = self._state
+        routes = (
+            Route(
+                "/v1/completions",
+                GenerationRoute(state, CompletionRequest, completions.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/chat/completions",
+                GenerationRoute(state, ChatRequest, chat.prepare),
+                methods=["POST"],
+            ),
+            Route(
+                "/v1/embeddings", PooledRoute(state, EmbeddingRequest, embeddings), methods=["POST"]
+            ),
+            *(
+                Route(path, PooledRoute(state, RerankRequest, rerank), methods=["POST"])
+                for path in RERANK_PATHS
+            ),
+            *(
+                Route(path, PooledRoute(state, ScoreRequest, score), methods=["POST"])
+                for path in SCORE_PATHS
+            ),
+            *responses.routes(state),
+            *anthropic.routes(state),
+            *ollama.routes(state),
+            *kserve.routes(state),
+        )
+        self._routes = {_short(route.path): route.endpoint for route in routes}
+
+    def know_adapters(self, names: Iterable[str]) -> None:
+        """Requests may name them in place of the model."""
+        adapters: dict[str, Any] = self._state.engine.adapters
+        adapters.clear()
+        adapters.update(dict.fromkeys(names))
+
+    @property
+    def max_model_len(self) -> int:
+        """As the replicas have it, once one has reported it."""
+        return self.input.max_model_len
+
+    @max_model_len.setter
+    def max_model_len(self, tokens: int) -> None:
+        self.input.max_model_len = tokens
+
+    def generates(self, path: str) -> bool:
+        """Whether the route's replicas report the tokens of its answers."""
+        return isinstance(self._routes.get(_short(path)), GenerationRoute)
+
+    async def read(self, path: str, raw: bytes, scope: Any, *, counts: bool = False) -> Read:
+        """With `counts`, what is to be reserved, too. What only a replica can read takes as much as one can hold. For a body
+        that is wrong nothing is reserved: the replica refuses it."""
+        route = self._routes.get(_short(path))
+        if not isinstance(route, GenerationRoute | PooledRoute):
+            return _NOTHING
+        scope = {**scope, "path_params": {"id": self._state.model_names[0]}}
+        body: Any = None
+        try:
+            if isinstance(route, PooledRoute):
+                return await self._pooled(route, raw) if counts else _NOTHING
+            body = route.read(raw, scope)
+            body.check()
+            body.model = self._state.model_names[0]
+            key = scope["record"].key if "record" in scope else None
+            answer = await route.prepare(self._state, body, RequestRecord(key=key))
+            tokens = await self._tokens(answer.parts[0].prompt)
+            reserve = await self._reserve(answer) if counts else None
+            return Read(tokens, reserve, answer.body.cache_salt)
+        except (ApiError, SlipstreamError, LookupError) as error:
+            name = getattr(error, "param", None) or getattr(error, "field", None) or ""
+            if counts and name.rpartition(".")[2] in _UNREAD:
+                choices = max(getattr(body, "n", None) or 1, getattr(body, "best_of", None) or 1)
+                return Read([], (0, choices * self.max_model_len))
+            return _NOTHING
+
+    async def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, dict):
+            return list(prompt["prompt_token_ids"])
+        tokenizer = self._state.engine.tokenizer
+        return (
+            []
+            if tokenizer is None
+            else await in_thread_if_long(lambda: tokenizer.encode(prompt), len(prompt), tokenizer)
+        )
+
+    async def _reserve(self, answer: Answer) -> tuple[int, int]:
+        """What `AsyncLLM.submit` and `beam_search` reserve."""
+        prompt = output = 0
+        plain = dataclasses.replace(
+            answer.sampling, structured_outputs=None, bad_words=(), logits_processors=()
+        )
+        for part in answer.parts:
+            made = await in_thread_if_long(
+                partial(self.input.prepare, part.prompt, plain),
+                len(part.prompt),
+                self._state.engine.tokenizer,
+            )
+            own, *_ = made.engine_requests
+            prompt += len(own.prompt_token_ids) + len(own.encoder_token_ids)
+            if answer.beams is None:
+                output += sum(one.max_tokens for one in made.engine_requests)
+            else:
+                output += answer.beams.beam_width * answer.beams.max_tokens
+        return prompt, output
+
+    async def _pooled(self, route: PooledRoute, raw: bytes) -> Read:
+        body = route.read(raw)
+        body.model = self._state.model_names[0]
+        try:
+            await route.answer(self._state, body, RequestRecord())
+        except _Counted as found:
+            return Read([], (int(found.args[0]), 0))
+        return _NOTHING
+
+
+def _short(path: str) -> str:
+    """KServe's paths without the model's name."""
+    return f"/v2/models/{path.rpartition('/')[2]}" if path.startswith("/v2/models/") else path
+
+
+def chain(tokens: list[int], root: bytes, block_size: int) -> list[bytes]:
+    """The keys of the whole blocks."""
+    keys: list[bytes] = []
+    extend_keys(keys, root, tokens, block_size, len(tokens) // block_size)
+    return keys

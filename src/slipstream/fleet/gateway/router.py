@@ -1,0 +1,472 @@
+"""Chooses the replica for a request. Policy alone: no I/O, and no clock but its argument `now`.
+
+    decision = router.choose(chains, num_tokens, session=…, now=…)   # counted as waiting at decision.replica
+    router.began(decision, now)                                      # its first token came
+    router.ended(decision, now)                                      # its last, or it failed; also without `began`
+
+The policy `prefix` takes the replica with the lowest
+
+    predicted TTFT + thrift · time to compute what is new + balance · (recent work − the fleet's mean), in seconds
+
+where the predicted TTFT is half a step, the wait for a place among its sequences, and the prompt tokens that are to be computed
+there: those queued, and this request's without the blocks that the replica holds. `thrift` weighs what the computing costs
+others: a request whose prefix is being computed waits for it rather than have it computed a second time. Rates come from the
+planner at first (`ReplicaState.prefill_tokens_per_s`, `step_s`), then from what requests took.
+
+A replica reports changes of its prefix cache, numbered (`apply`). After a gap it must report everything again. A report comes a
+step or more after a decision. Until then the router assumes that the request's blocks will be there, so that simultaneous
+requests with a common prefix go to one replica.
+
+`least_loaded`, `power_of_two` and `round_robin` are for comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from slipstream.fleet.gateway.prefixes import PrefixStore, fill
+
+Policy = Literal["prefix", "least_loaded", "power_of_two", "round_robin"]
+POLICIES: tuple[Policy, ...] = ("prefix", "least_loaded", "power_of_two", "round_robin")
+
+WORK_S = 30.0
+"""Recent work is forgotten by this time constant."""
+
+_EXPECTED_S = 10.0  # how long blocks are expected that no replica has reported
+_MAX_SESSIONS = 100_000
+_LEARN = 0.1  # the weight of a new measurement
+_SESSION_SLACK_S = 0.25  # a session comes back to its replica unless this costs more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """A replica as the router sees it. Rates are of one replica; `weight` is what it carries against others."""
+
+    id: str
+    weight: float = 1.0
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_in_flight: int = 4096  # requests; with more it gets none
+    prefill_tokens_per_s: float = 10_000.0
+    step_s: float = 0.02
+    healthy: bool = True
+    draining: bool = False
+    running: int = 0  # requests whose answer has begun: the router's count, and the replica's report of others'
+    waiting: int = 0
+    queued_tokens: int = 0  # prompt tokens to be computed before a new request's
+    service_s: float = 1.0  # a request's time from its first token to its last
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """Where a request goes, and what was expected of it."""
+
+    replica: str
+    num_cached_tokens: int
+    num_new_tokens: int
+    predicted_ttft_s: float
+    number: int  # of this decision
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """The numbers behind a ReplicaState, and what is expected of requests under way."""
+
+    state: ReplicaState
+    slot: int  # in the store, and in the router's arrays
+    own_running: int = 0
+    own_waiting: int = 0
+    own_queued: int = 0
+    others_running: int = 0  # the replica's report, less our own
+    others_waiting: int = 0
+    others_queued: int = 0
+    sequence: int | None = (
+        None  # of the last change that it reported; None: it must report everything
+    )
+
+    @property
+    def running(self) -> int:
+        return self.own_running + self.others_running
+
+    @property
+    def waiting(self) -> int:
+        return self.own_waiting + self.others_waiting
+
+    @property
+    def queued(self) -> int:
+        return self.own_queued + self.others_queued
+
+
+class _UnderWay(msgspec.Struct, gc=False):
+    replica: _Replica
+    num_new: int
+    chosen: float
+    queued_before: int
+    began: float | None = None
+
+
+class _Expected(msgspec.Struct, frozen=True, eq=False):
+    """A request's blocks will be at a replica."""
+
+    replica: _Replica
+    chain: Sequence[bytes]
+    until: float
+
+
+class Router:
+    """Of replicas that serve one model. Not thread-safe."""
+
+    def __init__(
+        self,
+        policy: Policy = "prefix",
+        *,
+        balance: float = 0.1,
+        thrift: float = 1.5,
+        learn_rates: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """Without `learn_rates` those of the ReplicaStates stay."""
+        self.policy, self.balance, self.thrift, self._learns = policy, balance, thrift, learn_rates
+        self.store = PrefixStore()
+        self._replicas: dict[str, _Replica] = {}
+        self._by_slot: dict[int, _Replica] = {}
+        # By slot. Where there is no replica, _wait is inf and the others are 0.
+        self._wait = np.zeros(
+            0
+        )  # seconds of a new request's TTFT but for its own prompt; inf: it gets none
+        self._per_token = np.zeros(0)  # seconds
+        self._per_block = np.zeros(0)  # tokens
+        self._work = np.zeros(0)  # recent work, in seconds of a replica of its weight
+        self._work_at = 0.0
+        self._under_way: dict[int, _UnderWay] = {}
+        self._expected: dict[
+            bytes, _Expected
+        ] = {}  # by the first block that was new, and by the last
+        self._expiring: deque[tuple[bytes, _Expected]] = deque()
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._numbers = 0
+        self._turn = 0
+        self._random = random.Random(seed)
+
+    # --- Replicas -----------------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(self._replicas)
+
+    def state(self, replica: str) -> ReplicaState:
+        """As it is now."""
+        known = self._replicas[replica]
+        return dataclasses.replace(
+            known.state, running=known.running, waiting=known.waiting, queued_tokens=known.queued
+        )
+
+    def add(self, state: ReplicaState) -> None:
+        """Add a replica whose cache is empty, or will be reported. ValueError if it is there already."""
+        if state.id in self._replicas:
+            raise ValueError(f"replica {state.id!r} is there already")
+        replica = _Replica(state, 0)
+        self._replicas[state.id] = replica
+        replica.others_running, replica.others_waiting = state.running, state.waiting
+        replica.others_queued = state.queued_tokens
+        self._take_slot(replica, self._mean_work())
+
+    def remove(self, replica: str) -> None:
+        """An unknown one is ignored. Requests under way there may still be ended."""
+        gone = self._replicas.pop(replica, None)
+        if gone is not None:
+            self._leave_slot(gone)
+
+    def update(
+        self,
+        replica: str,
+        *,
+        running: int | None = None,
+        waiting: int | None = None,
+        queued_tokens: int | None = None,
+        healthy: bool | None = None,
+        draining: bool | None = None,
+        weight: float | None = None,
+        prefill_tokens_per_s: float | None = None,
+        step_s: float | None = None,
+    ) -> None:
+        """What is known anew. The first three are the replica's own counts, with requests of every router's."""
+        known = self._replicas[replica]
+        given = {
+            "healthy": healthy,
+            "draining": draining,
+            "weight": weight,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "step_s": step_s,
+        }
+        if changed := {name: value for name, value in given.items() if value is not None}:
+            known.state = dataclasses.replace(known.state, **changed)  # type: ignore[arg-type]
+        if running is not None:
+            known.others_running = max(0, running - known.own_running)
+        if waiting is not None:
+            known.others_waiting = max(0, waiting - known.own_waiting)
+        if queued_tokens is not None:
+            known.others_queued = max(0, queued_tokens - known.own_queued)
+        self._refresh(known)
+
+    # --- What they hold -----------------------------------------------------------------------------------------------
+
+    def reset(self, replica: str, sequence: int, stored: Iterable[bytes]) -> None:
+        """All that the replica holds, after the change of this number."""
+        known = self._replicas[replica]
+        if known.sequence is not None:
+            self._take_slot(known, self._leave_slot(known))
+        known.sequence = sequence
+        self.store.stored(known.slot, stored)
+
+    def apply(
+        self, replica: str, sequence: int, stored: Iterable[bytes], removed: Iterable[bytes]
+    ) -> bool:
+        """Take a change that a replica reports. False if a change before it is missing: the replica must then report everything
+        (`reset`)."""
+        known = self._replicas[replica]
+        if known.sequence is None or sequence != known.sequence + 1:
+            return False
+        known.sequence = sequence
+        self.store.removed(known.slot, removed)
+        self.store.stored(known.slot, stored)
+        return True
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        chains: Sequence[Sequence[bytes]],
+        num_tokens: int,
+        *,
+        now: float,
+        session: str | None = None,
+        exclude: Collection[str] = (),
+    ) -> Decision | None:
+        """None: no replica can take it. `chains` are the keys of the prompt's whole blocks, one chain for each root key among
+        the replicas (one, where they have the same model and type)."""
+        if not self._replicas:
+            return None
+        held = self._held(chains, num_tokens, now)
+        self._age(now)
+        computing = num_tokens - held
+        computing *= self._per_token
+        score = self._wait + computing
+        for name in exclude:
+            if (known := self._replicas.get(name)) is not None:
+                score[known.slot] = np.inf
+        chosen = self._pick(score, computing, session)
+        if chosen is None:
+            return None
+        return self._count(
+            chosen,
+            chains,
+            num_tokens,
+            int(held[chosen.slot]),
+            float(score[chosen.slot]),
+            session,
+            now,
+        )
+
+    def predict(
+        self, chains: Sequence[Sequence[bytes]], num_tokens: int, *, now: float
+    ) -> dict[str, float]:
+        """The TTFT that each replica is expected to give now; inf where it gets none."""
+        score = self._wait + (num_tokens - self._held(chains, num_tokens, now)) * self._per_token
+        return {name: float(score[replica.slot]) for name, replica in self._replicas.items()}
+
+    def began(self, decision: Decision, now: float) -> None:
+        """The first token came. Its time measures the replica's speed on prompt tokens."""
+        under_way = self._under_way.get(decision.number)
+        if under_way is None or under_way.began is not None:
+            return
+        under_way.began = now
+        replica = under_way.replica
+        replica.own_waiting -= 1
+        replica.own_running += 1
+        replica.own_queued -= under_way.num_new
+        tokens, seconds = under_way.queued_before + under_way.num_new, now - under_way.chosen
+        if (
+            self._learns
+            and tokens >= 64
+            and seconds > 0
+            and replica.running <= replica.state.max_num_seqs
+        ):
+            old = replica.state.prefill_tokens_per_s
+            rate = tokens / max(seconds - replica.state.step_s / 2, seconds / 4)
+            rate = min(max(rate, old / 2), old * 2)  # one odd request does not turn it over
+            replica.state = dataclasses.replace(
+                replica.state, prefill_tokens_per_s=old + _LEARN * (rate - old)
+            )
+        self._refresh(replica)
+
+    def ended(self, decision: Decision, now: float) -> None:
+        """Also of a request that failed or was cancelled. A second time it is ignored."""
+        under_way = self._under_way.pop(decision.number, None)
+        if under_way is None:
+            return
+        replica = under_way.replica
+        if under_way.began is None:
+            replica.own_waiting -= 1
+            replica.own_queued -= under_way.num_new
+        else:
+            replica.own_running -= 1
+            if self._learns:
+                old = replica.state.service_s
+                service_s = old + _LEARN * (now - under_way.began - old)
+                replica.state = dataclasses.replace(replica.state, service_s=service_s)
+        self._refresh(replica)
+
+    # --- Inside -------------------------------------------------------------------------------------------------------
+
+    def _take_slot(self, replica: _Replica, work: float) -> None:
+        replica.slot = slot = self.store.new_slot()
+        self._by_slot[slot] = replica
+        while slot >= len(self._wait):
+            self._wait = np.append(self._wait, np.inf)
+            self._per_token, self._per_block = (
+                np.append(self._per_token, 0.0),
+                np.append(self._per_block, 0),
+            )
+            self._work = np.append(self._work, 0.0)
+        self._per_block[slot], self._work[slot] = replica.state.block_size, work
+        self._refresh(replica)
+
+    def _leave_slot(self, replica: _Replica) -> float:
+        """Its recent work."""
+        slot = replica.slot
+        work = float(self._work[slot])
+        del self._by_slot[slot]
+        self.store.free_slot(slot)
+        self._wait[slot], self._per_token[slot], self._work[slot] = np.inf, 0.0, 0.0
+        return work
+
+    def _mean_work(self) -> float:
+        return float(self._work.sum()) / max(1, len(self._by_slot))
+
+    def _held(self, chains: Sequence[Sequence[bytes]], num_tokens: int, now: float) -> np.ndarray:
+        """By slot: the prompt's tokens that are held, or are expected to be. At least two are computed (`longest_hit` of the
+        core)."""
+        blocks = np.zeros(len(self._wait))
+        while self._expiring and self._expiring[0][1].until <= now:
+            key, expected = self._expiring.popleft()
+            if self._expected.get(key) is expected:
+                del self._expected[key]
+        for chain in chains:
+            deepest = 0
+            for count, mask in self.store.match(chain):
+                deepest = max(deepest, count)
+                fill(blocks, mask, count)
+            for place in {0, deepest} if deepest < len(chain) else ():
+                found = self._expected.get(chain[place])
+                if (
+                    found is not None
+                    and self._by_slot.get(slot := found.replica.slot) is found.replica
+                ):
+                    known = max(place, int(blocks[slot]))  # fewer common ones change nothing
+                    blocks[slot] = max(blocks[slot], _common(chain, found.chain, known))
+        blocks *= self._per_block
+        return np.minimum(blocks, max(0, num_tokens - 2), out=blocks)
+
+    def _pick(
+        self, score: np.ndarray, computing: np.ndarray, session: str | None
+    ) -> _Replica | None:
+        if self.policy == "prefix":
+            costs = self.balance * self._work  # less the mean's, which is the same for all
+            costs += score
+            computing *= self.thrift
+            costs += computing
+            best = int(costs.argmin())
+            if score[best] == np.inf:
+                return None
+            known = None if session is None else self._replicas.get(self._sessions.get(session, ""))
+            if known is not None and costs[known.slot] <= costs[best] + _SESSION_SLACK_S:
+                return known
+            return self._by_slot[best]
+        able = [r for r in self._replicas.values() if score[r.slot] != np.inf]
+        if not able:
+            return None
+        if self.policy == "round_robin":
+            self._turn += 1
+            return able[self._turn % len(able)]
+        if self.policy == "power_of_two" and len(able) > 2:
+            able = self._random.sample(able, 2)
+        return min(
+            able, key=lambda r: ((r.running + r.waiting) / r.state.weight, self._work[r.slot])
+        )
+
+    def _count(
+        self,
+        replica: _Replica,
+        chains: Sequence[Sequence[bytes]],
+        num_tokens: int,
+        cached: int,
+        ttft_s: float,
+        session: str | None,
+        now: float,
+    ) -> Decision:
+        num_new = num_tokens - cached
+        self._numbers += 1
+        self._under_way[self._numbers] = _UnderWay(replica, num_new, now, replica.queued)
+        replica.own_waiting += 1
+        replica.own_queued += num_new
+        self._work[replica.slot] += (
+            num_new / replica.state.prefill_tokens_per_s + replica.state.step_s
+        ) / replica.state.weight
+        self._refresh(replica)
+        for chain in chains:
+            first = cached // replica.state.block_size
+            if first < len(chain):
+                expected = _Expected(replica, chain, now + _EXPECTED_S)
+                for key in {chain[first], chain[0]}:
+                    self._expected[key] = expected
+                    self._expiring.append((key, expected))
+        if session is not None:
+            self._sessions[session] = replica.state.id
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return Decision(replica.state.id, cached, num_new, ttft_s, self._numbers)
+
+    def _age(self, now: float) -> None:
+        if now > self._work_at:
+            self._work *= math.exp((self._work_at - now) / WORK_S)
+            self._work_at = now
+
+    def _refresh(self, replica: _Replica) -> None:
+        """The arrays' numbers of a replica, after something about it changed."""
+        state, slot = replica.state, replica.slot
+        if self._by_slot.get(slot) is not replica:
+            return  # it was removed
+        in_flight = replica.running + replica.waiting
+        self._per_token[slot] = 1 / state.prefill_tokens_per_s
+        if not state.healthy or state.draining or in_flight >= state.max_in_flight:
+            self._wait[slot] = np.inf
+            return
+        behind = in_flight + 1 - state.max_num_seqs  # so many must end before this one's turn
+        for_place = behind * state.service_s / state.max_num_seqs if behind > 0 else 0.0
+        self._wait[slot] = (
+            state.step_s / 2 + for_place + replica.queued / state.prefill_tokens_per_s
+        )
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes], known: int) -> int:
+    """How many first keys are the same, given that those up to `known` are. Equal keys have equal keys before them."""
+    low, high = known, min(len(one), len(other)) - 1
+    if high < known or one[known] != other[known]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle] == other[middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low + 1

@@ -1,0 +1,190 @@
+"""Replicas as processes of this machine: started, watched, replaced, and ended with us.
+
+One that starts beside others that serve has a small share of the processor at first: their clients notice less of it.
+Each replica is a session, and Linux divides the processor by sessions (`autogroup`), whose share may be lowered and raised
+again by anyone. Where it does not (other systems; most containers), a start competes like any process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from slipstream.deaths import describe_exit
+from slipstream.errors import EngineError, as_error
+from slipstream.fleet.certificates import CertificateFiles
+from slipstream.fleet.config import PoolSpec
+from slipstream.fleet.replicas.replica import Failed, ReplicaSetup, Serving
+
+_GRACE_S = 10.0
+
+START_NICE, GENTLE_S = 5, 20.0
+"""A replica that starts beside others has a third of their share where they need all, for so long: the fleet needs it, too."""
+
+_KERNEL_S = 0.15
+"""The kernel takes a change of a session's share ten times a second."""
+
+
+class Started(Protocol):
+    """A replica that serves."""
+
+    url: str
+
+    async def ended(self) -> str:
+        """Wait until it has; how."""
+
+    async def stop(self, drain_s: float) -> None:
+        """End it; requests have so long."""
+
+
+class Backend(Protocol):
+    """Starts replicas."""
+
+    async def start(self, spec: PoolSpec, place: int) -> Started:
+        """A new replica, once it serves. `place` counts those of its pool from 0. SlipstreamErrors of the start are raised."""
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+
+
+def server_settings(
+    spec: PoolSpec, key: str, files: CertificateFiles | None, **more: Any
+) -> dict[str, Any]:
+    """The fields of a replica's ServerSettings."""
+    tls: dict[str, Any] = {}
+    if files is not None:
+        tls = {
+            "ssl_certfile": files.replica[0],
+            "ssl_keyfile": files.replica[1],
+            "ssl_ca_certs": files.ca,
+        }
+    return {
+        **spec.server,
+        "port": 0,
+        "served_model_names": (spec.model,),
+        "fleet_key": key,
+        **tls,
+        **more,
+    }
+
+
+class ProcessReplica:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process, self.url = process, ""
+
+    async def ended(self) -> str:
+        return describe_exit(await self.process.wait())
+
+    async def stop(self, drain_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.process.wait(), drain_s + _GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+
+async def _give_share(pid: int, nice: int) -> bool:
+    """Whether the process's session has the share of this niceness now."""
+    while True:
+        try:
+            with open(f"/proc/{pid}/autogroup", "w") as file:
+                file.write(str(nice))
+            return True
+        except BlockingIOError:  # the kernel took another change just now
+            await asyncio.sleep(_KERNEL_S)
+        except OSError:  # there are no such groups here, or the process has ended
+            return False
+
+
+class Processes:
+    """`folder` is the fleet's; replicas on it share what /v1/responses keeps."""
+
+    def __init__(
+        self,
+        folder: str,
+        key: str,
+        files: CertificateFiles | None,
+        log: Callable[[str], str],
+        drain_s: float,
+    ) -> None:
+        self._folder, self._key, self._files, self._log, self._drain_s = (
+            folder,
+            key,
+            files,
+            log,
+            drain_s,
+        )
+        self._running: set[ProcessReplica] = set()
+
+    @property
+    def _some_serve(self) -> bool:
+        return any(replica.url and replica.process.returncode is None for replica in self._running)
+
+    async def start(self, spec: PoolSpec, place: int) -> ProcessReplica:
+        kept = f"{self._folder}/kept/{spec.model.replace('/', '--')}"
+        os.makedirs(kept, 0o700, exist_ok=True)
+        settings = server_settings(
+            spec, self._key, self._files, shared_dir=kept, drain_timeout_s=self._drain_s
+        )
+        args = spec.args
+        environment = dict(os.environ)
+        if devices := spec.resources.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+        with open(self._log(spec.key), "ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "slipstream.fleet.replicas.replica"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+        replica = ProcessReplica(process)
+        self._running = {one for one in self._running if one.process.returncode is None} | {replica}
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            is_gentle = self._some_serve and await _give_share(process.pid, START_NICE)
+            saying = asyncio.ensure_future(process.stdout.readline())
+            process.stdin.write(
+                msgspec.json.encode(ReplicaSetup(dataclasses.replace(args), settings)) + b"\n"
+            )
+            if is_gentle:
+                await asyncio.wait({saying}, timeout=GENTLE_S)
+                await _give_share(process.pid, 0)
+            line = await saying
+            if not line:
+                raise EngineError(
+                    f"a replica of {spec.key} {await replica.ended()}; its log is {self._log(spec.key)}"
+                )
+            said: Serving | Failed = msgspec.json.decode(line, type=Serving | Failed)
+            if isinstance(said, Failed):
+                raise as_error(said.error, f"{spec.key}: {said.message}", said.field)
+            replica.url = said.url
+            return replica
+        except BaseException:
+            replica.kill()
+            await process.wait()
+            self._running.discard(replica)
+            raise
+
+    async def close(self) -> None:
+        running = tuple(self._running)  # a start that fails meanwhile takes its own out
+        for replica in running:
+            replica.kill()
+        for replica in running:
+            await replica.process.wait()

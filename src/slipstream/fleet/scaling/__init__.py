@@ -1,0 +1,1 @@
+"""How many replicas are wanted."""

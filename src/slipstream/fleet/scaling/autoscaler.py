@@ -1,0 +1,176 @@
+"""Decides how many replicas are wanted: observations in, a number out.
+
+Every few seconds (`interval_s`):
+
+1. The load a cold start ahead is forecast (`forecast.py`), as a bound that it stays below in `share` of the cases.
+2. What waits at the gateway or in queues is added, as if it were to be answered within a cold start.
+3. The planner's table (`fleet/scaling/capacity.py`) says how many replicas carry that within the objectives.
+4. More are started at once. Fewer are wanted only when fewer were enough for `hold_s`, since a replica that is stopped and
+   started again costs a cold start twice; and not before `LEARNING` decisions, while little is known of load and requests.
+   Fewer are enough if they carry a higher bound, that of `keep_share`: of two or three replicas the last is a large part, and
+   a dip that is chance must not end it.
+5. The bound follows what users got: it rises while fewer than `attainment` of the requests met the objectives, and sinks
+   slowly while all of them do.
+6. Without requests for `idle_s` no replica is wanted if `min_replicas` is 0. The first that waits at the gateway wakes one.
+
+A policy reads no clock and starts nothing: the same observations give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.errors import ConfigError
+from slipstream.fleet.scaling.forecast import Forecast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetObservation:
+    """The fleet over the last `interval_s` seconds. Counts of arrivals and ends are of the interval, the others are now.
+
+    `kv_cache_usage` is the mean of the ready replicas, `cold_start_s` what the last ones took from being wanted to being ready.
+    """
+
+    at: float
+    interval_s: float
+    num_arrivals: int
+    num_finished: int = 0
+    num_met: int = 0  # of them within the objectives
+    num_at_gateway: int = 0  # no replica has them
+    num_running: int = 0
+    num_waiting: int = 0  # in the replicas' queues
+    num_ready: int = 0
+    num_starting: int = 0
+    kv_cache_usage: float = 0.0
+    cold_start_s: float | None = None
+
+    @property
+    def rate(self) -> float:
+        return self.num_arrivals / self.interval_s
+
+    @property
+    def num_ongoing(self) -> int:
+        return self.num_at_gateway + self.num_running + self.num_waiting
+
+
+class Policy(Protocol):
+    """`name` is what a table calls it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decide(self, seen: FleetObservation) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLimits:
+    """The fewest and the most replicas; `idle_s` without requests until none is left, if `min_replicas` is 0."""
+
+    min_replicas: int = 1
+    max_replicas: int = 16
+    idle_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
+            raise ConfigError(
+                f"min_replicas={self.min_replicas} and max_replicas={self.max_replicas}: need 0 ≤ min_replicas ≤ max_replicas, "
+                "and max_replicas of 1 or more",
+                field="min_replicas",
+            )
+        if self.idle_s <= 0:
+            raise ConfigError(f"idle_s must be above 0, got {self.idle_s}", field="idle_s")
+
+    def within(self, wanted: int) -> int:
+        return max(self.min_replicas, min(self.max_replicas, wanted))
+
+
+LEARNING = 20
+"""Decisions before which there are not fewer."""
+
+MAX_SHARE = 0.98
+"""No bound is higher."""
+
+
+class Autoscaler:
+    """Our own. `replicas_for` gives the fewest replicas that carry a rate (requests/s) within the objectives."""
+
+    name = "slipstream"
+
+    def __init__(
+        self,
+        replicas_for: Callable[[float], int],
+        *,
+        limits: ScalingLimits,
+        interval_s: float = 10.0,
+        cold_start_s: float = 60.0,
+        hold_s: float = 60.0,
+        share: float = 0.45,
+        keep_share: float = 0.65,
+        attainment: float = 0.99,
+    ) -> None:
+        if not 0 < share <= keep_share < 1:
+            raise ConfigError(
+                f"share={share} and keep_share={keep_share}: need 0 < share ≤ keep_share < 1",
+                field="share",
+            )
+        self.replicas_for, self.limits = replicas_for, limits
+        self._interval_s, self._cold_start_s, self._hold_s = interval_s, cold_start_s, hold_s
+        self._share = self._least_share = share
+        self._caution = keep_share - share
+        self._attainment = attainment
+        self._forecast = Forecast(interval_s=interval_s, horizon_s=cold_start_s + interval_s)
+        self._wanted: deque[tuple[float, int]] = deque()
+        self._met: deque[tuple[int, int]] = deque(maxlen=max(1, round(120 / interval_s)))
+        self._last_request: float | None = None
+        self._decisions = 0
+
+    @property
+    def forecast(self) -> Forecast:
+        return self._forecast
+
+    @property
+    def cold_start_s(self) -> float:
+        return self._cold_start_s
+
+    def expect_cold_start(self, seconds: float) -> None:
+        """As measured. Less than a fifth more or less changes nothing: bounds of another horizon are to be learnt anew."""
+        if abs(seconds - self._cold_start_s) > 0.2 * self._cold_start_s:
+            self._cold_start_s = seconds
+            self._forecast.look_ahead(seconds + self._interval_s)
+
+    def decide(self, seen: FleetObservation) -> int:
+        self._forecast.learn(seen.rate)
+        usual, limits = seen.num_ready + seen.num_starting, self.limits
+        if seen.num_arrivals or seen.num_ongoing or (usual and self._last_request is None):
+            self._last_request = seen.at
+        self._follow_quality(seen)
+        if limits.min_replicas == 0 and (
+            self._last_request is None or seen.at - self._last_request >= limits.idle_s
+        ):
+            self._wanted.clear()
+            return 0
+        behind = max(
+            0, seen.num_at_gateway + seen.num_waiting - usual
+        )  # one that waits a moment on each is no queue
+        late = behind / self._cold_start_s
+        least = self.replicas_for(self._forecast.upper(self._share) + late)
+        most = self.replicas_for(
+            self._forecast.upper(min(MAX_SHARE, self._share + self._caution)) + late
+        )
+        self._decisions += 1
+        wanted = max(1, least, usual if self._decisions <= LEARNING else min(usual, most))
+        self._wanted.append((seen.at, wanted))
+        while self._wanted[0][0] <= seen.at - self._hold_s:
+            self._wanted.popleft()
+        return limits.within(max(number for _, number in self._wanted))
+
+    def _follow_quality(self, seen: FleetObservation) -> None:
+        self._met.append((seen.num_finished, seen.num_met))
+        finished, met = (sum(each) for each in zip(*self._met, strict=True))
+        if finished >= 20 and met < self._attainment * finished:
+            self._share = min(MAX_SHARE, self._share + 0.02)
+        else:
+            self._share = max(self._least_share, self._share - 0.002)

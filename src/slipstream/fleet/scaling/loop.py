@@ -1,0 +1,121 @@
+"""The loop that scales a running fleet: from the members and their tallies to orders for the head."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.fleet.config import Fleet, PoolSpec
+from slipstream.fleet.gateway.gateway import Gateway
+from slipstream.fleet.gateway.members import Members
+from slipstream.fleet.scaling.scaler import (
+    LOOK_S,
+    ColdStarts,
+    PoolState,
+    Scaler,
+    Tally,
+    autoscaled,
+    make,
+)
+
+logger = logging.getLogger("slipstream.fleet")
+
+
+class Scaling:
+    """`numbers_of` gives a pool's (ready, starting) replicas. `scale` makes so many without waiting; False: not now."""
+
+    def __init__(
+        self,
+        members: Members,
+        gateway: Gateway,
+        numbers_of: Callable[[PoolSpec], tuple[int, int]],
+        scale: Callable[[PoolSpec, int], bool],
+    ) -> None:
+        self.members, self._numbers_of, self._scale = members, numbers_of, scale
+        self.cold_starts = ColdStarts()
+        self.scalers: dict[str, Scaler] = {}  # by pool
+        self._refreshing: dict[str, asyncio.Task[None]] = {}
+        gateway.autoscale_status = self.status
+
+    async def make(self, fleet: Fleet) -> dict[str, Scaler]:
+        """The scalers of a file; those of pools that are as they were stay. Simulates in a thread. ConfigError."""
+        found = {}
+        for key, (spec, settings, objectives) in autoscaled(fleet).items():
+            known = self.scalers.get(key)
+            if known is None or (known.spec, known.settings, known.objectives) != (
+                spec,
+                settings,
+                objectives,
+            ):
+                known = await asyncio.to_thread(make, spec, settings, objectives)
+            found[key] = known
+        return found
+
+    def take(self, scalers: dict[str, Scaler]) -> None:
+        """Those of the file that the members have. A version that is not scaled (any more) has a tally that is not read."""
+        self.scalers = {}
+        for versions in self.members.models.values():
+            for version in versions:
+                version.tally = Tally()
+        for key, scaler in scalers.items():
+            if (found := self.members.version(scaler.spec.model, scaler.spec.version)) is not None:
+                self.scalers[key] = scaler
+                found.tally.objectives, found.tally.learn = scaler.objectives, scaler.capacity.learn
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                for key, scaler in tuple(self.scalers.items()):
+                    try:
+                        self.look(scaler, time.monotonic())
+                    except Exception:  # the next look may do better; without the loop the fleet would stay as it is
+                        logger.exception("autoscaler: %s could not be looked at", key)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await asyncio.gather(*self._refreshing.values(), return_exceptions=True)
+
+    def look(self, scaler: Scaler, at: float) -> None:
+        spec = scaler.spec
+        version = self.members.version(spec.model, spec.version)
+        if version is None:  # a rollout is taking it out
+            return
+        change = scaler.look(at, self.now(spec), version.tally)
+        if change is not None and self._scale(spec, change.wanted):
+            scaler.made(change)
+        if scaler.began is not None and (
+            spec.key not in self._refreshing or self._refreshing[spec.key].done()
+        ):
+            age = at - scaler.began
+            if scaler.capacity.is_due(age):
+                self._refreshing[spec.key] = asyncio.create_task(
+                    asyncio.to_thread(scaler.capacity.refresh, age)
+                )
+
+    def now(self, spec: PoolSpec) -> PoolState:
+        version = self.members.version(spec.model, spec.version)
+        ready, starting = self._numbers_of(spec)
+        if version is None:
+            return PoolState(num_ready=ready, num_starting=starting)
+        replicas = [r for r in version.replicas.values() if r.heard]
+        states = [version.router.state(r.id) for r in replicas]
+        return PoolState(
+            num_at_gateway=version.num_waiting,
+            num_running=sum(state.running for state in states),
+            num_waiting=sum(state.waiting for state in states),
+            num_ready=ready,
+            num_starting=starting,
+            kv_cache_usage=sum(r.kv_cache_usage for r in replicas) / len(replicas)
+            if replicas
+            else 0.0,
+            cold_start_s=self.cold_starts.median(spec.key),
+        )
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        at = time.monotonic()
+        return {
+            key: scaler.status(self.now(scaler.spec), at) for key, scaler in self.scalers.items()
+        }

@@ -1,0 +1,1 @@
+"""The C++ kernels of a CPU, and the op sets over them."""

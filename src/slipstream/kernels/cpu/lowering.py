@@ -1,0 +1,630 @@
+"""Lowers a recording of ops to the operators of a C++ program, with fusion. Nothing here imports
+torch.
+
+`lower` walks the recording once. It chooses a buffer for each value and decides what is fused; an
+`Emitter` writes the operators. The base `Emitter` writes nothing: with it `lower` only tests
+whether a model can be lowered.
+
+Fusions:
+
+1. A product whose result is only added to a sum adds into that sum's buffer. So do embeddings of
+   positions and mixtures of experts.
+2. Gate and up are one product, with their activation as its epilogue.
+3. Norms, activations and gathers write the form that the next product reads (`FORM_*` of
+   `kernels.cpu.native`). If their readers want several forms they write float32, which is converted
+   once for each other form.
+
+A buffer can take another value after the last read of its current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from slipstream.kernels.layouts import MLAParams, NormParams
+from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
+from slipstream.spec.reason import Reason
+
+F32 = 0
+"""Copy of `native.FORM_F32`."""
+
+LACKS = {
+    "clip": "clip_qkv: the C++ program has no clamp",
+    "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
+    "scale": "residual_scale: the C++ program has no factor for a branch",
+    "embed_token_types": "the C++ program has no embeddings of token types",
+    "softcap": "the C++ program has no soft cap of hidden states",
+}
+"""Reasons for ops that the program does not have."""
+
+SUM = "the C++ program has no sum of two normed results (a branch without a norm before it)"
+
+
+class Emitter:
+    """Base emitter, which writes no operators. Buffers are numbers, -1 for none; forms are
+    `native.FORM_*`."""
+
+    def __init__(self) -> None:
+        self.num_buffers = 0
+
+    def buffer(self, form: int, size: int, rows_a_token: int = 1) -> int:
+        self.num_buffers += 1
+        return self.num_buffers - 1
+
+    def bound(self) -> int:
+        """Makes a buffer that the caller binds."""
+        return self.buffer(F32, 0)
+
+    def form(self, w: Any) -> int:
+        """Returns the form of rows that a product reads. `Refused` if the program can't hold the
+        weight."""
+        return F32
+
+    def gates(self, w: Any) -> bool:
+        """Tells whether the weight's layout allows its activation as an epilogue."""
+        return False
+
+    def embed(
+        self, out: int, by_position: bool, offset: int, table: Any, scale: float, accumulate: bool
+    ) -> None: ...
+
+    def norm(
+        self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
+    ) -> None: ...
+
+    def convert(self, x: int, out: int, form: int, size: int) -> None: ...
+
+    def place(self, x: int, out: int, column: int, size: int) -> None: ...
+
+    def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None: ...
+
+    def gated_linear(self, x: int, out: int, form: int, w: Any, activation: Activation) -> None: ...
+
+    def activation(
+        self, x: int, out: int, form: int, activation: Activation, gated: bool, size: int
+    ) -> None: ...
+
+    def rope_and_cache(
+        self, rows: int, layer: int, group: int, heads: Any, *, has_queries: bool
+    ) -> None: ...
+
+    def attention(
+        self,
+        q: int,
+        out: int,
+        layer: int,
+        group: int,
+        sizes: tuple[int, int, int, int],
+        params: Any,
+    ) -> None: ...
+
+    def mla_attention(
+        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+    ) -> None:
+        """Writes latent attention. `size` is the size of all heads' queries."""
+
+    def experts(self, x: int, logits: int, counts: int, experts: Any, scratch: Scratch) -> int:
+        """Writes routing, gathering and products.
+
+        Returns the buffer of the results, with a row for each of a token's experts.
+        """
+        return scratch("results", F32, 0, 1)
+
+    def combine(
+        self, results: int, out: int, size: int, shared: int, weight: int, accumulate: bool
+    ) -> None: ...
+
+
+class Scratch:
+    """Gives an op temporary buffers, which are free again when the op is written.
+
+    Called as (name, form, size, rows per token) → a buffer.
+    """
+
+    def __init__(self, lowering: Lowering) -> None:
+        self._lowering = lowering
+        self.taken: list[Buffer] = []
+
+    def __call__(self, name: str, form: int, size: int, rows_a_token: int = 1) -> int:
+        self.taken.append(self._lowering.new(form, size, rows_a_token))
+        return self.taken[-1].number
+
+    def take(self, number: int) -> Buffer:
+        """Takes this buffer out of the temporary ones, so that it is not freed."""
+        found = next(b for b in self.taken if b.number == number)
+        self.taken.remove(found)
+        return found
+
+    def free(self) -> None:
+        for buffer in self.taken:
+            self._lowering.free(buffer)
+        self.taken.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    number: int
+    form: int
+    size: int
+    rows_a_token: int = 1
+    bound: bool = False
+    values: set[int] = field(default_factory=set)  # the values in it that will be read again
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The value is in a buffer."""
+
+    buffer: Buffer
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.buffer,)
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The value was added into the buffer of another one."""
+
+    into: Buffer
+    buffers: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The results of a token's experts, not yet summed."""
+
+    results: Buffer
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.results,)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """x · sigmoid(weight), not yet multiplied; without x the sigmoid alone."""
+
+    weight: Buffer
+    x: Buffer | None = None
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return (self.weight,) if self.x is None else (self.x, self.weight)
+
+
+Place: TypeAlias = Stored | Added | Routed | Weighed
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The buffers of a lowered program.
+
+    `given` is that of the value that the caller binds before a run, if any. `out` is the result's,
+    and `more` those of further results. `counts` has, by layer, the counters of tokens by expert.
+    Tokens are counted only while it is bound.
+    """
+
+    given: int | None
+    out: int | None
+    counts: dict[int, int]
+    more: tuple[int, ...] = ()
+
+
+def lower(
+    ops: Sequence[Op],
+    given: Value | None,
+    result: Value | None,
+    emit: Emitter,
+    more: Sequence[Value] = (),
+) -> Lowered | Reason:
+    """Writes `ops` with `emit`. `given` is the program's input; `result` and copies of `more` go to
+    the caller.
+
+    Returns a `Reason` if the program lacks something.
+    """
+    try:
+        return Lowering(sums_of_norms(ops), given, result, emit, more).run()
+    except Refused as refused:
+        return refused.reason
+
+
+def sums_of_norms(ops: Sequence[Op]) -> list[Op]:
+    """Returns the ops without sums that a later norm makes from the same two values.
+
+    The ops that read such a sum are moved after the norm. So a tap between layers costs no sum, and
+    a product can still add into the residual.
+    """
+    norms = {op.inputs: op for op in reversed(ops) if op.name == "norm" and len(op.inputs) == 2}
+    same: dict[int, Value] = {}  # sums that a norm makes
+    late: dict[int, list[Op]] = {}  # by a norm's sum: the ops that wait for it
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "add" and op.inputs in norms:
+            same[op.out.index] = norms[op.inputs].outputs[1]
+            late[same[op.out.index].index] = []
+            continue
+        inputs = tuple(same.get(x.index, x) for x in op.inputs)
+        op = op if inputs == op.inputs else replace(op, inputs=inputs)
+        waits = next(
+            (key for key, ops_ in late.items() if any(_made(x, key, ops_) for x in inputs)), None
+        )
+        if waits is not None:
+            late[waits].append(op)
+            continue
+        found.append(op)
+        if op.name == "norm" and len(op.outputs) == 2:
+            found += late.pop(op.outputs[1].index, [])
+    return found
+
+
+def _made(x: Value, total: int, waiting: Sequence[Op]) -> bool:
+    """Tells whether the value is the sum, or comes from an op that waits for it."""
+    return x.index == total or any(x == out for op in waiting for out in op.outputs)
+
+
+def refusal(head: Sequence[Op]) -> Reason | None:
+    """Returns the reason why a program's hidden states can't become logits, or None. The logits'
+    factor and soft cap are not part of the program."""
+    names = [op.name for op in head]
+    if names.count("linear") > 1:
+        return Reason("embed_size: the C++ program has no projection after the last layer")
+    unknown = set(names) - {"linear", "scale", "softcap"}
+    return (
+        Reason(f"the C++ program has no {min(unknown)} after the last layer") if unknown else None
+    )
+
+
+class Lowering:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        given: Value | None,
+        result: Value | None,
+        emit: Emitter,
+        more: Sequence[Value] = (),
+    ) -> None:
+        self.ops, self.emit, self.result, self.more = ops, emit, result, more
+        self.uses: dict[int, list[int]] = {}  # by value: the ops that read it
+        for i, op in enumerate(ops):
+            for x in op.inputs:
+                self.uses.setdefault(x.index, []).append(i)
+        self.places: dict[int, Place] = {}
+        self.converted: dict[tuple[int, int], Buffer] = {}  # by value and form
+        self.unused: dict[tuple[int, int, int], list[Buffer]] = {}
+        self.counts: dict[int, int] = {}
+        self.done: set[int] = set()  # ops fused into an earlier one
+        self.at = 0
+        self.given = None if given is None else Buffer(emit.bound(), F32, given.width, bound=True)
+        self.out = None if result is None else Buffer(emit.bound(), F32, result.width, bound=True)
+        if given is not None and self.given is not None:
+            self.put(given, Stored(self.given))
+
+    def run(self) -> Lowered:
+        for at, op in enumerate(self.ops):
+            self.at = at
+            if self.at not in self.done:
+                write = getattr(self, f"_{op.name}", None)
+                if write is None:
+                    raise Refused(LACKS.get(op.name, f"the C++ program has no {op.name}"))
+                write(op)
+            for x in (*op.inputs, *op.outputs):
+                if not self.lives(x.index):
+                    self._release(x.index)
+        if self.result is not None and self.places.get(self.result.index) != Stored(self._out):
+            raise Refused(
+                "the C++ program has no sum after the last layer (a model without a final norm)"
+            )
+        copies = []
+        for value in self.more:
+            copies.append(self.emit.bound())
+            self.emit.convert(self.stored(value).number, copies[-1], F32, value.width)
+        given, out = (None if b is None else b.number for b in (self.given, self.out))
+        return Lowered(given, out, self.counts, tuple(copies))
+
+    # --- Buffers and values ---
+
+    @property
+    def _out(self) -> Buffer:
+        assert self.out is not None
+        return self.out
+
+    def new(self, form: int, size: int, rows_a_token: int = 1) -> Buffer:
+        if waiting := self.unused.get((form, size, rows_a_token)):
+            return waiting.pop()
+        return Buffer(self.emit.buffer(form, size, rows_a_token), form, size, rows_a_token)
+
+    def free(self, buffer: Buffer) -> None:
+        if not buffer.bound:
+            self.unused.setdefault((buffer.form, buffer.size, buffer.rows_a_token), []).append(
+                buffer
+            )
+
+    def put(self, value: Value, place: Place) -> None:
+        self.places[value.index] = place
+        for buffer in place.buffers:
+            buffer.values.add(value.index)
+
+    def lives(self, value: int) -> bool:
+        """Tells whether the value is read after this op."""
+        return (
+            self._is_result(value)
+            or self._is_kept(value)
+            or any(i > self.at for i in self.uses.get(value, ()))
+        )
+
+    def _is_result(self, value: int) -> bool:
+        return self.result is not None and value == self.result.index
+
+    def _is_kept(self, value: int) -> bool:
+        return any(value == more.index for more in self.more)
+
+    def _release(self, value: int) -> None:
+        found = [self.converted.pop(key) for key in [k for k in self.converted if k[0] == value]]
+        place = self.places.get(value)
+        for buffer in (*found, *(() if place is None else place.buffers)):
+            if value in buffer.values:
+                buffer.values.remove(value)
+                if not buffer.values:
+                    self.free(buffer)
+
+    def stored(self, value: Value, form: int = F32) -> Buffer:
+        """Returns the buffer that has the value in that form."""
+        place = self.places.get(value.index)
+        if not isinstance(place, Stored):
+            raise Refused(SUM)
+        buffer = place.buffer
+        if buffer.form == form:
+            return buffer
+        if buffer.form != F32:
+            raise Refused(
+                "the C++ program has no product of rows that were quantized for another one"
+            )
+        known = self.converted.get((value.index, form))
+        if known is None:
+            known = self.converted[value.index, form] = self.new(form, value.width)
+            known.values.add(value.index)
+            self.emit.convert(buffer.number, known.number, form, value.width)
+        return known
+
+    def form_for(self, value: Value) -> int:
+        """Returns the one form in which all readers want the value, else float32."""
+        if self._is_result(value.index) or self._is_kept(value.index):
+            return F32
+        readers = [self.ops[i] for i in self.uses.get(value.index, ())]
+        forms = {self.emit.form(r.arguments["w"]) if r.name == "linear" else F32 for r in readers}
+        return forms.pop() if len(forms) == 1 else F32
+
+    def target(self, value: Value) -> tuple[int, bool]:
+        """Returns the buffer to which an op writes the value in float32, and whether it adds to the
+        buffer's value."""
+        if (into := self._sum_of(value)) is not None:
+            self.put(value, Added(into))
+            return into.number, True
+        buffer = self._out if self._is_result(value.index) else self.new(F32, value.width)
+        self.put(value, Stored(buffer))
+        return buffer.number, False
+
+    def _sum_of(self, value: Value) -> Buffer | None:
+        """Returns the buffer of the sum that the value is added to.
+
+        None if something else reads the value, or reads that buffer before the addition.
+        """
+        uses = self.uses.get(value.index, [])
+        if len(uses) != 1 or self._is_result(value.index) or self._is_kept(value.index):
+            return None
+        reader = self.ops[uses[0]]
+        if len(reader.inputs) != 2:
+            return None
+        if reader.name == "add":
+            other = reader.inputs[reader.inputs[0] == value]
+        elif reader.name == "norm" and reader.x == value:
+            other = reader.inputs[1]
+        else:
+            return None
+        place = self.places.get(other.index)
+        if not isinstance(place, Stored):
+            return self._sum_of(reader.out) if reader.name == "add" else None
+        others = [i for i in self.uses[other.index] if i > self.at and i != uses[0]]
+        wanted = self._is_result(other.index) or self._is_kept(other.index)
+        alone = place.buffer.values == {other.index} and not others and not wanted
+        return place.buffer if alone and place.buffer.form == F32 else None
+
+    # --- Ops ---
+
+    def _embed(self, op: Op) -> None:
+        buffer, accumulate = self.target(op.out)
+        self.emit.embed(buffer, False, 0, op.arguments["table"], op.arguments["scale"], accumulate)
+
+    def _embed_positions(self, op: Op) -> None:
+        buffer, accumulate = self.target(op.out)
+        self.emit.embed(
+            buffer, True, op.arguments["offset"], op.arguments["table"], 1.0, accumulate
+        )
+
+    def _norm(self, op: Op) -> None:
+        if isinstance(op.arguments["norm"].kind, OwnNorm):
+            raise Refused("the C++ program can't call a norm from outside (OwnNorm)")
+        if op.out.inputs is not None:
+            raise Refused(f"the C++ program has no rows in the form {op.out.inputs!r}")
+        place, residual, form = self.places[op.x.index], -1, self.form_for(op.out)
+        if len(op.inputs) == 1:
+            x = self.stored(op.x)
+        else:
+            total = self.stored(op.inputs[1])  # x + residual is left there
+            if place == Added(total):
+                x = total
+            else:
+                x, residual = self.stored(op.x), total.number
+                if any(self.lives(v) for v in total.values):
+                    raise Refused(
+                        "the C++ program keeps no residual that is read again after an addition"
+                    )
+            self.put(op.outputs[1], Stored(total))
+        dies = not any(self.lives(v) for v in x.values) and (x.size, form, residual) == (
+            op.out.width,
+            F32,
+            -1,
+        )
+        out = (
+            self._out
+            if self._is_result(op.out.index)
+            else x
+            if dies
+            else self.new(form, op.out.width)
+        )
+        self.put(op.out, Stored(out))
+        self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
+
+    def _place(self, op: Op) -> None:
+        x, out = (
+            self.stored(op.x),
+            self.new(F32, op.out.width) if len(op.inputs) == 1 else self.stored(op.inputs[1]),
+        )
+        self.put(op.out, Stored(out))
+        self.emit.place(x.number, out.number, op.arguments["column"], op.x.width)
+
+    def _linear(self, op: Op) -> None:
+        w = op.arguments["w"]
+        x = self.stored(op.x, self.emit.form(w))
+        uses = self.uses.get(op.out.index, [])
+        reader = self.ops[uses[0]] if len(uses) == 1 else None
+        if reader is not None and reader.arguments.get("gated") and self.emit.gates(w):
+            self.done.add(uses[0])
+            self._activated(
+                reader, lambda out, form, act: self.emit.gated_linear(x.number, out, form, w, act)
+            )
+        else:
+            out, accumulate = self.target(op.out)
+            self.emit.linear(x.number, out, w, accumulate)
+
+    def _activation(self, op: Op) -> None:
+        x, gated = self.stored(op.x).number, op.arguments["gated"]
+        self._activated(
+            op, lambda out, form, act: self.emit.activation(x, out, form, act, gated, op.out.width)
+        )
+
+    def _activated(self, op: Op, write: Any) -> None:
+        activation, form = _known(op.arguments["activation"]), self.form_for(op.out)
+        out = self.new(form, op.out.width)
+        self.put(op.out, Stored(out))
+        write(out.number, form, activation)
+
+    def _rope_and_cache(self, op: Op) -> None:
+        """Writes rotary and cache. The queries stay in place, at the beginning of the rows."""
+        rows = self.stored(op.x)
+        self.emit.rope_and_cache(
+            rows.number, *_cache_of(op), op.arguments["heads"], has_queries=True
+        )
+        self.put(op.out, Stored(rows))
+
+    def _cache_kv(self, op: Op) -> None:
+        rows = self.stored(op.x).number
+        self.emit.rope_and_cache(rows, *_cache_of(op), op.arguments["heads"], has_queries=False)
+
+    def _attention(self, op: Op) -> None:
+        q, kv, (num_heads, head_dim) = self.stored(op.x), op.arguments["kv"], op.out.shape
+        out, sizes = self.new(F32, op.out.width), (num_heads, kv.num_kv_heads, head_dim, head_dim)
+        self.put(op.out, Stored(out))
+        self.emit.attention(q.number, out.number, *_cache_of(op), sizes, op.arguments["params"])
+
+    def _bidirectional_attention(self, op: Op) -> None:
+        self.emit.rope_and_cache(
+            self.stored(op.x).number, *_cache_of(op), op.arguments["heads"], has_queries=True
+        )
+        self._attention(op)
+
+    def _mla_attention(self, op: Op) -> None:
+        q, row = (self.stored(x).number for x in op.inputs)
+        out, scratch = self.new(F32, op.out.width), Scratch(self)
+        self.put(op.out, Stored(out))
+        size = op.x.shape[0] * op.inputs[1].width
+        self.emit.mla_attention(
+            q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch
+        )
+        scratch.free()
+
+    def _moe(self, op: Op) -> None:
+        results, scratch = self._results(op)
+        uses = self.uses.get(op.out.index, [])
+        reader = self.ops[uses[0]] if len(uses) == 1 else None
+        if (
+            reader is not None
+            and reader.name == "add"
+            and self._is_weighed(reader.inputs[reader.x == op.out])
+        ):
+            self.put(op.out, Routed(scratch.take(results)))
+        else:
+            self.emit.combine(results, *self._summed(op.out, -1, -1))
+        scratch.free()
+
+    def _moe_and_shared(self, op: Op) -> None:
+        results, scratch = self._results(op)
+        (up, down), expert = op.arguments["shared"], op.arguments["experts"].spec.expert
+        x, out = self.stored(op.x, self.emit.form(up)).number, scratch("shared", F32, op.out.width)
+        self._mlp(x, up, down, expert, out, scratch)
+        self.emit.combine(results, *self._summed(op.out, out, -1))
+        scratch.free()
+
+    def _results(self, op: Op) -> tuple[int, Scratch]:
+        experts, scratch = op.arguments["experts"], Scratch(self)
+        _known(experts.spec.expert.activation)
+        x, logits = (self.stored(v).number for v in op.inputs)
+        assert op.layer is not None
+        counts = self.counts[op.layer] = self.emit.bound()
+        return self.emit.experts(x, logits, counts, experts, scratch), scratch
+
+    def _mlp(self, x: int, up: Any, down: Any, spec: DenseSpec, out: int, scratch: Scratch) -> None:
+        activation, form, size = _known(spec.activation), self.emit.form(down), down.weight.shape[1]
+        inner = scratch("inner", form, size)
+        if spec.gated and self.emit.gates(up):
+            self.emit.gated_linear(x, inner, form, up, activation)
+        else:
+            wide = scratch("up", F32, up.out_features)
+            self.emit.linear(x, wide, up, False)
+            self.emit.activation(wide, inner, form, activation, spec.gated, size)
+        self.emit.linear(inner, out, down, False)
+
+    def _summed(self, value: Value, shared: int, weight: int) -> tuple[int, int, int, int, bool]:
+        """Returns the remaining arguments of `combine`."""
+        out, accumulate = self.target(value)
+        return out, value.width, shared, weight, accumulate
+
+    def _is_weighed(self, value: Value) -> bool:
+        return any(op.name == "mul" and op.out == value for op in self.ops[self.at :])
+
+    def _sigmoid(self, op: Op) -> None:
+        if op.x.width != 1:
+            raise Refused("the C++ program has no sigmoid of more than one value per token")
+        self.put(op.out, Weighed(self.stored(op.x)))
+
+    def _mul(self, op: Op) -> None:
+        weight = self.places[op.inputs[1].index]
+        if not isinstance(weight, Weighed):
+            raise Refused("the C++ program has no product of two results")
+        self.put(op.out, Weighed(weight.weight, self.stored(op.x)))
+
+    def _add(self, op: Op) -> None:
+        a, b = (self.places[x.index] for x in op.inputs)
+        if isinstance(a, Routed) and isinstance(b, Weighed) and b.x is not None:
+            self.emit.combine(a.results.number, *self._summed(op.out, b.x.number, b.weight.number))
+        elif isinstance(b, Added) and (a == b or isinstance(a, Stored)):
+            self.put(op.out, a)
+        elif isinstance(b, Stored) and isinstance(a, Added):
+            self.put(op.out, b)
+        else:
+            raise Refused(SUM)
+
+
+def _known(activation: Activation) -> Activation:
+    if isinstance(activation, OwnActivation):
+        raise Refused("the C++ program can't call an activation from outside (OwnActivation)")
+    return activation
+
+
+def _cache_of(op: Op) -> tuple[int, int]:
+    """Returns the layer whose cache the op uses, and the group whose block tables it uses."""
+    return op.arguments["kv"].layer, op.arguments["meta"].group

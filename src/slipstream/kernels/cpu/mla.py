@@ -1,0 +1,91 @@
+"""Latent attention in the C++ kernels (csrc/cpu): a layer's operators between the products before
+it and the one after it.
+
+A small product per head (`heads` below) expands latents to keys and values. These weights are
+packed like those of experts, in float32 or bfloat16, and one operator multiplies all heads. The
+cache is read in place: a token's row is read once, as key and value of all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.moe import NativeExperts, pack_expert_weight
+from slipstream.kernels.cpu.native import Arena, Program
+from slipstream.kernels.layouts import MLAParams
+from slipstream.kernels.weights import Linear
+
+NewBuffer = Callable[[str, int, int], int]
+"""(name, form, size) → a buffer of the program."""
+
+
+def pack_head_weight(weight: npt.NDArray[Any], arena: Arena) -> NativeExperts:
+    """Packs a weight [H, in, out], a product per head."""
+    below: Any = np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(-1, weight.shape[1])
+    return pack_expert_weight(Linear(weight=below), len(weight), arena)
+
+
+def add_latent_queries(
+    p: Program,
+    q: int,
+    row: int,
+    queries: int,
+    layer: int,
+    params: MLAParams,
+    new: NewBuffer,
+) -> None:
+    """Adds `OpSet.mla_queries`: float32 rows q [H · (P + R)] and row [C + R] → queries
+    [H · (R + C)], and `layer`'s cache."""
+    keys, cos_sin, rotary = params.keys, params.cos_sin, params.rotary_dim
+    num_heads, nope_dim = _num_heads(keys), keys.inner
+    plain = new("plain", keys.form, num_heads * nope_dim)
+    sizes = num_heads, nope_dim, keys.rows
+    how = native.float32(params.norm.weight), params.norm.eps, cos_sin, rotary, params.interleaved
+    p.add("latent_queries", q, row, queries, plain, keys.form, layer, *sizes, *how)
+    _add_heads(p, plain, queries, rotary, rotary + keys.rows, keys)
+
+
+def add_latent_attention(
+    p: Program, queries: int, out: int, layer: int, params: MLAParams, new: NewBuffer
+) -> None:
+    """Adds `OpSet.mla_paged_attention`: float32 rows [H · (R + C)] → [H · V], over `layer`'s
+    cache."""
+    values = params.values
+    num_heads, rank = _num_heads(values), values.inner
+    seen = new("seen latents", native.FORM_F32, num_heads * rank)
+    sizes = num_heads, 1, params.rotary_dim + rank, rank
+    p.add(
+        "attention",
+        queries,
+        seen,
+        layer,
+        0,
+        *sizes,
+        params.scale,
+        0,
+        0.0,
+        None,
+        None,
+        None,
+        0,
+        True,
+    )
+    if values.form != native.FORM_F32:
+        wide, seen = seen, new("seen latents", values.form, num_heads * rank)
+        p.add("convert", wide, seen, values.form, num_heads * rank, 1)
+    _add_heads(p, seen, out, 0, values.rows, values)
+
+
+def _num_heads(heads: NativeExperts) -> int:
+    return heads.parts[0].num_experts
+
+
+def _add_heads(p: Program, x: int, out: int, column: int, step: int, heads: NativeExperts) -> None:
+    (part,) = heads.parts
+    sizes = part.num_experts, part.kind, part.rows, part.inner
+    p.add("head_linear", x, out, column, step, *sizes, part.data, part.stride, weights=part)

@@ -1,0 +1,304 @@
+"""The CPU's op set for torch tensors: C++ kernels (csrc/cpu), and NumPy's sampler.
+
+Mixtures of experts are in `cpu_moe.py`, latent attention is in `cpu_mla.py`. A whole step runs as
+one program without returning to Python (`model/program.py`). Called one by one, the ops here use
+the same kernels. These compute in float32: a bfloat16 tensor is converted, and the result is
+rounded. `host_ops.py`, which needs no torch, packs the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.arrays import as_arrays, meta, to_array
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.host_ops import HostOps
+from slipstream.kernels.cpu.mla import add_latent_attention, add_latent_queries
+from slipstream.kernels.cpu.moe import (
+    NativeExperts,
+    add_choice,
+    add_down,
+    add_expert_linear,
+    add_experts,
+)
+from slipstream.kernels.cpu.native import NativeLinear, Program, activation_of
+from slipstream.kernels.cpu.programs import (
+    Argmax,
+    LinearProgram,
+    add_attention,
+    add_norm,
+    add_rope_and_cache,
+)
+from slipstream.kernels.cpu.torch_ops import CpuOps
+from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
+from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.weights import Activations, Linear
+from slipstream.spec.model import Activation, OwnActivation, OwnNorm
+from slipstream.spec.scheme import CPU_BLOCK_BYTES, NATIVE_PRODUCTS, InputFormat, Scheme
+
+AnyLinear = TypeVar("AnyLinear", NativeLinear, NativeExperts, Linear)
+
+
+class NativeOps(CpuOps):
+    """The op set of the C++ kernels. `isa` is the instruction set, by default the machine's best.
+    `sparse_from` overrides `SPARSE_FROM`."""
+
+    name = "cpu"
+    rounded = NATIVE_PRODUCTS["cpu"]
+    block_types = frozenset(CPU_BLOCK_BYTES)
+
+    def __init__(
+        self,
+        num_threads: int = 1,
+        isa: str | None = None,
+        sparse_from: float | None = None,
+        *,
+        dense_copies: bool = False,
+    ) -> None:
+        super().__init__()
+        self.host = HostOps(num_threads, isa, sparse_from, dense_copies=dense_copies)
+        self.pool = self.host.pool
+        self._argmax: dict[int, Argmax] = {}  # by vocabulary size
+
+    def describe(self) -> str:
+        return self.host.describe()
+
+    def eight_bits(self, device: torch.device) -> str | None:
+        return self.host.eight_bits
+
+    # --- Weights ---
+
+    def quantize_weight(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme | None = None
+    ) -> NativeLinear:
+        return _held(
+            self.host.quantize_weight(
+                to_array(weight), None if bias is None else to_array(bias), scheme
+            )
+        )
+
+    def pack_weight(self, w: Linear) -> NativeLinear:
+        return _held(self.host.pack_weight(as_arrays(w)))
+
+    def quantize_experts(
+        self,
+        weight: Tensor,
+        scheme: Scheme | None = None,
+        bias: Tensor | None = None,
+        *,
+        num_experts: int,
+    ) -> NativeExperts:
+        arrays = to_array(weight), scheme, None if bias is None else to_array(bias)
+        return _held(self.host.quantize_experts(*arrays, num_experts=num_experts))
+
+    def pack_experts(self, w: Linear, *, num_experts: int) -> NativeExperts:
+        return _held(self.host.pack_experts(as_arrays(w), num_experts=num_experts))
+
+    def pack_heads(self, weight: Tensor) -> NativeExperts:
+        return _held(self.host.pack_heads(to_array(weight)))
+
+    @property
+    def layout(self) -> str:
+        return self.host.layout
+
+    def write_products(self, path: Path, products: Mapping[str, Linear]) -> int:
+        return self.host.write_products(path, products)
+
+    def read_products(self, path: Path) -> dict[str, Linear]:
+        return {name: _held(w) for name, w in self.host.read_products(path).items()}
+
+    def embedding(self, table: Tensor | Linear, tied: Linear | None) -> Tensor | Linear:
+        if isinstance(tied, NativeLinear) and all(
+            p.kind not in (native.I8, native.S8) for p in tied.parts
+        ):
+            return tied  # the head holds the table's rows exactly
+        return self.pack_weight(table) if isinstance(table, Linear) else table
+
+    def embed(self, token_ids: Tensor, table: Tensor | Linear, scale: float = 1.0) -> Tensor:
+        if isinstance(table, Tensor):
+            return super().embed(token_ids, table, scale)
+        assert isinstance(table, NativeLinear)
+        assert len(table.parts) == 1
+        rows = torch.from_numpy(table.parts[0].rows_of(token_ids.numpy())).to(table.weight.dtype)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+    def forms_of(self, w: Linear) -> list[tuple[str, int]]:
+        if not isinstance(w, (NativeLinear, NativeExperts)):
+            return super().forms_of(w)
+        return self.host.forms_of(w)
+
+    # --- Layers ---
+
+    def linear(self, x: Activations, w: Linear) -> Tensor:
+        assert isinstance(x, Tensor)
+        if not isinstance(w, NativeLinear):
+            return super().linear(x, w)
+        return torch.from_numpy(LinearProgram(self.pool, w)(_wide(x).numpy())).to(x.dtype)
+
+    def norm(
+        self,
+        x: Tensor,
+        norm: NormParams,
+        *,
+        residual: Tensor | None = None,
+        inputs: InputFormat | None = None,
+    ) -> tuple[Activations, Tensor]:
+        if isinstance(norm.kind, OwnNorm):
+            return super().norm(x, norm, residual=residual, inputs=inputs)
+        assert inputs is None
+        total = (
+            None
+            if residual is None
+            else residual.float().clone(memory_format=torch.contiguous_format)
+        )
+        out = torch.empty(x.shape, dtype=torch.float32)
+        p = Program(self.pool)
+        into = -1 if total is None else p.bound(total)
+        add_norm(p, p.bound(_wide(x)), into, p.bound(out), 0, x.shape[1], norm)
+        self._run(p, len(x))
+        return out.to(x.dtype), x if total is None else total.to(x.dtype)
+
+    def activation(
+        self,
+        x: Tensor,
+        activation: Activation,
+        *,
+        gated: bool = False,
+        inputs: InputFormat | None = None,
+    ) -> Activations:
+        if isinstance(activation, OwnActivation):
+            return super().activation(x, activation, gated=gated, inputs=inputs)
+        assert inputs is None
+        size = x.shape[1] // 2 if gated else x.shape[1]
+        out = torch.empty(len(x), size)
+        p = Program(self.pool)
+        kind = activation_of(activation)
+        assert kind is not None
+        p.add("activation", p.bound(_wide(x)), p.bound(out), 0, *kind, gated, size, 1)
+        self._run(p, len(x))
+        return out.to(x.dtype)
+
+    def moe(
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+    ) -> Tensor:
+        up, down, spec = experts.up, experts.down, experts.spec
+        assert isinstance(up, NativeExperts)
+        assert isinstance(down, NativeExperts)
+        step = native.StepInputs(num_tokens=len(x))
+        counts = None
+        if load is not None:
+            step.groups = (native.GroupInputs * 1)(native.GroupInputs(slots=load.slots.data_ptr()))
+            counts, step.block_size = load.counts[None], load.block_size
+        rows, size, k = _wide(x), x.shape[1], spec.num_experts_per_token
+        logits, out = _wide(router_logits), torch.empty(x.shape, dtype=torch.float32)
+
+        def begun(counted: Tensor | None, form: int) -> tuple[Program, int]:
+            p = Program(self.pool)
+            gathered = p.buffer(form, size, k)
+            places = p.bound(rows), p.bound(logits), p.bound(counted)
+            add_choice(p, *places, spec, experts.correction, gathered, form, size)
+            return p, gathered
+
+        p, gathered = begun(counts, up.form)
+        if isinstance(
+            spec.expert.activation, OwnActivation
+        ):  # torch computes it, between two programs with the same choice
+            wide = torch.empty(len(x) * k, up.rows)
+            add_expert_linear(p, gathered, p.bound(wide), up)
+            p.run(step)
+            inner = self.activation(wide, spec.expert.activation, gated=spec.expert.gated)
+            assert isinstance(inner, Tensor)
+            p, _ = begun(None, native.FORM_F32)
+            own = p.buffer(down.form, down.inner, k)
+            p.add("convert", p.bound(_wide(inner)), own, down.form, down.inner, k)
+            results = add_down(p, own, down, spec, lambda _, *sizes: p.buffer(*sizes))
+        else:
+            results = add_experts(p, gathered, up, down, spec, lambda _, *sizes: p.buffer(*sizes))
+        p.add("combine", results, p.bound(out), size, -1, -1, False)
+        p.run(step)
+        return out.to(x.dtype)
+
+    def rope_and_cache(
+        self, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKVLayout
+    ) -> Tensor:
+        if kv.latent:
+            return super().rope_and_cache(qkv, kv, meta, heads)
+        rows = qkv.float().clone(memory_format=torch.contiguous_format)
+        p = Program(self.pool)
+        add_rope_and_cache(p, p.bound(rows), 0, heads)
+        self._run_cached(p, kv, meta)
+        q_size = heads.num_heads * heads.head_dim
+        return rows[:, :q_size].reshape(-1, heads.num_heads, heads.head_dim).to(qkv.dtype)
+
+    def attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: AttentionParams
+    ) -> Tensor:
+        (_, num_heads, head_dim), value_dim = q.shape, kv.v.shape[3]
+        out = torch.empty(len(q), num_heads * value_dim)
+        p = Program(self.pool)
+        sizes = num_heads, kv.k.shape[1], head_dim, value_dim
+        add_attention(p, p.bound(_wide(q.flatten(1))), p.bound(out), 0, sizes, params)
+        self._run_cached(p, kv, meta)
+        return out.view(-1, num_heads, value_dim).to(q.dtype)
+
+    def mla_queries(
+        self, q: Tensor, row: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
+        out = torch.empty(len(q), q.shape[1], params.rotary_dim + params.keys.rows)
+        p = Program(self.pool)
+        places = p.bound(_wide(q.flatten(1))), p.bound(_wide(row)), p.bound(out.flatten(1)), 0
+        add_latent_queries(p, *places, params, lambda _, *sizes: p.buffer(*sizes))
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
+
+    def mla_paged_attention(
+        self, q: Tensor, kv: LayerKV, meta: AttentionMetadata, params: MLAParams
+    ) -> Tensor:
+        out = torch.empty(len(q), params.values.out_features)
+        p = Program(self.pool)
+        add_latent_attention(
+            p,
+            p.bound(_wide(q.flatten(1))),
+            p.bound(out),
+            0,
+            params,
+            lambda _, *sizes: p.buffer(*sizes),
+        )
+        self._run_cached(p, kv, meta)
+        return out.to(q.dtype)
+
+    # --- Sampling ---
+
+    def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        size = logits.shape[1]
+        if size not in self._argmax:
+            self._argmax[size] = Argmax(self.pool, size)
+        return self._argmax[size](np.ascontiguousarray(logits))
+
+    def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
+        """Runs a program with this cache as its layer 0."""
+        inputs, kept = native.step_inputs(meta, native.layer_pointers([kv]), kv)
+        program.run(inputs)
+        del kept
+
+    def _run(self, program: Program, num_tokens: int) -> None:
+        program.run(native.StepInputs(num_tokens=num_tokens))
+
+
+def _held(w: AnyLinear) -> AnyLinear:
+    """Returns the weight with a torch placeholder instead of NumPy's."""
+    return replace(w, weight=meta(to_array(w.weight) if isinstance(w.weight, Tensor) else w.weight))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns the tensor in float32 with contiguous rows."""
+    x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,173 @@
+"""Parts of the C++ kernels' programs: a layer's operators, and products as programs of their
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import NativeLinear, Program, ThreadPool, float32
+from slipstream.kernels.layouts import AttentionParams, NormParams, QKVLayout
+
+if TYPE_CHECKING:
+    from slipstream.kernels.cpu.native import Array
+
+Floats = npt.NDArray[np.float32]
+
+
+class LinearProgram:
+    """One product as a program of its own: float32 [T, in] → [T, out].
+
+    For measurements, `more` weights of the same shape may be multiplied after it; the result is
+    then the last one's.
+    """
+
+    def __init__(
+        self, pool: ThreadPool, w: NativeLinear, more: Iterable[NativeLinear] = ()
+    ) -> None:
+        self._w, self.program = w, Program(pool)
+        self._x, self._y = self.program.bound(), self.program.bound()
+        size, x = w.weight.shape[1], self._x
+        if w.form != native.FORM_F32:
+            x = self.program.buffer(w.form, size)
+            self.program.add("convert", self._x, x, w.form, size, 1)
+        for each in (w, *more):
+            add_linear(self.program, x, self._y, each)
+
+    def __call__(self, x: Floats) -> Floats:
+        assert x.dtype == np.float32
+        assert x.shape[1] == self._w.weight.shape[1]
+        y = np.empty((len(x), self._w.out_features), np.float32)
+        self.program.bind(self._x, x)
+        self.program.bind(self._y, y)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
+        return y
+
+
+class LinearArgmax:
+    """A product and the first maximum of each row: float32 [T, in] → int64 [T]. The full rows
+    [T, out] are never stored."""
+
+    def __init__(self, pool: ThreadPool, w: NativeLinear) -> None:
+        (part,) = w.parts
+        self.program = p = Program(pool)
+        self._size, self._x, self._out = part.inner, p.bound(), p.bound()
+        x = self._x
+        if w.form != native.FORM_F32:
+            x = p.buffer(w.form, part.inner)
+            p.add("convert", self._x, x, w.form, part.inner, 1)
+        p.add(
+            "linear_argmax",
+            x,
+            self._out,
+            part.kind,
+            part.rows,
+            part.inner,
+            part.data,
+            w.bias,
+            weights=part,
+        )
+
+    def __call__(self, x: Floats) -> npt.NDArray[np.int64]:
+        found = self.of(x)
+        self.program.run(native.StepInputs(num_tokens=len(x)))
+        return found
+
+    def of(self, x: Floats) -> npt.NDArray[np.int64]:
+        """Binds `x` and returns the array that the next run of `program` fills. Both must live
+        until then."""
+        assert x.dtype == np.float32
+        assert x.shape[1] == self._size
+        found = np.empty((len(x), 1), np.int64)
+        self.program.bind(self._x, x)
+        self.program.bind(self._out, found)
+        return found[:, 0]
+
+
+class Argmax:
+    """The first maximum of each row, float32 [T, V] → int64 [T]."""
+
+    def __init__(self, pool: ThreadPool, size: int) -> None:
+        self._program = p = Program(pool)
+        self._x, self._out = p.bound(), p.bound()
+        p.add("argmax", self._x, self._out, size)
+
+    def __call__(self, x: Floats) -> npt.NDArray[np.int64]:
+        found = np.empty((len(x), 1), np.int64)
+        self._program.bind(self._x, x)
+        self._program.bind(self._out, found)
+        self._program.run(native.StepInputs(num_tokens=len(x)))
+        return found[:, 0]
+
+
+def add_linear(
+    program: Program, x: int, y: int, w: NativeLinear, *, accumulate: bool = False
+) -> None:
+    """Adds a product, part by part: x in the weight's form, y float32."""
+    row = 0
+    for part in w.parts:
+        bias = None if w.bias is None else w.bias[row : row + part.rows]
+        weight = part.kind, part.rows, part.inner, part.data
+        program.add(
+            "linear",
+            x,
+            y,
+            row,
+            *weight,
+            bias,
+            accumulate,
+            part.dense,
+            part.dense_from,
+            weights=part,
+        )
+        row += part.rows
+
+
+def add_norm(
+    program: Program, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
+) -> None:
+    """Adds a norm: float32 rows → rows in `form`. With a residual (else -1), x is added to it and
+    the sum is normed."""
+    how = float32(norm.weight), _floats(norm.bias), norm.eps, norm.offset
+    program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
+
+
+def add_rope_and_cache(
+    program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
+) -> None:
+    """Adds rotary and cache for float32 rows. q is rotated in place; k and v go to the step's slots
+    of `group` in the layer's cache."""
+    norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
+    sizes = h.num_heads, h.num_kv_heads, h.head_dim
+    turned = h.cos_sin, h.rotary_dim, h.interleaved
+    program.add(
+        "rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset
+    )
+
+
+def add_attention(
+    program: Program,
+    q: int,
+    out: int,
+    layer: int,
+    sizes: tuple[int, int, int, int],
+    s: AttentionParams,
+    *,
+    group: int = 0,
+) -> None:
+    """Adds attention of float32 rows that begin with q.
+
+    `sizes` are heads, kv heads, head dim and value dim. `group` is the cache group whose block
+    tables are used.
+    """
+    of_heads = [_floats(t) for t in (s.alibi_slopes, s.sinks, s.distance_bias)]
+    masks = s.window or 0, s.softcap or 0.0, *of_heads, s.reach, s.causal
+    program.add("attention", q, out, layer, group, *sizes, s.scale, *masks)
+
+
+def _floats(x: Array | None) -> Array | None:
+    return None if x is None else float32(x)

@@ -1,0 +1,1 @@
+"""From the engine's outputs to the answers of every protocol."""

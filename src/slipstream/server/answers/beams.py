@@ -1,0 +1,132 @@
+"""`use_beam_search` of completions and chat (vLLM's name): which other fields go with it, and the search's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Raw
+
+from slipstream.errors import RequestError
+from slipstream.server.http.errors import bad_request
+from slipstream.types import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.server.openai.protocol import Generation
+
+OWN = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+"""Fields that say how to search."""
+
+TAKEN = frozenset(
+    (
+        *OWN,
+        *(
+            "use_beam_search",
+            "model",
+            "prompt",
+            "messages",
+            "n",
+            "max_tokens",
+            "max_completion_tokens",
+            "ignore_eos",
+            "echo",
+        ),
+        *(
+            "priority",
+            "cache_salt",
+            "user",
+            "metadata",
+            "store",
+            "safety_identifier",
+            "prompt_cache_key",
+            "service_tier",
+            "temperature",
+        ),
+        *(
+            "add_special_tokens",
+            "truncate_prompt_tokens",
+            "return_token_ids",
+            "spaces_between_special_tokens",
+        ),
+        *(
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "verbosity",
+        ),
+        *("compress_prompt", "skip_special_tokens"),
+    )
+)
+"""Fields that a search has, of its body. The others draw tokens, or look at them one by one."""
+
+
+def check(body: Generation) -> None:
+    """400: a field that does not go with the others."""
+    if not body.use_beam_search:
+        if wrong := [name for name in OWN if _is_given(getattr(body, name))]:
+            raise bad_request(f"{wrong[0]} goes with use_beam_search=true; leave it out", wrong[0])
+        return
+    others = [name for name in body.__struct_fields__ if name not in TAKEN]
+    if wrong := [name for name in others if _is_given(getattr(body, name))]:
+        reason = (
+            "whole answers are searched for"
+            if "stream" in wrong[0]
+            else "it keeps the likeliest answers"
+        )
+        raise bad_request(f"use_beam_search has no {wrong[0]}: {reason}; leave it out", wrong[0])
+    if body.temperature not in (None, 0, 1):
+        raise bad_request("use_beam_search draws nothing; leave temperature out", "temperature")
+    if body.skip_special_tokens is False:
+        raise bad_request(
+            "use_beam_search shows no special tokens; leave skip_special_tokens out",
+            "skip_special_tokens",
+        )
+    if (
+        not body.max_tokens
+        and not getattr(body, "max_completion_tokens", None)
+        and hasattr(body, "messages")
+    ):
+        raise bad_request(
+            "use_beam_search needs max_tokens: a beam of the whole context is never wanted",
+            "max_tokens",
+        )
+
+
+def _is_given(value: Any) -> bool:
+    if isinstance(value, Raw):
+        return bytes(value) not in (b"", b"null")
+    return value is not None and value is not False
+
+
+@contextmanager
+def named_as_in_body() -> Iterator[None]:
+    """Errors about a search name the body's fields: `beam_width` is its `n`."""
+    try:
+        yield
+    except RequestError as error:
+        error.message = error.message.replace("beam_width", "n")
+        error.args = (error.message,)
+        error.field = "n" if error.field == "beam_width" else error.field
+        raise
+
+
+def search(body: Generation, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
+    """The search, with its answers in the form that the response writers take."""
+    own: dict[str, Any] = {
+        name: getattr(body, name) for name in OWN if getattr(body, name) is not None
+    }
+    width = 1 if body.n is None else body.n
+    with named_as_in_body():
+        params = BeamSearchParams(
+            beam_width=width, max_tokens=max_tokens, ignore_eos=bool(body.ignore_eos), **own
+        )
+    truncated = body.truncate_prompt_tokens
+    sampling = SamplingParams(
+        n=params.beam_width,
+        temperature=0.0,
+        max_tokens=max_tokens,
+        truncate_prompt_tokens=truncated,
+    )
+    return params, sampling

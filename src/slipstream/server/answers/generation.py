@@ -1,0 +1,593 @@
+"""One path for every answer: deltas from the engine, streamed as server-sent events, or the same deltas collected.
+
+An `Answer` says what to generate and how to write it; completions.py and chat.py each make one of a body.
+`GenerationRoute` is the ASGI endpoint that runs it. A 200 is sent with the first delta, so whatever fails before it
+has its own status; what fails after it is an error event, after which the stream ends without [DONE].
+
+As a step's message is read, each prompt of an answer (`_Part`) gets its new output. If the connection takes more, that is
+written at once (`write_chunk` of the ASGI scope, see connection.py). Else, or under a server without it, it is put together
+until the answer's task has sent what came before. So the task is woken for the first delta, for the end and for a client that
+reads slowly, not for each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from slipstream.engine.output import extend, mean_logprob
+from slipstream.errors import RequestError, SlipstreamError
+from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from slipstream.server.answers.beams import named_as_in_body
+from slipstream.server.http.errors import (
+    CLIENT_CLOSED_REQUEST,
+    ApiError,
+    ClientDisconnected,
+    as_api_error,
+    bad_request,
+    shutting_down,
+)
+from slipstream.server.http.keys import prefix_salt
+from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
+from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
+from slipstream.server.http.replies import JSON_HEADERS, send_whole
+from slipstream.server.openai.models import served_model
+from slipstream.server.openai.protocol import Generation, decode
+from slipstream.server.state import ServerState
+from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams, Share
+
+logger = logging.getLogger("slipstream.server")
+encode = msgspec.json.Encoder().encode
+
+BATCH_PRIORITY = 2**31 - 1
+"""The last: what a body may say is below it."""
+
+_PROGRESS_S = 1.0
+"""How often a fleet's gateway gets the progress of an answer that is not streamed."""
+
+
+class Body(Protocol):
+    """What a route decodes: an OpenAI body, or another protocol's, of which `prepare` makes one."""
+
+    model: str | None
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+
+    def param(self, field: str | None) -> str | None:
+        """This body's own name for a field that an error names."""
+
+
+@contextmanager
+def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
+    """For a body that was made of another one: errors name the field of the original, which `param` returns."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = param(error.param)
+        raise
+    except RequestError as error:
+        error.field = param(error.field)
+        raise
+
+
+Write: TypeAlias = Callable[[bytes], bool]
+"""Writes a part of an answer's body at once. Returns False, and writes nothing, if that is not possible now."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the answers so far. Text and log-probabilities are kept only if they are to be collected."""
+
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    first_token: float = 0.0  # time.monotonic()
+    last_token: float = 0.0
+    finish_reason: str | None = None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # if the body has `return_token_ids`
+    begun: bool = False  # whether a chunk was written; that and the next belong to Answer.chunk
+    num_chars: int = 0
+    strips_space: bool = False  # whether the next token's space does not show
+
+
+@dataclass(slots=True)
+class PromptInfo:
+    """What the engine says about one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    logprobs: list[PositionLogprobs | None] | None = None
+
+
+class Answer:
+    """The answer to one body: its parameters, progress and format. Choices are numbered prompt by prompt, n for each."""
+
+    kind: ClassVar[str]  # OpenAI's `object`
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
+    whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
+    is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
+
+    def __init__(
+        self,
+        state: ServerState,
+        body: Generation,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        record: RequestRecord,
+        beams: BeamSearchParams | None = None,
+    ) -> None:
+        """With `beams` the answers are searched for, and not drawn."""
+        self.beams = beams
+        self.num_drawn = (
+            sampling.num_drawn
+        )  # choices of each prompt, of which `sampling.n` are given
+        num_choices = len(prompts) * self.num_drawn
+        if num_choices > (limit := state.settings.max_choices_per_request):
+            raise bad_request(
+                f"prompts times n is {num_choices}; this server takes at most {limit}", "n"
+            )
+        self.state, self.body, self.sampling, self.record = state, body, sampling, record
+        self.choices = [Choice() for _ in range(num_choices)]
+        self.prompt_info = [PromptInfo() for _ in prompts]
+        self.more_usage: dict[str, Any] = {}
+        self.stream = bool(body.stream)
+        options = body.stream_options
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.include_usage = options is not None and options.include_usage
+        self.identity = {
+            "id": self.id_prefix + record.id,
+            "created": record.created,
+            "model": body.model,
+        }
+        self._num_running = len(prompts)
+        self._news = (
+            asyncio.Event()
+        )  # for the task: something waits to be sent, or all is there, or it failed
+        self._unsent: dict[int, CompletionOutput] = {}  # by choice: what waits for the task
+        self._unwritten = b""  # the events before that
+        self._error: Exception | None = None
+        self._write: Write | None = None  # if nothing waits
+        self.begun: Sequence[
+            int
+        ] = ()  # the tokens of an answer that began elsewhere, whose events are not sent again
+        self._replays = False  # those are being replayed
+        self.marks = False  # the events are for a fleet's gateway (`server.operations.fleet`)
+        self.unmarked: list[int] = []  # tokens since the last mark
+        # The parts of a chunk that never change are encoded once.
+        self.head = (
+            b"data: " + encode({"object": self.chunk_kind, **self.identity})[:-1] + b',"choices":['
+        )
+        self.tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self.parts = [_Part(self, number, prompt) for number, prompt in enumerate(prompts)]
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Of a stream."""
+        return [(b"content-type", self.media_type), (b"cache-control", b"no-cache")]
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        """The events for a delta; none if it has nothing to say."""
+        raise NotImplementedError
+
+    def text_event(self, index: int, text: bytes) -> bytes:
+        """The event of more text, encoded, in a choice that has begun."""
+        raise NotImplementedError
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """A choice of the collected answer."""
+        raise NotImplementedError
+
+    def event(self, *choice: bytes) -> bytes:
+        tail = (
+            b'],"usage":' + encode(self.usage()) + b"}\n\n" if self.continuous_usage else self.tail
+        )
+        return b"".join((self.head, *choice, tail))
+
+    def end(self) -> bytes:
+        """What closes the stream, behind what was not sent yet."""
+        events = self._take_events()
+        usage = (
+            self.head + b'],"usage":' + encode(self.usage()) + b"}\n\n"
+            if self.include_usage
+            else b""
+        )
+        return events + usage + b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream in place of `end`."""
+        return b"data: " + error.body() + b"\n\n"
+
+    def collected(self) -> bytes:
+        given = self.choices_given()
+        choices = [{**self.choice(i), "index": index} for index, i in enumerate(given)]
+        return encode(
+            {
+                "object": self.kind,
+                **self.identity,
+                "choices": choices,
+                "usage": self.usage(),
+                **self.extra_fields(),
+            }
+        )
+
+    def choices_given(self) -> list[int]:
+        """The numbers of the choices that the collected answer has, prompt by prompt: with `best_of` the best, in order."""
+        if self.sampling.best_of is None:
+            return list(range(len(self.choices)))
+        drawn = [
+            range(first, first + self.num_drawn)
+            for first in range(0, len(self.choices), self.num_drawn)
+        ]
+        ranked = [
+            sorted(some, key=lambda i: -mean_logprob(self.choices[i].logprobs)) for some in drawn
+        ]
+        return [i for some in ranked for i in some[: self.sampling.n]]
+
+    def extra_fields(self) -> dict[str, Any]:
+        """What else the collected answer holds."""
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion = self.record.num_prompt_tokens, self.record.num_output_tokens
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(info.num_cached_tokens for info in self.prompt_info)
+            },
+            **self.more_usage,
+        }
+        if drafted := sum(choice.num_drafted for choice in self.choices):
+            accepted = sum(choice.num_accepted for choice in self.choices)
+            details = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+            usage["completion_tokens_details"] = details
+        return usage
+
+    async def events(self, write: Write | None) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, but for those that `write` took and the last, which `end` has. Of an answer that is collected
+        there are none, and this ends when it is complete. Closing it cancels what runs."""
+        cancels = []
+        served_model(
+            self.state, self.body.model
+        )  # 404 if it was an adapter that has been unloaded since the body was read
+        key, grant = self.record.key, self.record.grant
+        options = RequestOptions(
+            priority=effective_priority(self.record, self.body.priority),
+            cache_salt=prefix_salt(key, self.body.cache_salt),
+            lora_request=self.state.engine.adapters.get(self.body.model or ""),
+            share=None if key is None else Share(key.id, key.weight),
+            client="" if self.sampling.structured_outputs is None else self.record.client,
+            reserve=None if grant is None else grant.reserve,
+            answer_token_ids=self.begun,
+        )
+        submit = self.state.engine.submit
+        try:
+            if self.beams is not None:
+                await self._search(self.beams, options)
+            for part in self.parts if self.beams is None else ():
+                self._replays = bool(self.begun)
+                cancels.append(await submit(part.prompt, self.sampling, part, options))
+                self._replays = False
+            while self._num_running:
+                await self._news.wait()
+                self._news.clear()
+                while self._num_running and (self._unwritten or self._unsent):
+                    yield self._take_events(mark=True)
+                if self._error is not None:
+                    raise self._error
+                self._write = write  # nothing waits, so what comes next can be written as it comes
+        finally:
+            self._write = None
+            for cancel in cancels:
+                cancel()
+        metrics = self.state.metrics
+        metrics.e2e.observe(time.monotonic() - self.record.start)
+        metrics.prompt_length.observe(self.record.num_prompt_tokens)
+        metrics.answer_length.observe(self.record.num_output_tokens)
+
+    async def _search(self, beams: BeamSearchParams, options: RequestOptions) -> None:
+        """Search for the answers of all prompts, and take them in. An error of one ends the others."""
+        begin, cut = self.state.engine.beam_search, self.sampling.truncate_prompt_tokens
+        searches = [
+            asyncio.ensure_future(begin(part.prompt, beams, options, truncate_prompt_tokens=cut))
+            for part in self.parts
+        ]
+        try:
+            with named_as_in_body():
+                found = await asyncio.gather(*searches)
+        finally:
+            for search in searches:
+                search.cancel()
+        for part, output in zip(self.parts, found, strict=True):
+            prompt = output.prompt_token_ids
+            own = [
+                CompletionOutput(
+                    i, s.text or "", s.tokens[len(prompt) :], finish_reason=s.finish_reason
+                )
+                for i, s in enumerate(output.sequences)
+            ]
+            part.put(
+                RequestOutput(
+                    self.record.id, output.prompt, prompt, own, True, None, output.num_cached_tokens
+                )
+            )
+
+    def push(self, outputs: list[CompletionOutput], *, finished: bool) -> None:
+        """Pass on what is new; `finished`: it is the last of a prompt."""
+        self._num_running -= finished
+        if self._replays:
+            for new in outputs:
+                self.chunk(new)
+            self.unmarked.clear()
+            if finished:
+                self._news.set()
+        elif not self.stream:
+            if not self._num_running:
+                self._news.set()
+        elif self._write is not None and self._num_running:
+            self.send(b"".join([*map(self.chunk, outputs), self.mark()]))
+        else:
+            self._write = None
+            self._news.set()
+            for new in outputs:
+                if (unsent := self._unsent.setdefault(new.index, new)) is not new:
+                    extend(unsent, new)
+
+    @property
+    def can_write(self) -> bool:
+        return self._write is not None
+
+    def send(self, events: bytes) -> None:
+        """Write at once, or leave it to the task if the client reads too slowly."""
+        if events and (self._write is None or not self._write(events)):
+            self._unwritten, self._write = events, None
+            self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error, self._write = self._error or error, None
+        self._news.set()
+
+    def _take_events(self, *, mark: bool = False) -> bytes:
+        unsent, self._unsent = self._unsent, {}
+        events, self._unwritten = [self._unwritten, *map(self.chunk, unsent.values())], b""
+        return b"".join([*events, self.mark()] if mark else events)
+
+    def mark(self) -> bytes:
+        """The mark for a gateway: the number of tokens up to the events before it."""
+        if not self.marks:
+            return b""
+        unmarked, self.unmarked = self.unmarked, []
+        return b":t %b\n" % b" ".join([b"%d" % token for token in unmarked])
+
+    def note_prompt(self, info: PromptInfo, output: RequestOutput) -> None:
+        if not info.token_ids:
+            info.token_ids = output.prompt_token_ids
+            self.record.num_prompt_tokens += len(info.token_ids)
+        info.num_cached_tokens = max(info.num_cached_tokens, output.num_cached_tokens)
+        info.logprobs = output.prompt_logprobs or info.logprobs
+
+    def note(self, delta: CompletionOutput, now: float) -> None:
+        choice, record, metrics = self.choices[delta.index], self.record, self.state.metrics
+        choice.num_drafted += delta.num_drafted
+        choice.num_accepted += delta.num_accepted
+        if delta.token_ids:
+            if self.marks:
+                self.unmarked += delta.token_ids
+            if choice.num_tokens:
+                metrics.itl.observe(now - choice.last_token)
+            else:
+                choice.first_token = now
+            if record.ttft_s is None:
+                record.ttft_s = now - record.start
+                metrics.ttft.observe(record.ttft_s)
+            choice.last_token = now
+            choice.num_tokens += len(delta.token_ids)
+            record.num_output_tokens += len(delta.token_ids)
+        if not self.stream:
+            choice.text.append(delta.text)
+            choice.logprobs += delta.logprobs or ()
+            if self.body.return_token_ids:
+                choice.token_ids += delta.token_ids
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            metrics.finished[delta.finish_reason] += 1
+            if choice.num_tokens > 1:
+                metrics.tpot.observe(
+                    (choice.last_token - choice.first_token) / (choice.num_tokens - 1)
+                )
+
+
+class _Part:
+    """One prompt of an answer, as the `Sink` of its new output."""
+
+    def __init__(self, answer: Answer, number: int, prompt: Prompt) -> None:
+        self.answer, self.prompt = answer, prompt
+        self.info = answer.prompt_info[number]
+        self.first = number * answer.num_drawn
+        self.choice = answer.choices[self.first]
+        general = (
+            answer.num_drawn > 1
+            or answer.continuous_usage
+            or answer.body.return_token_ids
+            or not answer.is_plain
+        )
+        self.on_token = None if general else self._on_token
+        self.head, _, self.tail = (
+            (b"", b"", b"") if general else answer.text_event(self.first, b"\0").partition(b"\0")
+        )
+
+    def put(self, delta: RequestOutput) -> None:
+        answer, now = self.answer, time.monotonic()
+        try:
+            answer.note_prompt(self.info, delta)
+            for new in delta.outputs:
+                new.index += self.first
+                answer.note(new, now)
+            answer.push(delta.outputs, finished=delta.finished)
+        except Exception as error:  # of ours: the request fails, and no other
+            answer.fail(error)
+
+    def _on_token(self, token: int, text: str, now: float) -> None:
+        """What `put` does with a delta of one token and nothing else."""
+        answer, choice = self.answer, self.choice
+        answer.state.metrics.itl.observe(now - choice.last_token)
+        choice.last_token = now
+        choice.num_tokens += 1
+        answer.record.num_output_tokens += 1
+        if answer.marks:
+            answer.unmarked.append(token)
+        if not answer.stream:
+            choice.text.append(text)
+        elif not answer.can_write:
+            answer.push([CompletionOutput(self.first, text, [token])], finished=False)
+        elif text:
+            try:
+                answer.send(self.head + encode(text) + self.tail + answer.mark())
+            except Exception as error:  # as above
+                answer.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        self.answer.fail(error)
+
+
+def effective_priority(record: RequestRecord, asked: int | None) -> int:
+    """Apply the limits of the key to its request. Requests of a batch get a priority below all others."""
+    if record.background:
+        return BATCH_PRIORITY
+    if record.key is None or record.key.priority is None:
+        return asked or 0
+    return record.key.priority if asked is None else max(asked, record.key.priority)
+
+
+class GenerationRoute:
+    """The ASGI endpoint for bodies of `kind`, of which `prepare` makes an Answer."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        kind: type[Any],
+        prepare: Callable[[ServerState, Any, RequestRecord], Awaitable[Answer]],
+    ) -> None:
+        self.state, self.kind, self.prepare = state, kind, prepare
+
+    def read(self, raw: bytes, scope: Scope) -> Body:
+        body: Body = decode(self.kind, raw)
+        return body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self.state
+        if state.draining:
+            raise shutting_down()
+        record = scope["record"]
+        raw = await read_prompt_body(state, scope, receive)
+        body = self.read(raw, scope)
+        body.check()
+        body.model = record.model = served_model(state, body.model)
+        started = False
+        try:
+            async with in_flight(state, receive, record):
+                with admitted(state, record, body.model):
+                    answer = record.answer = await self.prepare(state, body, record)
+                    answer.marks = answer.stream and scope.get("from_gateway", False)
+                    answer.begun = scope.get("answer_token_ids", ())
+                    if answer.begun and not (answer.stream and len(answer.choices) == 1):
+                        raise bad_request(
+                            "only a stream of one choice can go on elsewhere", "answer_token_ids"
+                        )
+                    async with (
+                        _reporting_progress(answer, scope),
+                        aclosing(answer.events(scope.get("write_chunk"))) as events,
+                    ):
+                        async for some in events:
+                            if not started:
+                                started = True
+                                await send(
+                                    {
+                                        "type": "http.response.start",
+                                        "status": 200,
+                                        "headers": answer.headers,
+                                    }
+                                )
+                            if some:
+                                with state.metrics.stalls.waiting():
+                                    await send(
+                                        {
+                                            "type": "http.response.body",
+                                            "body": some,
+                                            "more_body": True,
+                                        }
+                                    )
+                last = answer.end() if answer.stream else answer.collected()
+        except Exception as exc:
+            if isinstance(exc, RequestError):
+                exc.field = body.param(exc.field)
+            if not started:
+                raise
+            await _break_off(exc, answer, send)
+            return
+        # Sent after `in_flight` is left: from here on a disconnect changes nothing.
+        if not answer.stream:
+            await send_whole(send, last, answer.whole_headers)
+            return
+        if not started:
+            await send({"type": "http.response.start", "status": 200, "headers": answer.headers})
+        end = b":e %b\n" % record.token_counts if answer.marks else b""
+        await send({"type": "http.response.body", "body": last + end, "more_body": False})
+
+
+@asynccontextmanager
+async def _reporting_progress(answer: Answer, scope: Scope) -> AsyncGenerator[None, None]:
+    """While the code inside runs, a fleet's gateway gets the progress of an answer that is not streamed. A beam search has no
+    progress before its end; the gateway gets only the sign that it runs."""
+    write = (
+        scope.get("write_interim")
+        if scope.get("from_gateway", False) and not answer.stream
+        else None
+    )
+    if write is None:
+        yield
+        return
+
+    async def report() -> None:
+        reported = 0
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if answer.record.num_output_tokens > reported or answer.beams is not None:
+                reported = answer.record.num_output_tokens
+                write(TOKENS_HEADER, answer.record.token_counts)
+
+    reporting = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        reporting.cancel()
+
+
+async def _break_off(exc: Exception, answer: Answer, send: Send) -> None:
+    """Ends a stream that has begun: with an error event, if the client is still connected."""
+    record = answer.record
+    if isinstance(exc, ClientDisconnected):
+        record.status, record.error = CLIENT_CLOSED_REQUEST, "client_disconnected"
+        return
+    error = as_api_error(exc)
+    record.status, record.error = error.status, error.code
+    if not isinstance(exc, SlipstreamError) and error.status == 500:
+        logger.exception("a stream broke off")
+    await send({"type": "http.response.body", "body": answer.failure(error), "more_body": False})

@@ -1,0 +1,187 @@
+"""Pictures of a request: from data URIs, or fetched from hosts that the server's settings name. Nothing else is fetched.
+
+A fetch follows no redirect and uses no proxy. It is bounded by a picture's bytes, by FETCH_S seconds, and by a least rate. Its
+errors reveal nothing about the host that answered. Fetches have threads of their own, of which a client has a part: slow hosts
+hold up the pictures of that client alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from slipstream.engine.fair_threads import FairThreads
+from slipstream.engine.vision.picture_files import MAX_FILE_BYTES, MAX_REQUEST_PIXELS, PictureFile
+from slipstream.engine.vision.pictures import PreparedPicture, from_data_uri
+from slipstream.errors import RequestError
+from slipstream.server.http.errors import ApiError, bad_request
+from slipstream.server.openai.protocol import PicturePart
+from slipstream.server.state import ServerState
+
+T = TypeVar("T")
+
+FETCH_S = 10.0
+SILENCE_S = 3.0
+"""The longest pause of a host, and the time for which no rate is asked of it."""
+
+MIN_BYTES_PER_S = 16_384
+_SHOWN = 80
+_fetches = FairThreads("fetches", 64, per_client=8)
+
+
+async def read_pictures(state: ServerState, parts: Sequence[PicturePart]) -> list[PreparedPicture]:
+    """The pictures, ready for a prompt. A 400 names the part that can't be one. Nothing is decoded before all are known to be
+    within the pixels of a request."""
+    if not parts:
+        return []
+    try:
+        state.engine.check_pictures(len(parts))
+    except RequestError as error:
+        raise bad_request(error.message, parts[0].path.removesuffix(".image_url")) from error
+    files = await _all(_measured(state, part) for part in parts)
+    num_pixels = 0
+    for part, file in zip(parts, files, strict=True):
+        num_pixels += file.num_pixels
+        if num_pixels > MAX_REQUEST_PIXELS:
+            raise bad_request(
+                f"the pictures up to this one have {num_pixels} pixels, and a request may have {MAX_REQUEST_PIXELS} in all; "
+                "make them smaller, or send fewer",
+                f"{part.path}.url",
+            )
+    return await _all(_prepared(state, part, file) for part, file in zip(parts, files, strict=True))
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all give. If one fails the others are cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _measured(state: ServerState, part: PicturePart) -> PictureFile:
+    if is_fetched := part.url[:5].lower() != "data:":
+        check_host(part.url, state.settings.allowed_media_hosts, part.path)
+    with _naming(part):
+        data = (
+            await _fetches.run(partial(fetched, part.url, part.path))
+            if is_fetched
+            else from_data_uri(part.url)
+        )
+        return await state.engine.measure_picture(data)
+
+
+async def _prepared(state: ServerState, part: PicturePart, file: PictureFile) -> PreparedPicture:
+    with _naming(part):
+        return await state.engine.prepare_picture(file, part.detail)
+
+
+@contextmanager
+def _naming(part: PicturePart) -> Iterator[None]:
+    """Errors name the part."""
+    try:
+        yield
+    except RequestError as error:
+        where = f"{part.path}.{'detail' if error.field == 'detail' else 'url'}"
+        raise bad_request(error.message, where) from error
+
+
+def check_host(url: str, allowed: Sequence[str], path: str) -> None:
+    """A 400 if the URL's host is not an allowed one. A host without a port stands for its scheme's own."""
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, (parts.hostname or "").lower()
+    except ValueError:
+        raise bad_request(f"{url[:_SHOWN]!r} is no URL", path) from None
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or parts.username is not None
+        or parts.password is not None
+    ):
+        raise bad_request(
+            f"{url[:_SHOWN]!r} is neither a data: URI nor a plain http or https URL", path
+        )
+    if not allowed:
+        raise bad_request(
+            "this server fetches no pictures (--allowed-media-hosts names none); send a data: URI",
+            path,
+        )
+    host = f"[{host}]" if ":" in host else host
+    own = {80: "http", 443: "https"}.get(port or 0) == parts.scheme or port is None
+    names = (
+        {f"{host}:{port}"}
+        if not own
+        else {host, f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"}
+    )
+    if not names & {name.lower() for name in allowed}:
+        raise bad_request(f"this server fetches no pictures from {host!r}; send a data: URI", path)
+
+
+def fetched(url: str, path: str) -> bytes:
+    """What a URL answers with 200. Blocking."""
+    parts, end = urlsplit(url), time.monotonic() + FETCH_S
+    assert parts.hostname is not None
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=SILENCE_S, context=ssl.create_default_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=SILENCE_S)
+    timer: threading.Timer | None = None
+    try:
+        connection.connect()
+        # What answers byte by byte, in its head or later, keeps within every bound of one read: time is over for all of it.
+        timer = threading.Timer(max(0.0, end - time.monotonic()), _cut, (connection.sock,))
+        timer.daemon = True
+        timer.start()
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request(
+            "GET", target, headers={"Accept": "image/*", "Accept-Encoding": "identity"}
+        )
+        answer = connection.getresponse()
+        if answer.status != 200:
+            more = ", a redirect, which is not followed" if 300 <= answer.status < 400 else ""
+            raise bad_request(f"the picture's host answered {answer.status}{more}", path)
+        data, begun = bytearray(), time.monotonic()
+        while piece := answer.read1(2**16):
+            data += piece
+            if len(data) > MAX_FILE_BYTES:
+                raise bad_request(f"the picture has more than {MAX_FILE_BYTES} bytes", path)
+            if len(data) < (time.monotonic() - begun - SILENCE_S) * MIN_BYTES_PER_S:
+                raise TimeoutError
+        if time.monotonic() >= end:
+            raise TimeoutError
+        return bytes(data)
+    except (OSError, http.client.HTTPException, UnicodeError, ValueError):
+        raise _too_slow(parts.hostname, path) from None
+    finally:
+        if timer is not None:
+            timer.cancel()
+        connection.close()
+
+
+def _too_slow(host: str | None, path: str) -> ApiError:
+    return bad_request(
+        f"the picture can't be fetched from {host!r} within {FETCH_S:g} s, or comes slower than {MIN_BYTES_PER_S} bytes a "
+        "second; send a data: URI",
+        path,
+    )
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was closed meanwhile
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's, which belongs to the reader

@@ -1,0 +1,40 @@
+"""The details of single tokens in an answer, in vLLM's format: ids, the prompt's log-probabilities, and names by id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.outputs import Logprob
+from slipstream.server.answers.generation import Choice, PromptInfo
+from slipstream.server.openai.protocol import Generation
+
+
+def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:
+    """The requested details of the prompt: its tokens, and the log-probabilities of each by token id."""
+    found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
+    if (num_best := body.prompt_logprobs) is not None:
+        found["prompt_logprobs"] = [
+            None
+            if position is None
+            else dict(map(_by_id, (position.chosen, *position.top[:num_best])))
+            for position in info.logprobs or ()
+        ]
+    return found
+
+
+def _by_id(token: Logprob) -> tuple[str, dict[str, Any]]:
+    return str(token.token_id), {
+        "logprob": token.logprob,
+        "rank": token.rank,
+        "decoded_token": token.token,
+    }
+
+
+def choice_details(body: Generation, choice: Choice) -> dict[str, Any]:
+    """The tokens of a collected choice."""
+    return {"token_ids": choice.token_ids} if body.return_token_ids else {}
+
+
+def id_name(token: Logprob) -> str:
+    """A token's name where names are asked for as ids."""
+    return f"token_id:{token.token_id}"

@@ -1,0 +1,140 @@
+"""Tools and reasoning of a chat request: what the body says of them. What that means is `engine/text/tools.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+from slipstream.engine.text.tool_formats.base import Tool
+from slipstream.engine.text.tools import (
+    NO_PARAMETERS,
+    OfferedTools,
+    Reading,
+    arguments_object,
+    reading,
+)
+from slipstream.server.http.errors import bad_request
+from slipstream.server.http.json_depth import is_too_deep
+from slipstream.server.state import ServerState
+
+Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionSpec(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Name
+
+
+class NamedChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in an assistant's message that a client sends back."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+ToolSpecs = Annotated[list[ToolSpec], Meta(max_length=128)]
+
+
+class WithTools(Protocol):
+    """The fields that a chat request has for it."""
+
+    tools: ToolSpecs | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
+
+
+def offer_of(body: WithTools) -> OfferedTools:
+    """RequestError names what the schema cannot express."""
+    choice, specs = body.tool_choice, body.tools or ()
+    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    return OfferedTools(
+        tools=tuple(Tool(s.function.name, s.function.parameters or NO_PARAMETERS) for s in specs),
+        choice=None if isinstance(choice, NamedChoice) else choice,
+        only=named,
+        parallel=body.parallel_tool_calls,
+        strict=any(s.function.strict for s in specs),
+    )
+
+
+def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
+    """As chat templates take it: with the arguments as an object."""
+    arguments = arguments_object(call.function.arguments, f"{path}.function.arguments")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def written_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments as a model wrote them. What is no JSON object, such as half of one, stands under `invalid_json`."""
+    try:
+        found = None if is_too_deep(text.encode()) else msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        found = None
+    return found if isinstance(found, dict) else {"invalid_json": text}
+
+
+def chat_template(state: ServerState) -> str:
+    """The model's own; empty if it has none."""
+    tokenizer = state.engine.tokenizer
+    return (tokenizer.chat_template if tokenizer is not None else None) or ""
+
+
+def thinking_variables(state: ServerState, field: str, *, asked: bool) -> dict[str, Any] | None:
+    """Whether to think, in the words of the chat template. A 400 that names `field` if the model does not."""
+    template = chat_template(state)
+    if asked and not reasons(state, template):
+        raise bad_request(f"this model does not think; leave {field} out", field)
+    return {"enable_thinking": asked} if "enable_thinking" in template else None
+
+
+def reasons(state: ServerState, template: str | None) -> bool:
+    """Whether answers of the model may begin with reasoning, as its chat template or the server's settings say."""
+    form, think = state.settings.formats.of(template)
+    return think is not None or (form is not None and form.reasons)
+
+
+def reading_of(
+    state: ServerState, body: WithTools, prompt: Sequence[int], template: str | None
+) -> Reading | None:
+    """None: the answer is its text. A 400 if the model can't call tools."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        return None
+
+    def end() -> str:
+        return tokenizer.decode(list(prompt[-16:]), skip_special_tokens=False)
+
+    return reading(
+        state.settings.formats, offer_of(body), template, end, to_name="`serve --tool-call-parser`"
+    )

@@ -1,0 +1,595 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens.
+
+A body becomes a chat, and works as one. The differences:
+
+1. An answer is a list of blocks: thinking, text, tool_use. A stream sends each block from its beginning to its end before the
+   next.
+2. Results of tools are blocks of a user's message. Each becomes a message of the role `tool`.
+3. If the last message is the assistant's, the answer continues it.
+4. Errors have Anthropic's shape, and `anthropic-version` must be one that is known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from slipstream.outputs import PositionLogprobs
+from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
+from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
+from slipstream.server.answers.structured import JsonSchema, ResponseFormat
+from slipstream.server.answers.tools import (
+    CalledFunction,
+    FunctionSpec,
+    Name,
+    NamedChoice,
+    NamedFunction,
+    ToolCall,
+    ToolSpec,
+    thinking_variables,
+    written_arguments,
+)
+from slipstream.server.http.errors import SHAPES, ApiError, bad_request
+from slipstream.server.http.limits import counted, in_flight, read_as
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.http.replies import json_response
+from slipstream.server.openai import chat
+from slipstream.server.openai.models import served_model
+from slipstream.server.openai.protocol import (
+    OFF,
+    ChatRequest,
+    Int,
+    Message,
+    Text,
+    decode,
+    picture_part,
+    refuse_unless_off,
+    register,
+    text_part,
+)
+from slipstream.server.state import ServerState
+from slipstream.types import FinishReason
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+
+
+# --- The body ---------------------------------------------------------------------------------------------------------
+
+
+class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Without effect: prefixes are shared without being marked."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
+    cache_control: CacheControl | None = None
+
+
+class TextPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text"]
+    text: str
+    citations: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"citations": (b"null", b"[]")}
+
+
+class Base64Source(Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    url: str
+
+
+class ImageBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["image"]
+    source: Base64Source | UrlSource
+
+
+class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""  # ours are empty
+
+
+class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"caller": (b"null", b'{"type":"direct"}')}
+
+
+class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[dict[str, Raw]] = ""
+    is_error: bool = False
+
+
+_PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
+    "user": {"text": TextPart, "image": ImageBlock, "tool_result": ToolResultPart},
+    "assistant": {"text": TextPart, "thinking": ThinkingPart, "tool_use": ToolUsePart},
+    "system": {"text": TextPart},
+}
+
+
+class AnthropicMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Raw]]
+
+
+class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Name
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = (
+        None  # no effect: arguments are always streamed as they come
+    )
+
+
+class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`budget_tokens` is checked and has no effect: what bounds thinking is max_tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int | None = None
+    display: Literal["summarized"] | None = None  # reasoning is sent as it is
+
+
+class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class AnthropicMetadata(Struct, forbid_unknown_fields=True, kw_only=True):
+    user_id: str | None = None
+
+
+class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    model: str | None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
+    system: str | list[dict[str, Raw]] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "tool") != (choice.name is not None):
+            raise bad_request(
+                "tool_choice has a name if its type is 'tool', and else none", "tool_choice.name"
+            )
+        thinking = self.thinking
+        if thinking is not None and (thinking.type == "enabled") != (
+            thinking.budget_tokens is not None
+        ):
+            raise bad_request(
+                "thinking has budget_tokens if its type is 'enabled', and else none",
+                "thinking.budget_tokens",
+            )
+
+    def param(self, field: str | None) -> str | None:
+        """This body's own name for a field of a chat."""
+        if field is None:
+            return None
+        if field.startswith("structured_outputs"):
+            return (
+                "output_config.format.schema" if field.endswith(".json") else "output_config.format"
+            )
+        if field.startswith("tools["):
+            return field.replace(".function.parameters", ".input_schema")
+        if match := re.fullmatch(r"messages\[(\d+)]\.content\[(\d+)](\.image_url.*)?", field):
+            return self._place(int(match[1]), int(match[2])) + (".source" if match[3] else "")
+        return _NAMES.get(field, field)
+
+    def _place(self, index: int, part: int) -> str:
+        """Where this body has a picture's message `index` and `part` of the chat."""
+        index -= bool(_text(self.system or "", "system"))
+        for i, message in enumerate(self.messages):
+            count = len(_messages(message, ""))
+            if index < count:
+                kinds = [bytes(p["type"]) for p in message.content if isinstance(p, dict)]
+                shown = [
+                    k for k, kind in enumerate(kinds) if kind in (b'"text"', b'"image"')
+                ]  # as the chat's message has
+                return f"messages[{i}].content[{shown[part]}]"
+            index -= count
+        return "messages"
+
+    def chat(self, state: ServerState, **more: Any) -> ChatRequest:
+        """The same as a chat."""
+        messages = (
+            [Message(role="system", content=text)]
+            if (text := _text(self.system or "", "system"))
+            else []
+        )
+        for i, message in enumerate(self.messages):
+            messages += _messages(message, f"messages[{i}]")
+        choice, output, thinking = self.tool_choice, self.output_config, self.thinking
+        asked = output.format if output is not None else None
+        continued = self.messages[-1].role == "assistant"
+        chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
+        if choice is not None:
+            chosen = _CHOICES.get(choice.type) or NamedChoice(
+                type="function", function=NamedFunction(name=choice.name or "")
+            )
+        tools = [ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()]
+        one_call = choice is not None and choice.disable_parallel_tool_use and bool(tools)
+        return ChatRequest(
+            model=self.model,
+            messages=messages,
+            response_format=None
+            if asked is None
+            else ResponseFormat(
+                type="json_schema", json_schema=JsonSchema(name="output", schema=asked.schema)
+            ),
+            reasoning_effort=output.effort if output is not None else None,
+            tools=tools or None,
+            tool_choice=chosen,
+            parallel_tool_calls=False if one_call else None,
+            chat_template_kwargs=None
+            if thinking is None or thinking.type == "adaptive"
+            else thinking_variables(state, "thinking", asked=thinking.type == "enabled"),
+            continue_final_message=continued or None,
+            **more,
+        )
+
+
+class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[Text], Meta(max_length=64)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    # About the caller; no effect on the answer
+    metadata: AnthropicMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    # Ours and vLLM's
+    seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    priority: Int | None = None
+    cache_salt: Text | None = None
+    container: Raw = OFF
+    mcp_servers: Raw = OFF
+    context_management: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "container": (b"null",),
+        "mcp_servers": (b"null", b"[]"),
+        "context_management": (b"null",),
+    }
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and not 1024 <= budget < self.max_tokens:
+            raise bad_request(
+                "budget_tokens must be 1024 or more, and below max_tokens", "thinking.budget_tokens"
+            )
+
+    def chat(self, state: ServerState, **more: Any) -> ChatRequest:
+        given = {name: getattr(self, name) for name in _SAME}
+        return super().chat(
+            state, max_tokens=self.max_tokens, stop=self.stop_sequences, **given, **more
+        )
+
+
+_SAME = (
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_p",
+    "repetition_penalty",
+    "priority",
+    "cache_salt",
+)
+_NAMES = {
+    **dict.fromkeys(("prompt", "prompt_token_ids", "image"), "messages"),
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice.function.name": "tool_choice.name",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "continue_final_message": "messages",
+}
+_CHOICES: dict[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+}
+register(
+    MessagesRequest,
+    CountTokensRequest,
+    TextPart,
+    ImageBlock,
+    ThinkingPart,
+    ToolUsePart,
+    ToolResultPart,
+    parts=(
+        *(Base64Source, UrlSource),
+        *(
+            CacheControl,
+            AnthropicMessage,
+            AnthropicTool,
+            AnthropicChoice,
+            Thinking,
+            OutputConfig,
+            OutputFormat,
+        ),
+        AnthropicMetadata,
+    ),
+)
+
+
+def _function(tool: AnthropicTool) -> FunctionSpec:
+    return FunctionSpec(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+
+
+def _parts(
+    content: list[dict[str, Raw]], role: str, path: str, what: str = ""
+) -> list[AnthropicPart]:
+    known, found = _PARTS[role], []
+    for i, part in enumerate(content):
+        kind = known.get(bytes(part.get("type", b"")).decode(errors="replace").strip('"'))
+        if kind is None:
+            message = f"a block of {what or role} is one of {', '.join(known)} here"
+            raise bad_request(message, f"{path}[{i}].type")
+        made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
+        if isinstance(made, TextPart | ToolUsePart):
+            refuse_unless_off(made, made.off, f"{path}[{i}].")
+        found.append(made)
+    return found
+
+
+def _text(content: str | list[dict[str, Raw]], path: str, what: str = "") -> str:
+    """Of what has text alone: `system`, a tool's result."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart)
+    )
+
+
+def _messages(message: AnthropicMessage, path: str) -> list[Message]:
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    found: list[Message] = []
+    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    parts = list[dict[str, Raw]]()  # of texts and pictures, in their order
+    for i, part in enumerate(_parts(message.content, message.role, f"{path}.content")):
+        match part:
+            case TextPart():
+                texts.append(part.text)
+                parts.append(text_part(part.text))
+            case ImageBlock():
+                parts.append(picture_part(part.source.url, None))
+            case ThinkingPart():
+                thoughts.append(part.thinking)
+            case ToolUsePart():
+                called = CalledFunction(name=part.name, arguments=encode(part.input).decode())
+                calls.append(ToolCall(id=part.id, function=called))
+            case ToolResultPart():
+                if parts:
+                    raise bad_request(
+                        "results of tools come before a message's text", f"{path}.content[{i}]"
+                    )
+                result = _text(part.content, f"{path}.content[{i}].content", "a tool's result")
+                text = f"Error: {result}" if part.is_error else result
+                found.append(Message(role="tool", content=text, tool_call_id=part.tool_use_id))
+    if parts or calls or not found:
+        said = Message(
+            role=message.role, content="".join(texts) if len(parts) == len(texts) else parts
+        )
+        said.reasoning_content = "".join(thoughts) or None
+        said.tool_calls = calls or None
+        found.append(said)
+    return found
+
+
+# --- The answer -------------------------------------------------------------------------------------------------------
+
+
+class MessageAnswer(BlockAnswer):
+    id_prefix = "msg_"
+
+    def opening(self) -> bytes:
+        return sse("message_start", {"message": self._message([], None, None, 0)})
+
+    def begin(self, block: ContentBlock) -> bytes:
+        return sse(
+            "content_block_start",
+            {"index": block.index, "content_block": _content(block, empty=True)},
+        )
+
+    def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
+        kind, field = _DELTAS[block.kind]
+        return sse(
+            "content_block_delta", {"index": block.index, "delta": {"type": kind, field: text}}
+        )
+
+    def close(self, block: ContentBlock) -> bytes:
+        return sse("content_block_stop", {"index": block.index})
+
+    def end(self) -> bytes:
+        reason, sequence = self._stop()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        usage = self._usage(self.record.num_output_tokens)
+        last = sse("message_delta", {"delta": delta, "usage": usage}) + sse("message_stop", {})
+        return self._take_events() + last
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error_body(error, self.record.id) + b"\n\n"
+
+    def collected(self) -> bytes:
+        content = [_content(block) for block in self.blocks]
+        return encode(self._message(content, *self._stop(), self.record.num_output_tokens))
+
+    def _message(
+        self, content: list[Any], reason: str | None, sequence: str | None, output: int
+    ) -> dict[str, Any]:
+        return {
+            "id": self.identity["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self.body.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._usage(output),
+        }
+
+    def _usage(self, output: int) -> dict[str, Any]:
+        cached = self.prompt_info[0].num_cached_tokens
+        return {
+            "input_tokens": self.record.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": output,
+        }
+
+    def _stop(self) -> tuple[str, str | None]:
+        if self.finish_reason == FinishReason.LENGTH:
+            return "max_tokens", None
+        if isinstance(self.stop_reason, str):
+            return "stop_sequence", self.stop_reason
+        return "tool_use" if self.called else "end_turn", None
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
+    text = "" if empty else block.text
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": text}
+        case "call":
+            return {
+                "type": "tool_use",
+                "id": f"toolu_{block.id}",
+                "name": block.name,
+                "input": written_arguments(text),
+            }
+
+
+def error_body(error: ApiError, request_id: str) -> bytes:
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return encode(
+        {
+            "type": "error",
+            "error": {"type": kind, "message": error.named_message},
+            "request_id": request_id,
+        }
+    )
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+SHAPES["/v1/messages"] = error_body
+
+
+# --- Routes -----------------------------------------------------------------------------------------------------------
+
+
+def check_version(scope: Scope) -> None:
+    given = dict(scope["headers"]).get(b"anthropic-version", b"").decode(errors="replace")
+    if given not in VERSIONS:
+        raise bad_request(
+            f"the header anthropic-version must be one of {', '.join(VERSIONS)}",
+            "anthropic-version",
+        )
+
+
+async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRecord) -> Answer:
+    made = body.chat(state)
+    with renamed(body.param):
+        made.check()
+        return await chat.prepare(state, made, record, answer=MessageAnswer)
+
+
+class _Messages(GenerationRoute):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        check_version(scope)
+        await super().__call__(scope, receive, send)
+
+
+async def _count(state: ServerState, request: Request) -> Response:
+    check_version(request.scope)
+    body = await read_as(CountTokensRequest, request, state)
+    body.check()
+    body.model = served_model(state, body.model)
+    made = body.chat(state)
+    with renamed(body.param):
+        made.check()
+        async with in_flight(state, request.receive, request.scope["record"]):
+            prompt = await chat.prompt_of(state, made)
+    return json_response({"input_tokens": len(prompt.tokens)})
+
+
+def routes(state: ServerState) -> list[Route]:
+    return [
+        Route("/v1/messages", _Messages(state, MessagesRequest, _prepare), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens", counted(state, partial(_count, state)), methods=["POST"]
+        ),
+    ]

@@ -1,0 +1,1 @@
+"""Connections, authentication, limits, errors, and records of requests."""

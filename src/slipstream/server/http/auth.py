@@ -1,0 +1,149 @@
+"""Authentication by API keys, on every route except the probes, which reveal only whether the server is up.
+
+A key comes as `Authorization: Bearer KEY`, as the `openai` client sends it, or as `x-api-key: KEY`, as `anthropic` does. There
+are two kinds: those of `--api-key`, which may do everything, and those of `--keys-file`, which have a role and limits.
+
+Of the first kind only digests are kept, and all of them are compared in constant time, so that neither a key nor which of
+several it was can be timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from slipstream.engine.fair_threads import client
+from slipstream.server.http.errors import ApiError, response_to
+from slipstream.server.http.keys import EVERYBODY, Key, KeyFile
+from slipstream.server.state import ServerSettings
+
+OPEN_ROUTES = frozenset(
+    {
+        "/ping",
+        "/live",
+        "/ready",
+        "/health",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/status",
+        "/chat",
+    }
+)
+"""The last two are pages that hold no data of the server. They ask the reader for a key and use it for their requests."""
+
+ADMIN_ROUTES = frozenset({"/sleep", "/wake_up", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+METRICS_ROUTES = frozenset({"/metrics", "/status.json", "/findings", "/version", "/fleet/status"})
+
+
+class Keyring:
+    """All keys of a server. It is true if there are any: without them everything is let through."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._plain = tuple(map(_digest, settings.api_keys))
+        self._file = None if settings.keys_file is None else KeyFile(Path(settings.keys_file))
+
+    def __bool__(self) -> bool:
+        return bool(self._plain) or self._file is not None
+
+    def find(self, authorization: str, x_api_key: str) -> Key | None:
+        """The key in one of the headers; None if the server needs no keys. ApiError (401) if the key is unknown."""
+        if not self:
+            return None
+        scheme, _, bearer = authorization.partition(" ")
+        text = (bearer if scheme.lower() == "bearer" else x_api_key).strip()
+        given = _digest(text)
+        matches = [hmac.compare_digest(given, known) for known in self._plain]
+        if any(matches):
+            return self._plain_key(given)
+        key = None if self._file is None else self._file.find(text)
+        if key is None:
+            raise ApiError(
+                401,
+                "missing or wrong API key; send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return key
+
+    def by_id(self, id_: str) -> Key | None:
+        """A key that was found before, for work that goes on without its owner. None if it is not there any more."""
+        found = next((known for known in self._plain if known.hex() == id_), None)
+        if found is not None:
+            return self._plain_key(found)
+        return None if self._file is None else self._file.keys.get(id_)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a key that was good may be so no more: those of a file."""
+        return self._file is not None
+
+    def is_active(self, key: Key) -> bool:
+        """Whether a key that was found before may still be used. A new secret does not make it another key."""
+        known = self.by_id(key.id)
+        return known is not None and known.state(time.time()) == "active"
+
+    def _plain_key(self, digest: bytes) -> Key:
+        """One of `--api-key`. If there is one such key, its requests need no salt: those of a file's keys have theirs."""
+        shares = EVERYBODY if len(self._plain) == 1 else None
+        return Key(id=digest.hex(), role="admin", priority=None, share_prefixes=shares)
+
+
+def check_role(key: Key, path: str) -> None:
+    """ApiError (403) if the key's role does not reach the route."""
+    if key.role == "metrics" and path not in METRICS_ROUTES:
+        raise _forbidden(key, "user")
+    if key.role == "user" and path in ADMIN_ROUTES:
+        raise _forbidden(key, "admin")
+    if key.role == "user" and path in METRICS_ROUTES - {"/version"}:
+        raise _forbidden(key, "metrics")
+
+
+def check_model(key: Key | None, model: str | None) -> None:
+    """ApiError (403) if the key is for other models."""
+    if key is not None and key.models and model not in key.models:
+        message = f"this key may not use the model {str(model)[:100]!r}, only {', '.join(key.models)[:500]}"
+        raise ApiError(
+            403, message, kind="permission_error", param="model", code="model_not_allowed"
+        )
+
+
+def _forbidden(key: Key, needed: str) -> ApiError:
+    message = f"this key has the role {key.role}; the route asks for {needed}"
+    return ApiError(403, message, kind="permission_error", code="permission_denied")
+
+
+class ApiKeys:
+    """ASGI middleware. A request that the server sends itself has its key in the scope already."""
+
+    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+        self.app, self.keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] == "http"
+            and "key" not in scope
+            and self.keys
+            and scope["path"] not in OPEN_ROUTES
+        ):
+            headers = Headers(scope=scope)
+            try:
+                key = self.keys.find(headers.get("authorization", ""), headers.get("x-api-key", ""))
+                if key is not None:
+                    check_role(key, scope["path"])
+            except ApiError as error:
+                scope["record"].error = error.code
+                await response_to(scope, error)(scope, receive, send)
+                return
+            if key is not None:
+                scope["record"].key = key
+                client.set(key.id)
+        await self.app(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,343 @@
+"""One HTTP/1.1 connection: uvicorn's parser, with bounds, and with a client's leaving noticed whatever it sent before.
+
+1. A head has `MAX_HEADER_BYTES` and `HEAD_TIMEOUT_S`; a bad one is answered in OpenAI's shape of error.
+2. When the connection is lost, the exchange that runs is cancelled, and so are those queued behind it (pipelining). uvicorn
+   alone cancels only the last one, and does not read the socket while requests are queued.
+3. A client that has closed only its sending side still gets its answer. A FIN alone does not distinguish it from a client that
+   is gone. So we send an interim response (100 Continue, which every HTTP/1.1 client must skip): a socket that is gone replies
+   with a reset. A FIN while an answer is being streamed, or from HTTP/1.0, always counts as gone.
+4. A body that nobody will read (413, 401, …) is not waited for: the answer says `connection: close`, what still comes
+   is thrown away for `LINGER_S`, so that the client gets to read the answer, and then the connection is closed.
+5. A client that reads nothing of its answer for `WRITE_IDLE_S` counts as gone.
+6. A part of an answer can be written at once, without waking the answer's task: `write_chunk` of the scope. Before an answer
+   begins, `write_interim` sends an interim response (102) with a header.
+7. `Upgrade` is ignored and the request answered (RFC 9110 7.8). CONNECT gets 400. Trailer fields are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from slipstream.server.http.errors import bad_request
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PIPELINED = 256
+HEAD_TIMEOUT_S = 30.0
+LINGER_S = 1.0
+WRITE_IDLE_S = 120.0
+"""So long a client may read nothing of what waits for it. Then the connection is cut, and its request ends."""
+
+SMALL_BODY = 64 * 1024
+"""An unread body of at most this size is read to its end, so that the connection can be used again."""
+
+_UPGRADE_FIELDS = (b"upgrade", b"http2-settings")
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_SLOWEST_LOOK_S = 0.25
+_HUNG_UP = select.POLLERR | select.POLLHUP
+_PEER_DONE = getattr(
+    select, "POLLRDHUP", 0
+)  # Linux: a FIN has come, perhaps behind data that we have not read
+
+
+_INVALID = bad_request(
+    "not a valid HTTP request, headers that are too long, or too many requests sent at once",
+    code="invalid_http",
+)
+
+
+async def _refuse(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    body = _INVALID.body()
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Outlet:
+    """A cycle's way to its transport, which closes it politely.
+
+    What is written first, the head, goes out with what follows it in the same turn of the event loop: one packet and one
+    system call, not two.
+    """
+
+    __slots__ = ("_close", "_first", "_loop", "_transport", "is_closing")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        close: Callable[[], None],
+    ) -> None:
+        self._loop, self._transport, self._close = loop, transport, close
+        self._first: bytes | None = None  # empty when it was sent
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._first is None:
+            self._first = data
+            self._loop.call_soon(self._flush)
+        elif self._first:
+            self._first, data = b"", self._first + data
+            self._transport.write(data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+
+    def _flush(self) -> None:
+        if self._first and not self.is_closing():
+            self._transport.write(self._first)
+        self._first = b""
+
+
+class Connection(HttpToolsProtocol):
+    _header_bytes = 0
+    _in_head = False
+    _half_closed = False
+    _discards = False
+    _running: RequestResponseCycle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _look_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+
+    # --- From the socket ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data`. The head of a request with an upgrade goes to a new parser without it: llhttp would skip the body."""
+        self._unset_keepalive_if_required()
+        while not self._discards and self.parser is not None:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(o for o in options if o.lower() not in _UPGRADE_FIELDS)
+            if name not in _UPGRADE_FIELDS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps our side open."""
+        if self.scheme == "https" or not self._may_probe():
+            return False
+        self._half_closed = True
+        self.transport.write(_INTERIM)
+        self._look_again()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        waiting = [cycle for cycle, _ in self.pipeline]
+        self.pipeline.clear()
+        for timer in (self._head_timer, self._look_timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        for cycle in (self._running, *waiting):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+
+    def _watch_reader(self, waiting: int) -> None:
+        """Cut the connection if not a byte of the `waiting` ones has gone until the next look. What is paused grows no more."""
+
+        def look() -> None:
+            now = self.transport.get_write_buffer_size()
+            if now >= waiting:
+                self.transport.abort()
+            else:
+                self._watch_reader(now)
+
+        self._idle_timer = self.loop.call_later(WRITE_IDLE_S, look)
+
+    # --- From the parser ----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._header_bytes, self._in_head = 0, True
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._bound(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a field of the head. A trailer's is dropped: it must not authenticate or route (RFC 9110 6.5.1)."""
+        self._bound(len(name) + len(value))
+        if b"\r" in value or b"\n" in value:
+            raise ValueError("a line break in a field")
+        if self._in_head:
+            super().on_header(name, value)
+
+    def _bound(self, length: int) -> None:
+        self._header_bytes += length
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("headers too long")  # the parser turns it into `send_400_response`
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("CONNECT")
+            return  # `data_received` feeds this head again, without the upgrade
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = _Outlet(self.loop, self.transport, lambda: self._close_after(cycle))  # type: ignore[assignment]
+        cycle.scope["unread_body"] = lambda: _unread(cycle)  # type: ignore[typeddict-unknown-key]
+        cycle.scope["write_chunk"] = partial(_write_chunk, cycle)  # type: ignore[typeddict-unknown-key]
+        cycle.scope["write_interim"] = partial(_write_interim, cycle)  # type: ignore[typeddict-unknown-key]
+        if len(self.pipeline) > MAX_PIPELINED:
+            raise ValueError("too many pipelined requests")
+        if self.pipeline:
+            self._look_again()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what can't be parsed, in its turn. Where that would fall into the midst of another answer, cut instead."""
+        running, cycle = self._running, self.cycle
+        if running is not None and not running.response_complete:
+            if self.pipeline and self.pipeline[0][0] is cycle and cycle.more_body:
+                self.pipeline[0] = (cycle, _refuse)
+                self._discards = True
+                return
+            if cycle is not running or not cycle.more_body or cycle.response_started:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # its task ends without writing
+            cycle.message_event.set()
+        body = _INVALID.body()
+        head = (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        )
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self._linger()
+
+    # --- Requests -----------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        if self._half_closed and (not self.pipeline or self.pipeline[-1][0].more_body):
+            self.transport.close()
+        super().on_response_complete()
+        if self.cycle.more_body and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _close_after(self, cycle: RequestResponseCycle) -> None:
+        """`cycle` was the last: close, now or when the client had time to read its answer."""
+        if cycle.more_body and cycle.response_complete:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        self._discards = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    # --- Has the client gone? -----------------------------------------------------------------------------------------
+
+    def _may_probe(self) -> bool:
+        """A request is whole, its answer has not begun, and the client understands interim responses."""
+        cycle = self._running
+        return (
+            cycle is not None
+            and not cycle.more_body
+            and not cycle.response_started
+            and cycle.scope["http_version"] == "1.1"
+        )
+
+    def _look_again(self, delay: float = 0.01) -> None:
+        if self._look_timer is None:
+            self._look_timer = self.loop.call_later(delay, self._look, delay)
+
+    def _look(self, delay: float) -> None:
+        """Whether the peer is still connected, by the socket's state. A read can't show it: reading is paused or over."""
+        self._look_timer = None
+        cycle = self._running
+        if cycle is None or cycle.response_complete or not (self._half_closed or self.pipeline):
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _PEER_DONE)
+        events = next((found for _, found in poll.poll(0)), 0)
+        if events & _HUNG_UP or (
+            events & _PEER_DONE and not self._half_closed and not self._may_probe()
+        ):
+            self.transport.abort()
+            return
+        # A FIN can be stuck behind data for which there is no room while we don't read: then we ask again and again.
+        stuck = self.flow.read_paused and delay == _SLOWEST_LOOK_S
+        if not self._half_closed and self._may_probe() and (events & _PEER_DONE or stuck):
+            self._half_closed = bool(events & _PEER_DONE)
+            self.transport.write(_INTERIM)
+        self._look_again(min(2 * delay, _SLOWEST_LOOK_S))
+
+
+def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """What `send` does with a part of a body, but now. False if it would wait, or if the body has another form."""
+    if (
+        cycle.flow.write_paused
+        or cycle.disconnected
+        or not cycle.chunked_encoding
+        or cycle.response_complete
+    ):
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
+
+
+def _write_interim(cycle: RequestResponseCycle, name: bytes, value: bytes) -> None:
+    if not (cycle.disconnected or cycle.response_started or cycle.flow.write_paused):
+        cycle.transport.write(b"HTTP/1.1 102 Processing\r\n%b: %b\r\n\r\n" % (name, value))
+
+
+def _unread(cycle: RequestResponseCycle) -> bool:
+    """The rest of the body has not arrived, and we do not wait for it."""
+    if not cycle.more_body:
+        return False
+    length = dict(cycle.scope["headers"]).get(b"content-length", b"")
+    return not length.isdigit() or int(length) > SMALL_BODY

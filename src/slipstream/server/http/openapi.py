@@ -1,0 +1,183 @@
+"""/openapi.json, made from the structs that decode the bodies, so that it cannot disagree with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from slipstream.server.batches.batches import BatchRequest
+from slipstream.server.kserve.routes import GenerateRequest, InferRequest
+from slipstream.server.ollama import routes as ollama
+from slipstream.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from slipstream.server.openai.responses_body import ResponseInput, ResponsesRequest
+from slipstream.server.operations.feedback import FeedbackRequest
+
+_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/rerank": RerankRequest,
+    "/v1/rerank": RerankRequest,
+    "/v2/rerank": RerankRequest,
+    "/score": ScoreRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/responses/input_tokens": ResponseInput,
+    "/v1/batches": BatchRequest,
+    "/v1/feedback": FeedbackRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v2/models/{id}/infer": InferRequest,
+    "/v2/models/{id}/generate": GenerateRequest,
+    "/v2/models/{id}/generate_stream": GenerateRequest,
+    **ollama.BODIES,
+}
+_GETS = {
+    "/v1/models": "The models served",
+    "/v1/models/{id}": "One of them",
+    "/v1/responses/{id}": "An answer that was kept",
+    "/v1/responses/{id}/input_items": "What the model was given for it",
+    "/v1/files": "The files (of a server with --files-dir, as the others of files and batches)",
+    "/v1/files/{id}": "One of them",
+    "/v1/files/{id}/content": "What it holds",
+    "/v1/batches": "The batches",
+    "/v1/batches/{id}": "One of them, and how far it is",
+    "/live": "200 while the server runs",
+    "/ready": "200 when new requests are welcome, else 503",
+    "/health": "200 when the engine works, else 503",
+    "/ping": "The same as /health",
+    "/version": "The server's version",
+    "/metrics": "Prometheus metrics",
+    "/status": "A page: models, replicas, load, latency, findings",
+    "/status.json": "What that page shows",
+    "/findings": "What the detector found (of a server with --detect)",
+    "/chat": "A page to chat with the models",
+    "/api/tags": "The models served, as Ollama lists them",
+    "/api/ps": "The models that are loaded, as Ollama lists them",
+    "/api/version": "The server's version",
+    "/is_sleeping": "Whether the model gave its memory back (of a server with --enable-sleep-mode, as the next two)",
+    "/v2": "The server, as KServe describes it",
+    "/v2/health/live": "200 while the server runs",
+    "/v2/health/ready": "200 when new requests are welcome, else 503",
+    "/v2/models/{id}": "A model's tensors",
+    "/v2/models/{id}/config": "Its configuration, as Triton describes it",
+    "/v2/models/{id}/ready": "200 when it answers, else 503",
+    "/docs": "This description as a page",
+}
+_POSTS = {
+    "/sleep": (
+        "Give the model's memory back: level 1 the KV cache, level 2 the weights, too",
+        {"level": ["1", "2"]},
+    ),
+    "/wake_up": ("Take it back", {}),
+    "/v2/repository/index": ("The models served, as Triton lists them", {}),
+    "/v1/batches/{id}/cancel": ("End a batch. The answers that it has are kept", {}),
+    "/v1/responses/{id}/cancel": (
+        "For answers in the background, of which there are none: always an error",
+        {},
+    ),
+}
+_ID: dict[str, Any] = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_DELETES = {"/v1/responses/{id}": "Forget an answer", "/v1/files/{id}": "Delete a file"}
+_UPLOAD = {
+    "title": "Upload",
+    "description": "POST /v1/files: as multipart/form-data",
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+    "additionalProperties": False,
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def document(version: str, *, has_keys: bool) -> dict[str, Any]:
+    (_, components) = msgspec.json.schema_components(
+        _BODIES.values(), ref_template="#/components/schemas/{name}"
+    )
+    answers = {
+        "200": {"description": "The answer"},
+        "default": {
+            "description": "An error",
+            "content": _json_content({"$ref": "#/components/schemas/Error"}),
+        },
+    }
+    paths: dict[str, Any] = {}
+    for path, kind in _BODIES.items():
+        content = _json_content({"$ref": f"#/components/schemas/{kind.__name__}"})
+        place = {"parameters": [_ID]} if "{id}" in path else {}
+        operation = {
+            **place,
+            "requestBody": {"required": True, "content": content},
+            "responses": answers,
+        }
+        paths[path] = {"post": {"summary": kind.__doc__, **operation}}
+    for verb, found in (("get", _GETS), ("delete", _DELETES)):
+        for path, summary in found.items():
+            parameters = [_ID] if "{id}" in path else []
+            paths.setdefault(path, {})[verb] = {
+                "summary": summary,
+                "parameters": parameters,
+                "responses": answers,
+            }
+    for path, (summary, query) in _POSTS.items():
+        parameters = [_ID] if "{id}" in path else []
+        parameters += [
+            {"name": n, "in": "query", "schema": {"type": "string", "enum": some}}
+            for n, some in query.items()
+        ]
+        paths[path] = {"post": {"summary": summary, "parameters": parameters, "responses": answers}}
+    form = {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/Upload"}}}
+    upload = {
+        "summary": "Keep a file for a batch",
+        "requestBody": {"required": True, "content": form},
+        "responses": answers,
+    }
+    paths["/v1/files"]["post"] = upload
+    scheme = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Slipstream", "version": version},
+        "paths": paths,
+        "components": {"schemas": {**components, "Upload": _UPLOAD, "Error": _ERROR}, **scheme},
+        "security": [{"key": []}] if has_keys else [],
+    }
+
+
+def _json_content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -1,0 +1,578 @@
+"""Ollama's routes, for its clients: /api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show, /api/version.
+
+A body becomes a chat, a completion or an embedding of this server, and works as one. The differences:
+
+1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
+2. A name may end with ":latest".
+3. Options about how a model is loaded, and `keep_alive`, are accepted without effect: that is decided when the server starts.
+4. A body without a prompt or messages asks that the model be loaded, which it is.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from msgspec import Meta, Raw, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Scope
+
+from slipstream import __version__
+from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
+from slipstream.engine.text.tool_formats.base import Reasoning
+from slipstream.engine.text.tools import Reading
+from slipstream.outputs import CompletionOutput
+from slipstream.server.answers.generation import Answer, GenerationRoute, encode
+from slipstream.server.answers.tools import chat_template, reasons, thinking_variables
+from slipstream.server.http.errors import SHAPES, ApiError, bad_request
+from slipstream.server.http.limits import read_as
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.http.replies import json_response, utc_time
+from slipstream.server.openai import chat, completions
+from slipstream.server.openai.chat import read_events
+from slipstream.server.openai.embeddings import PooledRoute, embed
+from slipstream.server.openai.models import require_model
+from slipstream.server.openai.protocol import (
+    MAX_INPUTS,
+    OFF,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Int,
+    Pooled,
+    Stop,
+    Text,
+    decode,
+    picture_part,
+    refuse_unless_off,
+    register,
+    text_part,
+)
+from slipstream.server.state import ServerState
+from slipstream.spec.safetensors import weight_bytes
+from slipstream.types import SamplingParams
+
+
+class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stop = None
+    num_predict: Int | None = None  # below 0: the rest of the context
+    num_ctx: Int | None = None  # at most this server's context
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Known and refused, unless they hold the value that means "off"
+    mirostat: Raw = OFF
+    tfs_z: Raw = OFF
+    typical_p: Raw = OFF
+    repeat_last_n: Raw = OFF
+    penalize_newline: Raw = OFF
+    # Without effect: of mirostat, and how a model is loaded
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    num_keep: Int | None = None
+    num_batch: Int | None = None
+    num_gpu: Int | None = None
+    main_gpu: Int | None = None
+    num_thread: Int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "mirostat": (b"null", b"0"),
+        "tfs_z": (b"null", b"1", b"1.0"),
+        "typical_p": (b"null", b"1", b"1.0"),
+        "repeat_last_n": (b"null", b"-1"),  # penalties look at everything
+        "penalize_newline": (b"null", b"true"),
+    }
+
+
+class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What generating routes share."""
+
+    model: str
+    stream: bool | None = None  # default: true
+    options: OllamaOptions | None = None
+    format: Raw = OFF  # "json" or a schema
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: float | str | None = None  # no effect
+    cache_salt: Text | None = None  # vLLM's
+    logprobs: Raw = OFF
+    top_logprobs: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "logprobs": (b"null", b"false"),
+        "top_logprobs": (b"null", b"0"),
+    }
+
+    def translated(self, state: ServerState) -> Generation:
+        raise NotImplementedError
+
+    def shared(self, state: ServerState) -> dict[str, Any]:
+        """The fields that chats and completions have in common, by our names."""
+        refuse_unless_off(self, self.off)
+        given = self.options or OllamaOptions()
+        refuse_unless_off(given, given.off, "options.")
+        limit = state.engine.config.model.max_model_len
+        if given.num_ctx is not None and given.num_ctx > limit:
+            message = f"num_ctx={given.num_ctx}: this server's context is {limit}; start it with --max-model-len"
+            raise bad_request(message, "options.num_ctx")
+        found = {ours: getattr(given, theirs) for theirs, ours in _NAMES.items()}
+        predict = given.num_predict
+        return {
+            "model": known_name(state, self.model),
+            "stream": self.stream is not False,
+            "cache_salt": self.cache_salt,
+            "max_tokens": None if predict is None or predict < 0 else predict,
+            **found,
+        }
+
+    def chat(self, state: ServerState, messages: list[dict[str, Any]]) -> ChatRequest:
+        fields = {**self.shared(state), **self.response_format(), **self.thinking(state)}
+        if not messages:
+            return ChatRequest(model=fields["model"], messages=[])
+        return _checked(ChatRequest, messages=messages, **fields)
+
+    def response_format(self) -> dict[str, Raw]:
+        """OpenAI's field for the same."""
+        raw = bytes(self.format)
+        if raw in (b"", b"null", b'""'):
+            return {}
+        if raw.startswith(b'"'):
+            return {"response_format": Raw(b'{"type":"json_object"}' if raw == b'"json"' else raw)}
+        return {
+            "response_format": Raw(
+                b'{"type":"json_schema","json_schema":{"name":"format","schema":' + raw + b"}}"
+            )
+        }
+
+    def thinking(self, state: ServerState) -> dict[str, Any]:
+        """What `think` says, as fields of a chat. A 400 if it asks for what the model doesn't do."""
+        think = self.think
+        if think is None:
+            return {}
+        if isinstance(think, str):
+            if "reasoning_effort" not in chat_template(state):
+                raise bad_request(
+                    f"think={think!r}: this model's chat template knows no effort; say true or false",
+                    "think",
+                )
+            return {"reasoning_effort": think}
+        variables = thinking_variables(state, "think", asked=think)
+        return {} if variables is None else {"chat_template_kwargs": variables}
+
+
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
+
+
+T = TypeVar("T", bound=Generation)
+
+
+def _checked(kind: type[T], **fields: Any) -> T:
+    """One of our bodies, as if it had come so."""
+    return decode(
+        kind, encode({name: value for name, value in fields.items() if value is not None})
+    )
+
+
+class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    role: str
+    content: str | None = None
+    images: list[str] | None = None
+    tool_calls: Raw = OFF
+    tool_name: Raw = OFF
+    thinking: str | None = None
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "tool_calls": (b"null", b"[]"),
+        "tool_name": (b"null", b'""'),
+    }
+
+
+class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/chat"""
+
+    messages: list[OllamaMessage] = []
+    tools: Raw = OFF
+
+    def translated(self, state: ServerState) -> ChatRequest:
+        refuse_unless_off(self, {"tools": (b"null", b"[]")})
+        for i, message in enumerate(self.messages):
+            refuse_unless_off(message, message.off, f"messages[{i}].")
+        said = [
+            {
+                "role": m.role,
+                "content": _content(m.content, m.images),
+                "reasoning_content": m.thinking or None,
+            }
+            for m in self.messages
+        ]
+        return self.chat(
+            state, [{k: v for k, v in message.items() if v is not None} for message in said]
+        )
+
+
+def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
+    """A message's content as a chat has it. Pictures stand before the text; a file says itself which format it has."""
+    if not images:
+        return text
+    parts = [picture_part(f"data:image/png;base64,{image}", None) for image in images]
+    return [*parts, text_part(text)] if text else parts
+
+
+class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/generate: `prompt` as a user's message through the chat template, or as it is with `raw` and for a model
+    without a template"""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: Raw = OFF
+    template: Raw = OFF
+    context: Raw = OFF
+    images: list[str] | None = None
+
+    no_more: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "suffix": (b"null", b'""'),
+        "template": (b"null", b'""'),
+        "context": (b"null", b"[]"),
+    }
+
+    def translated(self, state: ServerState) -> Generation:
+        refuse_unless_off(self, self.no_more)
+        tokenizer = state.engine.tokenizer
+        if self.raw or tokenizer is None or tokenizer.chat_template is None:
+            if self.system or self.images or self.response_format() or self.think:
+                field = (
+                    "system"
+                    if self.system
+                    else "images"
+                    if self.images
+                    else "think"
+                    if self.think
+                    else "format"
+                )
+                raise bad_request(
+                    f"{field} needs a chat template; this is a prompt as it is", field
+                )
+            body = CompletionRequest(model=known_name(state, self.model), prompt=[])
+            return (
+                _checked(CompletionRequest, prompt=self.prompt, **self.shared(state))
+                if self.prompt
+                else body
+            )
+        user = _content(self.prompt, self.images)
+        said = {"system": self.system, "user": user} if user else {}
+        return self.chat(
+            state, [{"role": role, "content": content} for role, content in said.items() if content]
+        )
+
+
+class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embed"""
+
+    model: str
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)]
+    truncate: bool = True
+    dimensions: Int | None = None
+    options: OllamaOptions | None = None  # no effect, as the next
+    keep_alive: float | str | None = None
+    cache_salt: Text | None = None  # vLLM's
+
+
+class OllamaShowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/show"""
+
+    model: str
+    verbose: bool = False  # there is no more to say
+
+
+BODIES: dict[str, type[Struct]] = {
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/show": OllamaShowRequest,
+}
+register(*BODIES.values(), parts=(OllamaOptions, OllamaMessage))
+
+
+SHAPES["/api"] = lambda error, _: encode({"error": error.message})
+
+
+def known_name(state: ServerState, name: str) -> str:
+    return (
+        name
+        if name in state.model_names or name in state.engine.adapters
+        else name.removesuffix(":latest")
+    )
+
+
+# --- Answers --------------------------------------------------------------------------------------------------------
+
+
+class OllamaAnswer(Answer):
+    """The text is the field `response`, or a message; `reading` tells reasoning apart."""
+
+    kind = chunk_kind = id_prefix = ""
+    media_type = b"application/x-ndjson"
+    is_plain = False
+    as_message: ClassVar[bool]
+
+    def __init__(self, reading: Reading | None, *args: Any) -> None:
+        super().__init__(*args)
+        self.parser = None if reading is None else reading.parser()
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        parts = self._read(delta.text, delta.finish_reason is not None)
+        return b"".join(_line({**self._said(*part), "done": False}) for part in parts)
+
+    def _read(self, text: str, finished: bool) -> list[tuple[str, str]]:
+        """What is new, each as (text, reasoning)."""
+        if self.parser is None:
+            return [(text, "")] if text else []
+        events = read_events(self.parser, text, last=finished)
+        return [
+            ("", e.text) if isinstance(e, Reasoning) else (e.text, "")
+            for e in events
+            if hasattr(e, "text")
+        ]
+
+    def end(self) -> bytes:
+        return self._take_events() + _line({**self._said(""), **self._done()})
+
+    def failure(self, error: ApiError) -> bytes:
+        return _line({"error": error.message})
+
+    def collected(self) -> bytes:
+        parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
+        text, reasoning = (
+            ("".join(some) for some in zip(*parts, strict=True)) if parts else ("", "")
+        )
+        return encode({**self._said(text, reasoning), **self._done()})
+
+    def _said(self, text: str, reasoning: str = "") -> dict[str, Any]:
+        thought = {"thinking": reasoning} if reasoning else {}
+        said: dict[str, Any] = {"response": text, **thought}
+        if self.as_message:
+            said = {"message": {"role": "assistant", "content": text, **thought}}
+        return {"model": self.body.model, "created_at": utc_time(time.time()), **said}
+
+    def _done(self) -> dict[str, Any]:
+        if not self.choices:
+            return {"done": True, "done_reason": "load"}
+        record, total = self.record, time.monotonic() - self.record.start
+        prompt = total if record.ttft_s is None else record.ttft_s
+        return {
+            "done": True,
+            "done_reason": self.choices[0].finish_reason,
+            "total_duration": round(total * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": record.num_prompt_tokens,
+            "prompt_eval_duration": round(prompt * 1e9),
+            "eval_count": record.num_output_tokens,
+            "eval_duration": round((total - prompt) * 1e9),
+        }
+
+
+class MessageAnswer(OllamaAnswer):
+    as_message = True
+
+
+class ResponseAnswer(OllamaAnswer):
+    as_message = False
+
+
+def _line(value: Any) -> bytes:
+    """Clients that split lines as Python splits texts find only the one at the end."""
+    line = encode(value)
+    for mark in ("\x85", "\u2028", "\u2029"):
+        line = line.replace(mark.encode(), b"\\u%04x" % ord(mark))
+    return line + b"\n"
+
+
+async def _prepare(
+    state: ServerState,
+    body: ChatRequest | CompletionRequest,
+    record: RequestRecord,
+    *,
+    answer: type[OllamaAnswer],
+) -> Answer:
+    if not (body.messages if isinstance(body, ChatRequest) else body.prompt):
+        loaded = answer(None, state, body, [], SamplingParams(), record)
+        loaded.stream = False
+        return loaded
+    if isinstance(body, ChatRequest):
+        return await chat.prepare(state, body, record, answer=answer)
+    return await completions.prepare(
+        state, body, record, answer=partial(answer, None), max_tokens=None
+    )
+
+
+# --- Routes ---------------------------------------------------------------------------------------------------------
+
+
+class _Generate(GenerationRoute):
+    def __init__(
+        self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]
+    ) -> None:
+        super().__init__(state, Generation, partial(_prepare, answer=answer))
+        self.body = body
+
+    def read(self, raw: bytes, scope: Scope) -> Generation:
+        return decode(self.body, raw).translated(self.state)
+
+
+class _Embed(PooledRoute):
+    def read(self, raw: bytes) -> OllamaPooled:
+        body = decode(OllamaEmbedRequest, raw)
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        cut = -1 if body.truncate else None
+        name = known_name(self.state, body.model)
+        return OllamaPooled(
+            model=name,
+            texts=texts,
+            dimensions=body.dimensions,
+            truncate_prompt_tokens=cut,
+            cache_salt=body.cache_salt,
+        )
+
+
+class OllamaPooled(Pooled, kw_only=True):
+    texts: list[str]
+    dimensions: int | None
+
+
+async def _embeddings(
+    state: ServerState, body: OllamaPooled, record: RequestRecord
+) -> dict[str, Any]:
+    refuse_classifier(state.engine.description)
+    check_dimensions(state.engine.description, body.dimensions)
+    answer = await embed(state, body.texts, body, "input", record)
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    total = round((time.monotonic() - record.start) * 1e9)
+    found = rows(answer, body.dimensions).tolist() if body.texts else []
+    about = {"total_duration": total, "load_duration": 0, "prompt_eval_count": tokens}
+    return {"model": body.model, "embeddings": found, **about}
+
+
+class _About:
+    """What is served."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def tags(self, request: Request) -> Response:
+        return json_response({"models": [self._model(name) for name in self.state.model_names]})
+
+    async def ps(self, request: Request) -> Response:
+        """What is loaded: the same, until it is given back (`/sleep`)."""
+        engine, years = self.state.engine, 100 * 365.25 * 86400
+        models = (
+            [] if engine.is_sleeping else [self._model(name) for name in self.state.model_names]
+        )
+        on_gpu = engine.config.device.info.is_cuda
+        own = {
+            "expires_at": utc_time(self.state.created + years),
+            "context_length": engine.config.model.max_model_len,
+        }
+        return json_response(
+            {
+                "models": [
+                    model | own | {"size_vram": model["size"] if on_gpu else 0} for model in models
+                ]
+            }
+        )
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def show(self, request: Request) -> Response:
+        state = self.state
+        body = await read_as(OllamaShowRequest, request, state)
+        require_model(state, known_name(state, body.model))
+        description, template = state.engine.description, chat_template(state)
+        spec, kind = description.spec, description.family.model_type
+        answer = {
+            "template": template,
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": kind,
+                "general.parameter_count": spec.num_parameters,
+                f"{kind}.context_length": state.engine.config.model.max_model_len,
+                f"{kind}.embedding_length": spec.hidden_size,
+                f"{kind}.block_count": len(spec.layers),
+            },
+            "capabilities": _capabilities(state, template),
+            "modified_at": utc_time(state.created),
+        }
+        return json_response(answer)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        path = self.state.engine.description.path
+        about = {
+            "modified_at": utc_time(self.state.created),
+            "size": path.stat().st_size if path.is_file() else weight_bytes(path),
+            "digest": "",
+        }
+        return {"name": name, "model": name, **about, "details": self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        description = self.state.engine.description
+        family = description.family.model_type
+        return {
+            "parent_model": "",
+            "format": description.format,
+            "family": family,
+            "families": [family],
+            "parameter_size": f"{description.spec.num_parameters / 1e6:.1f}M",
+            "quantization_level": description.scheme or description.gguf_type or description.dtype,
+        }
+
+
+def _capabilities(state: ServerState, template: str) -> list[str]:
+    spec = state.engine.description.spec
+    if not spec.generates:
+        return ["embedding"]
+    return (
+        ["completion"]
+        + ["vision"] * (spec.vision is not None)
+        + ["thinking"] * reasons(state, template)
+    )
+
+
+def routes(state: ServerState) -> list[Route]:
+    about = _About(state)
+
+    return [
+        Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
+        Route(
+            "/api/generate",
+            _Generate(state, OllamaGenerateRequest, ResponseAnswer),
+            methods=["POST"],
+        ),
+        Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),
+        Route("/api/show", about.show, methods=["POST"]),
+        Route("/api/tags", about.tags),
+        Route("/api/ps", about.ps),
+        Route("/api/version", about.version),
+    ]

@@ -1,0 +1,300 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from slipstream.engine.grammars.grammar import check_in_thread
+from slipstream.engine.text.tool_formats.base import (
+    Arguments,
+    BeginCall,
+    Content,
+    Event,
+    Parser,
+    Reasoning,
+)
+from slipstream.engine.text.tools import Reading, call_id, finish_reason
+from slipstream.engine.vision.pictures import PreparedPicture
+from slipstream.errors import RequestError
+from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
+from slipstream.server.answers.beams import search
+from slipstream.server.answers.context import shorten
+from slipstream.server.answers.generation import Answer, encode
+from slipstream.server.answers.token_details import choice_details, id_name, prompt_details
+from slipstream.server.answers.tools import reading_of
+from slipstream.server.http.errors import bad_request
+from slipstream.server.http.keys import prefix_salt
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.openai.protocol import ChatRequest, message_dict, template_variables
+from slipstream.server.openai.tokens import pictured_tokens, template_tokens
+from slipstream.server.state import ServerState
+from slipstream.types import PicturesPrompt, Prompt, TokensPrompt
+
+_ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        """The role, once; what is new; and the finish reason in a chunk of its own."""
+        choice, events = self.choices[delta.index], []
+        index = b'{"index":%d,"delta":' % delta.index
+        if not choice.begun:
+            choice.begun = True
+            events.append(self._begin(index, _ROLE))
+        ids = self._ids(delta)
+        if delta.text or delta.logprobs or ids:
+            logprobs = b"null" if delta.logprobs is None else encode(self._logprobs(delta.logprobs))
+            events.append(self.text_event(delta.index, encode(delta.text), logprobs, ids))
+        if delta.finish_reason is not None:
+            events.append(
+                self.event(
+                    index, b'{},"logprobs":null,"finish_reason":', encode(delta.finish_reason), b"}"
+                )
+            )
+        return b"".join(events)
+
+    def text_event(
+        self, index: int, text: bytes, logprobs: bytes = b"null", ids: bytes = b""
+    ) -> bytes:
+        head = b'{"index":%d,"delta":{"content":' % index
+        return self.event(
+            head, text, b'},"logprobs":', logprobs, b',"finish_reason":null', ids, b"}"
+        )
+
+    def choice(self, index: int) -> dict[str, Any]:
+        choice = self.choices[index]
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": None if self.sampling.logprobs is None else self._logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            **choice_details(self.body, choice),
+        }
+
+    def extra_fields(self) -> dict[str, Any]:
+        return prompt_details(self.body, self.prompt_info[0])
+
+    def _begin(self, index: bytes, role: bytes) -> bytes:
+        """The first event of a choice."""
+        event = self.event(index, role)
+        if not self.body.return_token_ids:
+            return event
+        return (
+            b'data: {"prompt_token_ids":' + encode(self.prompt_info[0].token_ids) + b"," + event[7:]
+        )
+
+    def _ids(self, delta: CompletionOutput) -> bytes:
+        return (
+            b',"token_ids":' + encode(delta.token_ids)
+            if self.body.return_token_ids and delta.token_ids
+            else b""
+        )
+
+    def _logprobs(self, positions: list[PositionLogprobs]) -> dict[str, Any]:
+        content = [
+            {**self._entry(p.chosen), "top_logprobs": [self._entry(token) for token in p.top]}
+            for p in positions
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: Logprob) -> dict[str, Any]:
+        name = id_name(token) if self.body.return_tokens_as_token_ids else token.token
+        return {"token": name, "logprob": token.logprob, "bytes": list(token.token_bytes)}
+
+
+class ReadAnswer(ChatAnswer):
+    """Reasoning, content and tool calls apart."""
+
+    is_plain = False
+
+    def __init__(self, reading: Reading, *args: Any) -> None:
+        super().__init__(*args)
+        self.reading = reading
+        self.parsers = [reading.parser() for _ in self.choices]
+
+    def chunk(self, delta: CompletionOutput) -> bytes:
+        choice, parts = self.choices[delta.index], list[bytes]()
+        index = b'{"index":%d,"delta":' % delta.index
+        if not choice.begun:
+            choice.begun = True
+            parts.append(
+                self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
+            )
+        parser = self.parsers[delta.index]
+        events = read_events(parser, delta.text, last=delta.finish_reason is not None)
+        told = [encode(self._delta(event)) for event in events]
+        ids = self._ids(delta)
+        if (delta.logprobs or ids) and not told:
+            told.append(b"{}")
+        logprobs = encode(self._logprobs(delta.logprobs)) if delta.logprobs else b"null"
+        for number, one in enumerate(told):
+            own, its = (b"null", b"") if number else (logprobs, ids)
+            parts.append(
+                self.event(index, one, b',"logprobs":', own, b',"finish_reason":null', its, b"}")
+            )
+        if delta.finish_reason is not None:
+            reason = finish_reason(delta.finish_reason, parser.num_calls)
+            parts.append(
+                self.event(index, b'{},"logprobs":null,"finish_reason":', encode(reason), b"}")
+            )
+        return b"".join(parts)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        answer = super().choice(index)
+        message = self.reading.message(answer["message"]["content"])
+        answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
+        answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
+        return answer
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case BeginCall(index, name):
+                function = {"name": name, "arguments": ""}
+                return {
+                    "tool_calls": [
+                        {"index": index, "id": call_id(), "type": "function", "function": function}
+                    ]
+                }
+            case Arguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
+    """What more text of an answer says; neighbours of the same kind are one. `last`: the answer ends with it."""
+    events = parser.feed(text) + (parser.finish() if last else [])
+    found: list[Event] = []
+    for event in events:
+        before = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(before, Content):
+            found[-1] = Content(before.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(before, Reasoning):
+            found[-1] = Reasoning(before.text + event.text)
+        elif (
+            isinstance(event, Arguments)
+            and isinstance(before, Arguments)
+            and event.index == before.index
+        ):
+            found[-1] = Arguments(event.index, before.text + event.text)
+        else:
+            found.append(event)
+    return found
+
+
+def chat_answer(reading: Reading | None, *args: Any) -> Answer:
+    return ChatAnswer(*args) if reading is None else ReadAnswer(reading, *args)
+
+
+async def prepare(
+    state: ServerState,
+    body: ChatRequest,
+    record: RequestRecord,
+    *,
+    answer: Callable[..., Answer] = chat_answer,
+) -> Answer:
+    """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes."""
+    max_tokens = (
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    )
+    if body.use_beam_search:
+        assert max_tokens is not None, "the body is checked"
+        beams, sampling = search(body, max_tokens)
+        prompt = await prompt_of(state, body)
+        if prompt.pictures:
+            raise bad_request(
+                "use_beam_search takes no pictures; leave one of them out", "use_beam_search"
+            )
+        reading = reading_of(state, body, prompt.tokens, prompt.template)
+        made = answer(
+            reading,
+            state,
+            body,
+            [TokensPrompt(prompt_token_ids=prompt.tokens)],
+            sampling,
+            record,
+            beams,
+        )
+        made.more_usage = {} if prompt.told is None else {"prompt_compression": prompt.told}
+        return made
+    sampling = body.sampling(
+        state.engine.description.sampling,
+        state.settings.logits_processors,
+        max_tokens=max_tokens,  # None: the rest of the context
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    prompt = await prompt_of(state, body)
+    tokens, tokenizer = prompt.tokens, state.engine.tokenizer
+    reading = reading_of(state, body, tokens, prompt.template)
+    if reading is not None:
+        assert tokenizer is not None
+        both = sampling.structured_outputs is not None  # then calls stand in its grammar
+        checked = dataclasses.replace(reading, enforced=True) if both else reading
+        for field, schema in checked.enforced_schemas:
+            try:
+                salt = prefix_salt(record.key, body.cache_salt)
+                await check_in_thread(schema, record.client, salt)
+            except RequestError as error:
+                raise RequestError(error.message, field=field) from None
+        sampling = dataclasses.replace(
+            sampling,
+            structured_outputs=reading.structured(sampling.structured_outputs, tokenizer),
+            skip_special_tokens=sampling.skip_special_tokens and not reading.shows(tokenizer),
+        )
+    given: Prompt = TokensPrompt(prompt_token_ids=tokens)
+    if prompt.pictures:
+        given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
+    made = answer(reading, state, body, [given], sampling, record)
+    if prompt.told is not None:
+        made.more_usage = {"prompt_compression": prompt.told}
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model gets it."""
+
+    tokens: list[int]
+    template: str | None
+    told: dict[str, Any] | None  # what the usage says of its shortening
+    pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
+
+
+async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
+    tokenizer = state.engine.tokenizer
+    uses_tools = bool(body.tools) and body.tool_choice != "none"
+    template = (
+        None
+        if tokenizer is None
+        else tokenizer.tool_template
+        if uses_tools
+        else tokenizer.chat_template
+    )
+    variables = template_variables(body, template)
+    if uses_tools:
+        variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+    variables["add_special_tokens"] = bool(body.add_special_tokens)
+    variables["any_length"] = body.truncate_prompt_tokens is not None
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        variables |= {"add_generation_prompt": False, "continue_final_message": True}
+    told, pictures = None, list[PreparedPicture]()
+    if body.compress_prompt is None:
+        tokens, pictures = await pictured_tokens(state, body.messages, **variables)
+    else:
+        plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+        shorter, told = await shorten(state, plain, body.compress_prompt)
+        tokens = await template_tokens(state, shorter, **variables)
+    return ChatPrompt(tokens, template, told, pictures)

@@ -1,0 +1,184 @@
+"""POST /v1/embeddings, as OpenAI's client uses it, /rerank, in the shape of Jina's and Cohere's, and vLLM's /score.
+
+The texts of a request are one request to the engine, which batches them by tokens with everyone else's. The answer is whole or
+an error: there is nothing to stream.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from slipstream.engine.pooled import (
+    check_dimensions,
+    rank,
+    refuse_classifier,
+    rerank_texts,
+    rows,
+    score_texts,
+    scores,
+    scores_pairs,
+)
+from slipstream.errors import RequestError
+from slipstream.outputs import Vectors
+from slipstream.server.answers.generation import effective_priority, encode
+from slipstream.server.http.errors import bad_request, shutting_down
+from slipstream.server.http.keys import prefix_salt
+from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
+from slipstream.server.http.record import RequestRecord
+from slipstream.server.http.replies import send_whole
+from slipstream.server.openai.models import served_model
+from slipstream.server.openai.protocol import (
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+    decode,
+)
+from slipstream.server.state import ServerState
+from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
+
+RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+SCORE_PATHS = ("/score", "/v1/score")
+
+
+class PooledRoute:
+    """The ASGI endpoint for bodies of `kind`, of which `answer` makes the JSON of the answer."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        kind: type[Pooled],
+        answer: Callable[[ServerState, Any, RequestRecord], Awaitable[dict[str, Any]]],
+    ) -> None:
+        self.state, self.kind, self.answer = state, kind, answer
+
+    def read(self, raw: bytes) -> Pooled:
+        return decode(self.kind, raw)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, record = self.state, scope["record"]
+        if state.draining:
+            raise shutting_down()
+        raw = await read_prompt_body(state, scope, receive)
+        body = self.read(raw)
+        body.model = record.model = served_model(state, body.model, adapters=False)
+        async with in_flight(state, receive, record):
+            with admitted(state, record, body.model):
+                found = await self.answer(state, body, record)
+        state.metrics.e2e.observe(time.monotonic() - record.start)
+        await send_whole(send, encode(found))
+
+
+async def embeddings(
+    state: ServerState, body: EmbeddingRequest, record: RequestRecord
+) -> dict[str, Any]:
+    engine = state.engine
+    refuse_classifier(engine.description)
+    check_dimensions(engine.description, body.dimensions)
+    prompts: list[Prompt | tuple[str, str]] = [
+        p if isinstance(p, str) else TokensPrompt(prompt_token_ids=p) for p in body.prompts()
+    ]
+    try:
+        answer = await embed(state, prompts, body, "input", record)
+    except RequestError as error:
+        if error.field in ("prompt", "prompt_token_ids"):
+            error.field = "input" if len(prompts) == 1 else f"input[{error.text}]"
+        raise
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    found = rows(answer, body.dimensions)
+    vectors = (
+        [base64.b64encode(row).decode() for row in found]
+        if body.encoding_format == "base64"
+        else found.tolist()
+    )
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)
+        ],
+        "model": body.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def rerank(state: ServerState, body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
+    engine = state.engine
+    documents = [d if isinstance(d, str) else d.text for d in body.documents]
+    texts = rerank_texts(engine.description, body.query, documents)
+    try:
+        answer = await embed(state, texts, body, "documents", record)
+    except RequestError as error:
+        if error.field == "prompt" and error.text is not None:
+            document = error.text - (len(texts) - len(documents))  # the query may stand before them
+            error.field = "query" if document < 0 else f"documents[{document}]"
+        raise
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    results: list[dict[str, Any]] = []
+    for result in rank(engine.description, documents, answer, body.top_n):
+        one = {"index": result.index, "relevance_score": result.relevance_score}
+        results.append(
+            {**one, "document": {"text": result.document}} if body.return_documents else one
+        )
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"id": f"rerank-{record.id}", "model": body.model, "results": results, "usage": usage}
+
+
+async def score(state: ServerState, body: ScoreRequest, record: RequestRecord) -> dict[str, Any]:
+    model = state.engine.description
+    first, second = (
+        [given] if isinstance(given, str) else given for given in (body.text_1, body.text_2)
+    )
+    try:
+        texts = score_texts(model, first, second)
+        answer = await embed(state, texts, body, "text_2", record)
+    except RequestError as error:
+        if error.field == "data_1":
+            error.field = "text_1"
+        elif error.field == "prompt" and error.text is not None:
+            own, number = "text_2", error.text
+            if not scores_pairs(model):  # the first texts stand before the second
+                own, number = (
+                    ("text_1", number) if number < len(first) else (own, number - len(first))
+                )
+            error.field = own if isinstance(getattr(body, own), str) else f"{own}[{number}]"
+        raise
+    found, _ = scores(model, len(first), answer)
+    record.num_prompt_tokens = tokens = sum(map(len, answer.prompt_token_ids))
+    return {
+        "id": f"score-{record.id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "data": [
+            {"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+async def embed(
+    state: ServerState,
+    texts: Sequence[Prompt | tuple[str, str]],
+    body: Pooled,
+    field: str,
+    record: RequestRecord,
+) -> Vectors:
+    """The engine's answer, its texts counted as choices are. A request for too many is refused, and `field` named."""
+    if len(texts) > (limit := state.settings.max_choices_per_request):
+        raise bad_request(
+            f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",
+            field,
+        )
+    options = RequestOptions(
+        priority=effective_priority(record, body.priority),
+        cache_salt=prefix_salt(record.key, body.cache_salt),
+        reserve=None if record.grant is None else record.grant.reserve,
+    )
+    answer = await state.engine.embed(texts, options, truncate_to=body.truncate_prompt_tokens)
+    state.metrics.finished[FinishReason.STOP] += len(texts)
+    return answer

@@ -1,0 +1,699 @@
+"""The request bodies, as strict schemas: an unknown field or a wrong type is a 400 whose `param` names it.
+
+Three kinds of fields beyond OpenAI's usual ones: vLLM's extensions (top_k, min_p, ... priority), which work; fields
+that tell the provider about the caller and change no answer (user, metadata, store=false), which are accepted; and
+fields that are known but not supported, which are refused unless they hold the value that means "off". Nothing else
+is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import msgspec.structs
+from msgspec import Meta, Raw, Struct
+
+from slipstream.arguments import likely_value
+from slipstream.engine.text.tools import ROLES
+from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
+from slipstream.server.answers import beams
+from slipstream.server.answers.structured import (
+    JsonSchema,
+    ResponseFormat,
+    Structured,
+    StructuredOutputs,
+    structured,
+    structured_param,
+)
+from slipstream.server.answers.tools import (
+    CalledFunction,
+    FunctionSpec,
+    NamedChoice,
+    NamedFunction,
+    ToolCall,
+    ToolChoice,
+    ToolSpec,
+    ToolSpecs,
+    call_dict,
+    offer_of,
+)
+from slipstream.server.http.errors import FIELDS, bad_request
+from slipstream.server.http.field_hints import allowed_values, likely_name
+from slipstream.server.http.json_depth import MAX_DEPTH, is_too_deep
+from slipstream.types import SamplingParams
+
+Text = Annotated[str, Meta(min_length=1)]
+Breaker = Annotated[str, Meta(min_length=1, max_length=40)]  # as long as llama.cpp allows
+Word = Annotated[str, Meta(min_length=1, max_length=1000)]
+Int = Annotated[
+    int, Meta(ge=-(2**31), lt=2**31)
+]  # what the engine's messages and kernels can carry
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Stop = Text | Annotated[list[Text], Meta(max_length=64)] | None
+MAX_INPUTS = 2048  # texts in one request (OpenAI's limit)
+NO_FUNCTIONS: Mapping[str, str] = MappingProxyType({})
+OFF = msgspec.field(default_factory=Raw)  # the default of fields that must be off
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
+
+
+class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Ours: shorten the conversation before it is answered. Texts in `protect` stay wherever they are."""
+
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    method: Literal["iterative", "selective"] = "iterative"
+    unit: Literal["token", "word", "sentence"] = "word"
+    protect: Annotated[list[Text], Meta(max_length=64)] = []
+
+
+class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: str | None = None  # the one that is served, as vLLM has it
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Int | None = None
+    stop: Stop = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    # vLLM's extensions
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    # llama.cpp's, and transformers' no_repeat_ngram_size
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Meta(max_length=16)] | None = None
+    no_repeat_ngram_size: Int | None = None
+    mirostat_mode: Int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    samplers: Annotated[list[str], Meta(max_length=16)] | None = None
+    logits_processors: Annotated[list[Text], Meta(max_length=16)] | None = (
+        None  # by the names that the server has them under
+    )
+    penalty_alpha: float | None = None  # refused above 0
+    # vLLM's, and transformers' names for how to search; `n` is the number of beams
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: Int | None = None
+    diversity_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = (
+        None  # keep the prompt's last ones; -1: as many as there is room for
+    )
+    add_special_tokens: bool | None = (
+        None  # default: true for completions, false for chat, whose template has them
+    )
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:42"
+    spaces_between_special_tokens: bool | None = (
+        None  # no effect: no tokenizer that we read puts any there
+    )
+    priority: Int | None = None  # lower goes first
+    cache_salt: Text | None = (
+        None  # cached prefixes are shared only with requests that have it, too
+    )
+    # About the caller; no effect on the answer, by OpenAI's definition
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None  # prefixes are shared without it
+    service_tier: Literal["auto", "default"] | None = None
+
+    def check(self) -> None:
+        """Refuse what the schema cannot express."""
+        beams.check(self)
+        if self.penalty_alpha:
+            raise bad_request(
+                "contrastive search is not supported; leave penalty_alpha out", "penalty_alpha"
+            )
+        if self.store:
+            raise bad_request(
+                "store=true is not supported: answers are not kept; leave it false", "store"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request(
+                "prompt_logprobs come with whole answers only; leave stream out", "prompt_logprobs"
+            )
+
+    def param(self, field: str | None) -> str | None:
+        """This body's own name for a field that an error from the engine names."""
+        return (
+            structured_param(self, field)
+            if field and field.startswith("structured_outputs")
+            else field
+        )
+
+    def sampling(
+        self,
+        model: Mapping[str, float],
+        processors: Mapping[str, str] = NO_FUNCTIONS,
+        **special: Any,
+    ) -> SamplingParams:
+        """The fields that are named alike there and here, with `special` on top; None means the default: the `model`'s own,
+        else OpenAI's. `processors`: the functions that requests may name."""
+        if self.mirostat_mode:  # it stands in the place of samplers that leave tokens out, which the model may recommend
+            model = {name: value for name, value in model.items() if name not in TRUNCATING}
+        given = {**model} | {
+            name: getattr(self, name)
+            for name in _SAMPLING_FIELDS
+            if getattr(self, name) is not None
+        }
+        if self.logit_bias is not None:
+            given["logit_bias"] = _token_map(self.logit_bias)
+        special.setdefault("structured_outputs", structured(self))
+        for name in self.logits_processors or ():
+            if name not in processors:
+                known = (
+                    f"one of {', '.join(processors)}"
+                    if processors
+                    else "none (start it with --logits-processors)"
+                )
+                raise bad_request(
+                    f"logits_processors: {name!r} is not served; this server has {known}",
+                    "logits_processors",
+                )
+        special["logits_processors"] = tuple(
+            processors[name] for name in self.logits_processors or ()
+        )
+        return SamplingParams(**given, **special)
+
+
+_SAMPLING_FIELDS = tuple(
+    name
+    for name in SamplingParams.__dataclass_fields__
+    if name in Generation.__struct_fields__
+    and name
+    not in (
+        "logit_bias",
+        "logits_processors",
+        "max_tokens",
+        "prompt_logprobs",
+        "structured_outputs",
+    )
+)
+
+
+class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions"""
+
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    suffix: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"suffix": (b"null", b'""')}
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        if self.stream and self.best_of not in (None, self.n or 1):
+            raise bad_request(
+                "the best of several answers are known at their end; leave stream or best_of out",
+                "best_of",
+            )
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise bad_request(
+                "max_tokens: 0 needs echo or prompt_logprobs; else nothing is asked for",
+                "max_tokens",
+            )
+
+    def param(self, field: str | None) -> str | None:
+        own = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+        return {"prompt_token_ids": "prompt", "prompt_logprobs": own}.get(
+            field or ""
+        ) or super().param(field)
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        return one_kind(self.prompt, "prompt")
+
+
+def one_kind(given: Any, name: str) -> list[str | list[int]]:
+    """Text, token ids, or a list of one of them, as a list."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(part) for part in given}
+    if len(kinds) != 1:
+        what = "is an empty list" if not kinds else "mixes strings, token ids and lists"
+        raise bad_request(f"{name} {what}; give text, token ids, or a list of one of them", name)
+    return [given] if kinds == {int} else given
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePart:
+    """A picture as a message names it. `path` says where, for errors."""
+
+    url: str
+    detail: str
+    path: str
+
+
+class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+    image_url: ImageUrl | str  # the URL alone is vLLM's short form
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A chat message. The fields after `name` are those of an assistant's answer that a client sends back."""
+
+    role: str
+    content: str | list[dict[str, Raw]] | None = None
+    name: str | None = None
+    refusal: Raw = OFF
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: Raw = OFF
+    audio: Raw = OFF
+    annotations: Raw = OFF
+
+
+class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        "mm_processor_kwargs": "the detail of an image_url"
+    }  # vLLM's
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    compress_prompt: PromptCompression | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, as the next
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None  # to templates that know it, as the next
+    verbosity: str | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    tools: ToolSpecs | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Raw = OFF
+    function_call: Raw = OFF
+    modalities: Raw = OFF
+    audio: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "functions": (b"null", b"[]"),
+        "function_call": (b"null", b'"none"'),
+        "modalities": (b"null", b'["text"]'),
+        "audio": (b"null",),
+    }
+
+    def check(self) -> None:
+        super().check()
+        refuse_unless_off(self, self.off)
+        offer_of(self)
+        if taken := _TEMPLATE_FIELDS & set(self.chat_template_kwargs or ()):
+            raise bad_request(
+                f"chat_template_kwargs: {min(taken)} is set by the request's own fields",
+                "chat_template_kwargs",
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "an answer is either begun or continued: leave out add_generation_prompt or continue_final_message"
+            raise bad_request(message, "continue_final_message")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise bad_request(
+                f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}",
+                "top_logprobs",
+            )
+        if self.max_tokens is not None and self.max_completion_tokens not in (
+            None,
+            self.max_tokens,
+        ):
+            raise bad_request(
+                "max_tokens and max_completion_tokens disagree; give one", "max_completion_tokens"
+            )
+
+    def param(self, field: str | None) -> str | None:
+        max_tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        names = {
+            "prompt": "messages",
+            "prompt_token_ids": "messages",
+            "logprobs": "top_logprobs",
+            "image": "messages",
+        }
+        return {**names, "max_tokens": max_tokens}.get(field or "") or super().param(field)
+
+
+_TEMPLATE_FIELDS = {
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "any_length", "tokenize",
+}  # fmt: skip
+
+
+class Pooled(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What embeddings, reranking and scores share: the model and vLLM's extensions."""
+
+    model: str | None = None  # the one that is served
+    truncate_prompt_tokens: Int | None = None  # cut texts that are longer; -1: than the model takes
+    priority: Int | None = None  # lower goes first
+    cache_salt: Text | None = (
+        None  # cached prefixes are shared only with requests that have it, too
+    )
+    user: str | None = None  # about the caller; no effect
+
+
+class EmbeddingRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings"""
+
+    # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a text."""
+        return one_kind(self.input, "input")
+
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)]
+
+
+class TextDocument(Struct, forbid_unknown_fields=True, kw_only=True):
+    text: str
+
+
+class RerankRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /rerank, /v1/rerank and /v2/rerank: Jina's and Cohere's"""
+
+    query: str
+    documents: Annotated[list[str | TextDocument], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool = False
+
+
+class ScoreRequest(Pooled, forbid_unknown_fields=True, kw_only=True):
+    """POST /score and /v1/score: vLLM's. One text of `text_1` goes with all of `text_2`"""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class LoadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/load_lora_adapter: serve an adapter by a name, of a server with --lora-folder"""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: Annotated[
+        str, Meta(min_length=1, max_length=4096)
+    ]  # within the folder that the server names
+
+
+class UnloadAdapterRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/unload_lora_adapter: serve it no longer"""
+
+    lora_name: str
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a prompt, or messages through the chat template"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = (
+        None  # default: true for a prompt, false for messages, whose template has them
+    )
+    add_generation_prompt: bool | None = None  # for messages; default true
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+def message_dict(
+    message: Message, path: str, pictures: list[PicturePart] | None = None
+) -> dict[str, Any]:
+    """The message as chat templates take it. `developer` is OpenAI's newer word for `system`, which templates know. Pictures
+    are appended to `pictures`; without such a list only text is taken."""
+    if message.role not in ROLES:
+        what = f"role {message.role!r} is not supported; use one of {', '.join(ROLES)}{likely_value(message.role, ROLES)}"
+        raise bad_request(what, f"{path}.role")
+    refuse_unless_off(message, _MESSAGE_OFF, path + ".")
+    for name, role in (
+        ("tool_calls", "assistant"),
+        ("reasoning_content", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
+        if getattr(message, name) is not None and message.role != role:
+            raise bad_request(f"{name} is for the role {role!r}", f"{path}.{name}")
+    if message.content is None and not message.tool_calls:
+        raise bad_request("a message needs content", f"{path}.content")
+    parts: list[str | PicturePart] = (
+        [message.content or ""]
+        if isinstance(message.content, str | None)
+        else [
+            _part(part, f"{path}.content[{i}]", pictures is not None)
+            for i, part in enumerate(message.content)
+        ]
+    )
+    seen = [part for part in parts if isinstance(part, PicturePart)]
+    if seen and message.role != "user":
+        raise bad_request(
+            f"only a user's message has pictures, not one of {message.role!r}", seen[0].path
+        )
+    if pictures is not None:
+        pictures += seen
+    more = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
+    given: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(parts),
+    }
+    given |= {name: value for name, value in more.items() if value is not None}
+    if message.tool_calls:
+        given["tool_calls"] = [
+            call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
+    return given
+
+
+_MESSAGE_OFF = {
+    "refusal": (b"null",),
+    "function_call": (b"null",),
+    "audio": (b"null",),
+    "annotations": (b"null", b"[]"),
+}
+
+
+def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | PicturePart:
+    kind = bytes(part.get("type", b"null"))
+    if kind == b'"image_url"' and with_pictures:
+        image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
+        image = ImageUrl(url=image) if isinstance(image, str) else image
+        return PicturePart(image.url, image.detail or "auto", f"{path}.image_url")
+    if kind != b'"text"':
+        known = "text and image_url are" if with_pictures else "only text is"
+        raise bad_request(f"content part of type {_shorten(kind)}: {known} supported", path)
+    return decode(TextPart, msgspec.json.encode(part), path + ".").text
+
+
+def _content(parts: list[str | PicturePart]) -> str | list[dict[str, str]]:
+    """One text, unless there are pictures among them."""
+    if all(isinstance(part, str) for part in parts):
+        return "".join(part for part in parts if isinstance(part, str))
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in parts
+    ]
+
+
+def picture_part(url: str, detail: str | None) -> dict[str, Raw]:
+    """A content part with a picture, for messages that are made of other protocols'."""
+    image = {"url": url} if detail is None else {"url": url, "detail": detail}
+    return {"type": Raw(b'"image_url"'), "image_url": Raw(msgspec.json.encode(image))}
+
+
+def text_part(text: str) -> dict[str, Raw]:
+    return {"type": Raw(b'"text"'), "text": Raw(msgspec.json.encode(text))}
+
+
+def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str = "") -> None:
+    for name, allowed in off.items():
+        raw = bytes(getattr(body, name))
+        if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
+            only = " or ".join(value.decode() for value in allowed)
+            raise bad_request(f"{name} is not supported yet; leave it out or {only}", path + name)
+
+
+def _shorten(raw: bytes) -> str:
+    text = raw.decode(errors="replace")
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+def _token_map(biases: dict[str, float]) -> dict[int, float]:
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise bad_request(
+                f"logit_bias: {_shorten(key.encode())!r} is not a token id", "logit_bias"
+            )
+        if not -100 <= bias <= 100:
+            raise bad_request(f"logit_bias: {bias} is not between -100 and 100", "logit_bias")
+    found = {int(key): bias for key, bias in biases.items()}
+    if len(found) < len(biases):  # "00" and "0"
+        twice = next(key for key in biases if key != str(int(key)))
+        raise bad_request(
+            f"logit_bias: {_shorten(twice.encode())!r} names a token that is there twice",
+            "logit_bias",
+        )
+    return found
+
+
+def template_variables(body: ChatRequest, template: str | None) -> dict[str, Any]:
+    """What the request gives the chat template. OpenAI's own fields only where the template names them: elsewhere they would
+    change nothing."""
+    given = dict(body.chat_template_kwargs or {})
+    for name in ("reasoning_effort", "verbosity"):
+        if (value := getattr(body, name)) is not None:
+            if name not in (template or ""):
+                message = f"this model's chat template knows no {name}; leave it out (chat_template_kwargs are passed on)"
+                raise bad_request(message, name)
+            given[name] = value
+    return given
+
+
+T = TypeVar("T", bound=Struct)
+_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
+
+
+def register(*bodies: type[Struct], parts: tuple[type[Struct], ...] = ()) -> None:
+    """`bodies` can be decoded; errors and the log may name the fields of these and of their `parts`."""
+    _DECODERS.update({kind: msgspec.json.Decoder(kind) for kind in bodies})
+    for kind in (*bodies, *parts):
+        FIELDS.update(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+register(
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TextPart,
+    ImagePart,
+    parts=(
+        ImageUrl,
+        *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
+        *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+    ),
+)
+_AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")
+_FIELD = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`\Z")
+
+
+MARKS = {
+    b"\x1f\x8b": "it is compressed (gzip); send it as it is",
+    b"\xef\xbb\xbf": "it begins with a byte order mark; send UTF-8 without one",
+    b"\xff\xfe": "it is UTF-16; send UTF-8",
+}
+"""What bodies that are no JSON begin with, and what to do."""
+
+
+def check_depth(body: bytes, path: str = "") -> None:
+    """Raises a 400 that names the field if a body is nested deeper than `MAX_DEPTH`."""
+    if not is_too_deep(body):
+        return
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = {}
+    name = next((name for name, raw in fields.items() if is_too_deep(b"[%b]" % bytes(raw))), None)
+    param = path.rstrip(".") or None if name is None else path + name
+    raise bad_request(
+        f"lists and objects lie in each other deeper than {MAX_DEPTH} levels (in {param or 'the body'}); make it flatter",
+        param,
+        "invalid_json",
+    )
+
+
+def decode(kind: type[T], body: bytes, path: str = "") -> T:
+    """The body as `kind`, or a 400 that names the field at fault."""
+    check_depth(body, path)
+    try:
+        value: T = _DECODERS[kind].decode(body)
+        return value
+    except msgspec.ValidationError as exc:
+        match = _AT.fullmatch(str(exc))
+        assert match is not None
+        message, where = match[1], match[2] or ""
+        named = _FIELD.fullmatch(message)
+        parts = [part for part in (where, named and named[1]) if part]
+        param = path + ".".join(parts) if parts else path.rstrip(".") or None
+        hint = ""
+        if named and "unknown" in message[:24]:
+            hint = likely_name(kind, where, named[1])
+        elif message.startswith("Invalid enum value"):
+            hint = allowed_values(kind, where)
+        raise bad_request(
+            f"{message} (in {param or 'the body'}){hint}", param, "invalid_field"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        told = next((text for mark, text in MARKS.items() if body.startswith(mark)), str(exc))
+        raise bad_request(f"the body is not valid JSON: {told}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", code="invalid_json") from None
+
+
+def decode_raw(raw: Raw | bytes, path: str) -> Any:
+    """What stands in a field that its body left unread, or a 400 that names it."""
+    try:
+        return msgspec.json.decode(bytes(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise bad_request(
+            f"this is not valid JSON: {exc} (in {path})", path, "invalid_json"
+        ) from None

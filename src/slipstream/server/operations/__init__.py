@@ -1,0 +1,1 @@
+"""What operators use: probes, metrics, logs, status pages, sleep, manifests."""

@@ -1,0 +1,93 @@
+"""The three probes and the metrics route.
+
+/live    200 while the event loop runs; restart the server when it does not answer
+/ready   200 when new requests are welcome; 503 while the server drains or the engine is down or sleeps
+/health  200 when the engine answers and, if requests wait, steps; 503 with the reason when not; and what the checkpoint's
+         canary said at the start, if it has one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.errors import EngineError
+from slipstream.server.http.errors import shutting_down, unavailable
+from slipstream.server.http.replies import json_response
+from slipstream.server.operations.metrics import Metrics
+from slipstream.server.state import ServerState
+from slipstream.stats import EngineStats
+
+_STATS_TIMEOUT_S = 2.0  # a scrape must not hang with the engine
+
+
+class Probes:
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def live(self, request: Request) -> Response:
+        return _ok("alive")
+
+    async def ready(self, request: Request) -> Response:
+        require_ready(self.state)
+        return _ok("ready")
+
+    async def health(self, request: Request) -> Response:
+        _require_health(self.state)
+        canary = self.state.engine.canary
+        return _ok("healthy") if canary is None else _ok("healthy", canary=canary)
+
+    async def metrics(self, request: Request) -> Response:
+        stats, metrics = await engine_stats(self.state), await all_metrics(self.state)
+        return Response(metrics.render(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def require_ready(state: ServerState) -> None:
+    """ApiError (503) if new requests are not welcome."""
+    if state.draining:
+        raise shutting_down()
+    if state.engine.is_sleeping:
+        raise unavailable("the model sleeps; POST /wake_up wakes it", "engine_asleep")
+    _require_health(state)
+
+
+def _require_health(state: ServerState) -> None:
+    health = state.engine.health()
+    if not health.ok:
+        raise unavailable(f"the engine is not healthy: {health.reason}", "engine_unhealthy")
+
+
+async def engine_stats(state: ServerState) -> EngineStats | None:
+    """The engine's numbers as they are now; None: it is down, or hangs."""
+    try:
+        return await asyncio.wait_for(state.engine.stats(), _STATS_TIMEOUT_S)
+    except (EngineError, TimeoutError):
+        return None
+
+
+async def all_metrics(state: ServerState) -> Metrics:
+    """The sum of all front ends' counts. ApiError (503) if one does not answer."""
+    metrics = state.metrics
+    if state.totals is not None:
+        try:
+            found = await asyncio.wait_for(state.totals(metrics.counts()), _STATS_TIMEOUT_S)
+        except TimeoutError:  # sums without the others would go backwards
+            raise unavailable(
+                "the other front ends' counts are not there", "metrics_unavailable"
+            ) from None
+        metrics = Metrics(metrics.model_name)
+        for counts in found:
+            metrics.add(counts)
+    if state.watch is not None:
+        metrics.findings = Counter(
+            (metrics.model_name, f["cause"]) for f in state.watch.findings if f["ended"] is None
+        )
+    return metrics
+
+
+def _ok(status: str, **more: object) -> Response:
+    return json_response({"status": status, **more})

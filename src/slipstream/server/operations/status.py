@@ -1,0 +1,174 @@
+"""/status and /chat, pages that need nothing from elsewhere; /status.json, which the first shows; /findings.
+
+The pages hold nothing of the server, so they are open; what they then ask for needs a key like everything else
+(`server/http/auth.py`). A fleet's gateway answers /status.json in the same shape, with a replica for each of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from slipstream import __version__
+from slipstream.html import head
+from slipstream.server.http.errors import ApiError
+from slipstream.server.http.replies import json_response
+from slipstream.server.operations.health import all_metrics, engine_stats
+from slipstream.server.operations.metrics import Histogram, Metrics
+from slipstream.server.state import ServerState
+from slipstream.stats import EngineStats
+
+_PAGES = Path(__file__).parent / "pages"
+
+
+class ReplicaStatus(msgspec.Struct, kw_only=True):
+    """Totals are since the replica's start; None: it does not say."""
+
+    name: str
+    state: str  # ready, draining, sleeping, down; of a gateway also starting
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_cache_usage: float | None = None
+    prefix_queries: int | None = None
+    prefix_hits: int | None = None
+    num_preemptions: int | None = None
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    uptime_s: float | None = None
+    canary_ok: bool | None = None
+
+
+class Latency(msgspec.Struct, kw_only=True):
+    """A histogram: upper bounds in seconds, and the count of each and of what is above."""
+
+    bounds: list[float]
+    counts: list[int]
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> Latency:
+        return cls(bounds=list(histogram.bounds), counts=list(histogram.counts))
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """`findings`: None without a detector. `responses` by status, since the start. `autoscale`: by pool, of a gateway whose
+    replicas come and go by themselves."""
+
+    version: str
+    time: float
+    models: list[str]
+    num_in_flight: int  # requests
+    replicas: list[ReplicaStatus]
+    latency: dict[str, Latency]
+    responses: dict[str, int]
+    findings: list[dict[str, Any]] | None
+    autoscale: dict[str, dict[str, Any]] | None = None
+
+
+def replica_status(name: str, state: str, stats: EngineStats | None, **more: Any) -> ReplicaStatus:
+    """Of an engine's numbers; None: it is down."""
+    if stats is None:
+        return ReplicaStatus(name=name, state="down", **more)
+    return ReplicaStatus(
+        name=name,
+        state=state,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_cache_usage=stats.kv_cache_usage,
+        prefix_queries=stats.prefix_queries,
+        prefix_hits=stats.prefix_hits,
+        num_preemptions=stats.num_preemptions,
+        prompt_tokens=stats.prompt_tokens_total,
+        generated_tokens=stats.generation_tokens_total,
+        uptime_s=stats.uptime_s,
+        **more,
+    )
+
+
+def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> dict[str, Any]:
+    """The fields of a Status that a server and a fleet's gateway share. `itl`: the times between tokens."""
+    responses: dict[str, int] = {}
+    for (_, _, status), count in metrics.responses.items():
+        responses[str(status)] = responses.get(str(status), 0) + count
+    latency = {"ttft_s": metrics.ttft, "itl_s": itl, "e2e_s": metrics.e2e}
+    return {
+        "version": __version__,
+        "time": time.time(),
+        "latency": {name: Latency.of(histogram) for name, histogram in latency.items()},
+        "responses": responses,
+        "findings": None if state.watch is None else state.watch.findings,
+    }
+
+
+async def server_status(state: ServerState) -> Status:
+    """Of a server with one engine."""
+    stats, metrics = await engine_stats(state), await all_metrics(state)
+    if state.draining:
+        doing = "draining"
+    elif state.engine.is_sleeping:
+        doing = "sleeping"
+    else:
+        doing = "ready" if state.engine.health().ok else "down"
+    canary = state.engine.canary
+    more = {"canary_ok": None if canary is None else canary.ok}
+    return Status(
+        models=[*state.model_names, *state.engine.adapters],
+        num_in_flight=state.load.num_requests,
+        replicas=[replica_status(state.model_names[0], doing, stats, **more)],
+        **shared_fields(state, metrics, itl=metrics.itl),
+    )
+
+
+@cache
+def page(name: str) -> bytes:
+    """`status` or `chat`: one file, which may ask only where it came from."""
+    opening = head(scripts=True, connect=True)
+    return (opening + (_PAGES / f"{name}.html").read_text(encoding="utf-8")).encode()
+
+
+def page_route(name: str) -> Route:
+    async def show(request: Request) -> Response:
+        return Response(page(name), media_type="text/html", headers={"cache-control": "no-cache"})
+
+    return Route(f"/{name}", show)
+
+
+ReadStatus = Callable[[], Coroutine[Any, Any, Status]]
+
+
+def status_route(read_status: ReadStatus) -> Route:
+    """/status.json, from the result of `read_status`."""
+
+    async def show(request: Request) -> Response:
+        return json_response(await read_status())
+
+    return Route("/status.json", show)
+
+
+class StatusRoutes:
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+
+    async def findings(self, request: Request) -> Response:
+        if self.state.watch is None:
+            raise ApiError(
+                404,
+                "nobody looks for findings here: start the server with --detect",
+                code="no_detector",
+            )
+        return json_response({"findings": self.state.watch.findings})
+
+    def routes(self) -> list[Route]:
+        return [
+            page_route("status"),
+            page_route("chat"),
+            status_route(lambda: server_status(self.state)),
+            Route("/findings", self.findings),
+        ]

@@ -1,0 +1,1 @@
+"""Drafters: smaller models and heads that propose tokens on the device."""

@@ -1,0 +1,323 @@
+"""Proposes draft tokens on the device, for requests whose drafts a plan leaves open (`FROM_MODEL`).
+
+1. A drafter proposes at the beginning of a step. It samples like the request: with its filters,
+   penalties and biases, and with the random number that the engine's model will use at that
+   position. Where both models have the same distribution they draw the same token, and a seed gives
+   the same answer as without drafts (communication-free coupling: Daliri, Musco and Suresh 2024).
+2. The worker keeps the tokens that the engine's model draws. So the answer's distribution is that
+   of plain sampling, whatever was proposed.
+3. A drafter keeps its state of a request in its own tensors, in the blocks of the request's full
+   group. It computes nothing for a request without drafts. When drafts are wanted, it first
+   computes the tokens that it has not seen yet (`Row.num_drafted`). After a prefix hit or a
+   preemption these are all tokens.
+
+No torch here: a drafter's caller gives it tensors or arrays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from slipstream.config import EngineConfig
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.spec.model import LayerSpec
+from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
+from slipstream.worker.rows import RowTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.worker.graphs.chain_graphs import ChainGraphs
+
+
+class DraftMemory(Protocol):
+    """Memory of a drafter's keys, values and states."""
+
+    itemsize: int
+    """Bytes per number."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Any: ...
+
+    def lowest(self, shape: tuple[int, ...]) -> Any:
+        """A float32 tensor filled with −∞."""
+
+    def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
+        """Zeroed keys and values of a layer."""
+
+    def block_rows(self, arrays: Sequence[Any]) -> Any:
+        """Prepare arrays [B, …], which hold a part of every block each, for `copy_blocks`."""
+
+    def copy_blocks(self, rows: Any, source: Any, target: Any) -> None:
+        """Copy blocks source[i] to blocks target[i], int64 [N] each."""
+
+
+class Drafter(ABC):
+    """Base of all drafters. `allocate` must precede `write_drafts`."""
+
+    weights_bytes: int
+    layers: tuple[LayerSpec, ...]
+    """Layers whose keys and values it keeps."""
+    first = 0
+    """First token of a request that it computes. This token's keys and values are at position 0."""
+    computes_all = True
+    """True if it computes all tokens of a request, and must catch up after steps without drafts."""
+    num_cold = 0
+    """Number of proposals that first caught up on more tokens than a step with drafts adds.
+
+    The counterpart of `Forward.num_cold`.
+    """
+
+    def __init__(self, config: EngineConfig, memory: DraftMemory) -> None:
+        self.memory = memory
+        self.max_tokens = config.scheduling.max_num_batched_tokens
+        self.block_size = config.cache.block_size
+        self.kv: list[LayerKV] = []
+        self._block_rows: Any = None
+
+    # --- Memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes added to each KV block."""
+        return (
+            sum(layer.attention.cached_size for layer in self.layers)
+            * self.memory.itemsize
+            * self.block_size
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of activations per token of a step; 0 if unknown."""
+        return 0
+
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:  # noqa: B027 (where bytes are known beforehand)
+        """Run over a step of dummy prompts, while memory is measured."""
+
+    def allocate(self, num_blocks: int) -> None:
+        self.kv = self.make_cache(num_blocks)
+        self._block_rows = self.memory.block_rows(self._block_arrays())
+
+    def release(self) -> None:
+        self.kv.clear()
+        self._block_rows = None
+
+    def _block_arrays(self) -> list[Any]:
+        """Arrays that hold a part of every block each."""
+        return [
+            cache
+            for layer in self.kv
+            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
+        ]
+
+    def make_cache(self, num_blocks: int) -> list[LayerKV]:
+        return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        """Bytes to reserve for its graphs."""
+        return 0
+
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:  # noqa: B027 (most have none)
+        """Capture its graphs, on a GPU."""
+
+    def copy_blocks(self, source: Tensor, target: Tensor) -> None:
+        self.memory.copy_blocks(self._block_rows, source, target)
+
+    # --- Drafts -------------------------------------------------------------------------------------------------------
+
+    def write_drafts(self, plan: StepPlan, rows: RowTable) -> list[ScheduledRequest]:
+        """Write drafts after the last tokens of the requests that want some.
+
+        Returns these requests.
+        """
+        for s in plan.scheduled:
+            # forget the wrong drafts of the previous step, even if this step wants none
+            row = rows.rows[s.request_id]
+            row.num_drafted = min(row.num_drafted, s.num_computed_tokens)
+            if FROM_MODEL not in s.drafts:
+                row.ahead = range(0)
+        drafted = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
+        if drafted and self.computes_all:
+            added = 1 + max(len(s.drafts) for s in drafted)
+            seen = (max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted)
+            self.num_cold += any(
+                s.num_computed_tokens - n > added for s, n in zip(drafted, seen, strict=True)
+            )
+        if drafted:
+            self.draft(drafted, rows)
+        return drafted
+
+    def tokens_of(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> Tensor:
+        """Drafts [N] of the requests, which are in their rows until the step has drawn."""
+        where: list[int] = []
+        width = rows.tokens.shape[1]
+        for s in drafted:
+            first = rows.rows[s.request_id].index * width + s.num_computed_tokens + 1
+            where.extend(range(first, first + len(s.drafts)))
+        return rows.tokens.reshape(-1)[rows.upload(np.array(where, np.int64))]
+
+    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        """True if copies of the drafts are kept.
+
+        A step overwrites those in the rows with its tokens.
+        """
+        return False
+
+    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        """The same as `tokens_of` before the draw, from the kept copies."""
+        raise NotImplementedError
+
+    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:  # noqa: B027 (most do not)
+        """Launch the start of the next `write_drafts`, as far as it is known after `plan`'s draw.
+
+        The host has time for it now, whereas the GPU waits for `write_drafts`.
+        """
+
+    @abstractmethod
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Write as many tokens after each request's last one as it has `drafts`."""
+
+    def unseen(
+        self, drafted: Sequence[ScheduledRequest], rows: RowTable, counts: Sequence[int]
+    ) -> Iterator[list[ScheduledRequest]]:
+        """Steps over the tokens that the drafter has not computed.
+
+        Each request's steps end with `counts` tokens, beginning with its last known token. A token
+        is drawn after each of these.
+        """
+        begins = {
+            s.request_id: max(self.first, rows.rows[s.request_id].num_drafted) for s in drafted
+        }
+        while True:
+            room, shares = self.max_tokens, []
+            for s, own in zip(drafted, counts, strict=True):
+                begin, last = begins[s.request_id], s.num_computed_tokens
+                if count := min(last + own - begin, room):
+                    shares.append(
+                        ScheduledRequest(
+                            s.request_id, begin, count, max(0, begin + count - max(begin, last))
+                        )
+                    )
+                    begins[s.request_id] += count
+                    room -= count
+            if not shares:
+                return
+            yield sorted(shares, key=lambda s: s.num_tokens > 1)
+
+
+class Chain(Drafter):
+    """Proposes token by token, each from the ones before it.
+
+    On a GPU a chain is a graph (`worker/graphs/chain_graphs.py`).
+    """
+
+    keeps_drafts = True
+    """True if its state of a draft stays valid when the draft was right."""
+    graphs: ChainGraphs | None = None
+
+    def release(self) -> None:
+        super().release()
+        self.graphs = None
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        left = [s for s in drafted if not self._is_ahead(s, rows)]
+        for s in left:
+            rows.rows[s.request_id].num_kept = 0
+        if left and self.graphs is not None and self.graphs.covers(left):
+            self.graphs.run(left)
+        elif left:
+            self.run_passes(left, rows)
+        for s in drafted:
+            row = rows.rows[s.request_id]
+            row.num_drafted, row.ahead = (
+                s.num_computed_tokens + (len(s.drafts) if self.keeps_drafts else 1),
+                range(0),
+            )
+
+    def go_ahead(self, plan: StepPlan, rows: RowTable) -> None:
+        if self.graphs is None:
+            return
+        drafting = [s for s in plan.scheduled if FROM_MODEL in s.drafts]
+        for s in self.graphs.run_ahead(drafting):
+            computed = s.num_computed_tokens
+            rows.rows[s.request_id].ahead = range(computed + 1, computed + 1 + s.num_sampled)
+        if drafting or all(s.num_tokens > 1 for s in plan.scheduled):
+            # next to decodes without drafts, prompts get none either
+            self._see_prompts(plan, rows)
+
+    def has_kept_drafts(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> bool:
+        return self.graphs is not None and all(
+            len(s.drafts) <= rows.rows[s.request_id].num_kept for s in drafted
+        )
+
+    def kept_drafts(self, drafted: Sequence[ScheduledRequest]) -> Tensor:
+        assert self.graphs is not None
+        return self.graphs.kept_drafts(drafted)
+
+    def see(self, requests: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Compute the unseen tokens before each request's last one."""
+        for shares in self.unseen(requests, rows, [0] * len(requests)):
+            self.step(shares, rows)
+        for s in requests:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens
+
+    def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Run a chain without a graph."""
+        self.catch_up(drafted, rows)
+        for i in range(1, max(len(s.drafts) for s in drafted)):
+            self.step(
+                [
+                    ScheduledRequest(s.request_id, s.num_computed_tokens + i, 1, 1)
+                    for s in drafted
+                    if len(s.drafts) > i
+                ],
+                rows,
+                follows=True,
+            )
+
+    def catch_up(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Compute the requests' unseen tokens, and draw each one's first draft."""
+        for shares in self.unseen(drafted, rows, [1] * len(drafted)):
+            self.step(shares, rows)
+
+    @abstractmethod
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
+        """Compute the tokens of `shares`, and draw the token after each share that samples.
+
+        `follows` means that a share's token was a draft.
+        """
+
+    @staticmethod
+    def _is_ahead(s: ScheduledRequest, rows: RowTable) -> bool:
+        """True if its drafts are already proposed."""
+        row = rows.rows[s.request_id]
+        return s.num_computed_tokens in row.ahead and len(s.drafts) <= row.num_kept
+
+    def _see_prompts(self, plan: StepPlan, rows: RowTable) -> None:
+        """Compute the prompts in `plan`, so that their first drafts come out of a graph.
+
+        Op by op this takes the host 2 ms. It has that time while the GPU computes the step, whereas
+        `write_drafts` would keep the GPU waiting.
+        """
+        behind = [
+            s._replace(num_computed_tokens=s.num_computed_tokens + s.num_tokens)
+            for s in plan.scheduled
+            if _is_prompt(s)
+        ]
+        self.see(
+            [
+                s
+                for s in behind
+                if s.num_computed_tokens > max(self.first, rows.rows[s.request_id].num_drafted)
+            ],
+            rows,
+        )
+
+
+def _is_prompt(s: ScheduledRequest) -> bool:
+    return s.num_tokens > 1 and not s.drafts

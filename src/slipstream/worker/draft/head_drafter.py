@@ -1,0 +1,284 @@
+"""Drafters with a trained head, with torch (`draft_head`) and without (`host_drafter`).
+
+1. The hidden states of all computed tokens are kept in the tokens' KV blocks. So prefix hits,
+   preemption and copied blocks need no code here, and a head computes nothing while no drafts are
+   wanted.
+2. A head with layers reads pairs of the state at position p and the token at p + 1. The pair's keys
+   and values are at position p of its cache. So the last pair of a shared block depends on the
+   token after the block. Among requests that share a prefix and continue differently, the last to
+   draft writes its pair there. Only drafts depend on it, never answers.
+
+Values are torch tensors or NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.config import EngineConfig
+from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
+from slipstream.types import ScheduledRequest, StepPlan
+from slipstream.worker.draft.drafter import Chain, Drafter, DraftMemory
+from slipstream.worker.draft.host_chain import HostChain
+from slipstream.worker.input_batch import SampledRows, gather, gather_pairs
+from slipstream.worker.rows import RowTable
+from slipstream.worker.sampling.sampler import sampling_tensors
+
+Sample = Callable[..., Any]
+"""`OpSet.sample`."""
+
+
+class States(Protocol):
+    """Interface of `forward.StateCache`."""
+
+    kept: Any
+    """[B · block_size, E]; None if states are not kept."""
+
+    def write(self, states: Any, where: Any, /) -> None:
+        """Keep the states [T, E] of a step's tokens. `where` is its metadata, or its slots."""
+
+    def read(self, meta: AttentionMetadata) -> Any:
+        """States [T, E] of a step's tokens."""
+
+    def read_array(self, slots: Any) -> Any:
+        """States as a float32 array [T, E], on a CPU."""
+
+
+class HeadDrafter(Drafter):
+    """The part that all heads share."""
+
+    head: LayeredHead | MedusaHead
+    states: Any
+    """`States`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        memory: DraftMemory,
+        states: States,
+        sample: Sample,
+    ) -> None:
+        super().__init__(config, memory)
+        self.head, self.layers = loaded.head, ()
+        if isinstance(self.head, LayeredHead):
+            self.layers = self.head.spec.layers
+        self.target_ids, self.weights_bytes = loaded.target_ids, loaded.weights_bytes
+        self.vocab_size, self.hidden_size = (
+            loaded.head.spec.vocab_size,
+            loaded.head.spec.hidden_size,
+        )
+        self.states, self.sample = states, sample
+
+    @property
+    def token_bytes(self) -> int:
+        return self.head.token_bytes if isinstance(self.head, LayeredHead) else 0
+
+    @property
+    def block_bytes(self) -> int:
+        return super().block_bytes + self.hidden_size * self.memory.itemsize * self.block_size
+
+    def allocate(self, num_blocks: int) -> None:
+        self.states.kept = self.memory.zeros((num_blocks * self.block_size, self.hidden_size))
+        super().allocate(num_blocks)
+
+    def release(self) -> None:
+        super().release()
+        self.states.kept = None
+
+    def _block_arrays(self) -> list[Any]:
+        return [
+            *super()._block_arrays(),
+            self.states.kept.reshape(-1, self.block_size, self.hidden_size),
+        ]
+
+    def write(self, hidden: Any, sampled: SampledRows, rows: RowTable, place: int = 0) -> None:
+        """Draw a token for each of `sampled`, and write it to its row."""
+        if rows.is_greedy(sampled.names):
+            tokens = self.head.greedy(hidden, place, self.target_ids)
+        else:
+            logits = self.head.logits(hidden, place)
+            if self.target_ids is not None:
+                wide = self.memory.lowest((len(logits), self.vocab_size))
+                wide[:, self.target_ids] = logits
+                logits = wide
+            tokens = self.sample(logits, sampling_tensors(rows, sampled))
+        rows.write(sampled.rows, sampled.positions, tokens)
+
+
+class HeadChain(Chain, HeadDrafter):
+    """EAGLE and MTP. `ends` has the state for the pair after each row's last one."""
+
+    first, keeps_drafts = 1, False
+    head: LayeredHead
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedHead,
+        memory: DraftMemory,
+        states: States,
+        sample: Sample,
+        ends: Any,
+    ) -> None:
+        super().__init__(config, loaded, memory, states, sample)
+        self.ends = ends
+        self.host = HostChain(self) if self.head.is_compiled else None
+
+    def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        if self.host is not None and self.host.covers(drafted, rows):
+            self.host.run(drafted, rows)
+        else:
+            super().run_passes(drafted, rows)
+
+    def step(
+        self, shares: Sequence[ScheduledRequest], rows: RowTable, *, follows: bool = False
+    ) -> None:
+        given = gather_pairs(rows, shares)
+        sampled, index = given.sampled, given.sample_index
+        assert sampled is not None
+        states = self.ends[sampled.rows] if follows else self.states.read(given.meta)
+        hidden, following = self.passed(given.token_ids, states, given.meta)
+        if not sampled.requests:
+            return
+        if index is not None:
+            hidden, following = hidden[index], following[index]
+        self.ends[sampled.rows] = following
+        self.write(hidden, sampled, rows)
+
+    def passed(self, token_ids: Any, states: Any, meta: AttentionMetadata) -> tuple[Any, Any]:
+        """Run the head (`LayeredHead.forward`).
+
+        The states for the next pairs have the type of `ends`.
+        """
+        return self.head.forward(token_ids, states, self.kv, meta)
+
+
+class HeadBlock(HeadDrafter):
+    """P-EAGLE and DFlash: one pass over all places, with a mask in place of each unknown token.
+
+    1. P-EAGLE: pairs of masks follow the pairs of known tokens. Each pair attends to those before
+       it.
+    2. DFlash: the states before the last token are a context. That token and one mask per place
+       attend to the context and to each other. Each mask is at the position of the token drawn from
+       it.
+    """
+
+    first = 1
+    head: LayeredHead
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        spec, counts = self.head.spec, [len(s.drafts) for s in drafted]
+        if spec.join == "context":
+            for shares in self.unseen(drafted, rows, [1] * len(drafted)):
+                meta = gather_pairs(rows, shares).meta
+                self.head.remember(self.states.read(meta), self.kv, meta)
+            self._draw_block(drafted, rows)
+        else:
+            last = {s.request_id: s.num_computed_tokens for s in drafted}
+            for shares in self.unseen(drafted, rows, counts):
+                self._draw_pairs(shares, [last[s.request_id] for s in shares], rows)
+        for s in drafted:
+            rows.rows[s.request_id].num_drafted = s.num_computed_tokens + 1
+
+    def _draw_pairs(
+        self, shares: Sequence[ScheduledRequest], last: Sequence[int], rows: RowTable
+    ) -> None:
+        """Run a pass over pairs, with masks for tokens after the `last` ones."""
+        given = gather_pairs(rows, shares)
+        sampled, index = given.sampled, given.sample_index
+        assert sampled is not None
+        states, ends = self.states.read(given.meta), np.cumsum([s.num_tokens for s in shares])
+        known = [
+            min(max(p + 1 - s.num_computed_tokens, 0), s.num_tokens)
+            for s, p in zip(shares, last, strict=True)
+        ]
+        masks = [
+            np.arange(end - s.num_tokens + n, end)
+            for s, end, n in zip(shares, ends, known, strict=True)
+        ]
+        token_ids = self._masked(given.token_ids, masks, states, rows)
+        hidden, _ = self.head.forward(token_ids, states, self.kv, given.meta)
+        if sampled.requests:
+            self.write(hidden if index is None else hidden[index], sampled, rows)
+
+    def _draw_block(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        """Run a pass over the last tokens and the masks after them.
+
+        Each token is a decode over all its request's tokens, so the tokens of a request attend to
+        each other.
+        """
+        shares = [
+            ScheduledRequest(s.request_id, s.num_computed_tokens, n := len(s.drafts) + 1, n - 1)
+            for s in drafted
+        ]
+        given, lengths = (
+            gather(rows, StepPlan(0, tuple(shares))),
+            np.array([s.num_tokens for s in shares]),
+        )
+        sampled, index, meta = given.sampled, given.sample_index, given.meta
+        assert sampled is not None
+        total, ends = int(lengths.sum()), lengths.cumsum()
+        token_ids = self._masked(
+            given.token_ids,
+            [np.arange(end - n + 1, end) for end, n in zip(ends, lengths, strict=True)],
+            None,
+            rows,
+        )
+        which = rows.upload(np.arange(len(shares)).repeat(lengths))
+        meta = dataclasses.replace(
+            meta,
+            query_start_loc=rows.upload(np.arange(total + 1, dtype=np.int32)),
+            seq_lens=meta.seq_lens[which],
+            block_table=meta.block_table[which],
+            num_decodes=total,
+            max_query_len=1,
+            groups=(),
+        )
+        hidden, _ = self.head.forward(token_ids, None, self.kv, meta)
+        self.write(
+            hidden[index], dataclasses.replace(sampled, positions=sampled.positions - 1), rows
+        )
+
+    def _masked(self, token_ids: Any, masks: Sequence[Any], states: Any, rows: RowTable) -> Any:
+        """Put masks at the given places of `token_ids`, and the masks' state in `states`."""
+        places = np.concatenate(masks)
+        if len(places):
+            where = rows.upload(places)
+            token_ids[where] = self.head.spec.mask_token
+            if states is not None:
+                states[where] = self._mask_state(states)
+        return token_ids
+
+    def _mask_state(self, states: Any) -> Any:
+        found = self.head.mask_state
+        return found if isinstance(states, np.ndarray) else found.to(states.dtype)
+
+
+class MedusaDrafter(HeadDrafter):
+    """Medusa: one pass for all places, from the state before the last token.
+
+    A place does not depend on the tokens at the places before it.
+    """
+
+    computes_all = False
+
+    def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
+        last = [ScheduledRequest(s.request_id, s.num_computed_tokens, 1, 1) for s in drafted]
+        states = self.states.read(gather_pairs(rows, last).meta)
+        for place in range(max(len(s.drafts) for s in drafted)):
+            which = [i for i, s in enumerate(drafted) if len(s.drafts) > place]
+            shares = [
+                ScheduledRequest(
+                    drafted[i].request_id, drafted[i].num_computed_tokens + place, 1, 1
+                )
+                for i in which
+            ]
+            sampled = gather_pairs(rows, shares).sampled
+            assert sampled is not None
+            self.write(states[which], sampled, rows, place)

@@ -1,0 +1,1 @@
+"""Ways to run the model over the tokens of a step."""

@@ -1,0 +1,79 @@
+"""Forward paths that settings and a model spec allow, before a model is loaded. No torch.
+
+`fast_paths` serves `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`),
+because its weights and device may also rule a path out. `torch_reason` tells which runner an engine
+uses: without a reason it is `HostRunner`, whose only path is the program.
+"""
+
+from __future__ import annotations
+
+from slipstream.config import EngineConfig
+from slipstream.costs.estimate import by_cpu_kernels
+from slipstream.kernels.cpu.native import CACHES, has_cpu_kernels
+from slipstream.model.trace import HOST_EXPERTS, SPLIT, STREAMED, covered
+from slipstream.spec.description import ModelDescription
+from slipstream.spec.model import ModelSpec
+from slipstream.spec.reason import Reason
+
+
+def fast_paths(config: EngineConfig, spec: ModelSpec) -> dict[str, Reason | None]:
+    """The kernels' fast forward paths by name.
+
+    The value is None if the path covers the model, otherwise the reason. Empty if these kernels have no fast paths.
+    """
+    model, parallel, on_cpu = config.model, config.parallel, by_cpu_kernels(config)
+    if not on_cpu and (not config.device.info.is_cuda or config.device.kernels == "reference"):
+        return {}
+    name = "program" if on_cpu else "one-token"
+    if model.host_experts:
+        return {name: HOST_EXPERTS}
+    if model.weights_bytes is not None:
+        return {name: STREAMED}
+    if parallel.num_ranks > 1 and (on_cpu or parallel.stages or parallel.sequence):
+        return {name: SPLIT}
+    return covered(spec, kernels="cpu" if on_cpu else "triton", num_ranks=parallel.num_ranks)
+
+
+def torch_reason(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Reason why an engine with these settings needs torch; None if it does not."""
+    reason = host_refusal(config, description)
+    return reason if reason is not None else fast_paths(config, description.spec).get("program")
+
+
+def host_refusal(config: EngineConfig, description: ModelDescription) -> Reason | None:
+    """Reason why these settings, or loading this model, need torch; None if they do not.
+
+    The model is not traced here. What the program lacks for it shows when it is compiled.
+    """
+    device, kept = config.device, config.cache.dtype
+    table: tuple[tuple[bool, str], ...] = (
+        (device.info.is_cuda, "the device is a GPU"),
+        (device.kernels not in ("auto", "cpu"), f"kernels={device.kernels!r} are torch's"),
+        (not has_cpu_kernels(), "the C++ kernels are not built"),
+        (config.parallel.num_ranks > 1, "several ranks need torch to sum up their parts"),
+        (device.deterministic, "deterministic=True is for GPUs"),
+        (kept not in CACHES, f"kv_cache_dtype: the C++ program has no cache of {kept}"),
+        (
+            config.model.weights_bytes is not None,
+            "weights_bytes: layers that are read as they are needed run op by op",
+        ),
+        (config.lora is not None, "enable_lora: adapters are run by torch"),
+    )
+    found = next((Reason(text) for refused, text in table if refused), None)
+    return found or load_refusal(description, config.model.load_format)
+
+
+def load_refusal(description: ModelDescription, load_format: str) -> Reason | None:
+    """Reason why loading a model, or running its prompts, needs torch; None if it does not."""
+    spec, stored = description.spec, description.quantization
+    table: tuple[tuple[bool, str], ...] = (
+        (
+            spec.vision is not None,
+            "the model has an image encoder, which torch runs (max_images=0 leaves it out)",
+        ),
+        (
+            stored is not None and stored.method == "mxfp4" and load_format != "dummy",
+            "quantization_config: experts in mxfp4 are put together by torch (a GGUF file's need none)",
+        ),
+    )
+    return next((Reason(text) for refused, text in table if refused), None)

@@ -1,0 +1,818 @@
+"""CUDA graphs of steps: decodes by batch size, and mixed steps by (decodes, prompt tokens).
+
+A step launches about three hundred kernels, which takes the host longer than the GPU unless there
+are many tokens. Replaying a graph is one launch. A step runs in the smallest graph that holds it:
+
+1. In a decode graph, surplus rows are the null row: seq_len 0, writes to the null block. A step
+   that verifies drafts also runs there. Each of its tokens takes a row, whose sequence ends with
+   that token.
+2. A mixed graph has room for a number of decodes, padded in the same way, and after them for a
+   number of prompt tokens. Surplus prompt tokens form one more sequence, of the null row.
+3. A graph covers everything from the row numbers to the hidden states. The rest depends on the
+   rows' settings. The likeliest tokens come from another graph (`greedy_ends.py`), everything else
+   runs op by op.
+
+Ranks with requests of their own choose a size by the largest of their parts of a step, so that all
+replay the same one.
+
+A pipeline stage copies its input to where its graphs read it, and sends its result after the
+replay. Stages exchange a step's tokens without padding, so two stages need not use graphs of one
+size.
+
+All graphs share one memory pool, and a graph's inputs stay in place. So hidden states and sampled
+rows are valid only until the next replay. As all run on one stream, the tokens have been sampled
+and written by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.costs.graph_sizes import (
+    MIXED_TOKENS,
+    VERIFIED_ROWS,
+    decode_rows,
+    mixed_decodes,
+    mixed_prompts,
+    mixed_sequences,
+)
+from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
+from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.layers import one_of_each_kind
+from slipstream.platform import Graph, Pipe, platform_of
+from slipstream.spec.reason import Reason
+from slipstream.types import StepPlan, StepShape
+from slipstream.worker.adapters import Adapters
+from slipstream.worker.forward.forwards import (
+    HAS_ADAPTERS,
+    NO_PLAN,
+    Forward,
+    Forwards,
+    InputBatch,
+    Output,
+)
+from slipstream.worker.graphs.greedy_ends import GreedyEnds
+from slipstream.worker.graphs.mixed_inputs import (
+    MixedInputs,
+    Size,
+    mixed_inputs,
+    mixed_step,
+    padded_room,
+)
+from slipstream.worker.input_batch import SampledRows, gather_inputs, laid_out, shared_prefixes
+from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import num_leading_decodes
+
+_logger = logging.getLogger("slipstream.engine")
+
+SLACK = 1.3
+"""Maximum size of a larger graph, as a multiple of a step's tokens, until its own is captured."""
+
+LONGER = 16
+"""Number of times a size is wanted before it is captured.
+
+Until then its steps may run in a graph that is larger still: with `LARGER` times its decodes, or
+with `_spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all
+requests wait. Such padding takes a few ms at most.
+"""
+
+LARGER = 2.0
+
+PATIENCE = 2
+"""Number of times a mixed size is wanted before it is captured.
+
+Until then its steps run op by op if no captured graph holds them. On an H200 that takes 9 ms
+longer.
+"""
+
+LONG_PATIENCE = 6
+"""The same for a step of more than MIXED_TOKENS prompt tokens.
+
+A graph saves about 15 ms there, and its capture takes 100 to 200.
+"""
+
+FIRST_DECODES = 64
+"""Largest power of two captured at the start as a decode size. Rows for drafts are captured, too.
+
+Next come the sizes between them, since a batch that ends passes through each, then larger powers of
+two and the largest.
+"""
+
+FIRST_MIXED = ((64, 1024), (64, 384), (0, 128))
+"""Upper bounds of the mixed sizes captured at the start.
+
+Many steps fit into them until their own size is captured. The last is for a short prompt alone: on
+an H200 64 decodes of padding take 1 ms.
+"""
+
+NEXT_MIXED = (64, 128)
+
+BESIDE_TOKENS = 2**37
+"""Tokens of a step, times the squared model width, that hide the capture of one graph.
+
+An H200 computes them in twice the time in which its host captures a graph. 8,192 tokens of
+Llama-3-8B take 100 ms in FP8, and a capture takes 40 to 50.
+"""
+
+STALL_S = 0.1
+"""Seconds after which a capture must have waited for the GPU.
+
+One in seven does, when the driver makes room for graphs.
+"""
+
+FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
+"""Further mixed sizes captured at the start where drafts are verified.
+
+With a prompt in the step, sequences with drafts use the room for prompts, and few have no drafts.
+In (64, 1024) such a step takes about 2 ms longer on an H200.
+"""
+
+FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
+"""Further mixed sizes captured at the start where a layer's ranks have longer graphs.
+
+They serve steps of 8,192 tokens, with 3 % of padding on average. Such a step of Llama-3-8B takes 80
+to 100 ms over two H200s op by op, and 63 in a graph.
+"""
+
+MAX_PADDING = 2**33
+"""Maximum tokens of padding in a mixed step, times the squared model width.
+
+On an H200 they take half as long as the overhead of running op by op. A layer has about 12 numbers
+for each unit of that square, and about 12 kernels.
+"""
+
+MAX_KEYS_AGAIN = 2**18
+"""Maximum keys that a decode graph's rows beyond each sequence's first MIXED_ROWS may read again.
+
+In a decode graph each row of a sequence reads its keys again. A mixed graph's kernel reads them in
+the time of MIXED_ROWS rows, but its larger tiles cost about 3 ms a step. This was measured with
+Llama-3-8B on an H200 (`verified_steps`). Both grow with the layers.
+"""
+
+NOT_CAPTURED = Reason("its graph is not captured yet")
+NO_MEMORY = Reason("there is no memory for its graph")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: Graph
+    inputs: Tensor  # int32, in the layout that the captured work reads
+    output: Tensor  # the graph's own; every replay overwrites it
+
+
+class Graphs:
+    """Captured steps, by size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.platform = platform_of(device)
+        self._recorder = self.platform.graphs() if device.type != "cpu" else None
+        self._captured: dict[Size, Captured] = {}
+        self.num_cold = 0
+
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        """Capture a step. `idle` are the inputs of a step that is all padding."""
+        inputs = self.platform.upload(idle)  # waits for no running step
+        graph, output = self._record(lambda: forward(inputs), lambda: self._compiling(size))
+        captured = self._captured[size] = Captured(graph, inputs, output)
+        self.num_cold += 1
+        return captured
+
+    def _record(
+        self,
+        work: Callable[[], Tensor],
+        compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> tuple[Graph, Tensor]:
+        assert self._recorder is not None
+        return self._recorder.capture(work, compiling)
+
+    def _compiling(self, size: Size) -> contextlib.AbstractContextManager[None]:
+        """Context around the run that compiles kernels before a capture."""
+        return contextlib.nullcontext()
+
+
+class StagePipe(Pipe):
+    """A pipe that sends nothing, for captured steps.
+
+    A stage's input is in `incoming`, and its result is sent after the replay.
+    """
+
+    def __init__(self, incoming: Tensor | None) -> None:
+        self._incoming = incoming
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._incoming is not None
+        return self._incoming[: shape[0]].clone()  # layers add to it in place
+
+    def send(self, x: Tensor) -> Tensor:
+        return x
+
+
+class StepGraphs(Graphs, Forward):
+    """Graphs of decodes and mixed steps. `forwards` run what is captured, and compute `logits`."""
+
+    name = "graphs"
+    with_adapters = False
+
+    def __init__(
+        self, forwards: Forwards, kv: Sequence[LayerKV], rows: RowTable, config: EngineConfig
+    ) -> None:
+        assert rows.device is not None
+        super().__init__(rows.device)
+        self.forwards = forwards
+        self.kv = kv
+        self.rows = rows
+        self.max_model_len = config.model.max_model_len
+        self.sizes, self._verifies = decode_rows(config), config.speculation is not None
+        self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
+        decoder = forwards.decoder
+        self.prompt_sizes = mixed_prompts(config, decoder.spec)
+        self.most_prompts = mixed_sequences(config, decoder.spec)
+        largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
+        # All graphs share one buffer. It is not read after the next replay, and one per graph would
+        # never be freed.
+        self._hidden = torch.empty(
+            largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device
+        )
+        self._ends: GreedyEnds | None = None
+        part = decoder.partition  # ranks draw together, except those with requests of their own
+        if self._recorder is not None and (
+            part is None or (part.shard.deals_requests and part.pipe is None)
+        ):
+            self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
+        self._pipe = decoder.pipe
+        # input from the previous stage
+        self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
+        self._ahead: list[Size] = []  # sizes to be captured, the next one last
+        self._soon: set[Size] = set()  # sizes that come first among them
+        self._is_full = False  # a capture ran out of memory; captured graphs remain
+        # number of times a size was wanted before it was captured
+        self._wanted: Counter[Size] = Counter()
+        self._spare_tokens = min(1024, MAX_PADDING // decoder.spec.hidden_size**2)
+        # query_start_loc of decodes
+        self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
+
+    def capture(self) -> None:
+        """Capture the largest mixed step, then the commonest sizes.
+
+        The largest comes first so that all others fit into its memory. The rest is captured by
+        `capture_next`, during long steps, or by the first step that needs it, which takes about 40
+        ms longer.
+        """
+        if self.prompt_sizes:
+            self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
+        first, self._soon = self._commonest()
+        for size in first:
+            self._graph(size)
+        # Small sizes come first: they are the commonest, and a capture delays a small step the
+        # most.
+        wanted = [(n, 0) for n in self.sizes] + [
+            (d, p) for d in self.decode_sizes for p in self.prompt_sizes
+        ]
+        wanted.sort(key=lambda size: (size not in self._soon, max(size), sum(size)))
+        self._ahead = [size for size in reversed(wanted) if size not in self._captured]
+
+    def _commonest(self) -> tuple[list[Size], set[Size]]:
+        """Sizes to capture at the start, and soon after it.
+
+        Ranks capture together, so they capture all of these at the start.
+        """
+        partition = self.forwards.decoder.partition
+        powers = [n for n in self.sizes if n.bit_count() == 1]
+        decodes = {n for n in powers if n <= FIRST_DECODES}
+        if self._verifies:
+            decodes.update(n for n in self.sizes if n in VERIFIED_ROWS or n == self.sizes[-1])
+        mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
+        is_shared = partition is not None and partition.group.size > 1
+        if is_shared and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
+            mixed = FIRST_LONG + mixed
+        first = [(n, 0) for n in sorted(decodes, reverse=True)]
+        soon = {
+            (n, 0)
+            for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))
+        }
+        if self.prompt_sizes:
+            first += [self._mixed_within(*most) for most in mixed]
+            soon.add(self._mixed_within(*NEXT_MIXED))
+        soon.difference_update(first)
+        return (first, soon) if partition is None else ([*first, *sorted(soon)], set())
+
+    def _mixed_within(self, num_decodes: int, num_prompt: int) -> Size:
+        """The largest mixed size within these limits."""
+        return max(n for n in self.decode_sizes if n <= num_decodes), max(
+            n for n in self.prompt_sizes if n <= num_prompt
+        )
+
+    def capture_next(self) -> bool:
+        """Capture the next size that is not captured yet. False if there is none."""
+        while self._ahead:
+            size = self._ahead.pop()
+            if size not in self._captured:
+                return self._has_captured(size)
+        return False
+
+    def capture_beside(self, plan: StepPlan) -> bool:
+        """Capture some of the commonest sizes while the GPU runs a step of long prompts.
+
+        True if any was captured. If decodes are in the step, at most one is captured, because
+        requests wait for their tokens.
+        """
+        num_tokens = sum(s.num_tokens for s in plan.scheduled)
+        if not self._soon:
+            return False
+        count = num_tokens * self.forwards.decoder.spec.hidden_size**2 // BESIDE_TOKENS
+        if plan.scheduled[0].num_tokens == 1:
+            count = min(count, 1)
+        num_cold = self.num_cold
+        while count and self._ahead and self._ahead[-1] in self._soon:
+            begin = time.monotonic()
+            self.capture_next()
+            count = count - 1 if time.monotonic() - begin < STALL_S else 0
+        return self.num_cold > num_cold
+
+    def _has_captured(self, size: Size) -> bool:
+        """Capture this graph unless it exists. False if there is no memory for it.
+
+        From then on, steps run in the existing graphs, or op by op. With several ranks the error is
+        raised and they end, because one rank alone would notice it while the others wait for it.
+        """
+        try:
+            self._graph(size)
+        except torch.OutOfMemoryError:
+            if self.forwards.decoder.partition is not None:
+                raise
+            self._is_full = True
+            self._ahead.clear()
+            count, remedy = (
+                len(self._captured),
+                "lower gpu_memory_utilization, or max_num_batched_tokens",
+            )
+            _logger.warning(
+                "no memory is left for more %s than the %d captured; for all of them %s",
+                self.name,
+                count,
+                remedy,
+            )
+            return False
+        return True
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.plan is None:
+            return NO_PLAN
+        if batch.has_adapters != self.with_adapters:
+            return (
+                HAS_ADAPTERS
+                if batch.has_adapters
+                else Reason("no request of the step has an adapter")
+            )
+        step = batch.shape
+        if self._by_rows(step):
+            is_there = not self._is_full or (self._size_for(step.num_tokens), 0) in self._captured
+            return None if is_there else NO_MEMORY
+        if not step.num_prompts:
+            return Reason("more sequences than a graph holds")
+        if not self.prompt_sizes or step.num_prompt_tokens > self.prompt_sizes[-1]:
+            return Reason("more prompt tokens than a graph holds")
+        if step.num_decodes > self.decode_sizes[-1] or step.num_prompts >= self.most_prompts:
+            return Reason("more sequences than a mixed graph holds")
+        size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
+        if size not in self._captured and self._is_full:
+            return NO_MEMORY
+        if size not in self._captured and self._wanted[size] + 1 < (
+            LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE
+        ):
+            return NOT_CAPTURED
+        return None
+
+    @contextlib.contextmanager
+    def _compiling(self, size: Size) -> Iterator[None]:
+        """Compile with one layer of each kind, since layers of a kind run the same kernels.
+
+        The first graphs run all layers, because an op creates what it keeps for a weight in that
+        run. Graphs of one token also run all layers, for the one-token kernel.
+        """
+        decoder, kv = self.forwards.decoder, self.kv
+        is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
+        is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))
+        if is_first or is_special or sum(size) == 1:
+            yield
+            return
+        layers, chosen = decoder.layers, self._of_each_kind
+        decoder.layers, self.kv = [layers[i] for i in chosen], [kv[i] for i in chosen]
+        try:
+            yield
+        finally:
+            decoder.layers, self.kv = layers, kv
+
+    @cached_property
+    def _of_each_kind(self) -> list[int]:
+        return one_of_each_kind(self.forwards.decoder.layers)
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:
+        """Count how often a mixed size is wanted, and capture it next."""
+        if reason is not NOT_CAPTURED or batch.plan is None:
+            return
+        self._note_wanted(
+            self._mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
+        )
+        self.num_cold += 1
+
+    def run(self, batch: InputBatch) -> Output:
+        step, by_rows = batch.shape, self._by_rows(batch.shape)
+        if by_rows:
+            size = self._size_for(step.num_tokens), 0
+        else:
+            size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
+        if not self._has_captured(size):
+            return self.forwards.run(batch)  # in another graph, or by another path
+        return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
+
+    def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
+        """Draw and write the `count` sampled tokens by a graph.
+
+        None if they must be drawn op by op.
+        """
+        if self._ends is None or not count or not batch.is_greedy:
+            return None
+        before = self._ends.num_captured
+        tokens = self._ends.run(count, sum(size))
+        self.num_cold += self._ends.num_captured - before
+        return tokens
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.forwards.logits(hidden)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        return self.forwards.base.greedy(hidden)
+
+    def _by_rows(self, step: StepShape) -> bool:
+        """True if a step of only decodes and drafts fits a decode graph, with a row per token."""
+        return (
+            step.only_drafts
+            and step.num_tokens <= self.sizes[-1]
+            and step.num_keys_again <= MAX_KEYS_AGAIN
+        )
+
+    def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
+        """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
+        rows = ((0, num_decodes), (first, num_behind))
+        if self._incoming is not None:
+            assert self._pipe is not None
+            x = self._pipe.receive(
+                (num_decodes + num_behind, self._incoming.shape[1]), self._incoming.dtype
+            )
+            for (begin, count), own in zip(rows, x.split((num_decodes, num_behind)), strict=True):
+                self._incoming[begin : begin + count] = own
+        captured.graph.replay()
+        if self._pipe is not None and not self.forwards.decoder.spec.has_last:
+            self._pipe.send(
+                torch.cat([captured.output[begin : begin + count] for begin, count in rows])
+            )
+
+    def _graph(self, size: Size) -> Captured:
+        known = self._captured.get(size)
+        if known is not None:
+            return known
+        return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
+
+    def _size_for(self, num_seqs: int) -> int:
+        """The smallest decode graph for `num_seqs`; if not captured, a larger one that is."""
+        size = next(n for n in self.sizes if n >= num_seqs)
+        ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
+        other, slack = (
+            next(ready, None),
+            LARGER if self._is_full or self._wanted[size, 0] < LONGER else SLACK,
+        )
+        return other if other is not None and other <= slack * num_seqs else size
+
+    def _mixed_size(self, num_decodes: int, num_prompt: int) -> Size:
+        return (
+            next(n for n in self.decode_sizes if n >= num_decodes),
+            next(n for n in self.prompt_sizes if n >= num_prompt),
+        )
+
+    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
+        """`_size_for` for a mixed step."""
+        size, num_tokens = self._mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
+        if size in self._captured:
+            return size
+        slack = self._spare_tokens
+        if self._wanted[size] >= LONGER and not self._is_full:
+            slack = min(slack, round((SLACK - 1) * num_tokens))
+        most = num_tokens + slack
+        ready = [
+            s
+            for s in self._captured
+            if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most
+        ]
+        return min(ready, key=sum, default=size)
+
+    def _note_wanted(self, size: Size) -> None:
+        """Count a wanted size, and queue it for capture at an idle moment."""
+        if (
+            size not in self._captured
+            and not self._is_full
+            and self._wanted[size] < max(LONGER, PATIENCE)
+        ):
+            self._wanted[size] += 1
+            self._ahead.append(size)
+
+    # --- Decodes ------------------------------------------------------------------------------------------------------
+
+    def _run_decodes(self, batch: InputBatch, size: Size) -> Output:
+        plan, num_tokens = batch.plan, batch.num_tokens
+        assert plan is not None
+        scheduled = plan.scheduled
+        self._note_wanted((next(n for n in self.sizes if n >= batch.shape.num_tokens), 0))
+        table = self.rows.rows
+        host = self._idle_decodes(size[0])
+        index, sample_rows, sample_positions, of_tokens, at, lens = host
+        rows, positions = (
+            [table[s.request_id].index for s in scheduled],
+            [s.num_computed_tokens for s in scheduled],
+        )
+        if num_tokens > len(scheduled):
+            lengths = np.array([s.num_tokens for s in scheduled], np.int64)
+            of_tokens[:num_tokens], at[:num_tokens], _ = laid_out(
+                np.array(rows), np.array(positions), lengths
+            )
+        else:
+            of_tokens[:num_tokens], at[:num_tokens] = rows, positions
+        lens[:num_tokens] = at[:num_tokens] + 1
+        which, samples_all = np.arange(num_tokens), all(s.num_sampled for s in scheduled)
+        if not samples_all:
+            which = which[
+                np.repeat([s.num_sampled > 0 for s in scheduled], [s.num_tokens for s in scheduled])
+            ]
+        count = len(which)
+        index[:count], sample_rows[:count], sample_positions[:count] = (
+            which,
+            of_tokens[which],
+            lens[which],
+        )
+        captured = self._captured[size]
+        self.platform.upload_into(captured.inputs, host)
+        self._before_replay(size, plan)
+        # without a request its token is padding
+        self._replay(captured, max(1, num_tokens), 0, size[0])
+        tokens = self._greedy_end(batch, count, size)
+        sampled_index, of_sampled, new = captured.inputs[:3, :count].unbind(0)
+        if samples_all:
+            sampled = SampledRows(requests=scheduled, rows=of_sampled, positions=new)
+            return Output(self, captured.output[:num_tokens], sampled, tokens=tokens)
+        sequences = tuple(s for s in scheduled if s.num_sampled)
+        sampled = SampledRows(requests=sequences, rows=of_sampled, positions=new)
+        return Output(self, captured.output, sampled, sampled_index, tokens)
+
+    def _decode_graph(self, size: int) -> Captured:
+        captured = self._capture(
+            (size, 0), self._idle_decodes(size), lambda inputs: self._decodes(inputs, size)
+        )
+        if self._ends is not None:
+            self._ends.capture(size)
+        if self.forwards.decoder.spec.has_last:
+            # compiles its kernels now, not in the first step of this size
+            self.logits(captured.output)
+        return captured
+
+    def _idle_decodes(self, size: int) -> npt.NDArray[np.int32]:
+        """Inputs that are all padding, int32 [6, …].
+
+        1. Of sampled tokens: the row of hidden states, the row of the table, and the position.
+        2. Of all tokens: the row, the position, and the length that ends with them.
+
+        Each begins at a multiple of 16 bytes, because Triton recompiles a kernel for pointers of
+        another alignment.
+        """
+        inputs = np.zeros((6, padded_room(size)), dtype=np.int32)
+        inputs[[1, 3]] = self.rows.capacity
+        return inputs
+
+    def _decodes(self, inputs: Tensor, size: int) -> Tensor:
+        if self._ends is not None:
+            self._ends.take(inputs[:3, :size])
+        rows, positions, seq_lens = inputs[3:, :size].unbind(0)
+        token_ids, meta = gather_inputs(
+            self.rows,
+            token_rows=rows,
+            positions=positions,
+            rows=rows,
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=seq_lens,
+            num_decodes=size,
+            max_query_len=1,
+            max_seq_len=self.max_model_len,
+        )
+        return self._kept(self._forward((size, 0), token_ids, self.kv, meta))
+
+    def _kept(self, hidden: Tensor) -> Tensor:
+        return self._hidden[: len(hidden)].copy_(hidden)
+
+    # --- Mixed steps --------------------------------------------------------------------------------------------------
+
+    def _run_mixed(self, batch: InputBatch, size: Size) -> Output:
+        plan = batch.plan
+        assert plan is not None
+        num_decodes = num_leading_decodes(plan.scheduled)
+        num_behind = batch.num_tokens - num_decodes
+        self._note_wanted(self._mixed_size(batch.shape.num_decodes, batch.shape.num_prompt_tokens))
+        captured = self._captured[size]
+        host, sequences, count = mixed_inputs(self.rows, plan.scheduled, size, self.most_prompts)
+        self.platform.upload_into(captured.inputs, host)
+        self._before_replay(size, plan)
+        self._replay(captured, num_decodes, num_behind if plan.scheduled else 1, size[0])
+        tokens = self._greedy_end(batch, count, size)
+        index, rows, positions = MixedInputs.sampled(captured.inputs, size)[:, :count].unbind(0)
+        sampled, padding = (
+            SampledRows(requests=sequences, rows=rows, positions=positions),
+            size[0] - num_decodes,
+        )
+        return Output(
+            self, captured.output, sampled, index, tokens, num_decodes=num_decodes, padding=padding
+        )
+
+    def _mixed_graph(self, size: Size) -> Captured:
+        idle, _, _ = mixed_inputs(self.rows, (), size, self.most_prompts)
+        return self._capture(size, idle, lambda inputs: self._mixed(inputs, size))
+
+    def _mixed(self, inputs: Tensor, size: Size) -> Tensor:
+        if self._ends is not None:
+            self._ends.take(MixedInputs.sampled(inputs, size))
+        given = MixedInputs(inputs, size, self.most_prompts)
+        return self._kept(
+            self._forward(size, *mixed_step(self.rows, self.kv, given, size, self.max_model_len))
+        )
+
+    # --- What is captured ---------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
+        """Run a stage's part without receiving or sending, which happens around the replay."""
+        decoder = self.forwards.decoder
+        if self._pipe is not None:
+            decoder.pipe = StagePipe(self._incoming)
+        try:
+            return self._hidden_states(size, token_ids, kv, meta)
+        finally:
+            decoder.pipe = self._pipe
+
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
+        return self.forwards.hidden(token_ids, kv, meta)
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        """Upload inputs of captured work in addition to those of every step."""
+
+
+class SharedPrefixGraphs(StepGraphs):
+    """Graphs of decodes some of which begin with the same blocks.
+
+    A size is captured when it is wanted for the second time. Until then the graph without shared
+    prefixes runs. Both share their memory, since one replays at a time.
+    """
+
+    name = "graphs with shared prefixes"
+
+    def __init__(self, beside: StepGraphs, config: EngineConfig) -> None:
+        super().__init__(beside.forwards, beside.kv, beside.rows, config)
+        self._recorder, self._hidden, self._incoming = (
+            beside._recorder,
+            beside._hidden,
+            beside._incoming,
+        )
+        self._ends = beside._ends
+        self._shared: dict[Size, Tensor] = {}  # int32 [3, decodes]
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        if batch.plan is None:
+            return NO_PLAN
+        if not batch.plan.shared:
+            return Reason("no requests of the step share a prefix")
+        scheduled = batch.plan.scheduled
+        if scheduled[-1].num_tokens > 1:
+            return Reason("the step has prompts")
+        reason = super().covers(batch)
+        size = self._size_for(len(scheduled)) if reason is None else 0
+        if (
+            reason is None
+            and (size, 0) not in self._captured
+            and self._wanted[size, 0] + 1 < PATIENCE
+        ):
+            return NOT_CAPTURED
+        return reason
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:
+        if reason is NOT_CAPTURED and batch.plan is not None:
+            self._wanted[self._size_for(len(batch.plan.scheduled)), 0] += 1
+
+    def capture(self) -> None:
+        """Capture nothing before it is wanted."""
+
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        self._shared[size] = torch.from_numpy(shared_prefixes((), size[0])).to(self.platform.device)
+        return super()._capture(size, idle, forward)
+
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
+        shared = SharedPrefixes(*self._shared[size].unbind(0))
+        return super()._hidden_states(size, token_ids, kv, meta.sharing(shared))
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        host = shared_prefixes(plan.shared, size[0])
+        self.platform.upload_into(self._shared[size], host)
+
+
+class AdapterGraphs(StepGraphs):
+    """Graphs of steps with adapters.
+
+    They are captured when adapters are first used, and again when an adapter has weights for
+    products that had none before, because launches for products without weights are left out.
+    """
+
+    name = "graphs with adapters"
+    with_adapters = True
+
+    def __init__(
+        self,
+        forwards: Forwards,
+        kv: Sequence[LayerKV],
+        rows: RowTable,
+        config: EngineConfig,
+        adapters: Adapters,
+    ) -> None:
+        super().__init__(forwards, kv, rows, config)
+        self.adapters = adapters
+        self._parts = adapters.parts
+        self._tokens: dict[Size, Tensor] = {}  # int32 inputs about the adapters of a graph's step
+
+    def adapters_changed(self) -> None:
+        """Forget the graphs if the set of products with adapters has changed."""
+        if self._parts != self.adapters.parts:
+            self._parts = self.adapters.parts
+            self.platform.synchronize()  # the last replay
+            self._captured.clear()
+            self._wanted.clear()
+            self._is_full = False
+
+    def capture(self) -> None:
+        """Capture the commonest sizes now, if there are adapters from the start."""
+        if self._parts:
+            super().capture()
+
+    def _hidden_states(
+        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor:
+        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
+
+    def _capture(
+        self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]
+    ) -> Captured:
+        if size not in self._tokens:
+            room = 2 * padded_room(sum(size)) + 3 * self._num_tiles(size)
+            self._tokens[size] = torch.zeros(room, dtype=torch.int32, device=self.rows.device)
+        return super()._capture(size, idle, forward)
+
+    def _num_tiles(self, size: Size) -> int:
+        return most_tiles(sum(size), self.adapters.settings.max_loras)
+
+    def _tokens_of(self, size: Size) -> LoRATokens:
+        num_tokens, room, given = sum(size), padded_room(sum(size)), self._tokens[size]
+        return LoRATokens(
+            given[:num_tokens],
+            given[room : room + num_tokens],
+            given[2 * room :].view(-1, 3),
+            tile_tokens(num_tokens),
+        )
+
+    def _before_replay(self, size: Size, plan: StepPlan) -> None:
+        scheduled = plan.scheduled
+        num_tokens, room = sum(size), padded_room(sum(size))
+        slots = np.full(num_tokens, NO_ADAPTER, np.int32)
+        own, num_decodes = self.rows.adapters_of(scheduled), num_leading_decodes(scheduled)
+        slots[:num_decodes] = own[:num_decodes]
+        behind = own[num_decodes:].repeat([s.num_tokens for s in scheduled[num_decodes:]])
+        first = size[0] if size[1] else num_decodes  # in a decode graph drafts follow directly
+        slots[first : first + len(behind)] = behind
+        order, tiles, _ = sort_tokens(slots)
+        host = np.zeros(len(self._tokens[size]), np.int32)
+        host[:num_tokens], host[room : room + num_tokens] = slots, order
+        host[2 * room : 2 * room + tiles.size] = tiles.reshape(-1)
+        self.platform.upload_into(self._tokens[size], host)

@@ -1,0 +1,1 @@
+"""One model over several processes, one per rank."""

@@ -1,0 +1,104 @@
+"""The rank processes that a `ProcessExecutor` starts. When one ends, all end. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from slipstream.worker.ranks.messages import FromRank, Link
+
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Disables NVLink multicast: a program that ends while it uses it can take shared GPUs down."""
+
+LAST_WORDS_S = 0.2
+"""Seconds that ranks have to report why they end, after the first rank has ended.
+
+Among several reasons, the one reported is not a consequence of another.
+"""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank. On another host `process` is None, and `at` is its address."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None
+    link: Link
+    at: str = ""
+
+
+class Processes:
+    """The ranks' processes. When one ends, a thread kills the others, so that none waits for it."""
+
+    def __init__(self) -> None:
+        self.all: list[subprocess.Popen[bytes]] = []
+        self._killed: set[int] = set()  # numbers of processes that we killed
+        self._lock = threading.Lock()
+
+    def watch(self) -> None:
+        """Start watching; call this after all processes were started."""
+        for number in range(len(self.all)):
+            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
+
+    def _watch(self, number: int) -> None:
+        self.all[number].wait()
+        time.sleep(LAST_WORDS_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the processes that still run."""
+        with self._lock:
+            for number, process in enumerate(self.all):
+                if process.poll() is None:
+                    self._killed.add(number)
+                    process.kill()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all have ended, for at most `seconds`."""
+        end = time.monotonic() + seconds
+        for process in self.all:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+    def describe_first(self, but: Collection[int]) -> str:
+        """Describe how a rank ended that we did not kill. Empty if there is none.
+
+        A rank killed by a signal is preferred. `but` are ranks that are known to have ended because
+        of others.
+        """
+        with self._lock:
+            codes = [
+                (p.poll(), n)
+                for n, p in enumerate(self.all)
+                if n not in self._killed and n not in but
+            ]
+        ended = sorted((code >= 0, n, code) for code, n in codes if code is not None)
+        if not ended:
+            return ""
+        _, number, code = ended[0]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"rank {number} {how}"
+
+
+def spawn(number: int) -> Rank:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.worker.ranks.rank_process",
+            str(theirs.fileno()),
+        ]
+        environment = {**os.environ, **NO_MULTICAST}
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment
+        )
+    return Rank(number, process, Link(Connection(ours.detach()), FromRank))

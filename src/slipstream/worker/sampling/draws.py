@@ -1,0 +1,133 @@
+"""The end of a step on any device: from logits to tokens and log-probabilities.
+
+Values are tensors or arrays. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from slipstream.kernels.metadata import SamplingTensors
+from slipstream.kernels.sampling import Floats
+from slipstream.types import Extra, PromptLogprobs, StepPlan, TokenLogprobs, TokenMask, as_logprobs
+from slipstream.worker.input_batch import SampledRows
+from slipstream.worker.rows import RowTable
+from slipstream.worker.sampling.sampler import (
+    PROMPT_LOGPROB_ROWS,
+    prompt_positions,
+    sampling_tensors,
+)
+from slipstream.worker.sampling.sampler_chain import draw_chained, places
+
+BestLogprobs: TypeAlias = tuple[list[int], tuple[Any, ...], list[int]]
+"""(indices of tokens with log-probabilities, values of `best_logprobs`, number wanted for each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A runner's functions for its kind of values."""
+
+    sample: Callable[[Any, SamplingTensors], Any]
+    """`OpSet.sample`."""
+    mask: Callable[[Any, TokenMask], None]
+    """Writes −∞ to logits that are not allowed."""
+    best_logprobs: Callable[[Any, Any, int], tuple[Any, ...]]
+    to_host: Callable[[Any], Any]
+    """Starts a copy to the host, which may not be complete when this returns."""
+    as_array: Callable[[Any], Floats]
+    """Converts logits to a float32 array on the host; waits for them."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    tokens: Any  # int64 [N], on the runner's device
+    logprobs: BestLogprobs | None = None
+    extras: list[Extra] = field(default_factory=list)
+
+
+def draw(
+    by: Sampler,
+    rows: RowTable,
+    sampled: SampledRows,
+    logits: Any,
+    mask: TokenMask | None,
+    params: SamplingTensors | None = None,
+) -> Drawn:
+    """Draw one token per row of `logits` [N, V], which may be overwritten.
+
+    Log-probabilities are those of the model's own distribution, before the mask and the sampler.
+    `params` are the `sampling_tensors`, if already computed.
+    """
+    params = params or sampling_tensors(rows, sampled)
+    which: list[int] = []
+    if rows.wanted("logprobs", sampled.names):
+        wanted = [rows.rows[i].sampling.logprobs for i in sampled.request_ids]
+        which = [i for i, k in enumerate(wanted) if k is not None]
+        counts = [wanted[i] or 0 for i in which]
+    kept: Any = None
+    index: Any = slice(None)
+    if which:
+        overwrites = mask is not None or params.changes_logits or not params.all_greedy
+        if overwrites or len(which) < len(wanted):
+            index = rows.upload(np.array(which, np.int64))
+        kept = logits[index]  # a copy, unless all rows are wanted and stay unchanged
+    if mask is not None and mask.positions:
+        by.mask(logits, mask)
+    chained = places(rows, sampled)
+    at = rows.upload(np.array(chained, np.int64)) if chained else None
+    own = None if at is None else logits[at]  # a copy
+    drawn = Drawn(by.sample(logits, params))
+    if at is not None:
+        tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
+        drawn.tokens[at] = rows.upload(tokens)
+    if kept is not None:
+        best = by.best_logprobs(kept, drawn.tokens[index], max(counts))
+        drawn.logprobs = which, tuple(by.to_host(x) for x in best), counts
+    return drawn
+
+
+def completed_prompts(rows: RowTable, plan: StepPlan) -> tuple[tuple[str, ...], list[int]]:
+    """Pooled requests whose last prompt token is in the step.
+
+    Returns (request ids, index of that token among the step's tokens).
+    """
+    wanted, end = rows.wanting["vector"], 0
+    found: dict[str, int] = {}
+    for s in plan.scheduled if wanted else ():
+        end += s.num_tokens
+        if (
+            s.request_id in wanted
+            and s.num_computed_tokens + s.num_tokens == rows.rows[s.request_id].num_prompt_tokens
+        ):
+            found[s.request_id] = end - 1
+    return tuple(found), list(found.values())
+
+
+def prompt_logprobs(
+    by: Sampler, rows: RowTable, plan: StepPlan, logits_of: Callable[[int, int, int], Any]
+) -> list[PromptLogprobs]:
+    """Log-probabilities of prompt tokens after this step's positions, for requests that ask.
+
+    `logits_of(start, i, n)` returns the logits of n positions, from the i-th on, of the sequence
+    whose tokens begin at `start` in the step.
+    """
+    found: list[PromptLogprobs] = []
+    start = 0
+    for s in plan.scheduled:
+        row = rows.rows[s.request_id]
+        count = row.sampling.prompt_logprobs
+        if count is not None and (num := prompt_positions(row, s)):
+            entries: list[TokenLogprobs] = []
+            first = s.num_computed_tokens + 1
+            for i in range(0, num, PROMPT_LOGPROB_ROWS):
+                n = min(PROMPT_LOGPROB_ROWS, num - i)
+                tokens = rows.tokens[row.index, first + i : first + i + n]
+                best: Any = by.best_logprobs(logits_of(start, i, n), tokens, count)
+                entries += as_logprobs(tokens.tolist(), best, [count] * n)
+            found.append(PromptLogprobs(s.request_id, s.num_computed_tokens, tuple(entries)))
+        start += s.num_tokens
+    return found

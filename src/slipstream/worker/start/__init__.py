@@ -1,0 +1,1 @@
+"""Measurements and dummy steps before the first request."""

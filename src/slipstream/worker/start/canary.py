@@ -1,0 +1,246 @@
+"""Canary: a few dozen tokens stored with a checkpoint, and the model's log-probabilities of them.
+
+The log-probabilities are those of the machine that made the canary. At the start it tests whether
+the checkpoint still gives these log-probabilities, with this machine's kernels and this cache type.
+
+1. Most tokens run as one prefill, the last few as decodes, which have other kernels. Graphs are not
+   run, because they replay the same kernels.
+2. For each position the likeliest tokens are stored. The KL divergence is taken over them and one
+   bucket for all others. It never exceeds the KL over the whole vocabulary.
+3. Rounding, another type or an 8-bit cache stay below `max_kl`. A wrong kernel or file does not.
+   `MAX_KL` documents the measurements, and what a canary can't detect.
+
+The file is JSON: format, token_ids, num_decoded, top_ids and top_logprobs (one row per token),
+max_kl, made_with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.config.engine_folder import is_engine_folder
+from slipstream.errors import CheckpointError
+from slipstream.files import parse_json
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.stats import CanaryResult
+
+if TYPE_CHECKING:
+    from slipstream.worker.forward.forwards import Forwards
+    from slipstream.worker.host_runner import HostForward
+
+_logger = logging.getLogger("slipstream.engine")
+
+CANARY_NAME = "slipstream-canary.json"
+NUM_TOKENS = 48
+NUM_DECODED = 4
+NUM_TOP = 16
+MAX_KL = 0.05
+"""Limit of the mean KL in nats.
+
+It was measured on SmolLM2-135M-Instruct, which is sensitive because it is small, against float32
+and the reference kernels. bfloat16 costs 0.001, the CPU's kernels on Q4_1 blocks 0.003, an int8 or
+fp8 cache 0.01, int8 or fp8 products 0.04. An error in every layer costs nats, and one layer's MLP
+scaled by 2 costs 0.08. The canary does not detect an MLP scaled by 1.5, which costs 0.02, or an
+error in one head of one layer, which costs 0.006.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Stored canary. Row i of `top_ids` and `top_logprobs` has token i's likeliest successors."""
+
+    token_ids: tuple[int, ...]
+    top_ids: tuple[tuple[int, ...], ...]
+    top_logprobs: tuple[tuple[float, ...], ...]
+    num_decoded: int = NUM_DECODED
+    max_kl: float = MAX_KL
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_canary(
+    forwards: Forwards,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    *,
+    made_with: Mapping[str, Any],
+    max_kl: float = MAX_KL,
+) -> Canary:
+    """Make a canary of the first NUM_TOKENS of `token_ids`. More than NUM_DECODED are needed."""
+    tokens = tuple(token_ids[:NUM_TOKENS])
+    found = _log_probabilities(forwards, kv, tokens, NUM_DECODED)
+    ids = np.argsort(-found, axis=-1, kind="stable")[
+        :, : min(NUM_TOP, forwards.decoder.spec.vocab_size)
+    ]
+    best = np.take_along_axis(found, ids, axis=-1)
+    return Canary(
+        token_ids=tokens,
+        top_ids=tuple(map(tuple, ids.tolist())),
+        top_logprobs=tuple(tuple(round(x, 5) for x in row) for row in best.tolist()),
+        max_kl=max_kl,
+        made_with=made_with,
+    )
+
+
+def run_canary(
+    forwards: Forwards | HostForward, kv: Sequence[LayerKV], canary: Canary, *, context: int
+) -> CanaryResult:
+    """Run a canary in the blocks 1, 2, … of `kv`, which must be unused.
+
+    A short context or too few blocks shorten the canary.
+    """
+    room = (len(kv[0].k) - 1) // len(forwards.decoder.spec.cache_groups) * kv[0].block_size
+    num_tokens = min(len(canary.token_ids), context, room)
+    found = _log_probabilities(forwards, kv, canary.token_ids[:num_tokens], canary.num_decoded)
+    log_p = np.array(canary.top_logprobs[:num_tokens], np.float32)
+    ids = np.array(canary.top_ids[:num_tokens])
+    log_q = np.take_along_axis(found, ids, axis=-1)
+    rest_p, rest_q = (np.maximum(1 - np.exp(x).sum(-1), np.float32(1e-9)) for x in (log_p, log_q))
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1) + rest_p * np.log(rest_p / rest_q)
+    mean = float(kl.mean())
+    return CanaryResult(
+        ok=mean <= canary.max_kl,  # false for NaN
+        kl_mean=mean,
+        kl_max=float(kl.max()),
+        top1_agreement=float((found.argmax(-1) == ids[:, 0]).mean()),
+        limit=canary.max_kl,
+        num_tokens=num_tokens,
+    )
+
+
+def _log_probabilities(
+    forwards: Forwards | HostForward,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    num_decoded: int,
+) -> npt.NDArray[np.float32]:
+    """Log-probabilities [T, V] of a prefill, then of `num_decoded` single tokens."""
+    first = max(1, len(token_ids) - num_decoded)
+    starts = [0, *range(first, len(token_ids))]
+    size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
+    logits = _logits_by_arrays if forwards.decoder.device is None else _logits_by_tensors
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
+        own = logits(forwards, kv, token_ids[start:end], start, size, num_groups)
+        own = own - own.max(axis=-1, keepdims=True)
+        found.append(own - np.log(np.exp(own).sum(axis=-1, keepdims=True)))
+    return np.concatenate(found)
+
+
+def _logits_by_arrays(
+    forwards: Any,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    start: int,
+    size: int,
+    num_groups: int,
+) -> npt.NDArray[np.float32]:
+    from slipstream.worker.host_runner import single_sequence
+
+    meta = single_sequence(start, len(token_ids), block_size=size, num_groups=num_groups)
+    found: npt.NDArray[np.float32] = forwards.logits(
+        forwards.hidden(np.array(token_ids, np.int32), kv, meta)
+    )
+    return found
+
+
+def _logits_by_tensors(
+    forwards: Any,
+    kv: Sequence[LayerKV],
+    token_ids: Sequence[int],
+    start: int,
+    size: int,
+    num_groups: int,
+) -> npt.NDArray[np.float32]:
+    import torch
+
+    device = forwards.decoder.device
+    with torch.inference_mode():
+        meta = AttentionMetadata.single_sequence(
+            start, len(token_ids), block_size=size, device=device, num_groups=num_groups
+        )
+        tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
+        hidden, spec = forwards.hidden(tokens, kv, meta), forwards.decoder.spec
+        if not spec.has_last:  # the last stage computes them
+            return np.zeros((len(token_ids), spec.vocab_size), np.float32)
+        found: npt.NDArray[np.float32] = forwards.logits(hidden).float().cpu().numpy()
+        return found
+
+
+def log_no_canary(model: Path, kind: str) -> None:
+    """Warn that the canary of a model that is no decoder is ignored."""
+    if _place(model).is_file():
+        told = f"{model} is {kind}, and only decoders have canaries"
+        _logger.warning("%s; its %s is ignored: delete it, or set canary='off'", told, CANARY_NAME)
+
+
+# --- The file ---------------------------------------------------------------------------------------------------------
+
+
+def write_canary(canary: Canary, folder: Path) -> Path:
+    path = folder / CANARY_NAME
+    path.write_text(json.dumps({"format": 1, **asdict(canary)}) + "\n", encoding="utf-8")
+    return path
+
+
+def _place(model: Path) -> Path:
+    """Path of a model's canary.
+
+    It is in the model's folder. Only in an engine folder, which has one model, is it next to a GGUF
+    file.
+    """
+    in_engine_folder = model.is_file() and is_engine_folder(model.parent)
+    return (model.parent if in_engine_folder else model) / CANARY_NAME
+
+
+def read_canary(model: Path, vocab_size: int) -> Canary | None:
+    """Read the canary of a checkpoint's folder or engine folder; None if there is none.
+
+    A GGUF file outside an engine folder has none. CheckpointError if the canary is damaged.
+    """
+    path = _place(model)
+    if not path.is_file():
+        return None
+    try:
+        given = parse_json(path.read_bytes())
+        if given.pop("format") != 1:
+            raise ValueError("its format is not 1")
+        canary = Canary(
+            **{
+                **given,
+                "token_ids": tuple(given["token_ids"]),
+                "top_ids": tuple(map(tuple, given["top_ids"])),
+                "top_logprobs": tuple(map(tuple, given["top_logprobs"])),
+            }
+        )
+        _check(canary, vocab_size)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} can't be used ({error}); delete it, or set canary='off'", field="canary"
+        ) from error
+    return canary
+
+
+def _check(canary: Canary, vocab_size: int) -> None:
+    """Raise ValueError or TypeError if the canary's contents are invalid."""
+    widths = {len(row) for row in (*canary.top_ids, *canary.top_logprobs)}
+    if (
+        not len(canary.token_ids) == len(canary.top_ids) == len(canary.top_logprobs) > 0
+        or len(widths) != 1
+        or 0 in widths
+    ):
+        raise ValueError("its rows do not fit its tokens")
+    ids = [*canary.token_ids, *(t for row in canary.top_ids for t in row)]
+    if not all(isinstance(t, int) and 0 <= t < vocab_size for t in ids):
+        raise ValueError(f"it has tokens that are none of the {vocab_size} of the model")
+    if not all(isinstance(x, float) and x <= 0 for row in canary.top_logprobs for x in row):
+        raise ValueError("its log-probabilities must be numbers of at most 0")
+    if not canary.max_kl > 0 or not canary.num_decoded >= 0:
+        raise ValueError("max_kl must be above 0, and num_decoded 0 or more")

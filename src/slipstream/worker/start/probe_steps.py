@@ -1,0 +1,113 @@
+"""Dummy steps before the first request, to measure activations and to compile kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.model.encoder import pool
+from slipstream.worker.start.dummy_steps import dummy_prefill, dummy_sampling
+
+if TYPE_CHECKING:
+    from slipstream.worker.model_runner import ModelRunner
+
+PROBE_TOKENS = 64
+"""Tokens of the measured step if the bytes of most activations are known beforehand."""
+
+MAX_PROBED = 512
+"""Maximum tokens of the measured step on a CPU if activation bytes are not known.
+
+2,048 tokens take half a minute. Larger steps are extrapolated. A prompt that must be computed whole
+is measured whole.
+"""
+
+LOGITS_PROBED = 2**24
+"""Maximum number of logits that this step samples: 64 MiB."""
+
+FEW_ROWS = 8
+"""Rows that this step samples.
+
+Rows take equal memory. 64 rows of SmolLM2's vocabulary would take 95 MB, which the process keeps.
+"""
+
+
+def measure_activations(runner: ModelRunner) -> int:
+    """Bytes of activations in the largest step: a full prefill budget with every row sampled."""
+    scheduling, size = runner.config.scheduling, runner.config.cache.block_size
+    num_tokens, per_token = scheduling.max_num_batched_tokens, runner.forwards.token_bytes
+    num_rows = few_rows = runner.config.max_num_sampled
+    known, scale = 0, 1.0
+    if per_token is not None:
+        # a short step shows the rest, and leaves the process with less unused memory
+        known = num_tokens * (per_token + (0 if runner.draft is None else runner.draft.token_bytes))
+        num_tokens = min(num_tokens, PROBE_TOKENS)
+        few_rows = min(num_rows, FEW_ROWS)
+    elif not runner.platform.is_asynchronous:
+        # otherwise a step of a million sequences would take all memory, and minutes
+        whole = 0 if scheduling.enable_chunked_prefill else runner.config.model.max_model_len
+        num_tokens = min(num_tokens, max(MAX_PROBED, whole))
+        scale = scheduling.max_num_batched_tokens / num_tokens
+        few_rows = min(num_rows, max(FEW_ROWS, LOGITS_PROBED // runner.model.spec.vocab_size))
+    if runner.images is not None:
+        before = runner.platform.start_peak()
+        passes = runner.images.probe()
+        known += passes * max(0, runner.platform.peak() - before)
+    length = min(runner.config.model.max_model_len, num_tokens)
+    kv = runner.make_cache(1)
+    meta, tokens = dummy_prefill(num_tokens, length, size, runner.device)
+    before = runner.platform.start_peak()
+    if runner.model.spec.encoder is not None:
+        runner.forwards.encode(tokens, kv, meta)
+    if runner.has_latents:  # queries are wider if a part of the prompt is in the cache
+        runner.forwards.hidden(tokens, kv, dataclasses.replace(meta, from_start=False))
+    if runner.draft is not None:
+        runner.draft.probe(tokens, meta)
+    hidden = runner.forwards.hidden(tokens, kv, meta)
+    if not runner.model.spec.has_last:
+        return known + int(scale * max(0, runner.platform.peak() - before))
+    if not runner.model.spec.generates:
+        pool(runner.ops, hidden, meta.query_start_loc, "mean")
+        return known + int(scale * max(0, runner.platform.peak() - before))
+    if few_rows < num_rows or scale > 1.0:
+        known += int(scale * max(0, runner.platform.peak() - before))
+        before = runner.platform.start_peak()
+    logits = runner.forwards.logits(
+        hidden[torch.arange(few_rows, device=runner.device) % num_tokens]
+    )
+    runner.ops.sample(logits, dummy_sampling(few_rows, runner.device))
+    del logits, hidden
+    return known + max(0, runner.platform.peak() - before) * num_rows // few_rows
+
+
+def compile_kernels(runner: ModelRunner) -> None:
+    """Run a small prefill and two decodes, so that the first request waits for no compilation.
+
+    A decode of one sequence has kernels of its own.
+    """
+    for num_tokens, length in compiled_steps(runner):
+        meta, tokens = dummy_prefill(
+            num_tokens, length, runner.config.cache.block_size, runner.device
+        )
+        if length == 1:
+            meta = dataclasses.replace(meta, num_decodes=num_tokens)
+        if runner.model.spec.encoder is not None:
+            runner.forwards.encode(tokens, runner.kv, dataclasses.replace(meta, num_decodes=0))
+        hidden = runner.forwards.hidden(tokens, runner.kv, meta)
+        if not runner.model.spec.generates or not runner.model.spec.has_last:
+            continue
+        logits = runner.forwards.logits(hidden[-2:])
+        runner.ops.sample(logits, dummy_sampling(len(logits), runner.device))
+    runner.platform.synchronize()
+
+
+def compiled_steps(runner: ModelRunner) -> list[tuple[int, int]]:
+    """(tokens, length of the prompts) of each step to compile."""
+    steps = [(64, 64), (4, 1), (1, 1)]
+    if runner.has_latents:
+        # short and long prompts that begin at their first token have kernels of their own
+        # activations were measured for no more tokens
+        most = min(512, runner.config.scheduling.max_num_batched_tokens)
+        steps += [(most, min(n, most, runner.config.model.max_model_len)) for n in (128, 512)]
+    return steps

@@ -1,0 +1,141 @@
+"""Copies KV blocks between the device's cache and the tiers below it (`core/tiers.py` plans them).
+
+No torch. `BlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
+back. Its threads read and write the cache's own memory. They need no ordering with the steps,
+because a block does not change while it is copied out, and belongs to nobody while it is copied in.
+There is one exception: a step under way may still write to a block that was released meanwhile. So
+`submit` waits for that step before it copies blocks in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.types import BlockCopy
+from slipstream.worker.tiers.disk_tier import DiskTier
+
+_logger = logging.getLogger("slipstream.engine")
+
+READERS = 2
+"""Number of reading threads. Half of a read is the checksum, which takes a core."""
+
+NICENESS = 10
+"""Niceness of the writing thread, which yields to the computing ones."""
+
+
+class BlockStore:
+    """Block copies of a CPU.
+
+    `arrays` are the cache's memory, each uint8 [B, n]. `settle` waits for the step under way.
+    """
+
+    num_slots = 0
+
+    def __init__(
+        self,
+        arrays: Sequence[npt.NDArray[np.uint8]],
+        disk: DiskTier | None,
+        settle: Callable[[], None],
+    ) -> None:
+        self._arrays, self.disk, self._settle = list(arrays), disk, settle
+        self.block_bytes = sum(array.shape[1] for array in arrays)
+        self._done: deque[tuple[int, bool]] = deque()
+        self._reads: queue.SimpleQueue[BlockCopy | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[BlockCopy, int] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        if disk is not None:
+            work = [self._read_all] * READERS + [self._write_all]
+            self._threads = [threading.Thread(target=f, name="kv-tier", daemon=True) for f in work]
+            for thread in self._threads:
+                thread.start()
+
+    def on_disk(self, key: bytes) -> bool:
+        return self.disk is not None and key in self.disk
+
+    def submit(self, copies: Sequence[BlockCopy]) -> None:
+        if any(copy.target == "device" for copy in copies):
+            self._settle()
+        for copy in copies:
+            self._queue(copy)
+
+    def finished(self) -> list[tuple[int, bool]]:
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def clear(self) -> None:
+        if self.disk is not None:
+            self.disk.clear()
+
+    def close(self) -> None:
+        """End the threads. Copies under way are finished within seconds; others are dropped."""
+        for waiting in (self._reads, self._writes):
+            while not waiting.empty():
+                waiting.get()
+        for _ in range(READERS):
+            self._reads.put(None)
+        self._writes.put(None)
+        for thread in self._threads:
+            thread.join(5.0)
+        if self.disk is not None and not any(thread.is_alive() for thread in self._threads):
+            self.disk.close()
+
+    def _queue(self, copy: BlockCopy) -> None:
+        """Queue a copy from or to the disk."""
+        assert self.disk is not None
+        if copy.source == "disk":
+            self._reads.put(copy)
+        else:
+            self._writes.put((copy, self.disk.era))
+
+    def _pieces(self, copy: BlockCopy) -> list[memoryview]:
+        """Memory of a copy's other end, in the order of the file."""
+        return [memoryview(array[copy.block]) for array in self._arrays]
+
+    def _read_all(self) -> None:
+        while (copy := self._reads.get()) is not None:
+            self._note(copy, None)
+
+    def _write_all(self) -> None:
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (found := self._writes.get()) is not None:
+            self._note(*found)
+
+    def _note(self, copy: BlockCopy, era: int | None) -> None:
+        """Write a block, or read it if `era` is None.
+
+        The copy is reported as done in any case, because a request may wait for it.
+        """
+        assert self.disk is not None
+        ok = False
+        try:
+            pieces = self._pieces(copy)
+            ok = (
+                self.disk.read(copy.key, pieces)
+                if era is None
+                else self.disk.write(copy.key, pieces, era)
+            )
+        except Exception:
+            _logger.exception("a block of KV cache could not be copied")
+        self._done.append((copy.number, ok))
+
+
+def block_arrays(caches: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
+    """`BlockStore`'s arrays of NumPy caches [B, K, block_size, D].
+
+    The memory layout may also be [B, K, D, block_size].
+    """
+    found = []
+    for array in caches:
+        array = array if array.flags.c_contiguous else array.swapaxes(2, 3)
+        assert array.flags.c_contiguous
+        found.append(array.reshape(len(array), -1).view(np.uint8))
+    return found

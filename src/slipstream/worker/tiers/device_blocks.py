@@ -1,0 +1,127 @@
+"""Copies KV blocks between a GPU's cache and pinned host memory, in parallel with the steps.
+
+1. Copies run on a stream of their own, after all steps that were launched before the order. A copy
+   is reported to the engine when the event recorded after it is reached. No step that reads the
+   block is launched earlier.
+2. A block's values are spread over many tensors, about ten kilobytes in each. One kernel gathers a
+   batch of blocks in a staging buffer. Those with neighbouring slots then cross the bus in one
+   transfer.
+3. Blocks go from host memory to files and back as on a CPU (`BlockStore`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.ops import OpSet
+from slipstream.platform import Event, Platform
+from slipstream.types import BlockCopy
+from slipstream.worker.tiers.block_store import BlockStore
+from slipstream.worker.tiers.disk_tier import DiskTier
+
+CHUNK_BYTES = 2**30
+"""Size of a piece of pinned memory. torch rounds each piece up to a power of two."""
+
+
+class DeviceBlocks(BlockStore):
+    """Block copies of a GPU.
+
+    `blocks` are the cache's blocks; `num_staged` is the size of the staging buffer.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockRows,
+        ops: OpSet,
+        num_slots: int,
+        num_staged: int,
+        disk: DiskTier | None,
+        platform: Platform,
+    ) -> None:
+        self._blocks, self._ops, num_bytes = blocks, ops, blocks.num_bytes
+        self._platform, self._copies = platform, platform.copy_queue()
+        per_chunk = max(1, CHUNK_BYTES // num_bytes)
+        sizes = [per_chunk] * (num_slots // per_chunk) + [num_slots % per_chunk] * (
+            num_slots % per_chunk > 0
+        )
+        self._chunks = [platform.pinned(n * num_bytes).view(n, num_bytes) for n in sizes]
+        self._per_chunk = per_chunk
+        self._staging = torch.empty(
+            num_staged, num_bytes, dtype=torch.uint8, device=platform.device
+        )
+        self._staged, self._order = (
+            blocks.in_buffer(self._staging),
+            torch.arange(num_staged, device=platform.device),
+        )
+        self._under_way: deque[tuple[Event | None, list[int]]] = deque()
+        super().__init__([], disk, lambda: None)
+        self.block_bytes, self.num_slots = num_bytes, num_slots
+
+    def submit(self, copies: Sequence[BlockCopy]) -> None:
+        for copy in copies:
+            if "disk" in (copy.source, copy.target):
+                self._queue(copy)
+        for outwards in (True, False):
+            way = ("device", "host") if outwards else ("host", "device")
+            wanted = sorted(
+                (c for c in copies if (c.source, c.target) == way), key=lambda copy: copy.slot
+            )
+            for begin in range(0, len(wanted), len(self._staging)):
+                self._run(wanted[begin : begin + len(self._staging)], outwards=outwards)
+
+    def finished(self) -> list[tuple[int, bool]]:
+        while self._under_way and ((event := self._under_way[0][0]) is None or event.query()):
+            self._done += [(number, True) for number in self._under_way.popleft()[1]]
+        return super().finished()
+
+    def close(self) -> None:
+        super().close()
+        self._platform.synchronize()
+
+    @torch.inference_mode()
+    def _run(self, copies: Sequence[BlockCopy], *, outwards: bool) -> None:
+        staged = self._staging[: len(copies)]
+        with self._copies.behind():
+            blocks = self._platform.upload(np.array([copy.block for copy in copies], np.int64))
+            for at, slots in self._runs(copies) if not outwards else ():
+                staged[at].copy_(slots, non_blocking=True)
+            order = self._order[: len(copies)]
+            if outwards:
+                self._ops.copy_blocks(self._blocks, self._staged, blocks, order)
+            else:
+                self._ops.copy_blocks(self._staged, self._blocks, order, blocks)
+            for at, slots in self._runs(copies) if outwards else ():
+                slots.copy_(staged[at], non_blocking=True)
+            self._under_way.append((self._copies.record(), [copy.number for copy in copies]))
+
+    def _runs(self, copies: Sequence[BlockCopy]) -> Iterator[tuple[slice, Tensor]]:
+        """Split `copies`, ordered by slot, into runs that are adjacent in host memory.
+
+        Yields (range of the copies, their memory).
+        """
+        begin = 0
+        for end in range(1, len(copies) + 1):
+            if (
+                end < len(copies)
+                and copies[end].slot == copies[end - 1].slot + 1
+                and (copies[end].slot - 1) % self._per_chunk
+            ):
+                continue
+            yield slice(begin, end), self._slots(copies[begin].slot, end - begin)
+            begin = end
+
+    def _slots(self, first: int, count: int) -> Tensor:
+        """Host memory of `count` slots. Slots are numbered from 1, like blocks."""
+        chunk, row = divmod(first - 1, self._per_chunk)
+        return self._chunks[chunk][row : row + count]
+
+    def _pieces(self, copy: BlockCopy) -> list[memoryview]:
+        numbers: Any = self._slots(copy.slot, 1)[0].numpy()
+        return [memoryview(numbers)]

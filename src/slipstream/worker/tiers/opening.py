@@ -1,0 +1,100 @@
+"""Opens the tiers below the device's cache, and identifies what blocks depend on.
+
+No torch on a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream import __version__
+from slipstream.config import EngineConfig
+from slipstream.costs.hardware import host_memory
+from slipstream.costs.memory import staged_blocks
+from slipstream.errors import ConfigError
+from slipstream.model.packed_cache import checkpoint_stamps
+from slipstream.spec.description import ModelDescription
+from slipstream.worker.tiers.block_store import BlockStore
+from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
+
+if TYPE_CHECKING:
+    from slipstream.worker.host_runner import HostRunner
+    from slipstream.worker.model_runner import ModelRunner
+
+
+def open_tiers(
+    config: EngineConfig,
+    description: ModelDescription,
+    runner: ModelRunner | HostRunner,
+    block_bytes: int,
+) -> BlockStore | None:
+    """Open the tiers that the settings ask for; None if there are none.
+
+    ConfigError if the folder can't be used, or the host's memory is too small.
+    """
+    cache, disk = config.cache, None
+    if cache.host_bytes is None and cache.disk_bytes is None:
+        return None
+    if cache.host_bytes is not None:
+        free = host_memory()[1]
+        if cache.host_bytes > free:
+            raise ConfigError(
+                f"kv_host_bytes={cache.host_bytes} is more than the {free} bytes of the host's memory that are free; lower it",
+                field="kv_host_bytes",
+            )
+        if cache.host_bytes < block_bytes:
+            raise ConfigError(
+                f"kv_host_bytes={cache.host_bytes} is too small for one block, which takes {block_bytes} bytes; raise it",
+                field="kv_host_bytes",
+            )
+    if cache.disk_bytes is not None:
+        assert cache.disk_path is not None
+        disk = DiskTier(
+            Path(cache.disk_path),
+            cache.disk_bytes,
+            identity(config, description, runner),
+            block_bytes,
+        )
+    num_slots = 0 if cache.host_bytes is None else cache.host_bytes // block_bytes
+    return runner.open_store(disk, num_slots, staged_blocks(config, block_bytes))
+
+
+def identity(
+    config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner
+) -> bytes:
+    """Digest of everything a block's contents depend on, except what its key covers.
+
+    The key covers the block's tokens, adapter and salt.
+    """
+    model, cache, device = config.model, config.cache, config.device
+    dummy = model.load_format == "dummy"
+    known = [
+        __version__,
+        str(description.spec) if dummy else checkpoint_stamps(description),
+        [
+            model.dtype,
+            model.quantization,
+            model.load_format,
+            model.seed if dummy else 0,
+            model.max_model_len,
+        ],
+        [cache.dtype, cache.block_size, str(cache.groups)],
+        [
+            device.info.name,
+            device.info.isa,
+            device.kernels,
+            device.deterministic,
+            device.dense_copies,
+        ],
+        [type(runner).__name__, runner.ops.describe()],
+    ]
+    digest = hashlib.sha256(json.dumps(known).encode())
+    for pair in runner.kv_scales or ():
+        for scale in pair:
+            digest.update(np.asarray(scale.tolist(), np.float32).tobytes())
+    return digest.digest()[:IDENTITY_BYTES]
