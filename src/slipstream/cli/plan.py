@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     add_output_options(parser)
-    add_engine_options(parser.add_argument_group("engine (as in LLM(...))"), adapters=True)
+    add_engine_options(parser, adapters=True)
 
 
 def run(args: argparse.Namespace) -> int:
