@@ -148,7 +148,7 @@ def kernels_of(llm: Any, num_seqs: int, prompt: int, num_decodes: int = 8) -> di
 def run_case(doc: str | None, script: str, *options: str) -> None:
     """Run the file of `cases/` that the options choose, with that file's own options.
 
-    `options` are those that choose: of kernels.py, `--device cpu --op moe` is cases/kernels_cpu_moe.py. A case has
+    `options` are those that choose: of kernels.py, `--device cpu --op linear` is cases/kernels_cpu_linear.py. A case has
     `add_arguments(parser)` and `run(args, save)`, where `save(**parts)` writes the record, by the file's name unless the case
     has a `RECORD`.
     """

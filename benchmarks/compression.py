@@ -1,8 +1,6 @@
 """What compressing costs, and what it gives.
 
     python benchmarks/compression.py --study recipes        # quality of every recipe; speed of the results
-    python benchmarks/compression.py --study transformers   # whether transformers reads a checkpoint as Slipstream does
-    python benchmarks/compression.py --study prune          # which importance, and which choice of layers
     python benchmarks/compression.py --study fidelity       # what schemes, 8-bit caches and a GPU's kernels cost
 
 `--help` behind a study prints its options. The record is results/compression_<study>.json, of the last fidelity.json.

@@ -2,8 +2,6 @@
 
     python benchmarks/engine.py --study table       # one GPU, model shape and scheme: start, latency, loads
     python benchmarks/engine.py --study families    # every family on a GPU, as shares of its bounds
-    python benchmarks/engine.py --study encoders    # embeddings and T5 beside transformers
-    python benchmarks/engine.py --study beams       # beam search of many prompts (GPU)
     python benchmarks/engine.py --study starts      # starts of versions on a GPU, in turns, by phase
     python benchmarks/engine.py --study versions    # two versions of Slipstream on a CPU, in turns
     python benchmarks/engine.py --study batching    # in-flight beside static batching on a CPU, and wasted KV memory

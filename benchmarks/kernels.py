@@ -1,8 +1,7 @@
 """Single operators against the machine's ceilings.
 
-    python benchmarks/kernels.py --device cpu  --op linear|moe|mla|torch|step
-    python benchmarks/kernels.py --device cuda --op linear|moe|mxfp4|mla|rows|one-token|lora|power
-    python benchmarks/kernels.py --device cuda --op attention|attention-decode
+    python benchmarks/kernels.py --device cpu  --op linear|step
+    python benchmarks/kernels.py --device cuda --op linear|attention|rows|one-token
 
 `--help` behind a device and an op prints that benchmark's options. The record is
 benchmarks/results/kernels_<device>_<op>.json.

@@ -2,8 +2,6 @@
 
     python benchmarks/memory.py --study prefix     # first tokens with and without reuse of a shared prefix
     python benchmarks/memory.py --study tiers      # a prompt found in the host's memory or on a disk over computing it
-    python benchmarks/memory.py --study layers     # layers that are read in each step, beside reading alone
-    python benchmarks/memory.py --study experts    # experts that the host computes beside a GPU
 
 `--help` behind a study prints what it does and its options.
 """

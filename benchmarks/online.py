@@ -1,8 +1,6 @@
 """A server under load, over HTTP.
 
     python benchmarks/online.py --study loads          # throughput, first tokens, time a token and worst gaps of several loads
-    python benchmarks/online.py --study connections    # what idle connections and slow readers cost the others
-    python benchmarks/online.py --study share          # speed over HTTP beside in process on a CPU
     python benchmarks/online.py --study cost           # what the server takes of each token and request, without a model
     python benchmarks/online.py --study soak           # a million mixed requests, while the engine is killed again and again
     python benchmarks/online.py --study fuzz           # hostile requests

@@ -2,7 +2,7 @@
 
     python benchmarks/paced.py STEP_MS serve smollm2 …        # `slipstream serve`, over such an engine
 
-For what serving takes of the processor, on a machine that has something else to do (`online.py --study share`). On a CPU only.
+For what serving takes of the processor, on a machine that has something else to do (study `online_share`). On a CPU only.
 """
 
 from __future__ import annotations
@@ -37,25 +37,21 @@ def run_core(step_s: float, address: str) -> int:
     import numpy as np
 
     from slipstream.engine import core_process
-    from slipstream.worker.host_runner import HostRunner
     from slipstream.worker.in_flight import InFlightStep
-    from slipstream.worker.input_batch import gather
+    from slipstream.worker.model_runner import ModelRunner
 
     random = np.random.default_rng(0)
 
-    def launch(runner: HostRunner, plan: Any) -> InFlightStep:
-        given = gather(runner._prepared(plan), plan)
-        sampled = given.sampled
-        assert sampled is not None
+    def launch(runner: ModelRunner, plan: Any) -> InFlightStep:
+        sampled = runner.prepare(plan).gathered.sampled
         time.sleep(step_s)
         tokens = random.integers(
             COMMON.start, min(COMMON.stop, runner.model.spec.vocab_size), len(sampled.rows)
         )
-        runner._under_way = step = InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
-        runner._take_tokens()
-        return step
+        runner.rows.write(sampled.rows, sampled.positions, tokens)  # type: ignore[arg-type]
+        return InFlightStep(plan, sampled, tokens, None)  # type: ignore[arg-type]
 
-    HostRunner.launch = launch  # type: ignore[assignment,method-assign]
+    ModelRunner.launch = launch  # type: ignore[assignment,method-assign]
     sys.argv = [CORE, address]
     return core_process.main()
 

@@ -468,7 +468,8 @@ def reduce_on_rank(rank: int, ports: Any, answers: Any) -> None:
     from slipstream.kernels.layouts import NormParams
     from slipstream.kernels.triton import TritonOps
     from slipstream.kernels.triton.rank_sums import RankSums, try_rank_sums
-    from slipstream.platform import Rendezvous, platform_of
+    from slipstream.platform import platform_of
+    from slipstream.platform.collectives import Rendezvous
     from slipstream.platform.peer_copies import try_peer_copies
 
     device = torch.device("cuda", rank)

@@ -1,8 +1,5 @@
 """Single steps of an engine.
 
-    python benchmarks/steps.py --study mixed        # steps with prompts, by graph and op by op (GPU)
-    python benchmarks/steps.py --study verified     # drafts as rows of decode graphs and as prompts of mixed ones (GPU)
-    python benchmarks/steps.py --study products     # decode steps with Hopper's products of few tokens and without (GPU)
     python benchmarks/steps.py --study scheduler    # `schedule()` and `update()` of decodes, without a model
     python benchmarks/steps.py --study beams        # the same of beam search, with the choice of its beams
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from slipstream.costs.hardware import bound_spinning, host_memory, import_numpy
+from tests.scheduler_checks import check_schedulers
 
 # What is imported stays: a tenth of the time of reading all tests went into looking for garbage among it.
 gc.disable()  # `pytest_runtestloop` enables it
@@ -49,6 +50,8 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_finish():
+    if (scheduler := sys.modules.get("slipstream.core.scheduler")) is not None:
+        check_schedulers(scheduler.Scheduler)
     keep_what_is_there()
     share_authorities()
 
@@ -142,8 +145,8 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    """Engines of this process run their steps by torch, on a CPU too: for tests that look inside `ModelRunner`."""
-    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
+    """Engines of this process run their steps by torch, on a CPU too: for tests that look at tensors."""
+    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ PIPE, TimeoutExpired = subprocess.PIPE, subprocess.TimeoutExpired
 PATCHED = "slipstream.worker.ranks.children.subprocess"
 IMPORTED = (
     "slipstream.worker.ranks.rank_process",
-    "slipstream.worker.model_runner",
+    "slipstream.worker.torch_loading",
     "slipstream.model.loader",
 )
 

@@ -2,7 +2,7 @@
 
 Shell examples run in a shell whose `slipstream` is this checkout's. Each command and each Python example is a fork of one
 process that has imported torch (tests/preloaded.py). The README's run once more with the real model in fresh processes
-(marker `model`). docs/server.md is tested in tests/server, against a running server.
+(marker `model`). docs/server.md and docs/server/ are tested in tests/server, against a running server.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,16 +19,16 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli.main import build_parser
 from slipstream.hub import DEFAULT_MODEL, MODELS, machine_folder
 from tests.preloaded import Preloaded
 from tests.test_imports import FILES, parsed
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
-DOCS = [
-    ROOT / "README.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "server.md"),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SERVED = {ROOT / "docs" / "server.md", *(ROOT / "docs" / "server").glob("*.md")}
+DOCS = [path for path in PAGES if path not in SERVED and path.name != "CONTRIBUTING.md"]
 NOT_RUN = ("./quickstart",)  # .ci/run does, from a fresh clone
 EXAMPLES = [
     pytest.param(language, code, id=f"{path.stem}-{number}")
@@ -36,6 +37,15 @@ EXAMPLES = [
         re.findall(r"```(\w+)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
     )
     if language != "text" and not code.startswith(NOT_RUN)
+]
+
+
+SERVER_COMMANDS = [
+    line
+    for path in sorted(SERVED)
+    for code in re.findall(r"```sh\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    for line in code.splitlines()
+    if line.startswith("slipstream ")
 ]
 
 
@@ -106,6 +116,16 @@ def test_example(place, preloaded, tiny_model, tiny_encoder, language, code):
     run(place, preloaded.tools, language, code)
 
 
+@pytest.mark.parametrize("line", SERVER_COMMANDS)
+def test_command_of_the_servers_pages(place, preloaded, line):
+    """A command that ends by itself runs. A server's options are parsed; tests/server has running ones."""
+    words = shlex.split(line)[1:]
+    if words[0] in ("keys", "monitoring"):
+        run(place, preloaded.tools, "sh", line)
+    else:
+        assert build_parser().parse_args(words)
+
+
 @pytest.mark.parametrize(
     ("language", "code"),
     [("sh", "slipstream info no-such-model"), ("sh", "false"), ("python", "raise ValueError")],
@@ -123,12 +143,66 @@ def test_readme_with_the_real_model(place, fresh, language, code):
     assert "Paris" in run(place, fresh, language, code)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def anchors_of(path):
+    """The anchors of a page's headings, made as forges and the site make them."""
+    text = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8")):
-        assert (path.parent / target).exists(), target
-    for script in re.findall(r"`(benchmarks/\w+\.py)`", path.read_text("utf-8")):
-        assert (ROOT / script).exists(), script
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", path.read_text("utf-8")):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors_of(file), f"{target}#{anchor}"
+
+
+MAX_LINE = 300  # characters that a reader takes in at once; of a table, in a cell
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_line_of_a_page_is_too_long_to_read(path):
+    lines = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL).splitlines()
+    parts = [cell for line in lines for cell in (line.split(" | ") if line[:1] == "|" else [line])]
+    assert [part for part in parts if len(part) > MAX_LINE] == []
+
+
+NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+ROOMS = {path.name for path in (ROOT / "src" / "slipstream").iterdir() if path.is_dir()}
+
+
+def missing_files(text):
+    """The files and folders of the sources, tests and benchmarks that a page names in backticks and that do not exist."""
+    for name in NAMED.findall(text):
+        first = name.partition("/")[0]
+        if first in ("src", "csrc", "tests", "benchmarks", "examples", "docs"):
+            found = ROOT / name
+        elif first in ROOMS and (name.endswith((".py", ".cu", "/"))):
+            found = ROOT / "src" / "slipstream" / name
+        else:
+            continue
+        if not found.exists():
+            yield name
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(path):
+    assert not list(missing_files(path.read_text("utf-8")))
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
+def test_files_that_a_map_names_without_a_folder_exist(name):
+    known = {path.name for part in ("src", "csrc", "tests") for path in (ROOT / part).rglob("*.*")}
+    named = re.findall(r"`(\w+\.(?:py|cu|h|cpp))`", (ROOT / "docs" / name).read_text("utf-8"))
+    assert [file for file in named if file not in known] == []
+
+
+def test_a_file_that_is_gone_is_noticed():
+    text = (
+        "`worker/no_such.py`, `core/scheduler.py`, `benchmarks/no_such.py`, `/v1/models`, `core/`"
+    )
+    assert list(missing_files(text)) == ["worker/no_such.py", "benchmarks/no_such.py"]
 
 
 @functools.cache

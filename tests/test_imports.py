@@ -101,7 +101,12 @@ TORCH_FREE = (
         "worker.executor",
         "worker.local_executor",
         "worker.forward.forward_paths",
-        "worker.host_runner",
+        "worker.host_loading",
+        "worker.loaded_runner",
+        "worker.model_runner",
+        "worker.forward.base",
+        "worker.forward.program",
+        "worker.draft.model",
     ),
     *(
         "worker.rows",

@@ -35,7 +35,7 @@ from slipstream.bench.report import print_table
 from slipstream.bench.workload import BenchRequest, recorded, warmup
 from slipstream.config import EngineArgs
 from slipstream.costs.hardware import available_cores
-from slipstream.costs.metrics import RequestRecord, distribution, summarize
+from slipstream.costs.metrics import RequestTiming, distribution, summarize
 from slipstream.hub import resolve_model
 from slipstream.spec.description import read_spec
 
@@ -48,7 +48,7 @@ class Padded:
     def __init__(self, engine: OfflineSlipstream, batch_size: int) -> None:
         self.engine, self.batch_size = engine, batch_size
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         batches = [
             requests[i : i + self.batch_size] for i in range(0, len(requests), self.batch_size)
         ]

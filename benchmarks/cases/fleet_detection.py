@@ -37,7 +37,7 @@ from slipstream.costs.devices import find_device
 from slipstream.fleet.detection.detector import Detector
 from slipstream.fleet.detection.observation import INTERVAL_S, Observation
 from slipstream.simulate.engines import plan_engine
-from slipstream.simulate.simulator import Replica, SimulatedEngine
+from slipstream.simulate.simulator import SimulatedEngine, SimulatedReplica
 from slipstream.simulate.traffic import TrafficRequest, Workload, read_trace
 from slipstream.spec.description import read_spec
 
@@ -151,7 +151,7 @@ def observed_day(
     traffic = [*own, *ghosts]
     ended: list[int] = []
     cost = FaultyCost(engine.cost, rng)
-    replica = Replica(
+    replica = SimulatedReplica(
         replace(engine, cost=cost), traffic, lambda i, at: ended.append(i), exact=False
     )  # type: ignore[arg-type]
     found: list[Observation] = []

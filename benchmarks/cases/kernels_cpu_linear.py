@@ -18,11 +18,11 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from cases.kernels_cpu_isas import own_cores
 
 from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu import native
@@ -33,6 +33,15 @@ from slipstream.kernels.weights import ScaledLinear
 
 SHAPES = ("576x1536", "3072x576", "4096x4096", "4096x14336")
 ZEROS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, "2:4")
+
+
+def own_cores(count: int) -> list[int]:
+    """The first `count` logical CPUs that lie on different cores."""
+    found: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        place = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        found.setdefault(place.read_text() if place.exists() else str(cpu), cpu)
+    return list(found.values())[:count]
 
 
 def share(text: str) -> float | str:

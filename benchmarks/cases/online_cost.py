@@ -34,7 +34,7 @@ from common import HERE, median, with_source
 
 from slipstream.config import EngineArgs, resolve
 from slipstream.engine.async_llm import AsyncLLM
-from slipstream.engine.core_client import CoreSource, Link
+from slipstream.engine.core_client import CoreLink, CoreSource
 from slipstream.engine.core_process import Add, Outputs, ToParent
 from slipstream.engine.output import OutputProcessor
 from slipstream.engine.processor import InputProcessor, load_tokenizer
@@ -47,7 +47,7 @@ from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
 from slipstream.types import FinishReason, RequestOptions, SamplingParams, TokenOutput
 
-TEXT = (HERE.parent / "docs" / "server.md").read_text("utf-8")
+TEXT = (HERE.parent / "docs" / "server" / "openai.md").read_text("utf-8")
 RUNS = 5
 
 
@@ -67,7 +67,7 @@ class Child:
         pass
 
 
-async def no_core() -> Link:
+async def no_core() -> CoreLink:
     raise AssertionError("the engine's messages are made beforehand")
 
 

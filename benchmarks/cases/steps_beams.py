@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from cases.steps_scheduler import make_scheduler
 
+from slipstream.core.participants.beams import Beams
 from slipstream.engine.beams import BeamSearches
 from slipstream.sampling_params import MAX_LOGPROBS, BeamSearchParams
 from slipstream.types import BeamsRequest, SampledLogprobs, StepPlan, StepResult
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
         at.append(time.thread_time() - made_s)
         for request in taken.new:
             scheduler.add(request)
-        scheduler.requests.go_on(taken.steps)
+        scheduler.part(Beams).go_on(taken.steps)
         scheduler.abort(taken.ended)
         at.append(time.thread_time() - made_s)
         if len(plan.scheduled) == num_beams:

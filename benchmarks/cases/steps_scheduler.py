@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from slipstream.config import CacheConfig, SchedulingConfig
+from slipstream.core.make import make_scheduler as make_scheduler_of
 from slipstream.core.scheduler import Scheduler
 from slipstream.spec.model import CacheGroup
 from slipstream.types import EngineRequest, SamplingParams, StepResult
@@ -52,7 +53,7 @@ def make_scheduler(
         groups=groups,
     )
     num_blocks = num_blocks or num_seqs * 80 * (1 + num_windows)
-    scheduler = Scheduler(scheduling, cache, max_model_len=4096, num_blocks=num_blocks)
+    scheduler = make_scheduler_of(scheduling, cache, max_model_len=4096, num_blocks=num_blocks)
     for i in range(num_seqs):
         prompt = tuple((7 * i + j) % 1000 for j in range(100 + i % 64))
         sampling = SamplingParams(max_tokens=1000)

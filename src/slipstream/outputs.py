@@ -1,4 +1,4 @@
-"""What a user gets: answers, their log-probabilities, vectors and scores. No torch."""
+"""Outputs for users: answers, their log-probabilities, vectors and scores. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PositionLogprobs:
     top: tuple[Logprob, ...] = ()
 
     def __getitem__(self, token_id: int) -> Logprob:
-        """By token id, as vLLM has it: `logprobs[i][token_id].logprob`. KeyError for a token that is not among them."""
+        """Log-probabilities by token id, as in vLLM: `logprobs[i][token_id].logprob`. KeyError for a token that is
+        not among them."""
         for entry in (self.chosen, *self.top):
             if entry.token_id == token_id:
                 return entry
@@ -89,7 +90,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI's API has it, and as the next turn's messages take it."""
+        """The call in the form of OpenAI's API, which the next turn's messages take."""
         made: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning_content:
             made["reasoning_content"] = self.reasoning_content
@@ -107,7 +108,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When things happened, in seconds of time.monotonic(); None for what has not."""
+    """Times of a request, in seconds of time.monotonic(); None for what has not."""
 
     arrival: float
     first_token: float | None = None
@@ -132,7 +133,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """What a model says of the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
+    """Numbers that a model gives for the texts of one call, in their order. `data`: float32 [N, E] in the machine's order."""
 
     prompts: list[str | None]
     prompt_token_ids: list[list[int]]
@@ -154,7 +155,7 @@ class EmbeddingOutput:
 
     @property
     def outputs(self) -> Self:
-        """As vLLM has it: `outputs.embedding`."""
+        """An alias, as in vLLM: `outputs.embedding`."""
         return self
 
 
@@ -167,7 +168,7 @@ class ScoreOutput:
 
     @property
     def outputs(self) -> Self:
-        """As vLLM has it: `outputs.score`."""
+        """An alias, as in vLLM: `outputs.score`."""
         return self
 
 

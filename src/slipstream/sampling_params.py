@@ -35,7 +35,7 @@ SAMPLERS = (
 """The samplers by llama.cpp's names, in our order. `no_repeat_ngram` is ours."""
 
 TRUNCATING = ("top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc")
-"""Those that leave fewer tokens, in whose place mirostat stands."""
+"""Samplers that leave fewer tokens; mirostat stands in their place."""
 
 SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's for DRY."""
@@ -50,7 +50,7 @@ FLAGS = (
 )
 
 MAX_PENALTY = 10
-"""Of a length: to its power even a million tokens are a number."""
+"""Greatest penalty of a length: even a million tokens to this power are a finite number."""
 
 
 @suggesting_init

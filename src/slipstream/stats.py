@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 ExpertTokens: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each layer that has experts its index, and how many tokens each of them was chosen for."""
+"""Index of each layer with experts, and the tokens for which each expert was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBalance:
-    """Of experts that are dealt out to ranks. `rank_imbalance`: in the recent load the choices of the rank with the most over
-    the mean, each layer having a rank with the most; 1: even, or not known yet."""
+    """Balance of experts that are dealt out to ranks. `rank_imbalance`: in the recent load the choices of the rank
+    with the most over the mean, each layer having a rank with the most; 1: even, or not known yet."""
 
     moved_total: int = 0  # experts that changed ranks since the start
     rank_imbalance: float = 1.0
@@ -102,8 +102,8 @@ class EngineStats(SchedulerStats):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryResult:
-    """What a checkpoint's canary said at the start: how far this model, with these kernels and this form of the cache, is from
-    what was stored when the checkpoint was made (KL in nats, over `num_tokens`)."""
+    """The result of a checkpoint's canary at the start: how far this model, with these kernels and this form of the
+    cache, is from what was stored when the checkpoint was made (KL in nats, over `num_tokens`)."""
 
     ok: bool
     kl_mean: float

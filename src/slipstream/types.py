@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, Self, TypeAlias, TypedDict
 
 from slipstream.arguments import suggesting_init
 from slipstream.errors import AdapterError, RequestError
@@ -103,7 +103,7 @@ Reserve: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of requests of one priority, owners get served tokens in proportion to their weights."""
+    """An owner's share: among requests of one priority, owners get served tokens in proportion to their weights."""
 
     owner: str
     weight: float = 1.0
@@ -282,10 +282,39 @@ class NewRequest:
     images: tuple[ImageSpan, ...] = ()
     rank: int = 0  # that it belongs to, where requests are dealt out
 
+    @classmethod
+    def of(
+        cls,
+        spec: EngineRequest,
+        token_ids: Sequence[int],
+        *,
+        encodes: bool,
+        mirostat_mu: float | None,
+        rank: int,
+    ) -> Self:
+        """Make it from an engine's request, whose known tokens are `token_ids`.
+
+        `encodes`: the encoder runs in the request's first step.
+        """
+        return cls(
+            request_id=spec.request_id,
+            token_ids=tuple(token_ids),
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            sampling=spec.sampling,
+            eos_token_ids=spec.eos_token_ids,
+            pooled=spec.pooled,
+            encoder_token_ids=spec.encoder_token_ids if encodes else (),
+            num_encoder_tokens=len(spec.encoder_token_ids),
+            lora=spec.lora,
+            mirostat_mu=mirostat_mu,
+            images=spec.images,
+            rank=rank,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """From `index` on, the request's block table of `group` has these blocks.
+    """New entries of a request's block table: from `index` on, that of `group` has these blocks.
 
     The one form for blocks that are appended, put in place of shared ones (copy on write) or released (the null block).
     """
@@ -326,7 +355,7 @@ class SharedPrefix(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """What of a step decides how it runs (`worker/step_shape.py`)."""
+    """The properties of a step that decide how it runs (`worker/step_shape.py`)."""
 
     num_tokens: int
     num_decodes: int  # sequences of one token at the front
@@ -338,7 +367,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the worker does in one step, as a difference to what it knows.
+    """The work of one step, as a difference to what the worker knows.
 
     1. The rows of `released` requests are dropped.
     2. Rows for `new` ones are made.
@@ -382,7 +411,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """Which tokens may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
+    """Tokens that may be drawn at some of a step's sampled positions. `bits` are int32 [len(positions), words] in the
     machine's order: token t's is bit t % 32 of word t // 32."""
 
     positions: tuple[int, ...]  # of the N sampled ones, in plan order
@@ -435,7 +464,7 @@ class SampledLogprobs:
 def as_logprobs(
     tokens: Iterable[int], best: Iterable[Any], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Of tensors or arrays on the host, as `best_logprobs` has them. Row i has counts[i] alternatives."""
+    """Make it from tensors or arrays on the host, as `best_logprobs` returns them. Row i has counts[i] alternatives."""
     chosen, rank, ids, values = (t.tolist() for t in best)
     return [
         TokenLogprobs(token, chosen[i], rank[i], tuple(zip(ids[i][:k], values[i][:k], strict=True)))
@@ -445,8 +474,8 @@ def as_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of a request in prefill that asked: for each position from `start` on, those of the token that *follows* it. A prompt
-    that is computed again begins anew."""
+    """Prompt log-probabilities of a request that asked for them: for each position from `start` on, those of the
+    token that *follows* it. A prompt that is computed again begins anew."""
 
     request_id: str
     start: int
@@ -455,7 +484,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """Of a pooled request that is complete: its vector or its scores, float32 in the machine's order."""
+    """The result of a complete pooled request: its vector or its scores, float32 in the machine's order."""
 
     request_id: str
     vector: bytes
@@ -463,7 +492,7 @@ class PooledVector:
 
 @dataclass(frozen=True, slots=True)
 class TextVectors:
-    """Of a TextsPlan: float32 [S, E] in the machine's order."""
+    """Vectors of a TextsPlan: float32 [S, E] in the machine's order."""
 
     vectors: bytes
 
@@ -491,7 +520,7 @@ Extra: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan.
+    """The result of a plan.
 
     `token_ids` are the new tokens of all requests that sample, in plan order; `num_tokens` says how many each of them got, at
     least one and at most its `num_sampled` (None: one each). `is_cold`: the step captured a graph, ran op by op because its
@@ -514,7 +543,7 @@ class StepResult:
 
 
 class StepTime(NamedTuple):
-    """What a step takes in which every token is sampled."""
+    """A plan of a step in which every token is sampled."""
 
     num_seqs: int
     num_tokens: int
@@ -572,8 +601,7 @@ class BeamsOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LikeliestTokens:
-    """What a step has found for beams, for their searches in the engine core: of each its likeliest next tokens, the best
-    first."""
+    """Candidates of a step for beams, for their searches in the engine core: each beam's likeliest next tokens, best first."""
 
     request_ids: Sequence[str]  # [N]
     num_cached_tokens: Sequence[int]  # [N]

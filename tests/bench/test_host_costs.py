@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from slipstream.bench import host_costs
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.costs.step_cost import HostCost
 
 STEP_S, SEQUENCE_S, AHEAD_S, REQUEST_S = 0.003, 0.0001, 0.002, 0.007
@@ -58,7 +58,7 @@ def test_costs_are_found_again(monkeypatch, run_ahead, expected):
                     else (gaps, first + 2 * (gap + 0.1) - 1e-9)
                 )
             times = itertools.accumulate([first, *gaps])
-            records.append(RequestRecord.of(prompt, 0.0, list(times)))
+            records.append(RequestTiming.of(prompt, 0.0, list(times)))
         return records
 
     monkeypatch.setattr(host_costs, "run_load", run_load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.bench import power
-from slipstream.bench.power import Counter, EnergyMeter, Reading
+from slipstream.bench.power import Counter, EnergyMeter, PowerReading
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 
@@ -43,7 +43,7 @@ def test_what_cannot_be_read_is_none(powercap, tmp_path):
     before = meter.read()
     (powercap / "intel-rapl:1" / "energy_uj").unlink()
     assert before.joules_until(meter.read()) is None
-    assert Reading({}).joules_until(Reading({})) is None
+    assert PowerReading({}).joules_until(PowerReading({})) is None
     assert not [s for s in EnergyMeter(tmp_path / "none").sources if s.startswith("rapl")]
 
 
@@ -67,8 +67,8 @@ def test_packages_and_gpus_that_are_not_in_use_do_not_count(powercap, monkeypatc
 def test_the_power_of_the_cpu_beside_a_gpu_is_told_apart(powercap, monkeypatch):
     monkeypatch.setattr(power, "_open_nvml", lambda numbers: (None, []))
     meter = EnergyMeter(powercap, devices=["cuda:0"])
-    before = Reading({"nvml 0": Counter(10.0), "rapl package-0": Counter(1.0)})
-    after = Reading({"nvml 0": Counter(40.0), "rapl package-0": Counter(5.0)})
+    before = PowerReading({"nvml 0": Counter(10.0), "rapl package-0": Counter(1.0)})
+    after = PowerReading({"nvml 0": Counter(40.0), "rapl package-0": Counter(5.0)})
     energy = meter.energy(before, after, 2.0, 10)
     assert (energy.joules, energy.watts, energy.joules_per_output_token, energy.cpu_watts) == (
         30.0,
@@ -85,15 +85,15 @@ def test_a_counter_without_a_known_end_does_not_wrap():
 
 def test_energy_of_a_run_and_of_each_token(powercap):
     meter = EnergyMeter(powercap)
-    before, after = Reading({"a": Counter(10.0)}), Reading({"a": Counter(40.0)})
+    before, after = PowerReading({"a": Counter(10.0)}), PowerReading({"a": Counter(40.0)})
     energy = meter.energy(before, after, 2.0, 60)
     assert (energy.joules, energy.watts, energy.joules_per_output_token) == (30.0, 15.0, 0.5)
-    assert meter.energy(before, Reading({}), 2.0, 60) is None
+    assert meter.energy(before, PowerReading({}), 2.0, 60) is None
     assert meter.energy(before, after, 2.0, 0).joules_per_output_token is None
 
 
 def test_a_machine_that_tells_nothing_is_refused_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(EnergyMeter, "read", lambda self: Reading({}))
+    monkeypatch.setattr(EnergyMeter, "read", lambda self: PowerReading({}))
     with pytest.raises(ConfigError) as caught:
         EnergyMeter.required()
     assert caught.value.field == "energy"

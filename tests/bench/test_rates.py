@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.bench.rates import PRECISION, RateSearch, holds, parse_rate_objectives
-from slipstream.costs.metrics import RequestRecord, summarize
+from slipstream.costs.metrics import RequestTiming, summarize
 from slipstream.errors import ConfigError
 
-FAST = RequestRecord(
+FAST = RequestTiming(
     input_tokens=1, output_tokens=3, sent=0.0, first_token=0.5, last_token=1.5, gaps_s=(0.25, 0.75)
 )
-FAILED = RequestRecord(input_tokens=1, output_tokens=0, sent=0.0, error="full", refused=True)
+FAILED = RequestTiming(input_tokens=1, output_tokens=0, sent=0.0, error="full", refused=True)
 
 
 @given(limit=st.floats(0.5, 500), first=st.floats(0.5, 500))

@@ -20,7 +20,7 @@ SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name not in HE
 CASES = sorted((BENCHMARKS / "cases").glob("*.py"))
 DOCUMENTS = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(BENCHMARKS.glob("*.md")),
 ]
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+[\w.+-]*")

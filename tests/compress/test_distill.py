@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from slipstream import LLM
 from slipstream.compress import objective
 from slipstream.compress.dense import load_dense
-from slipstream.compress.distill import DistillFiles, Training, distill, distill_files
+from slipstream.compress.distill import DistillFiles, DistillTraining, distill, distill_files
 from slipstream.compress.objective import (
     TappedOps,
     TopK,
@@ -143,7 +143,9 @@ def test_top_k_is_a_lower_bound_and_exact_when_it_is_all():
     ids=str,
 )
 def test_a_student_comes_nearer_on_held_out_text(teacher, student, changes):
-    before = Training(student, teacher, EXAMPLES, FAST, device=CPU, held_out=HELD_OUT).evaluate()[0]
+    before = DistillTraining(
+        student, teacher, EXAMPLES, FAST, device=CPU, held_out=HELD_OUT
+    ).evaluate()[0]
     settings = replace(FAST, num_steps=40, eval_every=10, **changes)
     found = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
     assert len(found.history) == 40
@@ -172,7 +174,7 @@ def test_micro_batches_change_nothing(teacher, student):
 def test_an_interrupted_run_goes_on_bit_for_bit(teacher, student, tmp_path):
     settings = replace(FAST, state_weight=0.5)
     whole = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
-    training = Training(
+    training = DistillTraining(
         student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=tmp_path
     )
     for record in training.run():
@@ -189,7 +191,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(teacher, student, tmp_path):
 
 
 def test_every_example_comes_once_an_epoch(teacher, student):
-    training = Training(student, teacher, EXAMPLES, FAST, device=CPU)
+    training = DistillTraining(student, teacher, EXAMPLES, FAST, device=CPU)
     first, second = [
         [i for s in steps for i in training.epochs.indices(s)] for steps in ((0, 1), (2, 3))
     ]
@@ -229,7 +231,7 @@ def test_logits_on_disk_do_as_the_teacher(teacher, student, tmp_path):
 def test_only_what_is_to_be_learnt_counts(teacher, student):
     """Context is not predicted, and a weight of 2 counts as the example twice."""
     long = [Example(token_ids=e.token_ids, num_context=20, weight=2.0) for e in EXAMPLES[:2]]
-    training = Training(
+    training = DistillTraining(
         student, teacher, [*long, *EXAMPLES[2:4]], replace(FAST, batch_size=4), device=CPU
     )
     record = next(training.run())
@@ -363,7 +365,7 @@ def test_two_processes_do_the_same_steps(files, teacher, student, monkeypatch):
         FAST, num_steps=4, state_weight=0.5, attention_weight=0.5, recompute=True, save_every=2
     )
     alone = distill(student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT)
-    training = Training(
+    training = DistillTraining(
         student, teacher, EXAMPLES, settings, device=CPU, held_out=HELD_OUT, work=files.work
     )
     for record in training.run():

@@ -7,8 +7,19 @@ import pytest
 import torch
 
 from slipstream.compress.calibrate import InputStats
-from slipstream.compress.quantize.rounding import QuantGrid, fit, gptq, nearest
-from slipstream.model.packing import pack_words, unpack_words
+from slipstream.compress.quantize.rounding import (
+    QuantGrid,
+    Rounded,
+    compensate,
+    fit,
+    gptq,
+    gptq_trace,
+    inverse_factor,
+    nearest,
+    round_weight,
+)
+from slipstream.compress.recipe import parse
+from slipstream.model.packing import block_numbers, numbers, pack_words, unpack_words
 from slipstream.spec.scheme import WeightFormat
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -195,3 +206,174 @@ def test_weights_for_8_bit_inputs_never_have_the_code_minus_128():
     grid = QuantGrid(fmt, torch.ones(1, 1), None)
     assert grid.codes(weight).min() == -127
     assert QuantGrid(WeightFormat(), torch.ones(1, 1), None).codes(weight).min() == -128
+
+
+# --- The grid, by trying everything -------------------------------------------------------------------
+
+
+def grid_of(fmt, low, high, share):
+    """(scale, zero, codes' range) that `share` of the range of one group puts on the ends."""
+    lowest, highest = -(1 << fmt.bits - 1) + (fmt.inputs is not None), (1 << fmt.bits - 1) - 1
+    if fmt.symmetric:
+        top = 127 if fmt.inputs else (2**fmt.bits - 1) / 2
+        return max(-low, high) * share / top, 0, lowest, highest
+    scale = (high - low) * share / (2**fmt.bits - 1)
+    return scale, round(lowest - low * share / scale), lowest, highest
+
+
+def least_error(fmt, group, importance, shares):
+    found = []
+    for share in shares:
+        scale, zero, lowest, highest = grid_of(
+            fmt, min(0.0, group.min()), max(0.0, group.max()), share
+        )
+        codes = np.clip(np.round(group / scale + zero), lowest, highest)
+        found.append((((codes - zero) * scale - group) ** 2 * importance).sum())
+    return min(found)
+
+
+FORMATS = [
+    WeightFormat(bits=2, group_size=16),
+    WeightFormat(bits=4, group_size=16),
+    WeightFormat(bits=3, group_size=16, symmetric=False),
+    WeightFormat(bits=4, group_size=16, symmetric=False),
+    WeightFormat(inputs="int8"),
+]
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_clipping_finds_the_least_error_of_each_group(fmt, weighed):
+    """Of shares from 0.46 to 1.06 of the largest magnitude; without clipping the share is 1."""
+    weight = weights(12, 64) ** 3
+    stats = inputs(50, 64)
+    stats.hessian *= torch.logspace(-2, 2, 64)[:, None]
+    importance = stats.mean_square if weighed else torch.ones(64)
+    size = fmt.group_size or 64
+    for clip, shares in ((True, [1.06 - 0.02 * i for i in range(31)]), (False, [1.0])):
+        made = nearest(weight, fmt, F32, clip=clip, stats=stats if weighed else None)
+        wrong = (made.dequantized() - weight) ** 2 * importance
+        for row in range(12):
+            for at in range(0, 64, size):
+                group = weight[row, at : at + size].double().numpy()
+                expected = least_error(
+                    fmt, group, importance[at : at + size].double().numpy(), shares
+                )
+                found = float(wrong[row, at : at + size].sum())
+                assert found == pytest.approx(expected, rel=1e-3, abs=1e-9)
+
+
+def diagonal(inner, seed=0):
+    """Statistics of inputs that are independent: no column compensates for another."""
+    rng = torch.Generator().manual_seed(seed)
+    stats = InputStats.empty(inner, CPU)
+    stats.hessian.diagonal().copy_(torch.rand(inner, generator=rng) ** 4 + 1e-3)
+    stats.num_rows = 1
+    return stats
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_gptq_of_independent_inputs_is_rounding_to_nearest(fmt, act_order):
+    """With scales, zero points and codes weighed by the inputs, in every group."""
+    weight, stats = weights(5, 64) ** 3, diagonal(64)
+    found = gptq(weight, fmt, F32, stats, act_order=act_order)
+    expected = nearest(weight, fmt, F32, clip=True, stats=stats)
+    torch.testing.assert_close(found.grid.scales, expected.grid.scales)
+    assert (found.grid.zeros is None) == (expected.grid.zeros is None) == fmt.symmetric
+    torch.testing.assert_close(found.dequantized(), expected.dequantized())
+
+
+def test_compensated_weights_are_what_gptq_rounded():
+    """Rounding them on the grid gives the codes, and they are not the weights that were given."""
+    weight, stats = weights(6, 64), inputs(400, 64)
+    fmt = WeightFormat(bits=4, group_size=32)
+    made, compensated = gptq_trace(weight, fmt, F32, stats, damping=0.01, act_order=True, clip=True)
+    same = made.grid.codes(compensated) == made.codes
+    assert float(same.float().mean()) > 0.99
+    assert not torch.allclose(compensated, weight, atol=1e-2)
+
+
+def test_factor_is_of_the_damped_inverse_with_the_mean_for_inputs_that_never_come():
+    h = inputs(400, 16).hessian.clone()
+    dead = torch.zeros(16, dtype=torch.bool)
+    dead[[3, 7]] = True
+    h[dead] = 0.0
+    h[:, dead] = 0.0
+    upper = inverse_factor(h, 0.1, dead)
+    mean = float(h.diagonal()[~dead].mean())
+    expected = h.clone()
+    expected.diagonal().add_(0.1 * mean)
+    expected.diagonal()[dead] = mean
+    assert torch.equal(upper, upper.triu())
+    torch.testing.assert_close(
+        upper.T.double() @ upper.double(), torch.linalg.inv(expected.double()), rtol=1e-3, atol=1e-8
+    )
+
+
+def test_damping_grows_until_the_factor_exists():
+    ones = torch.ones(64, 64)
+    assert inverse_factor(ones, 1e-9, torch.zeros(64, dtype=torch.bool)).isfinite().all()
+    with pytest.raises(FloatingPointError, match="no positive matrix"):
+        inverse_factor(-ones, 1e-3, torch.zeros(64, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_compensation_moves_by_its_share_towards_the_original_outputs(share):
+    rng = torch.Generator().manual_seed(3)
+    original = torch.randn(200, 16, generator=rng)
+    now = original + 0.1 * torch.randn(200, 16, generator=rng)
+    weight, stats = weights(4, 16), InputStats.empty(16, CPU)
+    stats.hessian, stats.shift = now.T @ now, (original - now).T @ now
+    best = torch.linalg.lstsq(now, original @ weight.T).solution.T
+    moved = compensate(weight, stats, share, damping=1e-9)
+    torch.testing.assert_close(moved, weight + share * (best - weight), rtol=1e-3, atol=1e-4)
+    stats.shift = None
+    assert compensate(weight, stats, 1.0) is weight
+
+
+def test_recipe_chooses_between_gptq_and_nearest():
+    weight, stats = weights(6, 64), inputs(400, 64)
+    fmt = WeightFormat(bits=3, group_size=32)
+
+    def rounded(given, **settings):
+        (step,) = parse([{"quantize": {"bits": 3, "group_size": 32, **settings}}]).steps
+        return round_weight(weight, step, fmt, F32, given).dequantized()
+
+    plain = nearest(weight, fmt, F32, clip=True, stats=stats).dequantized()
+    assert torch.equal(rounded(stats, rounding="nearest"), plain)
+    assert torch.equal(rounded(stats, rounding="gptq"), gptq(weight, fmt, F32, stats).dequantized())
+    assert torch.equal(
+        rounded(None, rounding="gptq"), nearest(weight, fmt, F32, clip=True).dequantized()
+    )
+
+
+# --- Codes and numbers ----------------------------------------------------------------------------
+
+
+def test_rows_of_several_weights_join():
+    fmt = WeightFormat(bits=4, group_size=16, symmetric=False)
+    parts = [nearest(weights(rows, 32, seed=rows), fmt, F32, clip=False) for rows in (2, 3)]
+    joined = Rounded.cat(parts)
+    assert torch.equal(joined.dequantized(), torch.cat([part.dequantized() for part in parts]))
+
+
+def test_words_of_many_rows_are_made_some_at_a_time(monkeypatch):
+    codes = torch.randint(-4, 4, (10, 40), generator=torch.Generator().manual_seed(0))
+    whole = pack_words(codes, 3)
+    monkeypatch.setattr("slipstream.model.packing.ROWS_AT_ONCE", 3)
+    assert torch.equal(pack_words(codes, 3), whole)
+    assert torch.equal(unpack_words(whole, 3, 40), codes.to(torch.int8))
+
+
+def test_numbers_of_codes():
+    codes = torch.tensor([[-8, 7, 0, 1], [2, 3, 4, 5]], dtype=torch.int8)
+    scales = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
+    zeros = torch.tensor([[1, -1], [0, 2]], dtype=torch.int8)
+    assert numbers(codes, scales, zeros).tolist() == [[-4.5, 3.0, 2.0, 4.0], [2.0, 3.0, 8.0, 12.0]]
+    assert numbers(codes, scales, None).tolist() == [[-4.0, 3.5, 0.0, 2.0], [2.0, 3.0, 16.0, 20.0]]
+    one = torch.tensor([[0.5]])
+    assert numbers(codes, one, None).tolist() == [[-4.0, 3.5, 0.0, 0.5], [1.0, 1.5, 2.0, 2.5]]
+    assert numbers(codes[:1], one, zeros[:1, :1]).tolist() == [[-4.5, 3.0, -0.5, 0.0]]
+    blocks = block_numbers(torch.ones(5, 7), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), 3, 3)
+    assert blocks.tolist() == [[1, 1, 1, 2, 2, 2, 3]] * 3 + [[4, 4, 4, 5, 5, 5, 6]] * 2

@@ -17,14 +17,14 @@ from slipstream.compress.verdict import (
     rounded_before,
 )
 from slipstream.errors import ConfigError
-from slipstream.evals.divergence import Distribution, Divergence
+from slipstream.evals.divergence import Divergence, KLDistribution
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.engine.test_tokenizer import GOLDEN
 from tests.model.test_gguf_models import LEAST, write
 
 FOUND = Divergence(
-    kl=Distribution(mean=0.1, p99=0.5, max=1.0, stderr=0.01, histogram=()),
+    kl=KLDistribution(mean=0.1, p99=0.5, max=1.0, stderr=0.01, histogram=()),
     perplexity_a=10.0,
     perplexity_b=11.0,
     perplexity_ratio_stderr=0.01,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.kv_cache_manager import KVCacheManager
 from tests.core.virtual_gpu import Mixed, Rates, Steady, VirtualGPU, poisson, tokens_a_second
 
 RIGHT = {
@@ -100,5 +100,5 @@ def test_drafts_that_need_no_block_are_scheduled_as_all_others(monkeypatch, num_
     fast = plans()
     assert any(s.drafts for plan in fast for s in plan)
     assert all(sum(s.num_tokens for s in plan) <= budget for plan in fast)
-    monkeypatch.setattr(Scheduler, "_verifies", lambda *_: False)
+    monkeypatch.setattr(KVCacheManager, "holds", lambda *_: False)
     assert plans() == fast

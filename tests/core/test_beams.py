@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.core.participants.beams import Beams
 from slipstream.core.prefix_cache import extend_keys
 from slipstream.types import BeamStep, FinishReason
 from tests.core.configs import BLOCK, FULL, config, window
@@ -67,7 +68,7 @@ class Search:
             tokens[name] = []
             if name in self.engine.worker.tokens:
                 self.engine.worker.tokens[name] = [*self.prompt, *before[source]]
-        scheduler.requests.go_on(steps)
+        scheduler.part(Beams).go_on(steps)
         self.engine.take(scheduler.abort(unused))
         self.done = not self.open
 
@@ -225,7 +226,7 @@ def test_a_beam_that_ends_leaves_no_copy(length):
         engine.step()
         if "s.1" not in engine.scheduler.requests.by_id:
             search.join("s.0")
-        engine.scheduler.requests.go_on([BeamStep(*step) for step in steps])
+        engine.scheduler.part(Beams).go_on([BeamStep(*step) for step in steps])
         check(engine.scheduler)
     assert len(engine.scheduler.kv.copies) == (length % BLOCK != BLOCK - 1)
     engine.scheduler.abort(["s.1"])
@@ -240,9 +241,9 @@ def test_a_beam_that_leaves_the_worker_takes_no_old_changes_along():
     search, scheduler = Search(engine, "s", range(2 * BLOCK - 1), 2, 9, None), engine.scheduler
     engine.step()
     search.join("s.0")
-    scheduler.requests.go_on([BeamStep("s.0", "s.0", 0), BeamStep("s.1", "s.0", 1)])
+    scheduler.part(Beams).go_on([BeamStep("s.0", "s.0", 0), BeamStep("s.1", "s.0", 1)])
     engine.step()
-    scheduler.requests.go_on([BeamStep("s.0", "s.0", 2), BeamStep("s.1", "s.0", 3)])
+    scheduler.part(Beams).go_on([BeamStep("s.0", "s.0", 2), BeamStep("s.1", "s.0", 3)])
     assert scheduler.requests.table_updates.keys() == {"s.1"}
     scheduler.requests.preempt(scheduler.requests.by_id["s.1"])
     assert not scheduler.requests.table_updates
@@ -258,7 +259,7 @@ def test_a_copy_that_is_given_up_leaves_its_source_shared():
     ):
         engine.step()
         search.join("s.0")
-        scheduler.requests.go_on([BeamStep(*step) for step in steps])
+        scheduler.part(Beams).go_on([BeamStep(*step) for step in steps])
     scheduler.abort(["s.1"])
     first, third = (scheduler.requests.by_id[name].blocks[0] for name in ("s.0", "s.2"))
     assert first == third
@@ -278,7 +279,7 @@ def test_a_beam_that_takes_over_other_tokens_has_their_keys():
     a.token_ids += [1] * BLOCK
     b.token_ids += [2] * BLOCK
     scheduler.kv.cached_prefix(b)
-    scheduler.requests.go_on([BeamStep("b", "a", 3)])
+    scheduler.part(Beams).go_on([BeamStep("b", "a", 3)])
     scheduler.kv.cached_prefix(b)
     expected = list[bytes]()
     extend_keys(expected, b.root_key, [*range(BLOCK), *[1] * BLOCK], BLOCK, 2)

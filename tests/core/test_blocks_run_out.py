@@ -32,7 +32,7 @@ def test_a_block_that_another_holds_is_not_freed_by_passing_it():
     a, b = (
         Request(request(name, range(2 * BLOCK)), (0, 0.0, i), b"", 1) for i, name in enumerate("ab")
     )
-    step = StepBuilder(16, {})
+    step = StepBuilder(config()["scheduling"], {})
     assert kv.allocate(step, a, 2 * BLOCK)
     kv.adopt(b, a.blocks)
     kv.pool.allocate(1)

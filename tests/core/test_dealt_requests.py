@@ -10,12 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import ContextLengthError
-from slipstream.types import FinishReason, SampledLogprobs, SamplingParams, StepPlan, StepResult
+from slipstream.types import SampledLogprobs, SamplingParams, StepPlan, StepResult
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from tests.core.configs import BLOCK, FULL, config, window
-from tests.core.test_beams import Search
 from tests.core.test_scheduler import Engine, Worker, request
+from tests.core.test_together import random_work
 
 
 class Ranks:
@@ -168,41 +167,13 @@ def test_nothing_leaks(seed, num_ranks, windows, stages):
         num_ranks=num_ranks,
     )
     engine = Dealt(made, chance.randint(stages, 2))
-    scheduler, searches, added = engine.scheduler, list[Search](), list[str]()
-    for turn in range(5000):
-        what = chance.choice(["add", "search", "cancel", "evict", "fail", *["step"] * 12])
-        searches = [s for s in searches if not s.done]
-        if turn > 200:
-            if not (scheduler.has_requests or engine.in_flight or searches):
-                break
-            what = "step"
-        try:
-            if what == "add":
-                added += add(engine, f"q{turn}", chance)
-            elif what == "search":
-                sizes = chance.randint(4, 20), chance.randint(1, 4), chance.randint(1, 9)
-                searches.append(Search(engine, f"s{turn}", range(sizes[0]), *sizes[1:], chance))
-        except ContextLengthError:
-            continue
-        if what == "cancel":
-            engine.take(scheduler.abort([chance.choice([*added, "none"])]))
-            for search in searches[:1]:
-                engine.take(scheduler.abort(search.open))
-                search.done = True
-        elif what == "evict":
+    scheduler = engine.scheduler
+
+    def other(what):
+        if what == "evict":
             scheduler.reset_prefix_cache()
-        elif what == "fail" and engine.in_flight and chance.random() < 0.2:
-            engine.in_flight.clear()
-            engine.take(scheduler.fail_all(FinishReason.ERROR, "broken"))
-            searches = []
-        elif what == "step":
-            for search in searches:
-                search.advance()
-            engine.now += chance.choice([0.01, 0.3])
-            engine.step()
-        check(scheduler)
-    else:
-        raise AssertionError("requests starve")
+
+    added = random_work(engine, chance, [], turns=200, add=add, check=check, other=other)
     assert all(pool.num_free == pool.num_usable for pool in scheduler.pools)
     assert engine.ends.keys() >= set(added)
 
@@ -314,7 +285,7 @@ def test_drafts_keep_within_a_rank_s_share(sizes, right, num_ranks):
                 and r.request_id in worker.tokens
             )
             if count and knows_all:
-                r.draft(worker.guess(r.request_id, count, num_right))
+                r.guess(worker.guess(r.request_id, count, num_right))
         engine.step()
         check(engine.scheduler)
     assert {name: len(tokens) for name, tokens in engine.tokens.items()} == {

@@ -7,6 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.core.make import make_scheduler
 from slipstream.core.scheduler import Scheduler
 from slipstream.types import SamplingParams, StepPlan, StepResult, StructuredOutputsParams
 from tests.core.configs import config
@@ -64,7 +65,7 @@ def run(
 )
 def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, abort_at):
     """Also when blocks run out, prompts come in chunks, and requests are cancelled while steps of theirs are in flight."""
-    scheduler = Scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
+    scheduler = make_scheduler(**config(num_blocks=num_blocks, pipeline_steps=num_stages))
     for i, (length, answer) in enumerate(sizes):
         grammar = StructuredOutputsParams(regex="a*") if f"r{i}" in WITH_GRAMMAR else None
         sampling = SamplingParams(max_tokens=answer, structured_outputs=grammar)
@@ -80,7 +81,7 @@ def test_steps_in_flight_have_different_requests(num_stages, sizes, num_blocks, 
 
 
 def test_no_stage_is_idle_while_there_are_requests_enough():
-    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60))
+    scheduler = make_scheduler(**config(pipeline_steps=2, num_blocks=60))
     for i in range(4):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     _, counts = run(scheduler, 2, {})
@@ -90,7 +91,7 @@ def test_no_stage_is_idle_while_there_are_requests_enough():
 @given(st.integers(2, 5), st.integers(1, 6))
 def test_requests_take_turns(num_stages, num_requests):
     """Also when they are fewer than the stages: none is a token more than another ahead."""
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
         **config(
             pipeline_steps=num_stages, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=8
         )
@@ -109,7 +110,7 @@ def test_requests_take_turns(num_stages, num_requests):
 
 def test_one_request_does_not_wait_for_the_host():
     """Its next steps are planned before its tokens are known."""
-    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60))
+    scheduler = make_scheduler(**config(pipeline_steps=2, num_blocks=60))
     scheduler.add(request("r0", range(4), max_tokens=20))
     tokens, counts = run(scheduler, 2, {})
     assert len(tokens["r0"]) == 20
@@ -117,7 +118,7 @@ def test_one_request_does_not_wait_for_the_host():
 
 
 def test_a_step_has_its_share_of_the_requests():
-    scheduler = Scheduler(**config(pipeline_steps=2, num_blocks=60, max_num_batched_tokens=64))
+    scheduler = make_scheduler(**config(pipeline_steps=2, num_blocks=60, max_num_batched_tokens=64))
     for i in range(4):
         scheduler.add(request(f"r{i}", range(100 * i, 100 * i + 4), max_tokens=20))
     first = scheduler.schedule()

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from slipstream.core.make import make_scheduler
 from slipstream.core.pooled import TextScheduler, TextSequences, int32
-from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError, RequestError
 from slipstream.types import (
     FinishReason,
@@ -212,7 +212,7 @@ def test_a_decoders_texts_are_sequences():
         (r.pooled, r.max_tokens, r.priority, r.arrival, r.cache_salt) == (True, 0, 1, 2.0, "s")
         for r in sequences
     )
-    scheduler = Scheduler(**config())
+    scheduler = make_scheduler(**config())
     for sequence in sequences:
         scheduler.add(sequence)
     keys, other = [r.request_id for r in sequences], TokenOutput("other", (3,))

@@ -65,7 +65,7 @@ def test_a_block_with_a_token_that_is_not_known_is_not_cached():
     kv = KVCacheManager(config()["cache"], 6, "", None, time.monotonic)
     own = Request(request("a", range(BLOCK + 2)), (0, 0.0, 0), b"", 1)
     own.status = Status.RUNNING
-    assert kv.allocate(StepBuilder(16, {}), own, 2 * BLOCK)
+    assert kv.allocate(StepBuilder(config()["scheduling"], {}), own, 2 * BLOCK)
     own.num_computed_tokens = 2 * BLOCK
     kv.register(own, 1)
     assert own.num_registered == 1

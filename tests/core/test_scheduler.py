@@ -22,6 +22,7 @@ from slipstream.config import SpeculationConfig
 from slipstream.core.block_pool import NULL_BLOCK
 from slipstream.core.budget import FEW_REQUESTS, chunk_with_decodes
 from slipstream.core.kv_cache_manager import MIN_SHARED
+from slipstream.core.make import make_scheduler
 from slipstream.core.request import Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.errors import ContextLengthError, EngineOverloadedError
@@ -194,7 +195,7 @@ class Engine:
 
     def __init__(self, config, depth: int = 1) -> None:
         self.now = 0.0
-        self.scheduler = Scheduler(**config, clock=lambda: self.now)
+        self.scheduler = make_scheduler(**config, clock=lambda: self.now)
         self.worker, self.depth = Worker(config["cache"].groups), depth
         self.in_flight: list[tuple[StepPlan, StepResult]] = []
         self.tokens: dict[str, list[int]] = {}
@@ -573,7 +574,9 @@ def test_stop_tokens_and_min_tokens():
 
 
 def test_an_encoders_text_counts_where_a_request_never_fits():
-    scheduler = Scheduler(**config(num_blocks=6, enable_prefix_caching=False, groups=(FULL, CROSS)))
+    scheduler = make_scheduler(
+        **config(num_blocks=6, enable_prefix_caching=False, groups=(FULL, CROSS))
+    )
     usable = 5 * BLOCK
     with pytest.raises(
         ContextLengthError, match=f"are {usable + 2} tokens and the KV cache holds {usable}"
@@ -584,7 +587,7 @@ def test_an_encoders_text_counts_where_a_request_never_fits():
 
 
 def test_what_can_never_run_is_refused():
-    scheduler = Scheduler(**config(num_blocks=6, max_queue=1))
+    scheduler = make_scheduler(**config(num_blocks=6, max_queue=1))
     with pytest.raises(ContextLengthError):
         scheduler.add(request("a", range(60), max_tokens=10))
     with pytest.raises(ContextLengthError):
@@ -774,7 +777,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = sorted(r.request_id for r in self.engine.scheduler.requests.running)
         if running:
             name = data.draw(st.sampled_from(running))
-            self.engine.scheduler.requests.by_id[name].draft(
+            self.engine.scheduler.requests.by_id[name].guess(
                 self.engine.worker.guess(name, num_drafts, num_right)
             )
 
@@ -1110,7 +1113,7 @@ def test_a_long_sequence_runs_in_few_blocks():
     engine.run()
     assert engine.ends == {"a": FinishReason.LENGTH}
     with pytest.raises(ContextLengthError, match="the KV cache holds 36;"):
-        Scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(
+        make_scheduler(**{**c, "cache": config(groups=(FULL, window(9)))["cache"]}).add(
             request("a", range(60))
         )
 
@@ -1124,7 +1127,7 @@ def test_guesses_are_taken_up_to_the_first_wrong_one(num_right, accepted):
     engine.scheduler.add(request("a", range(6), max_tokens=20))
     engine.step()
     drafts = engine.worker.guess("a", 3, num_right)
-    engine.scheduler.requests.by_id["a"].draft(drafts)
+    engine.scheduler.requests.by_id["a"].guess(drafts)
     plan = engine.scheduler.schedule()
     (s,) = plan.scheduled
     assert (s.num_computed_tokens, s.num_tokens, s.num_sampled, s.drafts) == (
@@ -1155,7 +1158,7 @@ def test_guesses_of_a_request_that_has_lost_its_blocks_meanwhile():
     engine.scheduler.add(request("high", range(4), max_tokens=9))
     engine.scheduler.add(request("low", range(9, 13), max_tokens=9, priority=1))
     engine.step()
-    engine.scheduler.requests.by_id["low"].draft(engine.worker.guess("low", 2, 1))
+    engine.scheduler.requests.by_id["low"].guess(engine.worker.guess("low", 2, 1))
     plans = [engine.scheduler.schedule()]
     results = [engine.worker.launch(plans[0])]
     low = engine.scheduler.requests.by_id["low"]
@@ -1181,7 +1184,7 @@ def test_an_end_among_several_tokens_cuts_the_rest():
     plan = engine.scheduler.schedule()
     engine.scheduler.update(plan, StepResult(plan.step_id, [1, 2]))
     for name in "ab":
-        engine.scheduler.requests.by_id[name].draft([0] * 4)
+        engine.scheduler.requests.by_id[name].guess([0] * 4)
     plan = engine.scheduler.schedule()
     assert {s.request_id: s.num_sampled for s in plan.scheduled} == {
         "a": 5,
@@ -1213,7 +1216,7 @@ def test_guesses_give_way_to_other_decodes():
         engine.scheduler.add(request(name, range(ord(name), ord(name) + 6), max_tokens=9))
     engine.step()
     for name in "ab":
-        engine.scheduler.requests.by_id[name].draft([0] * 2)
+        engine.scheduler.requests.by_id[name].guess([0] * 2)
     plan = engine.scheduler.schedule()
     assert sorted((s.request_id, s.num_sampled) for s in plan.scheduled) == [
         ("a", 3),
@@ -1261,7 +1264,7 @@ def test_searches_get_the_likeliest_tokens_of_their_beams():
 def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_usable, room):
     """While more are free than the watermark and the next drafts take."""
     speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
         **config(speculation=speculation, num_blocks=num_usable + 1), drafts_ahead=ahead
     )
     scheduler.add(request("a", range(3), max_tokens=12))
@@ -1274,7 +1277,7 @@ def test_blocks_for_the_next_drafts_are_for_drafters_that_go_ahead(ahead, num_us
 
 def test_right_drafts_behind_the_end_do_not_count():
     speculation = SpeculationConfig(method="draft", num_speculative_tokens=4)
-    scheduler = Scheduler(**config(speculation=speculation, num_blocks=40))
+    scheduler = make_scheduler(**config(speculation=speculation, num_blocks=40))
     scheduler.add(request("a", range(3), max_tokens=40, eos_token_ids=(9,)))
     prompt = scheduler.schedule()
     scheduler.update(prompt, StepResult(prompt.step_id, [5]))

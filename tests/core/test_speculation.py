@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from slipstream.config import SpeculationConfig
 from slipstream.core.chains import Chains
+from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.participants.speculation import LEVELS, Acceptance, Drafting, Speculation
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
-from slipstream.core.speculation import LEVELS, Acceptance, Drafting, Speculation
 from slipstream.core.step_times import (
     COUNTS,
     NUM_TIMES,
@@ -25,6 +27,7 @@ from slipstream.core.step_times import (
     seconds_from,
 )
 from slipstream.types import EngineRequest, SamplingParams, StepTime
+from tests.core.configs import config
 
 
 class Always(Proposer):
@@ -35,6 +38,22 @@ class Always(Proposer):
         return Proposal((1,) * min(most, self.count), self.match)
 
 
+class Everyone(tuple):
+    def __contains__(self, participant):
+        return True
+
+
+EVERYONE = Everyone()
+PROPOSERS: dict[Request, Proposer] = {}
+
+
+class Told(Speculation):
+    """Speculation whose requests have the proposers that they were made with."""
+
+    def _proposer(self, request):
+        return PROPOSERS.get(request) or super()._proposer(request)
+
+
 def decoding(proposer=None, name="a", max_tokens=100):
     spec = EngineRequest(
         request_id=name,
@@ -43,8 +62,11 @@ def decoding(proposer=None, name="a", max_tokens=100):
         max_tokens=max_tokens,
     )
     request = Request(spec, (0, 0.0, 0), b"", 1)
+    request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
     request.num_computed_tokens = 2
-    request.drafting = proposer and Drafting(proposer)
+    request.participants = EVERYONE
+    if proposer is not None:
+        PROPOSERS[request] = proposer
     return request
 
 
@@ -55,7 +77,7 @@ def timed(costs, *known):
 
 
 def auto(*known):
-    speculation = Speculation(SpeculationConfig(method="ngram"))
+    speculation = Told(SpeculationConfig(method="ngram"))
     timed(speculation.costs, *known)
     return speculation
 
@@ -63,7 +85,7 @@ def auto(*known):
 def test_nothing_before_plain_steps_were_timed():
     request = decoding(Always())
     assert not auto().choose([request])
-    assert request.drafts == ()
+    assert request.guesses == ()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +98,7 @@ def test_as_many_as_pay(seconds_of_17, expected):
     speculation, request = auto((1, 1, 1.0), (1, 16, seconds_of_17)), decoding(Always())
     speculation._acceptance.add(9, 16, 8)
     assert not speculation.choose([request])
-    assert len(request.drafts) in expected
+    assert len(request.guesses) in expected
 
 
 def test_those_that_survive_go_first():
@@ -84,13 +106,14 @@ def test_those_that_survive_go_first():
     speculation = auto((2, 2, 1.0), (2, 5, 1.6), (2, 8, 2.2))
     first, second = decoding(Always(2), "a"), decoding(Always(20), "b")
     speculation.choose([first, second])
-    assert len(first.drafts) < len(second.drafts)
+    assert len(first.guesses) < len(second.guesses)
     first, second = decoding(Always(9), "a"), decoding(Always(9), "b")
     for request, right in ((first, 4), (second, 0)):
         for _ in range(20):
-            request.drafting.acceptance.add(9, 4, right)
+            own = speculation.drafting.setdefault(request, Drafting(PROPOSERS[request]))
+            own.acceptance.add(9, 4, right)
     speculation.choose([first, second])
-    assert len(first.drafts) > len(second.drafts) == 0
+    assert len(first.guesses) > len(second.guesses) == 0
 
 
 def test_drafts_wait_for_the_tokens_that_they_follow():
@@ -98,7 +121,7 @@ def test_drafts_wait_for_the_tokens_that_they_follow():
     request = decoding(Always())
     request.num_computed_tokens, request.num_pending = 3, 1
     assert speculation.choose([request])
-    assert request.drafts == ()
+    assert request.guesses == ()
     nothing = decoding(Always(count=0))
     nothing.num_computed_tokens, nothing.num_pending = 3, 1
     assert not speculation.choose([nothing])  # it runs ahead
@@ -107,7 +130,7 @@ def test_drafts_wait_for_the_tokens_that_they_follow():
 def test_no_drafts_beyond_the_end():
     request = decoding(Always(), max_tokens=4)
     assert not auto((1, 1, 1.0), (1, 16, 1.1)).choose([request])
-    assert len(request.drafts) == 3
+    assert len(request.guesses) == 3
 
 
 def test_a_bad_proposer_is_left_alone():
@@ -115,10 +138,10 @@ def test_a_bad_proposer_is_left_alone():
     speculation, request, tried = auto((1, 1, 1.0)), decoding(Always()), 0
     for _ in range(200):
         assert not speculation.choose([request])
-        if request.drafts:
+        if request.guesses:
             tried += 1
-            speculation.verified(request, len(request.drafts), 0)
-        num = 1 + len(request.drafts)
+            speculation.verified(request, len(request.guesses), 0)
+        num = 1 + len(request.guesses)
         speculation.costs.add(1, num, 1.0 if num == 1 else 3.0)
     assert tried < 15
 
@@ -139,12 +162,12 @@ def test_plain_steps_are_timed_behind_plain_ones_only():
     now = 0.0
     for num_tokens, only_decodes in steps:
         now += 1.0
-        speculation.step_done(now, 1, num_tokens, only_decodes=only_decodes, idle=False)
+        speculation.add_time(now, 1, num_tokens, only_decodes=only_decodes, idle=False)
     times = speculation.costs._times
     assert len(times[1, 1]) == 4
     assert list(times[1, 5]) == [1.0]
-    speculation.step_done(now + 1, 1, 1, only_decodes=True, idle=True)
-    speculation.step_done(
+    speculation.add_time(now + 1, 1, 1, only_decodes=True, idle=True)
+    speculation.add_time(
         now + 9, 1, 5, only_decodes=True, idle=False
     )  # nobody knows since when it ran
     assert len(times[1, 5]) == 1
@@ -154,7 +177,7 @@ def test_a_cold_step_is_not_timed():
     """It captures a graph or catches up. Its time would keep its size from being tried again."""
     speculation = auto()
     for now, num_tokens, is_cold in ((1, 5, False), (9, 5, True), (10, 5, False)):
-        speculation.step_done(now, 1, num_tokens, only_decodes=True, idle=False, is_cold=is_cold)
+        speculation.add_time(now, 1, num_tokens, only_decodes=True, idle=False, is_cold=is_cold)
     assert list(speculation.costs._times[1, 5]) == [1.0]
 
 
@@ -167,7 +190,7 @@ def test_a_models_drafts_have_a_rate_by_position():
         speculation.choose([request])
         speculation.verified(request, 5, 2)
     assert not speculation.choose([request])
-    assert len(request.drafts) == 2
+    assert len(request.guesses) == 2
 
 
 @pytest.mark.parametrize(("num_seqs", "each"), [(100, 5), (200, 2), (600, 0)])
@@ -177,7 +200,7 @@ def test_chains_of_a_model_are_alike_and_no_more_than_a_step_verifies(num_seqs, 
     requests = [decoding(name=str(i)) for i in range(num_seqs)]
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
-    assert [len(request.drafts) for request in requests] == [each] * num_seqs
+    assert [len(request.guesses) for request in requests] == [each] * num_seqs
 
 
 def test_what_was_prepared_is_taken_once_and_for_as_many_requests():
@@ -201,16 +224,16 @@ def test_a_step_takes_what_was_prepared(monkeypatch):
     requests = [decoding(name=str(i)) for i in range(9)]
     for _ in range(4):  # chains grow
         assert not speculation.choose(requests)
-    length = len(requests[0].drafts)
+    length = len(requests[0].guesses)
     assert length > 1
     for request in requests:
-        request.drafts = ()
+        request.guesses = ()
     speculation.prepare(requests)
     monkeypatch.setattr(Chains, "best", None)
     ends = decoding(name="9")
     ends.end = ends.num_tokens + 2  # has room for one draft
     assert not speculation.choose([*requests[:8], ends])
-    assert [len(request.drafts) for request in (*requests[:8], ends)] == [*[length] * 8, 1]
+    assert [len(request.guesses) for request in (*requests[:8], ends)] == [*[length] * 8, 1]
 
 
 @pytest.mark.parametrize(("seconds_of_drafts", "is_kept"), [(1.1, True), (4.0, False)])
@@ -222,17 +245,17 @@ def test_plain_steps_are_measured_seldom_while_drafts_are_far_ahead(seconds_of_d
         speculation.choose([request])
         speculation.verified(request, 2, 2 if is_kept else 1)
     assert not speculation.choose([request])
-    assert len(request.drafts) == (2 if is_kept else 0)
+    assert len(request.guesses) == (2 if is_kept else 0)
     for _ in range(STALE + 1):
         speculation.costs.add(1, 3, seconds_of_drafts)
     speculation.choose([request])
-    assert bool(request.drafts) == is_kept
+    assert bool(request.guesses) == is_kept
     assert speculation.costs.plain(1) is None
     assert speculation.costs.plain(1, SURE_STALE) == 1.0
     for _ in range(SURE_STALE):
         speculation.costs.add(1, 3, seconds_of_drafts)
     speculation.choose([request])
-    assert not request.drafts
+    assert not request.guesses
 
 
 def test_old_times_are_forgotten():
@@ -329,26 +352,28 @@ def test_acceptance_by_length_of_match():
 
 
 def test_a_salts_answers_stay_with_it(monkeypatch):
-    monkeypatch.setattr("slipstream.core.speculation.MAX_SALTS", 2)
+    monkeypatch.setattr("slipstream.core.participants.speculation.MAX_SALTS", 2)
     speculation = Speculation(SpeculationConfig(method="suffix", num_speculative_tokens=2))
 
     def ask(salt, *answer):
         made = decoding(None)
         made.spec = SimpleNamespace(encoder_token_ids=(), cache_salt=salt, pooled=False)
         made.token_ids += answer
-        made.drafting = Drafting(speculation._proposer(made))
+        speculation.drafting[made] = Drafting(speculation._proposer(made))
         return made
 
+    def proposed(salt):
+        made = ask(salt, 7, 8)
+        return speculation.drafting[made].proposer.propose([1, 7, 8], 2).tokens
+
     speculation.ended(ask("x", 7, 8, 9))
-    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == (9,)
-    speculation.forget_answers()
-    assert ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
+    assert proposed("x") == (9,)
+    speculation.reset()
+    assert proposed("x") == ()
     speculation.ended(ask("x", 7, 8, 9))
-    assert ask("y", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
+    assert proposed("y") == ()
     ask("z")
-    assert (
-        ask("x", 7, 8).drafting.proposer.propose([1, 7, 8], 2).tokens == ()
-    )  # of three salts the oldest is gone
+    assert proposed("x") == ()  # of three salts the oldest is gone
 
 
 @pytest.mark.parametrize(
@@ -375,11 +400,13 @@ def test_never_slower_than_plain(kind, least, slope):
             max_tokens=100,
         )
         request = Request(spec, (0, 0.0, 0), b"", 1)
+        request.kv = KVCacheManager(config()["cache"], 9, "", None, time.monotonic)
+        request.participants = EVERYONE
         request.token_ids.append(answer[0])
         while (done := len(request.token_ids) - 100) < 100:
             request.num_computed_tokens = len(request.token_ids) - 1
             assert not speculation.choose([request])
-            drafts = request.drafts
+            drafts = request.guesses
             right = next((i for i, t in enumerate(drafts) if t != answer[done + i]), len(drafts))
             seconds = 1 + slope * len(drafts) + 0.03 * bool(drafts)
             spent, plain = spent + seconds, plain + right + 1
@@ -387,7 +414,7 @@ def test_never_slower_than_plain(kind, least, slope):
             if drafts:
                 speculation.verified(request, len(drafts), right)
             request.token_ids += answer[done : done + right + 1]
-            speculation.step_done(
+            speculation.add_time(
                 now, 1, 1 + len(drafts), only_decodes=True, idle=len(request.token_ids) == 200
             )
     if slope == 0.6:  # nothing can win much

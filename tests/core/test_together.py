@@ -61,6 +61,46 @@ def add(engine, name, chance):
         yield f"{name}/{k}"
 
 
+def random_work(engine, chance, kinds, *, turns, add, check, other=lambda what: None):
+    """Turns of random work, until after `turns` of them nothing is left to do. `kinds` of work go to `other`; those that are
+    named `copy` go on to the end. The result is the ids of all requests added."""
+    scheduler, searches, added = engine.scheduler, list[Search](), list[str]()
+    last = [kind for kind in kinds if kind == "copy"][:1]
+    for turn in range(5000):
+        what = chance.choice(["add", "search", "cancel", "evict", "fail", *kinds, *["step"] * 12])
+        searches = [s for s in searches if not s.done]
+        if turn > turns:
+            if not (scheduler.has_requests or engine.in_flight or searches):
+                return added
+            what = chance.choice([*last, "step"])
+        try:
+            if what == "add":
+                added += add(engine, f"q{turn}", chance)
+            elif what == "search":
+                sizes = chance.randint(4, 20), chance.randint(1, 4), chance.randint(1, 9)
+                searches.append(Search(engine, f"s{turn}", range(sizes[0]), *sizes[1:], chance))
+        except ContextLengthError:
+            continue
+        if what == "cancel":
+            engine.take(scheduler.abort([chance.choice([*added, "none"])]))
+            for search in searches[:1]:
+                engine.take(scheduler.abort(search.open))
+                search.done = True
+        elif what == "fail" and engine.in_flight and chance.random() < 0.3:
+            engine.in_flight.clear()
+            engine.take(scheduler.fail_all(FinishReason.ERROR, "broken"))
+            searches = []
+        elif what == "step":
+            for search in searches:
+                search.advance()
+            engine.now += chance.choice([0.01, 0.3])
+            engine.step()
+        else:
+            other(what)
+        check(scheduler)
+    raise AssertionError("requests starve")
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -80,53 +120,22 @@ def test_nothing_leaks(seed, windows, stages, below):
     )
     store = None if below is None or stages > 1 else Store(below[0], {} if below[1] else None)
     engine = Mixed(made if store is None else {**made, "store": store}, chance.randint(stages, 2))
-    scheduler, searches, added = engine.scheduler, list[Search](), list[str]()
+    scheduler = engine.scheduler
     if store is not None:
         store.cells = engine.worker.slots
+
+    def other(what):
+        if what == "evict":
+            chance.choice([scheduler.pool.forget_all, scheduler.reset_prefix_cache])()
+        elif what == "rate" and store is not None:
+            scheduler.tiers.rates.prefill.learn(1, 5.0, engine.now)  # slow: loading is tried
+        elif what == "copy" and store is not None and store.waiting:
+            store.advance(chance.randint(0, 9), fails=chance.random() < 0.2)
+
     before, tiers.PROBE_BLOCKS = tiers.PROBE_BLOCKS, chance.choice([1, 2, 8])
     try:
-        for turn in range(5000):
-            what = chance.choice(
-                ["add", "search", "cancel", "evict", "fail", "rate", *["copy"] * 5, *["step"] * 12]
-            )
-            searches = [s for s in searches if not s.done]
-            if turn > 300:
-                if not (scheduler.has_requests or engine.in_flight or searches):
-                    break
-                what = chance.choice(["copy", "step"])
-            try:
-                if what == "add":
-                    added += add(engine, f"q{turn}", chance)
-                elif what == "search":
-                    sizes = chance.randint(4, 20), chance.randint(1, 4), chance.randint(1, 9)
-                    searches.append(Search(engine, f"s{turn}", range(sizes[0]), *sizes[1:], chance))
-            except ContextLengthError:
-                continue
-            if what == "cancel":
-                engine.take(scheduler.abort([chance.choice([*added, "none"])]))
-                for search in searches[:1]:
-                    engine.take(scheduler.abort(search.open))
-                    search.done = True
-            elif what == "evict":
-                chance.choice([scheduler.pool.forget_all, scheduler.reset_prefix_cache])()
-            elif what == "fail" and engine.in_flight and chance.random() < 0.3:
-                engine.in_flight.clear()
-                engine.take(scheduler.fail_all(FinishReason.ERROR, "broken"))
-                searches = []
-            elif what == "rate" and store is not None:
-                scheduler.tiers.rates.prefill.learn(
-                    1, 5.0, engine.now
-                )  # computing is slow: loading is tried
-            elif what == "copy" and store is not None and store.waiting:
-                store.advance(chance.randint(0, 9), fails=chance.random() < 0.2)
-            elif what == "step":
-                for search in searches:
-                    search.advance()
-                engine.now += chance.choice([0.01, 0.3])
-                engine.step()
-            check(scheduler)
-        else:
-            raise AssertionError("requests starve")
+        kinds = ["rate", *["copy"] * 5]
+        added = random_work(engine, chance, kinds, turns=300, add=add, check=check, other=other)
         if store is not None:
             settle(engine)
             own = scheduler.tiers

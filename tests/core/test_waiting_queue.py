@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.make import make_scheduler
 from slipstream.types import EngineRequest, SamplingParams, Share, StepResult
 from tests.core.configs import config
 
 
-def make_scheduler(max_num_seqs=4):
+def small_scheduler(max_num_seqs=4):
     sizes = {"max_model_len": 256, "num_blocks": 400, "max_num_batched_tokens": 64}
-    return Scheduler(**config(**sizes, max_num_seqs=max_num_seqs, enable_prefix_caching=False))
+    return make_scheduler(**config(**sizes, max_num_seqs=max_num_seqs, enable_prefix_caching=False))
 
 
 class Load:
@@ -74,7 +74,7 @@ class Load:
 def test_served_tokens_by_weight(weights, sizes):
     """By weight no two owners differ by more than what can be in flight, however long the run."""
     owners = {f"o{i}": weight for i, weight in enumerate(weights)}
-    load = Load(make_scheduler(), owners, lambda n: sizes[n % len(sizes)])
+    load = Load(small_scheduler(), owners, lambda n: sizes[n % len(sizes)])
     load.run(1500)
     by_weight = {owner: load.served[owner] / owners[owner] for owner in owners}
     largest = max(prompt + answer for prompt, answer in sizes)
@@ -86,7 +86,7 @@ def test_served_tokens_by_weight(weights, sizes):
 def test_long_requests_do_not_buy_more():
     """One asks for long answers, one for short ones: each gets half of the tokens, not half of the requests."""
     owners = {"long": 1.0, "short": 1.0}
-    load = Load(make_scheduler(), owners, lambda n: (4, 4))
+    load = Load(small_scheduler(), owners, lambda n: (4, 4))
     lengths = {"long": (40, 40), "short": (4, 4)}
     add = load.add
 
@@ -103,7 +103,7 @@ def test_long_requests_do_not_buy_more():
 
 def test_a_flood_does_not_hold_up_others():
     """A thousand requests of one owner wait; another's single request is next."""
-    load = Load(make_scheduler(max_num_seqs=1), {"flood": 1.0, "one": 1.0}, lambda n: (4, 2))
+    load = Load(small_scheduler(max_num_seqs=1), {"flood": 1.0, "one": 1.0}, lambda n: (4, 2))
     for _ in range(1000):
         load.add("flood")
     for _ in range(20):
@@ -116,7 +116,7 @@ def test_a_flood_does_not_hold_up_others():
 
 
 def test_priority_goes_before_fairness():
-    load = Load(make_scheduler(max_num_seqs=1), {"served": 1.0, "new": 1.0}, lambda n: (4, 2))
+    load = Load(small_scheduler(max_num_seqs=1), {"served": 1.0, "new": 1.0}, lambda n: (4, 2))
     for _ in range(6):
         load.add("served", priority=0)
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_priority_goes_before_fairness():
 
 def test_a_pause_saves_nothing_up():
     """Who comes back after a pause gets its share from then on, and not what it left out."""
-    load = Load(make_scheduler(), {"steady": 1.0, "late": 1.0}, lambda n: (8, 8))
+    load = Load(small_scheduler(), {"steady": 1.0, "late": 1.0}, lambda n: (8, 8))
     for _ in range(40):
         load.add("steady")
     load.add("late")
@@ -150,7 +150,7 @@ def test_a_pause_saves_nothing_up():
 
 def test_idle_owners_are_forgotten():
     load = Load(
-        make_scheduler(max_num_seqs=1), {f"o{i}": 1.0 for i in range(3000)}, lambda n: (4, 1)
+        small_scheduler(max_num_seqs=1), {f"o{i}": 1.0 for i in range(3000)}, lambda n: (4, 1)
     )
     for owner in load.owners:
         load.add(owner)
@@ -161,7 +161,7 @@ def test_idle_owners_are_forgotten():
 
 
 def test_without_owners_it_is_by_arrival():
-    load = Load(make_scheduler(max_num_seqs=1), {None: 1.0}, lambda n: (4, 1))
+    load = Load(small_scheduler(max_num_seqs=1), {None: 1.0}, lambda n: (4, 1))
     for _ in range(10):
         load.add(None)
     order = []
@@ -175,7 +175,7 @@ def test_without_owners_it_is_by_arrival():
 
 
 def test_owners_who_ask_for_nothing_are_not_looked_at():
-    load = Load(make_scheduler(), {f"o{i}": 1.0 for i in range(50)}, lambda number: (3, 2))
+    load = Load(small_scheduler(), {f"o{i}": 1.0 for i in range(50)}, lambda number: (3, 2))
     for owner in load.owners:
         load.add(owner)
     while load.scheduler.has_requests:

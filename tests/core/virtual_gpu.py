@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config import SpeculationConfig
-from slipstream.core.scheduler import Scheduler
+from slipstream.core.make import make_scheduler
+from slipstream.core.participants.speculation import Speculation
 from slipstream.types import EngineRequest, SamplingParams, StepPlan, StepResult, StepTime
 from tests.core.configs import config
 
@@ -115,10 +116,9 @@ class VirtualGPU:
             enable_prefix_caching=False,
             speculation=speculation,
         )
-        self.scheduler = Scheduler(**sizes, drafts_ahead=True, clock=lambda: self.now)
+        self.scheduler = make_scheduler(**sizes, drafts_ahead=True, clock=lambda: self.now)
         if is_known:
-            assert self.scheduler.speculation is not None
-            self.scheduler.speculation.costs.expect(list(self._known(max_num_seqs)), padded)
+            self.scheduler.part(Speculation).costs.expect(list(self._known(max_num_seqs)), padded)
         self.right, self.noise, self.rng = right, noise, random.Random(0)
         self.seen: dict[str, int] = {}  # tokens that the head has computed
         self.ahead: dict[str, int] = {}  # drafts that the chain behind the last step made
@@ -254,7 +254,8 @@ def poisson(
         while index < len(arrivals) and arrivals[index][0] <= gpu.now:
             gpu.add(arrivals[index][1])
             index += 1
-        if not gpu.step() and index < len(arrivals):
+        if not gpu.step():
+            assert index < len(arrivals), "requests wait and nothing can run"
             last = gpu.now = max(gpu.now, arrivals[index][0])
             continue
         spent += len(gpu.scheduler.requests.by_id) * (gpu.now - last)

@@ -16,7 +16,7 @@ from slipstream.costs.graph_sizes import GRAPH_BYTES, ladder, mixed_prompts, pad
 from slipstream.costs.memory import weights_bytes
 from slipstream.costs.offload import estimate_offload
 from slipstream.costs.operators import products
-from slipstream.costs.step_cost import MeasuredStep, StepShape, fit_steps
+from slipstream.costs.step_cost import MeasuredStep, StepCounts, fit_steps
 from slipstream.costs.tables import find_table, identity, keep_table
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.simulate.capacity import LatencyObjectives, find_capacity, keeps_up
@@ -67,11 +67,11 @@ def test_the_records_of_an_h200_are_met():
     fp8 = planned(quantization="fp8", kv_cache_dtype="fp8").analytic
     bf16 = planned().analytic
     for cost, shape, ms in (
-        (fp8, StepShape.of((130,)), 2.36),
-        (bf16, StepShape.of((130,)), 3.85),
-        (fp8, StepShape.of((300,) * 64), 3.85),
-        (fp8, StepShape.of((400,) * 250, ((0, 260), (0, 240))), 13.97),
-        (fp8, StepShape.of((), ((0, 2048),)), 29.9),
+        (fp8, StepCounts.of((130,)), 2.36),
+        (bf16, StepCounts.of((130,)), 3.85),
+        (fp8, StepCounts.of((300,) * 64), 3.85),
+        (fp8, StepCounts.of((400,) * 250, ((0, 260), (0, 240))), 13.97),
+        (fp8, StepCounts.of((), ((0, 2048),)), 29.9),
     ):
         assert cost.seconds(shape) * 1e3 == pytest.approx(ms, rel=0.12)
 
@@ -104,12 +104,12 @@ def test_more_work_takes_longer_on_every_device(device):
         "llama-3-8b", device, kv_cache_bytes=None if known_devices()[device].is_gpu else 2**30
     ).analytic
     for small, large in (
-        (StepShape.of((100,)), StepShape.of((100,) * 8)),
-        (StepShape.of((100,) * 8), StepShape.of((4000,) * 8)),
-        (StepShape.of((), ((0, 128),)), StepShape.of((), ((0, 512),))),
+        (StepCounts.of((100,)), StepCounts.of((100,) * 8)),
+        (StepCounts.of((100,) * 8), StepCounts.of((4000,) * 8)),
+        (StepCounts.of((), ((0, 128),)), StepCounts.of((), ((0, 512),))),
     ):
         assert 0 < cost.seconds(small) < cost.seconds(large)
-    assert cost.label(StepShape.of((100,))) == "estimated"
+    assert cost.label(StepCounts.of((100,))) == "estimated"
 
 
 def test_weights_of_up_to_6_bits_have_a_rate_of_their_own_on_a_cpu():
@@ -125,7 +125,7 @@ def test_weights_of_up_to_6_bits_have_a_rate_of_their_own_on_a_cpu():
 
 def test_gpus_that_share_a_model_are_faster_but_not_twice():
     one, two = planned().analytic, planned(num_gpus=2).analytic
-    shape = StepShape.of((500,) * 16)
+    shape = StepCounts.of((500,) * 16)
     assert one.seconds(shape) / 2 < two.seconds(shape) < one.seconds(shape)
     assert two.parts(shape)["link"] > 0
     assert planned(num_gpus=2).ledger.num_blocks > 2 * planned().ledger.num_blocks
@@ -318,7 +318,7 @@ def test_a_table_is_found_again_by_what_it_is_of(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = planned(quantization="fp8")
     of = identity(engine.config, engine.description.spec, 1000 * 2**20)
-    shapes = [StepShape.of((100,) * n) for n in (1, 2, 4, 8)]
+    shapes = [StepCounts.of((100,) * n) for n in (1, 2, 4, 8)]
     table = fit_steps(
         [MeasuredStep(s, 0.001 + s.num_tokens * 1e-4) for s in shapes], identity=of, made_by={}
     )
@@ -412,7 +412,7 @@ def test_two_gpus_hold_what_one_does_not():
 
 
 def test_layers_that_are_copied_to_a_gpu_bound_its_steps():
-    one, many = StepShape.of([100] * 4), StepShape.of(prompts=[(0, 512)] * 32)
+    one, many = StepCounts.of([100] * 4), StepCounts.of(prompts=[(0, 512)] * 32)
     whole, bounded = planned(), planned(weights_bytes=8 * 2**30)
     offload = estimate_offload(bounded.config, bounded.description)
     assert offload.read_bytes > 7 * 2**30
@@ -431,7 +431,7 @@ def test_layers_that_are_copied_to_a_gpu_bound_its_steps():
 
 def test_int4_reads_as_dense_beyond_one_token():
     int4, bf16, fp8 = (planned(quantization=q).analytic for q in ("int4", None, "fp8"))
-    one, many = StepShape.of((300,)), StepShape.of((300,) * 16)
+    one, many = StepCounts.of((300,)), StepCounts.of((300,) * 16)
     assert int4.seconds(one) < fp8.seconds(one)
     assert int4.seconds(many) == pytest.approx(bf16.seconds(many), rel=0.01)
     assert int4.on(2).seconds(many) == pytest.approx(bf16.on(2).seconds(many), rel=0.01)
@@ -440,7 +440,7 @@ def test_int4_reads_as_dense_beyond_one_token():
 def test_fixed_times_of_a_gpu_by_what_a_step_holds():
     cost = planned().analytic
     fixed = [
-        cost.parts(StepShape.of(decodes, prompts))["fixed"]
+        cost.parts(StepCounts.of(decodes, prompts))["fixed"]
         for decodes, prompts in (
             ((300,) * 8, ()),
             ((300,) * 64, ()),

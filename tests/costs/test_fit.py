@@ -79,10 +79,10 @@ def test_beside_a_cache_of_a_given_size_all_that_is_free_is_theirs():
 
 def test_it_is_refused_before_it_is_loaded(tiny_model, monkeypatch):
     from slipstream.model import loader
-    from slipstream.worker import device, host_runner
+    from slipstream.worker import device, host_loading
 
     monkeypatch.setattr(device, "host_memory", lambda: (GIB, 1000))
-    for module, name in ((loader, "load_model"), (host_runner, "load_host_model")):
+    for module, name in ((loader, "load_model"), (host_loading, "load_host_model")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(OutOfMemoryError, match="are free for them; what helps") as error:
         LLM(str(tiny_model), device="cpu")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.costs.metrics import (
-    RequestRecord,
+    RequestTiming,
     distribution,
     parse_objectives,
     percentile,
@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 
 # Sent at 0: first token at 1, then 2, 4. Sent at 1: a single token at 3. The third failed.
 RECORDS = [
-    RequestRecord(
+    RequestTiming(
         input_tokens=10,
         output_tokens=3,
         sent=0.0,
@@ -29,10 +29,10 @@ RECORDS = [
         last_token=4.0,
         gaps_s=(1.0, 2.0),
     ),
-    RequestRecord(
+    RequestTiming(
         input_tokens=20, output_tokens=1, sent=1.0, first_token=3.0, last_token=3.0, gaps_s=()
     ),
-    RequestRecord(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
+    RequestTiming(input_tokens=99, output_tokens=0, sent=1.5, error="refused", refused=True),
 ]
 
 
@@ -80,7 +80,7 @@ def test_goodput(text, good):
 
 
 def test_steady_throughput_leaves_out_the_beginning_and_the_end():
-    steady = RequestRecord(
+    steady = RequestTiming(
         input_tokens=1,
         output_tokens=21,
         sent=0.0,
@@ -88,7 +88,7 @@ def test_steady_throughput_leaves_out_the_beginning_and_the_end():
         last_token=30.0,
         gaps_s=(1.0,) * 20,
     )
-    late = RequestRecord(
+    late = RequestTiming(
         input_tokens=1, output_tokens=1, sent=0.0, first_token=90.0, last_token=90.0, gaps_s=()
     )
     assert summarize([steady, late]).steady_throughput == 1.0
@@ -123,3 +123,52 @@ def test_distribution_leaves_out_what_is_not_known():
 def test_bad_objectives(text):
     with pytest.raises(ConfigError, match="slo"):
         parse_objectives(text)
+
+
+def answer(*times: float, sent: float = 0.0, **more) -> RequestTiming:
+    """A request of ten prompt tokens, each of whose tokens was timed."""
+    return replace(RequestTiming.of(10, sent, times), **more)
+
+
+def test_record_of_timed_tokens():
+    record = answer(2.0, 3.0, 7.0, sent=0.5)
+    assert (record.input_tokens, record.output_tokens, record.gaps_s) == (10, 3, (1.0, 4.0))
+    assert (record.ttft_s, record.e2e_s, record.tpot_s, record.worst_gap_s) == (1.5, 6.5, 2.5, 4.0)
+    assert answer(2.0).gaps_s == ()
+
+
+def test_request_that_failed_after_its_first_tokens_counts_as_failed_alone():
+    good, broken = answer(1.0, 2.0), answer(1.0, 9.0, error="reset", cached_tokens=4)
+    assert not broken.ok
+    assert not broken.meets({})
+    silent = RequestTiming(input_tokens=5, output_tokens=0, sent=0.5)
+    s = summarize([good, broken, silent], {"ttft_s": 1.0})
+    assert (s.num_failed, s.errors) == (2, {"reset": 1, "no token came": 1})
+    assert (s.input_tokens, s.output_tokens, s.cached_tokens, s.wall_s) == (10, 2, 0, 2.0)
+    assert (s.goodput, s.objectives) == (0.5, {"ttft_s": 1.0})
+
+
+def test_wall_time_begins_with_the_first_send_of_any_request():
+    late, refused = answer(4.0, sent=3.5, cached_tokens=6), replace(RECORDS[2], sent=3.0)
+    assert summarize([late, refused]).wall_s == 1.0
+    assert summarize([late, refused]).cached_tokens == 6
+    brief = summarize([late])
+    assert (brief.wall_s, brief.requests_per_s) == (0.5, 2.0)
+
+
+def test_commonest_five_errors_are_kept():
+    records = [replace(RECORDS[2], error=f"e{n}") for n in range(7) for _ in range(n + 1)]
+    assert summarize(records).errors == {"e6": 7, "e5": 6, "e4": 5, "e3": 4, "e2": 3}
+
+
+def test_steady_throughput_is_of_all_answers_in_the_order_of_time():
+    first = answer(*(50.0 + i for i in range(10)))  # a token a second, from 50 s on
+    second = answer(0.0, *(50.5 + i for i in range(9)))  # its first token came long before
+    # of 20 tokens the second came at 50.0 s and the 18th at 58.0 s
+    assert summarize([first, second]).steady_throughput == pytest.approx(16 / 8.0)
+    assert summarize([second, first]).steady_throughput == pytest.approx(16 / 8.0)
+
+
+def test_objectives_may_end_with_a_comma():
+    assert parse_objectives("ttft_s=1,tpot_s=0.05,") == {"ttft_s": 1.0, "tpot_s": 0.05}
+    assert parse_objectives("") == {}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipstream.costs.step_cost import (
     HostCost,
     MeasuredStep,
-    StepShape,
+    StepCounts,
     attention_pairs,
     fit_steps,
     non_negative_least_squares,
@@ -31,9 +31,9 @@ def true_time(shape):
     )
 
 
-SHAPES = [StepShape.of((c,) * n) for n in (1, 2, 4, 8, 16, 32, 64) for c in (31, 255, 1023)]
-SHAPES += [StepShape.of((), ((c, n),)) for n in (16, 64, 128, 256, 512) for c in (0, 1024)]
-SHAPES += [StepShape.of((255,) * n, ((0, p),)) for n in (4, 16, 60) for p in (32, 128, 400)]
+SHAPES = [StepCounts.of((c,) * n) for n in (1, 2, 4, 8, 16, 32, 64) for c in (31, 255, 1023)]
+SHAPES += [StepCounts.of((), ((c, n),)) for n in (16, 64, 128, 256, 512) for c in (0, 1024)]
+SHAPES += [StepCounts.of((255,) * n, ((0, p),)) for n in (4, 16, 60) for p in (32, 128, 400)]
 
 
 def table(shapes=SHAPES, time=true_time, **more):
@@ -44,16 +44,16 @@ def table(shapes=SHAPES, time=true_time, **more):
 
 def test_attention_pairs_are_counted():
     assert attention_pairs(3, 4) == sum(3 + i for i in (1, 2, 3, 4))
-    assert StepShape.of((9, 4), ((3, 4), (0, 2))) == StepShape(2, 15, 6, 2, 22 + 3, 4)
+    assert StepCounts.of((9, 4), ((3, 4), (0, 2))) == StepCounts(2, 15, 6, 2, 22 + 3, 4)
 
 
 def test_a_machine_that_is_linear_between_knots_is_found():
     found = table()
     assert found.error < 0.02
     for shape in (
-        StepShape.of((500,) * 12),
-        StepShape.of((), ((0, 300),)),
-        StepShape.of((100,) * 30, ((64, 200),)),
+        StepCounts.of((500,) * 12),
+        StepCounts.of((), ((0, 300),)),
+        StepCounts.of((100,) * 30, ((64, 200),)),
     ):
         assert found.seconds(shape) == pytest.approx(true_time(shape), rel=0.08)
 
@@ -61,8 +61,8 @@ def test_a_machine_that_is_linear_between_knots_is_found():
 def test_labels():
     found = table()
     assert found.label(SHAPES[0]) == "measured"
-    assert found.label(StepShape.of((300,) * 12)) == "interpolated"
-    assert found.label(StepShape.of((300,) * 500)) == "estimated"
+    assert found.label(StepCounts.of((300,) * 12)) == "interpolated"
+    assert found.label(StepCounts.of((300,) * 500)) == "estimated"
     assert table(shipped=True).label(SHAPES[0]) == "interpolated"
     assert worst("measured", "estimated", "interpolated") == "estimated"
 
@@ -77,11 +77,11 @@ def test_a_larger_step_is_never_faster_however_noisy_the_measurements(noise, dec
     times = iter(noise)
     found = table(time=lambda shape: true_time(shape) * next(times))
     prompts = ((0, prompt),) if prompt > 1 else ()
-    base = found.seconds(StepShape.of((100,) * decodes, prompts))
+    base = found.seconds(StepCounts.of((100,) * decodes, prompts))
     assert base > 0
-    assert found.seconds(StepShape.of((100,) * (decodes + 1), prompts)) >= base
-    assert found.seconds(StepShape.of((200,) * decodes, prompts)) >= base
-    assert found.seconds(StepShape.of((100,) * decodes, ((0, prompt + 2),))) >= base
+    assert found.seconds(StepCounts.of((100,) * (decodes + 1), prompts)) >= base
+    assert found.seconds(StepCounts.of((200,) * decodes, prompts)) >= base
+    assert found.seconds(StepCounts.of((100,) * decodes, ((0, prompt + 2),))) >= base
 
 
 def test_a_file_gives_the_same_table_again():

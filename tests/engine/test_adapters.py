@@ -9,7 +9,7 @@ import pytest
 
 from slipstream import LLM, LoRARequest, SamplingParams
 from slipstream.costs.memory import adapter_bytes
-from slipstream.errors import AdapterError, ConfigError, RequestError
+from slipstream.errors import AdapterError, ConfigError, EngineOverloadedError, RequestError
 from slipstream.types import BeamSearchParams, BeamsRequest, EngineRequest, StructuredOutputsParams
 from tests import adapters, tiny_models
 
@@ -333,19 +333,21 @@ def ends_of(core):
     return ends
 
 
-def test_a_request_without_a_place_outlives_a_full_queue(made):
+def test_a_request_without_a_place_counts_in_the_queue_and_outlives_a_full_one(made):
     """When its place is free, requests without adapters fill the queue; it waits on."""
-    core = make(made, max_loras=1, max_cpu_loras=1, max_num_seqs=1, max_queue=1).core
+    core = make(made, max_loras=1, max_cpu_loras=1, max_num_seqs=1, max_queue=2).core
     core.add([asked(made, 1, "runs")])
     core.step()
     core.add([asked(made, 2, "waits")])
     core.add([asked(made, 0, "fills")])
+    with pytest.raises(EngineOverloadedError, match="2 requests are waiting"):
+        core.add([asked(made, 0, "too many")])
     assert sorted(ends_of(core)) == ["fills", "runs", "waits"]
 
 
 def test_those_with_a_place_go_before_one_without(made, monkeypatch):
     """As many as the scheduler would let: then its turn comes. Choices go with their first."""
-    monkeypatch.setattr("slipstream.engine.engine_core.MAX_OVERTAKES", 2)
+    monkeypatch.setattr("slipstream.core.scheduler.MAX_OVERTAKES", 2)
     core = make(made, max_loras=1, max_cpu_loras=1).core
     core.add([asked(made, 1, "a0", 8)])
     core.add([asked(made, 2, "b0")])
@@ -356,6 +358,16 @@ def test_those_with_a_place_go_before_one_without(made, monkeypatch):
     assert set(ends[:4]) == {"a0", "a1", "a1.1", "a2"}
     assert set(ends[4:6]) == {"b0", "b1"}
     assert set(ends[6:]) == {"a3", "a3.1"}
+    assert core.stats().adapters.reads_total == 3
+
+
+def test_those_behind_one_without_a_place_do_not_keep_theirs(made, monkeypatch):
+    """A request that waits behind it has the adapter in its place: the place is free when no running request needs it."""
+    monkeypatch.setattr("slipstream.core.scheduler.MAX_OVERTAKES", 0)
+    core = make(made, max_loras=1, max_cpu_loras=1).core
+    core.add([asked(made, 1, "a0")])
+    core.add([asked(made, 2, "b0"), asked(made, 1, "a1")])
+    assert ends_of(core) == ["a0", "b0", "a1"]
     assert core.stats().adapters.reads_total == 3
 
 

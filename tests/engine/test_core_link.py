@@ -8,13 +8,13 @@ import pytest
 import zmq
 
 from slipstream.engine import core_client
-from slipstream.engine.core_client import Link, socket_folder
+from slipstream.engine.core_client import CoreLink, socket_folder
 from slipstream.engine.core_process import Abort, Outputs
 from slipstream.errors import EngineDeadError
 from tests.waiting import PATIENCE_S
 
 
-class OneEnd(Link):
+class OneEnd(CoreLink):
     dead = False
     num_wakes = 0
 

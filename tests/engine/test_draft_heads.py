@@ -195,7 +195,7 @@ def test_states_are_those_of_the_published_maths(tmp_path, kind, kernels, quanti
                     torch.as_tensor(rows.tokens[row]),
                 )
                 size = draft.block_size
-                states = draft.states.read_array(
+                states = draft.states.floats(
                     table[places // size].astype(np.int64) * size + places % size
                 )
                 output = setup.model(tokens[None, : len(places)].long(), output_hidden_states=True)
@@ -315,8 +315,8 @@ def test_eight_bits_of_a_head_by_rows(tmp_path):
     head = read_head("eagle3", tmp_path / "head", read_spec(tmp_path / "model"))
 
     def scheme(quantization, rows):
-        config: Any = SimpleNamespace(speculation=SimpleNamespace(quantization=quantization))
-        return head_scheme(config, head, "fp8", rows=rows)
+        speculation: Any = SimpleNamespace(quantization=quantization)
+        return head_scheme(speculation, head, "fp8", rows=rows)
 
     assert (scheme(None, 16), scheme(None, 48), scheme("none", 48)) == (SCHEMES["fp8"], None, None)
     with pytest.raises(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.core.participants.forced_tokens import ForcedTokens
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
 from tests import tiny_models
 from tests.engine.test_structured import make
@@ -54,7 +55,7 @@ def answers(llm, params, prompts=PROMPTS):
 
 def without(llm, params, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(llm.core.scheduler, "forced", None)
+        patch.setattr(llm.core.scheduler.part(ForcedTokens), "find", None)
         before = llm.stats().num_steps
         return answers(llm, params), llm.stats().num_steps - before
 
@@ -139,7 +140,7 @@ def test_guesses_keep_to_the_grammar(tiny_model, llm, monkeypatch, method, name)
     if method == "draft":
         config["model"] = str(tiny_model)
     other = make(tiny_model, speculative_config=config)
-    monkeypatch.setattr(other.core.scheduler, "forced", None)
+    monkeypatch.setattr(other.core.scheduler.part(ForcedTokens), "find", None)
     assert answers(other, params) == expected
     stats = other.stats()
     assert (stats.spec_draft_tokens if method == "draft" else stats.spec_accepted_tokens) > 0
@@ -183,7 +184,7 @@ def test_forced_is_what_the_masks_leave(tiny_model):
         return mask, ended
 
     grammars.masks = noted
-    llm.core.scheduler.forced = None
+    llm.core.scheduler.part(ForcedTokens).find = None
     for seed in range(3):
         answers(llm, dataclasses.replace(BASE, seed=seed), PROMPTS[:1])
     assert seen > 100

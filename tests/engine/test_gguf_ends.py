@@ -71,6 +71,9 @@ def test_silent_sentencepiece_file_ends_with_its_second_token():
     assert end_tokens({"tokenizer.ggml.model": "llama"}) == (2,)
     assert end_tokens({"tokenizer.ggml.model": "t5"}) == (1,)
     assert end_tokens({"tokenizer.ggml.model": "gpt2"}) == ()
+    for eos, eot in ((7, 7), (7, None)):  # each once, and not the kind's own beside a number
+        numbers = {"tokenizer.ggml.eos_token_id": eos, "tokenizer.ggml.eot_token_id": eot}
+        assert end_tokens({"tokenizer.ggml.model": "llama", **numbers}) == (7,)
 
 
 def test_templates_of_a_file_are_found_by_their_names(tmp_path):

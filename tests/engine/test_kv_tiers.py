@@ -17,7 +17,7 @@ from slipstream.costs.estimate import estimate, this_device
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.spec.description import read_spec
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -62,12 +62,12 @@ def test_a_later_engine_finds_the_blocks(made, tmp_path, monkeypatch, torchless)
     if torchless and not native.has_cpu_kernels():
         pytest.skip("the C++ kernels are not built")
     if not torchless:
-        monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
+        monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
     with LLM(str(made), **SIZES) as llm:
         expected = answers(llm)
     for expected_hits in (0, 32 + 96 + 128):
         with engine(made, tmp_path) as llm:
-            assert isinstance(llm.core.executor.runner, HostRunner) == torchless
+            assert isinstance(llm.core.executor.runner.loaded, HostLoaded) == torchless
             assert answers(llm) == expected
             stats = llm.stats()
             assert stats.tiers.disk_hit_tokens == stats.prefix_hits == expected_hits

@@ -25,7 +25,7 @@ from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import has_cpu_kernels
 from slipstream.model.step_program import compile_step
 from slipstream.spec.description import read_spec
-from slipstream.worker import host_runner
+from slipstream.worker.forward import program
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -180,7 +180,7 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
     for all of its step, and nobody's tokens."""
     with make(path, num_threads=2) as llm:
         runner, found = llm.core.executor.runner, []
-        way = runner.program if has_cpu_kernels() else runner.forwards.base
+        way = runner.forwards.base.program if has_cpu_kernels() else runner.forwards.base
         whole = way.logits
         way.logits = lambda hidden: found.append(len(hidden)) or whole(hidden)
         alone = llm.generate(PROMPTS, GREEDY)
@@ -208,7 +208,7 @@ def test_greedy_tokens_are_the_same_with_and_without_the_logits(path):
 def test_steps_that_are_under_way_change_no_answer(path, monkeypatch, most):
     """A few greedy decodes are computed while the host looks at the step before: with ends that nobody foresaw, requests that
     come, go and fail meanwhile."""
-    monkeypatch.setattr(host_runner, "RUN_AHEAD", most)
+    monkeypatch.setattr(program, "RUN_AHEAD", most)
     with make(path, num_threads=2, max_num_seqs=3) as llm:
         if not has_cpu_kernels():
             pytest.skip("needs the C++ kernels")
@@ -785,10 +785,7 @@ def test_an_interrupted_step_leaves_no_false_prefix(path, llm, monkeypatch):
             raise KeyboardInterrupt
 
         runner = fresh.core.executor.runner
-        patch.setattr(
-            *((runner.program, "forward") if has_cpu_kernels() else (runner.forwards, "run")),
-            interrupted,
-        )
+        patch.setattr(runner.forwards, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fresh.generate([prompt], GREEDY)
         assert idle(fresh)

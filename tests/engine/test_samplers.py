@@ -60,7 +60,7 @@ def answers(llm, **values):
 def expected(folder):
     """Each way's answers, one prompt after another."""
     with LLM(folder, **SETTINGS) as llm:
-        assert type(llm.core.executor.runner).__name__ == "HostRunner"
+        assert type(llm.core.executor.runner.loaded).__name__ == "HostLoaded"
         found = {}
         for name, values in WAYS.items():
             sampling = SamplingParams(max_tokens=12, seed=5, ignore_eos=True, **values)

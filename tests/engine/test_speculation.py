@@ -11,8 +11,8 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config import SpeculationConfig
+from slipstream.core.participants.speculation import Speculation
 from slipstream.core.proposer import LookUp, Proposal
-from slipstream.core.speculation import Speculation
 from slipstream.errors import ConfigError
 from tests import tiny_models
 
@@ -148,7 +148,7 @@ def test_long_accepted_runs(path, monkeypatch, name, more):
         for p, o in zip(PROMPTS, expected, strict=True)
     }
     monkeypatch.setattr(Told, "answers", told)
-    monkeypatch.setattr("slipstream.core.speculation.LookUp", Told)
+    monkeypatch.setattr("slipstream.core.participants.speculation.LookUp", Told)
     with LLM(str(path), speculative_config=SUFFIX, **sizes) as llm:
         found = llm.generate(PROMPTS, sampling)
         stats = llm.core.stats()
@@ -172,7 +172,7 @@ def test_other_models(tmp_path, monkeypatch, family):
         expected = answers(llm, sampling, prompts)
     told = {tuple(p["prompt_token_ids"]): e[0] for p, e in zip(prompts, expected, strict=True)}
     monkeypatch.setattr(Told, "answers", told)
-    monkeypatch.setattr("slipstream.core.speculation.LookUp", Told)
+    monkeypatch.setattr("slipstream.core.participants.speculation.LookUp", Told)
     with LLM(str(tmp_path), speculative_config=NGRAM, **sizes) as llm:
         assert answers(llm, sampling, prompts) == expected
         assert llm.core.stats().spec_accepted_tokens > 0

@@ -1,10 +1,11 @@
-"""Forecast, policy, other rules, and the replay: it is the step-level simulator, with replicas that come and go."""
+"""Forecast, policy, and the replay: it is the step-level simulator, with replicas that come and go."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
+from bisect import bisect_right
 from dataclasses import replace
 
 import pytest
@@ -17,13 +18,13 @@ from slipstream.costs.devices import find_device
 from slipstream.errors import ConfigError
 from slipstream.fleet.scaling.autoscaler import (
     LEARNING,
+    MAX_SHARE,
     Autoscaler,
     FleetObservation,
     ScalingLimits,
 )
-from slipstream.fleet.scaling.baselines import Enova, Fixed, Planned, RayServe
 from slipstream.fleet.scaling.capacity import FleetCapacity, fleet_capacity
-from slipstream.fleet.scaling.forecast import Forecast
+from slipstream.fleet.scaling.forecast import SPEEDS, Forecast, _Holt
 from slipstream.fleet.scaling.replay import ColdStart, FleetReplay
 from slipstream.simulate.capacity import LatencyObjectives
 from slipstream.simulate.engines import plan_engine
@@ -176,30 +177,28 @@ def test_limits_that_make_no_sense(limits):
         ScalingLimits(**limits)
 
 
-def test_enovas_rule():
-    rule = Enova(ScalingLimits(), max_num_seqs=100)
-    busy = [
-        rule.decide(seen(10.0 * i, 20, num_ready=2, num_waiting=60, num_finished=10))
-        for i in range(1, 20)
-    ]
-    assert busy[:16] == [2] * 16  # three whole minutes first
-    assert max(busy) == 4  # twice as many come as are answered
-    rule = Enova(ScalingLimits(), max_num_seqs=100)
-    idle = [
-        rule.decide(seen(10.0 * i, 1, num_ready=4, num_running=1, kv_cache_usage=0.02))
-        for i in range(1, 30)
-    ]
-    assert min(idle) == 2
+class Fixed:
+    def __init__(self, number):
+        self.number, self.name = number, f"fixed {number}"
+
+    def decide(self, seen):
+        return self.number
 
 
-def test_ray_serves_rule():
-    rule = RayServe(ScalingLimits(max_replicas=16))
-    wanted = [rule.decide(seen(10.0 * i, num_ready=1, num_running=8)) for i in range(10)]
-    assert wanted[:3] == [1, 1, 1]
-    assert wanted[-1] == 4  # of two each
-    wanted = [rule.decide(seen(100.0 + 10 * i, num_ready=4)) for i in range(70)]
-    assert wanted[55] == 4  # ten minutes
-    assert wanted[-1] == 1
+class Planned:
+    """As many as a plan says: (from when, how many) in order of time. `ahead_s` earlier than that they are wanted, so that they
+    are there in time; fewer are wanted when it says so, and not before."""
+
+    name = "oracle"
+
+    def __init__(self, plan, *, ahead_s):
+        self._times, self._numbers = [at for at, _ in plan], [number for _, number in plan]
+        self._ahead_s = ahead_s
+
+    def decide(self, seen):
+        first = max(0, bisect_right(self._times, seen.at) - 1)
+        last = bisect_right(self._times, seen.at + self._ahead_s)
+        return max(self._numbers[first : max(last, first + 1)])
 
 
 @pytest.fixture(scope="module")
@@ -300,3 +299,206 @@ def test_no_replica_goes_before_enough_was_learned():
     wanted = [policy.decide(seen(10.0 * i, 1, num_ready=5)) for i in range(LEARNING + 10)]
     assert wanted[:LEARNING] == [5] * LEARNING
     assert wanted[-1] < 5
+
+
+# --- The policy's terms, one at a time ----------------------------------------------------------
+
+
+class Asked(Autoscaler):
+    """Keeps the rates that replicas were asked for: (the fewest for, the most for) of each decision."""
+
+    def __init__(self, **settings):
+        self.rates = []
+        settings = {"limits": ScalingLimits(max_replicas=99), **settings}
+        super().__init__(lambda rate: self.rates.append(rate) or math.ceil(rate), **settings)
+
+    def least_and_most(self):
+        return self.rates[-2:]
+
+
+@pytest.mark.parametrize(
+    ("state", "late"),
+    [
+        ({}, 0.0),
+        ({"num_at_gateway": 60}, 1.0),
+        ({"num_at_gateway": 30, "num_waiting": 30}, 1.0),
+        ({"num_running": 60}, 0.0),
+        ({"num_at_gateway": 60, "num_ready": 3}, 0.95),  # one that waits on each is no queue
+        ({"num_at_gateway": 60, "num_ready": 1, "num_starting": 2}, 0.95),
+        ({"num_at_gateway": 3, "num_ready": 3}, 0.0),
+    ],
+)
+def test_what_waits_is_to_be_answered_within_a_cold_start(state, late):
+    calm, asked = Asked(cold_start_s=60.0), Asked(cold_start_s=60.0)
+    calm.decide(seen(0.0, 100))
+    asked.decide(seen(0.0, 100, **state))
+    for usual, more in zip(calm.least_and_most(), asked.least_and_most(), strict=True):
+        assert more == pytest.approx(usual + late)
+
+
+def test_fewer_replicas_must_carry_a_higher_bound():
+    policy = Asked()
+    policy.decide(seen(0.0, 100))
+    forecast = policy.forecast
+    assert policy.least_and_most() == [forecast.upper(0.45), forecast.upper(0.65)]
+    assert policy.least_and_most()[0] < policy.least_and_most()[1]
+
+
+def bound_after(*met):
+    """The share that the least number of replicas carries, after intervals of (finished, met)."""
+    policy = Asked()
+    for i, (finished, well) in enumerate(met):
+        policy.decide(seen(10.0 * i, 100, num_finished=finished, num_met=well))
+    least, _ = policy.least_and_most()
+    return (
+        next(n for n in range(450, 981) if policy.forecast.upper(n / 1000) >= least - 1e-9) / 1000
+    )
+
+
+def test_bound_rises_while_objectives_are_missed_and_sinks_slowly_after():
+    assert bound_after((100, 99)) == pytest.approx(0.45)
+    assert bound_after((100, 98)) == pytest.approx(0.47)
+    assert bound_after((19, 0)) == pytest.approx(0.45)  # too few to say anything
+    assert bound_after((10, 9), (10, 9)) == pytest.approx(0.47)
+    assert bound_after(*[(100, 0)] * 2, *[(1000000, 1000000)] * 3) == pytest.approx(0.484)
+    assert bound_after((100, 98), *[(1000000, 1000000)] * 9) == pytest.approx(0.452)
+    # what is two minutes ago does not count
+    assert bound_after((100, 98), *[(0, 0)] * 11) == pytest.approx(0.47 + 11 * 0.02)
+    assert bound_after((100, 98), *[(0, 0)] * 12) == pytest.approx(0.47 + 11 * 0.02 - 0.002)
+
+
+def test_no_bound_is_above_the_highest():
+    policy = Asked(share=0.9, keep_share=0.95)
+    for i in range(20):
+        policy.decide(seen(10.0 * i, 100, num_finished=100))
+    least, most = policy.least_and_most()
+    assert least == most == policy.forecast.upper(MAX_SHARE)
+
+
+def test_measured_cold_start_moves_the_horizon_unless_it_is_about_the_same():
+    policy = Asked(cold_start_s=50.0)
+    assert policy.forecast.steps == 6  # the cold start, and the interval until the next decision
+    for seconds, kept, steps in (
+        (59.0, 50.0, 6),
+        (41.0, 50.0, 6),
+        (61.0, 61.0, 7),
+        (30.0, 30.0, 4),
+    ):
+        policy.expect_cold_start(seconds)
+        assert (policy.cold_start_s, policy.forecast.steps) == (kept, steps)
+
+
+def test_decision_of_the_hold_ends_with_the_hold():
+    policy = Autoscaler(
+        lambda rate: 5 if len(calls) < 2 else 1, limits=ScalingLimits(), hold_s=30.0
+    )
+    calls = []
+    wanted = []
+    for i in range(5):
+        wanted.append(policy.decide(seen(10.0 * i, 1)))
+        calls += [i, i]
+    assert wanted == [5, 5, 5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"num_at_gateway": 1}, {"num_running": 1}, {"num_waiting": 1}, {"arrivals": 1}],
+    ids=str,
+)
+def test_replica_with_requests_is_not_idle(state):
+    limits = ScalingLimits(min_replicas=0, idle_s=20.0)
+    policy = Autoscaler(lambda rate: 0, limits=limits, hold_s=10.0)
+    assert [policy.decide(seen(10.0 * i, **state)) for i in range(6)] == [1] * 6
+    idle = [policy.decide(seen(60.0 + 10.0 * i)) for i in range(3)]
+    assert idle == [1, 0, 0]  # 20 s after the last request, at 50 s
+    assert policy.decide(seen(90.0, 1)) == 1
+
+
+def test_wanted_before_the_idle_end_is_forgotten():
+    needed = [8]
+    limits = ScalingLimits(min_replicas=0, idle_s=20.0)
+    policy = Autoscaler(lambda rate: needed[0], limits=limits, hold_s=1000.0)
+    assert policy.decide(seen(0.0, 80)) == 8
+    assert policy.decide(seen(30.0)) == 0
+    needed[0] = 2
+    assert policy.decide(seen(40.0, num_at_gateway=1)) == 2
+
+
+# --- The forecast's terms -----------------------------------------------------------------------
+
+
+def of_rates(rates, *, interval_s=10.0, horizon_s=60.0):
+    forecast = Forecast(interval_s=interval_s, horizon_s=horizon_s)
+    for rate in rates:
+        forecast.learn(rate)
+    return forecast
+
+
+def test_forecast_of_a_steady_rate_is_that_rate():
+    forecast = of_rates([4.0] * 50)
+    assert forecast.mean() == pytest.approx(4.0)
+    assert forecast.upper(0.9) == pytest.approx(4.0)
+
+
+def test_trend_is_damped():
+    """The last slope, continued with less and less of it: Gardner and McKenzie's sum."""
+    holt = _Holt(1.0, 1.0)
+    holt.learn(0.0)
+    holt.learn(1.0)
+    assert holt.ahead(3) == pytest.approx(1.0 + 0.95 + 0.95**2 + 0.95**3)
+    holt.learn(0.0)
+    assert holt.ahead(9) == 0.0  # no rate is below 0
+
+
+def test_method_that_was_off_the_least_forecasts():
+    alternating = of_rates([0.0, 10.0] * 100, horizon_s=30.0)
+    assert SPEEDS[alternating.best][0] < 0.2  # the naive one is always wrong
+    rising = of_rates([float(i) for i in range(100)], horizon_s=20.0)
+    assert SPEEDS[rising.best] == (1.0, 0.0) or SPEEDS[rising.best][1] > 0
+    jumped = of_rates([1.0] * 100 + [50.0] * 100, horizon_s=20.0)
+    assert jumped.mean() == pytest.approx(50.0, rel=0.05)
+
+
+def test_bound_before_enough_errors_is_that_of_independent_users():
+    forecast = of_rates([9.0] * 8)
+    noise = 3.0 / math.sqrt(6 / 2 * 10.0)  # over half of the horizon's six intervals
+    for share, deviations in ((0.5, 0.0), (0.841344746, 1.0), (0.158655254, -1.0)):
+        assert forecast.upper(share) == pytest.approx(9.0 + deviations * noise)
+
+
+def test_bound_after_is_a_quantile_of_how_far_forecasts_were_too_low():
+    forecast = of_rates([4.0] * 8, horizon_s=10.0)
+    forecast._short.extend(range(1, 20 - len(forecast._short)))
+    errors = sorted(forecast._short)
+    assert len(errors) == 19
+    for share in (0.05, 0.5, 0.93, 0.999):
+        place = min(math.ceil(20 * share), 19) - 1
+        assert forecast.upper(share) == pytest.approx(4.0 + 2.0 * errors[place])
+
+
+def test_errors_are_of_the_second_half_of_the_horizon_and_relative_to_its_noise():
+    forecast = of_rates([4.0] * 4, horizon_s=40.0)
+    for rate in (0.0, 0.0, 7.0, 9.0):
+        forecast.learn(rate)
+    # the forecast of 4.0 four intervals ago met a mean of 8.0 over the last two
+    assert forecast._short[-1] == pytest.approx((8.0 - 4.0) / math.sqrt(4.0))
+
+
+def test_another_horizon_forgets_errors_and_the_same_one_keeps_them():
+    forecast = of_rates([1.0, 5.0] * 20)
+    before = forecast.upper(0.9)
+    forecast.look_ahead(61.0)
+    assert forecast.upper(0.9) == before
+    forecast.look_ahead(80.0)
+    assert not forecast._short
+    assert forecast.mean() == 0.0  # until the next count
+    forecast.learn(3.0)
+    assert forecast.steps == 8
+    assert forecast.mean() > 0
+
+
+def test_yesterday_is_moved_to_todays_level():
+    """A day of 4 counts whose level is 20 higher than that of the day before."""
+    forecast = of_rates([0.0, 8.0, 0.0, 0.0, 20.0], interval_s=21600.0, horizon_s=21600.0)
+    assert forecast._as_yesterday() == pytest.approx(8.0 + forecast._levels[-1])
+    assert of_rates([1.0] * 4, interval_s=21600.0, horizon_s=21600.0)._as_yesterday() == 0.0

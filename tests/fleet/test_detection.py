@@ -12,7 +12,7 @@ from slipstream.fleet.detection.counters import Counters, of_metrics, of_server
 from slipstream.fleet.detection.detector import Detector
 from slipstream.fleet.detection.doctor import slow_among, wrong
 from slipstream.fleet.detection.observation import INTERVAL_S, ExpectedSteps, Observation
-from slipstream.fleet.detection.signals import SIGNALS, Baseline, Watch
+from slipstream.fleet.detection.signals import SIGNALS, Baseline, SeriesWatch
 from slipstream.server.operations.metrics import Metrics
 from slipstream.stats import EngineStats
 
@@ -106,7 +106,7 @@ def test_a_fault_is_found_named_and_over(cause):
 
 def alarms(counts, responses):
     """When the errors of observations, each of so many responses, are said to be too many."""
-    watch = Watch(next(signal for signal in SIGNALS if signal.name == "errors"))
+    watch = SeriesWatch(next(signal for signal in SIGNALS if signal.name == "errors"))
     found, was = [], False
     for number, count in enumerate(counts):
         watch.update(

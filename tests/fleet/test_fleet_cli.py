@@ -20,7 +20,7 @@ from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.fleet import head
 from slipstream.fleet.config import check, pools, read
-from slipstream.fleet.replicas.processes import START_NICE, Processes
+from slipstream.fleet.replicas.processes import START_NICE, ReplicaProcesses
 from tests.fleet.running import ENGINE, alive, fleet_of, version
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -342,7 +342,7 @@ def share(pid):
 async def test_a_start_beside_others_is_gentle(tiny, tmp_path):
     """And has its whole share when it serves."""
     (spec,) = pools(fleet_of(version(tiny)))
-    processes = Processes(str(tmp_path), "key", None, lambda key: str(tmp_path / "log"), 1.0)
+    processes = ReplicaProcesses(str(tmp_path), "key", None, lambda key: str(tmp_path / "log"), 1.0)
     try:
         first = await processes.start(spec, 0)
         starting = asyncio.create_task(processes.start(spec, 1))

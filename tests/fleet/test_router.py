@@ -224,3 +224,254 @@ def test_thrift_prefers_the_replica_that_computes_less(thrift, chosen):
     fleet.reset("r1", 0, keys)
     fleet.update("r1", queued_tokens=250, running=0, waiting=1)
     assert fleet.choose([keys], 202, now=0.0).replica == chosen
+
+
+# --- What a replica's numbers are worth ---------------------------------------------------------
+
+
+def replica(name: str = "r0", **changes) -> ReplicaState:
+    usual = dict(block_size=4, prefill_tokens_per_s=1000.0, step_s=0.02, max_num_seqs=4)
+    return ReplicaState(id=name, **{**usual, "max_in_flight": 9, "service_s": 2.0, **changes})
+
+
+def of_replicas(*states: ReplicaState, **settings) -> Router:
+    made = Router(**settings)
+    for state in states:
+        made.add(state)
+    return made
+
+
+def served(fleet: Router, num_tokens: int, now: float = 0.0, **more) -> str:
+    """Who is chosen; the request ends at once."""
+    decision = fleet.choose([], num_tokens, now=now, **more)
+    fleet.ended(decision, now)
+    return decision.replica
+
+
+@pytest.mark.parametrize(
+    ("busy", "wait_s"),
+    [
+        ({}, 0.0),
+        ({"queued_tokens": 500}, 0.5),
+        ({"running": 3}, 0.0),  # the fourth place is free
+        ({"running": 4}, 0.5),  # one of four ends in a quarter of a request's time
+        ({"running": 3, "waiting": 1}, 0.5),
+        ({"running": 4, "waiting": 2}, 1.5),
+        ({"running": 8}, 2.5),
+        ({"running": 9}, float("inf")),
+        ({"waiting": 9}, float("inf")),
+    ],
+)
+def test_predicted_ttft_is_half_a_step_the_wait_and_the_prompt(busy, wait_s):
+    fleet = of_replicas(replica(**busy))
+    assert fleet.predict([], 100, now=0.0)["r0"] == pytest.approx(0.01 + wait_s + 0.1)
+    if (decision := fleet.choose([], 100, now=0.0)) is not None:
+        assert decision.predicted_ttft_s == pytest.approx(0.01 + wait_s + 0.1)
+
+
+def test_reports_count_the_routers_own_requests_once():
+    fleet = of_replicas(replica())
+    first, second = (fleet.choose([], 100, now=0.0) for _ in range(2))
+    fleet.began(first, 0.1)
+
+    def counts():
+        state = fleet.state("r0")
+        return state.running, state.waiting, state.queued_tokens
+
+    assert counts() == (1, 1, 100)
+    fleet.update("r0", running=3, waiting=2, queued_tokens=250)
+    assert counts() == (3, 2, 250)
+    fleet.ended(first, 0.2)
+    fleet.ended(second, 0.2)
+    assert counts() == (2, 1, 150)
+    third = fleet.choose([], 50, now=0.3)
+    fleet.update("r0", running=0, waiting=0, queued_tokens=0)  # it has not heard of it yet
+    assert counts() == (0, 1, 50)
+    fleet.ended(third, 0.4)
+    assert counts() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "num_tokens", "seconds", "learnt"),
+    [
+        ({}, 100, 0.21, 950.0),  # a tenth of the way to 100 tokens / 0.2 s
+        ({}, 64, 0.138, 950.0),
+        ({}, 63, 0.136, 1000.0),  # too few to say anything
+        ({}, 100, 9.0, 950.0),  # at most half
+        ({}, 100, 0.03, 1100.0),  # at most twice
+        ({}, 100, 0.0, 1000.0),
+        ({"step_s": 0.2, "prefill_tokens_per_s": 2000.0}, 100, 0.12, 2000 + (100 / 0.03 - 2000) / 10),
+        ({"running": 4}, 100, 0.21, 1000.0),  # it waited for a place
+    ],
+)  # fmt: skip
+def test_first_token_teaches_the_speed_of_prefill(state, num_tokens, seconds, learnt):
+    for learns in (True, False):
+        fleet = of_replicas(replica(**state), learn_rates=learns)
+        before = fleet.state("r0").prefill_tokens_per_s
+        decision = fleet.choose([], num_tokens, now=5.0)
+        fleet.began(decision, 5.0 + seconds)
+        expected = learnt if learns else before
+        assert fleet.state("r0").prefill_tokens_per_s == pytest.approx(expected)
+
+
+def test_prompts_queued_before_count_in_the_learnt_speed():
+    fleet = of_replicas(replica())
+    fleet.choose([], 100, now=0.0)
+    fleet.began(fleet.choose([], 100, now=0.0), 0.41)
+    assert fleet.state("r0").prefill_tokens_per_s == pytest.approx(950.0)  # 200 tokens / 0.4 s
+
+
+@pytest.mark.parametrize(("learns", "service_s"), [(True, 2.2), (False, 2.0)])
+def test_service_time_is_learnt_from_the_first_token_to_the_end(learns, service_s):
+    fleet = of_replicas(replica(), learn_rates=learns)
+    fleet.ended(fleet.choose([], 10, now=0.0), 8.0)  # it never began
+    assert fleet.state("r0").service_s == 2.0
+    decision = fleet.choose([], 10, now=10.0)
+    fleet.began(decision, 11.0)
+    fleet.ended(decision, 15.0)
+    assert fleet.state("r0").service_s == pytest.approx(service_s)
+
+
+# --- Balance ------------------------------------------------------------------------------------
+
+
+def test_recent_work_is_divided_by_weight():
+    fleet = of_replicas(replica("r0"), replica("r1", weight=2.0), balance=1.0, learn_rates=False)
+    assert sorted(served(fleet, 100) for _ in range(6)) == ["r0"] * 2 + ["r1"] * 4
+
+
+def test_recent_work_is_forgotten_within_half_a_minute():
+    fleet = of_replicas(replica("r0"), replica("r1"), balance=1.0, learn_rates=False)
+    assert served(fleet, 400) == "r0"
+    # after 30 s the 420 ms of r0 count as 155; a request of r1 as 120
+    assert [served(fleet, 100, now=30.0) for _ in range(3)] == ["r1", "r1", "r0"]
+
+
+def test_new_replica_begins_with_the_fleets_mean_work():
+    fleet = of_replicas(replica("r0"), replica("r1"), balance=1.0, learn_rates=False)
+    for _ in range(10):
+        served(fleet, 100)
+    fleet.add(replica("r2"))
+    assert sorted(served(fleet, 100) for _ in range(3)) == ["r0", "r1", "r2"]
+
+
+def test_replica_that_reports_everything_again_keeps_its_work():
+    fleet = of_replicas(replica("r0"), replica("r1"), balance=1.0, learn_rates=False)
+    assert [served(fleet, 200), served(fleet, 100)] == ["r0", "r1"]
+    for sequence in range(2):
+        fleet.reset("r0", sequence, [])
+    assert served(fleet, 100) == "r1"
+
+
+def test_least_loaded_counts_requests_for_each_weight():
+    fleet = of_replicas(
+        replica("r0", running=1), replica("r1", weight=4.0, running=1, waiting=1),
+        policy="least_loaded",
+    )  # fmt: skip
+    assert served(fleet, 10) == "r1"
+    fleet.update("r1", running=5)
+    assert served(fleet, 10) == "r0"
+
+
+def test_power_of_two_looks_at_two_and_round_robin_takes_turns():
+    states = [replica(f"r{i}", running=load) for i, load in enumerate((0, 2, 3))]
+    fleet = of_replicas(*states, policy="power_of_two")
+    assert {served(fleet, 10) for _ in range(60)} == {"r0", "r1"}  # r1 where r0 was not drawn
+    fleet = of_replicas(*states, policy="round_robin")
+    turns = [served(fleet, 10) for _ in range(6)]
+    assert sorted(turns[:3]) == ["r0", "r1", "r2"]
+    assert turns[3:] == turns[:3]
+
+
+def test_oldest_session_is_forgotten(monkeypatch):
+    monkeypatch.setattr("slipstream.fleet.gateway.router._MAX_SESSIONS", 2)
+    fleet = of_replicas(*map(replica, ("r0", "r1", "r2")), balance=0.0)
+    for session, name in (("a", "r2"), ("b", "r1"), ("a", "r2"), ("c", "r1")):
+        assert served(fleet, 8, session=session, exclude={"r0", "r1", "r2"} - {name}) == name
+    assert served(fleet, 8, session="a") == "r2"
+    assert served(fleet, 8, session="c") == "r1"
+    assert served(fleet, 8, session="b") == "r0"  # as a new one
+
+
+def test_session_whose_replica_gets_none_goes_elsewhere():
+    fleet = of_replicas(replica("r0"), replica("r1"), balance=0.0)
+    assert served(fleet, 8, session="a", exclude=["r0"]) == "r1"
+    fleet.update("r1", draining=True)
+    assert served(fleet, 8, session="a") == "r0"
+    fleet.update("r1", draining=False)
+    assert served(fleet, 8, session="a") == "r0"
+    fleet.remove("r0")
+    assert served(fleet, 8, session="a") == "r1"
+
+
+# --- Blocks held and expected -------------------------------------------------------------------
+
+
+def test_of_a_prompt_that_is_held_whole_two_tokens_are_computed():
+    fleet, keys = of_replicas(replica()), chain(blocks=50)
+    fleet.reset("r0", 0, keys)
+    decision = fleet.choose([keys], 200, now=0.0)
+    assert (decision.num_cached_tokens, decision.num_new_tokens) == (198, 2)
+    assert fleet.choose([[]], 1, now=0.0).num_new_tokens == 1
+
+
+def test_replicas_of_two_root_keys_are_looked_up_by_their_own_chains():
+    fleet = of_replicas(replica("r0"), replica("r1"))
+    mine, theirs = chain(blocks=50), chain(1, blocks=50)
+    fleet.reset("r0", 0, mine[:10])
+    fleet.reset("r1", 0, theirs[:20])
+    decision = fleet.choose([mine, theirs], 202, now=0.0)
+    assert (decision.replica, decision.num_cached_tokens) == ("r1", 80)
+
+
+def test_expected_blocks_are_those_in_common():
+    fleet = of_replicas(replica(), balance=0.0)
+    fleet.choose([chain(*range(28), 7777, blocks=50)], 202, now=0.0)
+    assert fleet.choose([chain(blocks=50)], 202, now=0.0).num_cached_tokens == 28
+
+
+def test_prefixes_that_branch_are_both_expected():
+    """The second branch takes the place of the first by the common first block, not by the block where they part."""
+    fleet = of_replicas(replica("r0"), balance=0.0)
+    fleet.reset("r0", 0, chain(blocks=10))
+    one, other = (chain(*range(40), token, blocks=50) for token in (7777, 8888))
+    for keys in (one, other):
+        assert fleet.choose([keys], 202, now=0.0).num_cached_tokens == 40
+    for keys in (one, other):
+        assert fleet.choose([keys], 202, now=0.0).num_cached_tokens == 200
+
+
+def test_nothing_is_expected_of_a_replica_that_is_gone():
+    fleet = of_replicas(replica("r0"))
+    fleet.choose([chain(blocks=50)], 202, now=0.0)
+    fleet.remove("r0")
+    fleet.add(replica("r0"))
+    assert fleet.choose([chain(blocks=50)], 202, now=0.0).num_cached_tokens == 0
+
+
+# --- The table's bounds -------------------------------------------------------------------------
+
+
+def test_slots_and_remembered_beginnings_are_bounded(monkeypatch):
+    monkeypatch.setattr(prefixes, "_MAX_SHARED", 3)
+    store = PrefixStore()
+    for _ in range(10 * prefixes._MAX_DEAD):
+        slot = store.new_slot()
+        store.free_slot(slot)
+        assert slot <= 2 * prefixes._MAX_DEAD
+    whole, part = store.new_slot(), store.new_slot()
+    for number in range(20):
+        keys = chain(number, blocks=8)
+        store.stored(whole, keys)
+        store.stored(part, keys[:5])
+        store.match(keys)
+    assert len(store._shared) <= 3
+
+
+@pytest.mark.parametrize("length", [40, 37])
+@pytest.mark.parametrize("number", [1, 31, 32, 37])
+def test_fill_sets_the_places_of_a_mask(length, number):
+    values = prefixes.np.zeros(length)
+    chosen = random.Random(number).sample(range(length), number)
+    prefixes.fill(values, sum(1 << slot for slot in chosen), 3.0)
+    assert prefixes.np.flatnonzero(values == 3.0).tolist() == sorted(chosen)

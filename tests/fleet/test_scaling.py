@@ -16,7 +16,7 @@ from slipstream.fleet.config import Autoscale, ScalingObjectives, check, pools
 from slipstream.fleet.scaling import loop as scaling_module
 from slipstream.fleet.scaling.capacity import FleetCapacity
 from slipstream.fleet.scaling.loop import Scaling
-from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, make
+from slipstream.fleet.scaling.scaler import ColdStarts, PoolState, Scaler, Tally, _expected, make
 from slipstream.server.http.record import RequestRecord
 from tests.browser import Browser
 from tests.fleet.running import ENGINE, fleet_of, running, version
@@ -157,7 +157,7 @@ def test_what_meets_the_objectives():
     for ttft_s, tokens, seconds, met in (
         (1.0, 11, 1.9, 1),
         (2.1, 11, 2.2, 0),
-        (1.0, 11, 2.1, 0),
+        (1.0, 11, 2.05, 0),
         (1.0, 1, 9.0, 1),  # one token has no gaps
         (None, 11, 2.9, 1),
         (None, 11, 3.1, 0),
@@ -187,6 +187,111 @@ def test_a_change_that_can_not_be_made_now_is_made_later():
     scaling.look(scaler, 2.0)
     assert orders == [1, 1]
     assert scaler.num_up == 1
+
+
+def test_decision_sees_what_came_since_the_last_one():
+    """Not what came before the first look; and where a look is late, over all the time that it is of."""
+    scaler, tally, seen = scaler_of(1, 2, interval_s=10.0), Tally(), []
+    scaler.policy.decide = lambda found: seen.append(found) or 1
+
+    def look(at, arrivals):
+        for _ in range(arrivals):
+            tally.arrived()
+        assert scaler.look(at, PoolState(num_ready=1), tally) is None
+
+    for at, arrivals in ((5.0, 9), (14.9, 3), (15.0, 1), (44.0, 6), (53.9, 1), (54.0, 0)):
+        look(at, arrivals)
+    assert [(s.at, s.interval_s, s.num_arrivals) for s in seen] == [
+        (15.0, 10.0, 4),
+        (44.0, 29.0, 6),
+        (54.0, 10.0, 1),
+    ]
+
+
+def test_first_request_wakes_as_many_as_the_fewest():
+    for least, wanted in ((0, 1), (2, 2)):
+        change = scaler_of(least, 4).look(1.0, PoolState(num_at_gateway=1), Tally())
+        assert (change.before, change.wanted) == (0, wanted)
+
+
+def test_lengths_are_learnt_of_answers_with_tokens():
+    tally, learnt = Tally(), []
+    tally.objectives, tally.learn = OBJECTIVES, lambda *lengths: learnt.append(lengths)
+    for tokens in (0, 5):
+        tally.ended(record(1.0, tokens), 1.2, failed=False)
+    assert learnt == [(7, 5)]
+    assert tally.take() == (0, 2, 2)
+
+
+def test_expected_lengths_are_cut_to_half_the_context():
+    requests = _expected(64).requests
+    assert max(r.input_tokens for r in requests) == max(r.output_tokens for r in requests) == 32
+    assert max(r.input_tokens for r in _expected(10**6).requests) > 32
+
+
+async def test_scaler_of_a_pool_that_stays_as_it_is_stays(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        scaling_module, "make", lambda *given: made.append(given) or Scaler(*given, Capacity())
+    )
+    scaling = Scaling(SimpleNamespace(), SimpleNamespace(), lambda spec: (0, 0), lambda *_: True)
+    scaling.scalers = await scaling.make(fleet_with("x", 1, 2))
+    (first,) = scaling.scalers.values()
+    (again,) = (await scaling.make(fleet_with("x", 1, 2))).values()
+    assert again is first
+    for changed in (
+        fleet_with("x", 1, 3),
+        fleet_with("x", 1, 2, {**AUTOSCALE, "hold_s": 7.0}),
+        fleet_with("x", 1, 2, {"objectives": {"ttft_s": 1.0, "itl_s": 0.1}}),
+    ):
+        (other,) = (await scaling.make(changed)).values()
+        assert other is not first
+    assert len(made) == 4
+
+
+def test_state_of_a_pool_is_the_sum_of_the_replicas_that_were_heard():
+    states = {
+        "a": SimpleNamespace(running=3, waiting=1),
+        "b": SimpleNamespace(running=4, waiting=2),
+        "new": SimpleNamespace(running=9, waiting=9),
+    }
+    replicas = {
+        name: SimpleNamespace(id=name, heard=name != "new", kv_cache_usage=usage)
+        for name, usage in (("a", 0.2), ("b", 0.6), ("new", 1.0))
+    }
+    router = SimpleNamespace(state=states.get)
+    version_ = SimpleNamespace(num_waiting=5, replicas=replicas, router=router)
+    found = [version_]
+    members = SimpleNamespace(version=lambda model, name: found[0])
+    scaling = Scaling(members, SimpleNamespace(), lambda spec: (2, 1), lambda *_: True)
+    spec = scaler_of(1, 2).spec
+    scaling.cold_starts.add(spec.key, 12.0)
+    assert scaling.now(spec) == PoolState(
+        num_at_gateway=5,
+        num_running=7,
+        num_waiting=3,
+        num_ready=2,
+        num_starting=1,
+        kv_cache_usage=0.4,
+        cold_start_s=12.0,
+    )
+    found[0] = None
+    assert scaling.now(spec) == PoolState(num_ready=2, num_starting=1)
+
+
+def test_members_versions_count_for_their_own_scalers():
+    scaled, plain = SimpleNamespace(tally=None), SimpleNamespace(tally=None)
+    scaler = scaler_of(1, 2)
+    members = SimpleNamespace(models={"tiny": [scaled, plain]}, version=lambda model, name: scaled)
+    scaling = Scaling(members, SimpleNamespace(), lambda spec: (0, 0), lambda *_: True)
+    scaling.take({scaler.spec.key: scaler})
+    assert scaling.scalers == {scaler.spec.key: scaler}
+    assert scaled.tally.objectives == OBJECTIVES
+    assert scaled.tally.learn == scaler.capacity.learn
+    assert plain.tally.objectives is None
+    members.version = lambda model, name: None  # a rollout is taking it out
+    scaling.take({scaler.spec.key: scaler})
+    assert scaling.scalers == {}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +336,7 @@ def test_a_named_device_is_planned_for(tiny, monkeypatch):
 
     def capacity(engine, *given, **more):
         engines.append(engine)
+        assert more["sizes"] == (1, 2)  # no larger fleet than there may be is simulated
         return Capacity()
 
     monkeypatch.setattr("slipstream.fleet.scaling.scaler.RecentCapacity", capacity)

@@ -46,7 +46,7 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
     path = str(tmp_path)
     with LLM(path, **SETTINGS) as llm:
         wanted = answers(llm)
-        counts = {i: c.clone() for i, c in llm.core.executor.runner._experts.counts.items()}
+        counts = {i: c.clone() for i, c in llm.core.executor.runner.loaded.experts.counts.items()}
     hot = dict(host_experts="all", hot_expert_bytes=2**20)
     for how in (
         dict(host_experts="all"),
@@ -61,7 +61,7 @@ def test_answers_are_those_of_the_gpu_alone(tmp_path, family):
             assert llm.core.ledger.host_expert_bytes > 0
             assert ops.holds_experts == (how is hot)
             assert [a.token_ids for a in found] == [a.token_ids for a in wanted], how
-            for i, c in llm.core.executor.runner._experts.counts.items():
+            for i, c in llm.core.executor.runner.loaded.experts.counts.items():
                 assert torch.equal(c, counts[i]), (how, i)
             if how.get("enforce_eager"):
                 for copy_from in (None, 0, 6):

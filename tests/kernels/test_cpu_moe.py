@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.moe import NativeExperts
-from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize as numbers
 from slipstream.kernels.quantize import round_linear
@@ -240,7 +240,7 @@ def test_choices_are_counted_but_for_padding():
     ops, spec = OPS[ISAS[-1]], mixture(num_experts=6, top=3)
     x, logits, up, down = case(9, spec)
     slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
-    counted = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
+    counted = ExpertCounters(torch.zeros(6, dtype=torch.int64), slots, 16)
     for _ in range(2):
         ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec), load=counted)
     chosen = route(logits, spec)[1][slots >= 16]

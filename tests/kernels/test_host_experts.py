@@ -18,7 +18,7 @@ from slipstream.kernels.cpu.unpack import unpack
 from slipstream.kernels.host_experts import MIN_COPIED, SLICE, HostExpertOps
 from slipstream.kernels.hot_experts import MAX_MOVES, best_moves
 from slipstream.kernels.layouts import Experts
-from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Linear
 from slipstream.model.loader import load_model
@@ -167,7 +167,9 @@ def mixture(num_tokens):
 def test_padding_has_no_experts_and_does_not_count():
     ops, packed, dense, x, logits = mixture(6)
     slots = torch.tensor([40, 3, 17, 0, 16, 15])
-    counts, wanted = (ExpertLoad(torch.zeros(8, dtype=torch.int64), slots, 16) for _ in range(2))
+    counts, wanted = (
+        ExpertCounters(torch.zeros(8, dtype=torch.int64), slots, 16) for _ in range(2)
+    )
     found = ops.moe(x, logits, packed, counts)
     plain = CpuOps().moe(x, logits, dense, wanted)
     real = slots >= 16

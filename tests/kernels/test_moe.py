@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.ops import CpuOps
-from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ReferenceOps, route
@@ -372,7 +372,7 @@ def test_choices_are_counted_but_for_padding(ops):
     spec = mixture(num_experts=6, top=3)
     x, logits, up, down = case(9, spec)
     slots = torch.tensor([16, 17, 0, 40, 15, 18, 19, 0, 16])  # those below 16 are in the null block
-    load = ExpertLoad(torch.zeros(6, dtype=torch.int64), slots, 16)
+    load = ExpertCounters(torch.zeros(6, dtype=torch.int64), slots, 16)
     for _ in range(2):
         ops.moe(x, logits, Experts(*prepared(ops, spec, up, down), spec), load=load)
     chosen = route(logits, spec)[1][slots >= 16]
@@ -404,7 +404,7 @@ def test_experts_on_two_ranks_add_up(ops, num_tokens, scheme):
             x,
             logits,
             Experts(*held, own),
-            ExpertLoad(counts, torch.arange(16, 16 + num_tokens), 16),
+            ExpertCounters(counts, torch.arange(16, 16 + num_tokens), 16),
         )
         assert counts.tolist() == route(logits, spec)[1].flatten().bincount(minlength=5).tolist()
     torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)

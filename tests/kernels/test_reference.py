@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import (
@@ -160,7 +160,7 @@ def test_heads_are_normed_before_the_rotation() -> None:
 def test_copy_blocks() -> None:
     kv = step(Shape(sequences=((40, 0),))).kv
     before = kv.k.clone()
-    rows = BlockRows.of_layers([kv])
+    rows = BlockTensors.of_layers([kv])
     ops.copy_blocks(rows, rows, torch.tensor([1, 2]), torch.tensor([4, 3]))
     assert torch.equal(kv.k, before[[0, 1, 2, 2, 1, *range(5, len(before))]])
 

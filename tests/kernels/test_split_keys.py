@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.kernels.metadata import AttentionMetadata, Steps
+from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.kernels.ops import AttentionParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
@@ -223,7 +223,7 @@ def test_parts_of_several_steps_are_found_at_once(size, room):
         own = dataclasses.replace(
             every, seq_lens=lens[room * i : room * i + size], num_decodes=size
         )
-        ours, theirs = find(dataclasses.replace(own, of_steps=Steps(every, i, 3))), find(own)
+        ours, theirs = find(dataclasses.replace(own, of_steps=JoinedSteps(every, i, 3))), find(own)
         exist = theirs.parts[:, 0] >= 0
         assert torch.equal(ours.parts[:, 0] >= 0, exist)
         assert torch.equal(ours.parts[exist, :6], theirs.parts[exist, :6])

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
@@ -33,7 +33,7 @@ from slipstream.kernels.triton.fp8_block import fp8_tile_linear, fp8_tile_scaled
 from slipstream.kernels.triton.int4_groupwise import dequantize_int4, int4_gemv, int4_linear
 from slipstream.kernels.triton.linear import INT4_DENSE_TOKENS, gemm, gemv, skinny_gemm
 from slipstream.kernels.triton.pointwise import rows_per_program
-from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Pair, Quantized
 from slipstream.spec.autotune_table import NO_TILES, Measured, TileTable
 from slipstream.spec.model import ClampedSwiglu
@@ -248,7 +248,7 @@ def test_latent_attention(data, splits):
             close(mine, theirs)
     copied = [found[0][1].clone() for _ in range(2)]
     for ops, k in zip((OURS, REFERENCE), copied, strict=True):
-        rows = BlockRows.of_layers([LayerKV(k, k[..., rotary:])])
+        rows = BlockTensors.of_layers([LayerKV(k, k[..., rotary:])])
         ops.copy_blocks(rows, rows, torch.tensor([0]), torch.tensor([1]))
         assert torch.equal(k[1], found[0][1][0])
     assert torch.equal(*copied)
@@ -675,7 +675,7 @@ def test_8_bit_products(name, num_tokens, outer, inner, tile):
     for bias in (None, torch.randn(outer)):
         w = round_linear(torch.randn(outer, inner), bias, SCHEMES[name])
         x = quantize_rows(torch.randn(num_tokens, inner), SCHEMES[name].inputs)
-        scratch = Scratch(torch.device("cpu"))
+        scratch = ArrivalCounters(torch.device("cpu"))
         theirs = REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
             close(skinny_gemm(x, w, scratch, tile=tile), theirs)
@@ -705,7 +705,7 @@ def test_products_by_blocks(num_tokens, outer, inner, tile):
         x = quantize_rows(
             torch.randn(num_tokens, inner) * torch.logspace(-1, 1, inner), "fp8-block"
         )
-        scratch, theirs = Scratch(torch.device("cpu")), REFERENCE.linear(x, w)
+        scratch, theirs = ArrivalCounters(torch.device("cpu")), REFERENCE.linear(x, w)
         for _ in range(2):  # the counters of the parts are as they were
             close(fp8_tile_linear(x, w, scratch, tile=tile), theirs)
             assert not scratch.counters.any()
@@ -748,7 +748,7 @@ def test_4_bit_products(size, inner):
         close(dequantize_int4(w, torch.float32), dequantize(w))
         x = torch.randn(3, inner).half()
         for splits in (1, 2, 3):
-            ours = int4_linear(x, w, Scratch(torch.device("cpu")), tile=(64, splits, 1))
+            ours = int4_linear(x, w, ArrivalCounters(torch.device("cpu")), tile=(64, splits, 1))
             torch.testing.assert_close(
                 ours, REFERENCE.linear(x, w), rtol=1e-2, atol=1e-2 * inner**0.5
             )
@@ -952,7 +952,7 @@ def test_copies_of_blocks(sizes):
     for ops in (OURS, REFERENCE):
         copies = [cache.clone() for cache in caches]
         rows, buffer = (
-            BlockRows.of(copies),
+            BlockTensors.of(copies),
             torch.zeros(3, sum(cache[0].nbytes for cache in caches), dtype=torch.uint8),
         )
         staged = rows.in_buffer(buffer)

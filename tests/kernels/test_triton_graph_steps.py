@@ -8,7 +8,7 @@ import torch
 from slipstream import SamplingParams
 from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.attention import mla_prefill
-from slipstream.worker import model_runner
+from slipstream.worker import torch_loading
 from tests import tiny_models
 from tests.worker.test_graph_steps import answers, captured_at_once, kinds  # noqa: F401 - a fixture
 
@@ -20,7 +20,7 @@ def test_padded_steps_say_the_same(tmp_path, monkeypatch, family):
     tiny_models.write(tmp_path, family)
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
     expected, _ = answers(str(tmp_path), False, sampling, (3, 12), max_model_len=40)
-    monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
+    monkeypatch.setattr(torch_loading, "select_ops", lambda *_, **__: TritonOps())
     found, graphs = answers(str(tmp_path), True, sampling, (3, 12), max_model_len=40)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours[0] == theirs[0]
@@ -45,7 +45,7 @@ def test_whole_prompts_of_latents_say_the_same(tmp_path, monkeypatch, family):
     attend = mla_prefill.prefill_attention
     monkeypatch.setattr(mla_prefill, "prefill_attention", prompt_attention)
     monkeypatch.setattr(mla_prefill, "MIN_TOKENS", 8)
-    monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: TritonOps())
+    monkeypatch.setattr(torch_loading, "select_ops", lambda *_, **__: TritonOps())
     found, _ = answers(str(tmp_path), False, sampling, lengths, **settings)
     assert {(0, 40), (2, 38)} <= set(taken)  # by themselves, and behind decodes
     for ours, theirs in zip(found, expected, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import struct
 from pathlib import Path
 
@@ -275,3 +276,151 @@ def test_data_starts_at_the_next_aligned_byte_whatever_the_header_is_long(
     tensor = GGUFFile(path).tensors["t"]
     found = path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
     np.testing.assert_array_equal(np.frombuffer(found, np.float32), values)
+
+
+# --- The bounds of the header, on files of a few bytes ----------------------------------------------
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+def entry(name: str, dims: tuple[int, ...] = (4,), offset: int = 0, kind: int = 0) -> bytes:
+    shape = struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+    return text(name) + shape + struct.pack("<IQ", kind, offset)
+
+
+def tiny(
+    path: Path,
+    *tensors: bytes,
+    metadata: tuple[bytes, ...] = (),
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+    data: bytes = bytes(16),
+) -> Path:
+    """A file with this header, and `data` from the next multiple of 32 on."""
+    counts = counts or (len(tensors), len(metadata))
+    head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join((*metadata, *tensors))
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return path
+
+
+def wrong(path: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        GGUFFile(path)
+    return caught.value
+
+
+@pytest.mark.parametrize(("version", "read"), [(1, False), (2, True), (3, True), (4, False)])
+def test_versions_2_and_3_are_read(tmp_path: Path, version: int, read: bool) -> None:
+    path = tiny(tmp_path / "x", entry("t"), version=version)
+    assert GGUFFile(path).tensors if read else f"version {version} is not" in str(wrong(path))
+
+
+@pytest.mark.parametrize(
+    ("dims", "read"), [((), False), ((4,), True), ((1, 1, 2, 2), True), ((1, 1, 1, 2, 2), False)]
+)
+def test_tensors_have_one_to_four_dimensions(
+    tmp_path: Path, dims: tuple[int, ...], read: bool
+) -> None:
+    path = tiny(tmp_path / "x", entry("t", dims))
+    if read:
+        assert GGUFFile(path).tensors["t"].shape == dims[::-1]
+    else:
+        assert (f"has {len(dims)} dimensions" in str(wrong(path)), wrong(path).field) == (True, "t")
+
+
+@pytest.mark.parametrize(("dims", "read"), [((32, 3), True), ((3, 32), False), ((32, 0), False)])
+def test_rows_are_whole_blocks(tmp_path: Path, dims: tuple[int, ...], read: bool) -> None:
+    path = tiny(tmp_path / "x", entry("t", dims, kind=8), data=bytes(102))
+    if read:
+        assert GGUFFile(path).raw("t").shape == (3, 34)
+    else:
+        assert "rows of Q8_0 are multiples of 32" in str(wrong(path))
+
+
+def test_tensor_may_end_with_the_file_and_not_after_it(tmp_path: Path) -> None:
+    assert GGUFFile(tiny(tmp_path / "x", entry("t"))).raw("t").nbytes == 16
+    path = tiny(tmp_path / "x", entry("t"), data=bytes(15))
+    assert "cut off" in str(wrong(path))
+
+
+def test_tensors_that_share_bytes_are_refused_and_neighbours_are_not(tmp_path: Path) -> None:
+    both = entry("a", (8,)), entry("b", (8,), 32)
+    assert len(GGUFFile(tiny(tmp_path / "x", *both, data=bytes(64))).tensors) == 2
+    many = [entry(f"t{i}", (32,)) for i in range(4)]
+    assert "overlap" in str(wrong(tiny(tmp_path / "x", *many, data=bytes(128))))
+
+
+@pytest.mark.parametrize(("alignment", "read"), [(8, True), (64, True), (4, False), (12, False)])
+def test_alignment_is_a_multiple_of_8(tmp_path: Path, alignment: int, read: bool) -> None:
+    given = text("general.alignment") + struct.pack("<II", 4, alignment)
+    path = tiny(tmp_path / "x", entry("t"), metadata=(given,), data=bytes(128))
+    if read:
+        assert GGUFFile(path).tensors["t"].offset % alignment == 0
+    else:
+        assert wrong(path).field == "general.alignment"
+
+
+def test_counts_must_fit_into_the_file_with_their_entries(tmp_path: Path) -> None:
+    """A count that is below the number of bytes left, with entries that are not."""
+    assert "number of tensors is 3" in str(wrong(tiny(tmp_path / "x", entry("t"), counts=(3, 0))))
+    found = str(wrong(tiny(tmp_path / "x", entry("t"), counts=(1, 7))))
+    assert "number of metadata entries is 7" in found
+    strings = text("s") + struct.pack("<IIQ", 9, 8, 12) + bytes(40)
+    assert "length of s is 12" in str(wrong(tiny(tmp_path / "x", metadata=(strings,), data=b"")))
+    numbers = text("n") + struct.pack("<IIQ", 9, 10, 6) + bytes(8)
+    assert "length of n is 6" in str(wrong(tiny(tmp_path / "x", metadata=(numbers,), data=b"")))
+
+
+def test_numbers_of_names_and_of_entries_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.spec.gguf._MAX_NAMES", 2)
+    monkeypatch.setattr("slipstream.spec.gguf._MAX_ENTRIES", 2)
+    keys = [text(name) + struct.pack("<II", 4, 1) for name in "abc"]
+    tensors = [entry(name) for name in "abc"]
+    array = [text("a") + struct.pack("<IIQ", 9, 4, n) + bytes(4 * n) for n in (2, 3)]
+    file = GGUFFile(
+        tiny(tmp_path / "x", *tensors[:2], metadata=(keys[1], array[0]), data=bytes(64))
+    )
+    assert file.metadata == {"b": 1, "a": [0, 0]}
+    assert "has 3 tensors; at most 2" in str(wrong(tiny(tmp_path / "x", *tensors)))
+    assert "3 metadata entries; at most 2" in str(wrong(tiny(tmp_path / "x", metadata=(*keys,))))
+    assert "a has 3 entries; at most 2" in str(wrong(tiny(tmp_path / "x", metadata=(array[1],))))
+
+
+@pytest.mark.parametrize(("depth", "read"), [(4, True), (5, False)])
+def test_arrays_of_arrays_are_read_to_a_depth(tmp_path: Path, depth: int, read: bool) -> None:
+    nested = text("n") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * (depth - 1)
+    nested += struct.pack("<IQB", 0, 1, 7)
+    path = tiny(tmp_path / "x", metadata=(nested,))
+    if read:
+        assert str(GGUFFile(path).metadata["n"]) == "[" * depth + "7" + "]" * depth
+    else:
+        assert wrong(path).field == "n"
+
+
+@pytest.mark.parametrize("kind", ["text", "array"])
+def test_string_that_ends_after_the_file_is_cut_off(tmp_path: Path, kind: str) -> None:
+    one = struct.pack("<I", 8) if kind == "text" else struct.pack("<IIQ", 9, 8, 1)
+    given = text("key") + one + struct.pack("<Q", 9) + b"eight by"
+    path = tiny(tmp_path / "x", metadata=(given,), data=b"")
+    path.write_bytes(path.read_bytes()[: 24 + len(given)])  # without the padding
+    assert re.search("key.* cut off", str(wrong(path)))
+
+
+def test_pages_of_a_tensor_are_let_go_without_its_neighbours(tmp_path: Path) -> None:
+    """Tensors begin and end within pages, and a page goes that lies within one, or begins in it."""
+    page = resource.getpagesize()
+    tensors = entry("a", (8,)), entry("b", (page,), 32), entry("c", (8,), 32 + 4 * page)
+    file = GGUFFile(tiny(tmp_path / "x", *tensors, data=bytes(range(256)) * (page // 64 + 1)))
+    before = {name: file.raw(name).tobytes() for name in file.tensors}
+    held = resident_kib(tmp_path / "x")
+    for name in ("a", "c"):  # each within one page
+        file.let_go(name)
+    file.let_go("b")
+    assert resident_kib(tmp_path / "x") < held
+    assert before == {name: file.raw(name).tobytes() for name in file.tensors}
+    with pytest.raises(CheckpointError, match="no tensor 'd'"):
+        file.let_go("d")

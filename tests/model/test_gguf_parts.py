@@ -17,8 +17,10 @@ from slipstream.hub import resolve_model
 from slipstream.model.packed_cache import checkpoint_stamps
 from slipstream.spec.description import read_spec
 from slipstream.spec.gguf import GGUFFile
+from slipstream.spec.gguf_parts import model_files, parts_of
 from tests.data.make_tokens import write_gguf
 from tests.engine.test_tokenizer import GOLDEN
+from tests.model.test_gguf import resident_kib
 
 TOKENS = GOLDEN["byte_level"]
 ARRAYS = {"tokens", "token_type", "merges"}
@@ -184,3 +186,49 @@ def test_type_that_is_not_read_is_named_with_those_that_are(tmp_path, number):
     with pytest.raises(CheckpointError, match="such as Q4_K_M") as caught:
         GGUFFile(path)
     assert ("a later release" in str(caught.value)) == (number in (16, 23, 29, 34))
+
+
+def test_pages_of_all_parts_are_let_go(tmp_path):
+    file = GGUFFile(write_parts(tmp_path, *GROUPS)[0])
+    for name in file.tensors:
+        assert file.raw(name).sum() >= 0
+    assert all(resident_kib(path) > 0 for path in file.files[1:])
+    file.let_go()
+    assert all(resident_kib(path) == 0 for path in file.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("m-00002-of-00003.gguf", 3),
+        ("m-00004-of-00003.gguf", 1),
+        ("m-00000-of-00003.gguf", 1),
+        ("m-00001-of-04097.gguf", 1),
+        ("m-1-of-3.gguf", 1),
+        ("m.gguf", 1),
+    ],
+)
+def test_names_of_parts(tmp_path, name, count):
+    found = parts_of(tmp_path / name)
+    assert len(found) == count
+    assert tmp_path / name in found
+    if count > 1:
+        assert found[0].name == "m-00001-of-00003.gguf"
+
+
+def test_models_of_a_folder_are_in_the_order_of_their_names(tmp_path):
+    for name in ("z.gguf", "b-00002-of-00002.gguf", "a.gguf", "b-00001-of-00002.gguf", "c.bin"):
+        (tmp_path / name).touch()
+    found = [path.name for path in model_files(tmp_path)]
+    assert found == ["a.gguf", "b-00001-of-00002.gguf", "z.gguf"]
+
+
+def test_missing_file_that_is_alone_is_not_called_a_part(tmp_path):
+    with pytest.raises(CheckpointError, match="can't be read"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+def test_file_that_says_it_is_one_part_of_one_is_read(tmp_path):
+    for said in ({"no": 0, "count": 1}, {"count": 1}, {"count": 0}):
+        write_part(tmp_path / "m.gguf", {"t": np.zeros(4, np.float32)}, head=True, **said)
+        assert list(GGUFFile(tmp_path / "m.gguf").tensors) == ["t"]

@@ -106,7 +106,7 @@ def test_a_start_holds_one_layer_beside_what_stays(tmp_path):
     program = (  # two forks of a process that has imported all, and has no threads yet
         "import os, sys, torch\nfrom slipstream import LLM, SamplingParams\nfrom slipstream.platform import platform_of\n"
         "how = dict(device='cpu', dtype='float32', skip_tokenizer_init=True, max_model_len=64)\n"
-        "import slipstream.worker.model_runner\n"
+        "import slipstream.worker.torch_loading\n"
         "for bound in sys.argv[2:]:\n"
         "    if pid := os.fork():\n"
         "        assert os.waitpid(pid, 0)[1] == 0\n"

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import partial
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.cli.main import main
 from slipstream.engine.text.tokenizer import Tokenizer
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.hub import list_cached, resolve_model
+from slipstream.model.checkpoint import transformed
 from slipstream.model.save import (
+    check_writable,
     copy_surroundings,
     new_folder,
+    stored,
     stored_tensors,
     write_config,
     write_tensors,
 )
 from slipstream.model.weights import load_parameters
 from slipstream.spec.description import huggingface_config, read_spec
+from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
 from tests import tiny_models
 from tests.model.test_families import CASES, TOKENS
 
@@ -119,6 +125,113 @@ def test_shards_have_an_index(tmp_path):
     assert not whole
     before, after = (Tokenizer.from_pretrained(tmp_path / which) for which in ("model", "again"))
     assert before.encode("hello") == after.encode("hello")
+
+
+def sizes_of_shards(folder, *sizes, shard_bytes=100):
+    """Names of each file's tensors, of tensors of so many bytes; and the index, if there is one."""
+    folder.mkdir()
+    tensors = ((f"t{i}", torch.full((n,), i, dtype=torch.uint8)) for i, n in enumerate(sizes))
+    write_tensors(folder, tensors, shard_bytes=shard_bytes)
+    files = {f.name: list(load_file(f)) for f in sorted(folder.glob("*.safetensors"))}
+    index = folder / "model.safetensors.index.json"
+    return files, json.loads(index.read_text()) if index.is_file() else None
+
+
+def test_shards_are_filled_and_never_above_their_size_but_by_one_tensor(tmp_path):
+    assert sizes_of_shards(tmp_path / "one", 60, 40) == ({"model.safetensors": ["t0", "t1"]}, None)
+    two, index = sizes_of_shards(tmp_path / "two", 60, 40, 1)
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    assert two == {first: ["t0", "t1"], second: ["t2"]}
+    assert index["metadata"]["total_size"] == 101
+    assert index["weight_map"] == {"t0": first, "t1": first, "t2": second}
+    many, index = sizes_of_shards(tmp_path / "many", 250, 30, 30, 30, 20, 90, 5)
+    assert list(many.values()) == [["t0"], ["t1", "t2", "t3"], ["t4"], ["t5", "t6"]]
+    assert index["metadata"]["total_size"] == 455
+    for file in (tmp_path / "many").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers asks for it
+
+
+def test_views_of_one_storage_are_written_as_tensors_of_their_own(tmp_path):
+    whole = torch.arange(6.0)
+    write_tensors(tmp_path, {"a": whole[:2], "b": whole[2:].view(2, 2).T}.items())
+    found = load_file(tmp_path / "model.safetensors")
+    assert (found["a"].tolist(), found["b"].tolist()) == ([0, 1], [[2, 4], [3, 5]])
+    assert (tmp_path / "model.safetensors").stat().st_size < 400
+
+
+def test_finished_folder_is_readable_by_others_and_nothing_is_beside_it(tmp_path):
+    out = tmp_path / "deep" / "new"
+    with new_folder(out) as folder:
+        (folder / "1_Pooling").mkdir()
+        for name in ("a", "1_Pooling/b"):
+            (folder / name).touch(mode=0o600)
+    assert oct(out.stat().st_mode & 0o777) == "0o755"
+    assert {oct((out / n).stat().st_mode & 0o777) for n in ("a", "1_Pooling/b")} == {"0o644"}
+    assert [f.name for f in out.parent.iterdir()] == ["new"]
+    with pytest.raises(ConfigError, match="already exists"), new_folder(out / "a"):
+        pass
+
+
+def test_recommended_sampling_goes_along(tmp_path):
+    tiny_models.write(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"top_k": 7}')
+    (tmp_path / "again").mkdir()
+    copy_surroundings(tmp_path / "again", read_spec(tmp_path / "model"))
+    assert (tmp_path / "again" / "generation_config.json").read_text() == '{"top_k": 7}'
+
+
+@pytest.mark.parametrize(
+    ("shape", "transform"),
+    [
+        ((6, 4), None),
+        ((6, 4), Transpose()),
+        ((12, 4), Ungroup(num_kv_heads=2, group=1)),
+        ((16,), Ungroup(num_kv_heads=2, group=2)),
+        ((3, 8, 5), Deinterleave(transposed=False)),
+        ((3, 8), Deinterleave(transposed=False)),
+        ((3, 8, 5), Deinterleave(transposed=True)),
+    ],
+    ids=str,
+)
+def test_stored_tensor_is_read_as_the_parameter_it_was(shape, transform):
+    parameter = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    written = stored(parameter, Placement("x", transform=transform))
+    assert torch.equal(transformed(written, transform, torch), parameter)
+    if transform is not None:
+        assert written.shape != shape or not torch.equal(written, parameter)
+
+
+def test_layout_of_a_gguf_file_is_not_written():
+    with pytest.raises(UnsupportedModelError, match="Unpermute is a layout of GGUF"):
+        stored(torch.zeros(4, 2), Placement("x", transform=Unpermute(2)))
+
+
+@pytest.mark.parametrize(
+    ("family", "error"),
+    [
+        ("llama", None),
+        ("qwen3_moe", None),
+        ("gpt_oss", "experts with biases"),
+        ("deepseek_v3", "latent attention"),
+    ],
+)
+def test_kinds_of_models_that_can_be_written(tmp_path, family, error):
+    tiny_models.write(tmp_path, family)
+    source = read_spec(tmp_path)
+    if error is None:
+        check_writable(source)
+        quantised = dataclasses.replace(source, quantization="any")
+        with pytest.raises(CheckpointError, match="quantised already"):
+            check_writable(quantised)
+        inside = dataclasses.replace(
+            source, family=dataclasses.replace(source.family, nested_config="text_config")
+        )
+        with pytest.raises(UnsupportedModelError, match="inside another"):
+            check_writable(inside)
+    else:
+        with pytest.raises(UnsupportedModelError, match=error):
+            check_writable(source)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path):

@@ -177,3 +177,18 @@ def model(tiny_server, monkeypatch):
         )
 
     return change
+
+
+@pytest.fixture
+def ask(tiny_server, request):
+    """A function that posts a test file's `ROUTES[path]`, with other fields, and returns the answer's body or its error."""
+    routes = request.module.ROUTES
+    with tiny_server.http() as http:
+
+        def post(path="/v1/completions", *, status=200, **more):
+            answer = http.post(path, json=routes.get(path, {}) | more)
+            assert answer.status_code == status, answer.text
+            return answer.json() if status == 200 else answer.json()["error"]
+
+        post.http = http
+        yield post

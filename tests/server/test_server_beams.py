@@ -30,18 +30,6 @@ WAYS = (
 )
 
 
-@pytest.fixture
-def ask(tiny_server):
-    with tiny_server.http() as http:
-
-        def post(path="/v1/completions", *, status=200, **more):
-            answer = http.post(path, json=ROUTES.get(path, {}) | more)
-            assert answer.status_code == status, answer.text
-            return answer.json() if status == 200 else answer.json()["error"]
-
-        yield post
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_as_offline(tiny_path, ask, path):
     answers = [ask(path, return_token_ids=True, **values) for values in WAYS]

@@ -1,4 +1,4 @@
-"""Every Python example of docs/server.md, run as it stands against a tiny server."""
+"""Every Python example of docs/server.md and docs/server/, run as it stands against a tiny server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
-DOC = Path(__file__).parents[2] / "docs" / "server.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+EXAMPLES = [
+    pytest.param(code, id=f"{path.stem}-{number}")
+    for path in (DOCS / "server.md", *sorted((DOCS / "server").glob("*.md")))
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+    )
+]
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) >= 7
+    assert len(EXAMPLES) >= 14
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example(number, request):
-    """Those with `minilm` against an encoder."""
-    server = request.getfixturevalue(
-        "tiny_encoder_server" if "minilm" in EXAMPLES[number] else "tiny_server"
-    )
-    source = EXAMPLES[number].replace("127.0.0.1:8000", server.url.removeprefix("http://"))
-    exec(compile(source, f"example {number}", "exec", dont_inherit=True), {})
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example(code, request):
+    """Those with `minilm` run against an encoder."""
+    server = request.getfixturevalue("tiny_encoder_server" if "minilm" in code else "tiny_server")
+    code = code.replace("127.0.0.1:8000", server.url.removeprefix("http://"))
+    exec(compile(code, "example", "exec", dont_inherit=True), {})

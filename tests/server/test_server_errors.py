@@ -100,8 +100,6 @@ def test_a_body_in_another_coding_is_told_so(http, coded, told):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"zap": 1}}, "stream_options.zap"),
-        ({"store": True}, "store"),
-        ({"metadata": {"a": 1}}, "metadata[...]"),
         ({"priority": 2**40}, "priority"),
         ({"tools": []}, "tools"),
     ],

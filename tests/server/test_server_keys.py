@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import multiprocessing
 import os
 import stat
 import time
@@ -19,21 +16,16 @@ import pytest
 from slipstream.cli.main import main
 from slipstream.errors import ConfigError
 from slipstream.server.http import keys as keys_module
-from slipstream.server.http import rates
-from slipstream.server.http.errors import ApiError
 from slipstream.server.http.keys import Key, KeyFile
-from slipstream.server.http.rates import DAY_S, SharedLimiter, forget_front_end
+from slipstream.server.http.rates import DAY_S
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_rates import STILL
 from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
 def keys_file(tmp_path):
     return tmp_path / "keys.json"
-
-
-STILL = {"clock": lambda: 1000.5, "wall": lambda: 10.5 * DAY_S}
-"""Times of a `SharedLimiter` at which no minute and no day passes, however long a test takes and whenever it runs."""
 
 
 def cli(capsys, *words):
@@ -408,176 +400,6 @@ def refused(keyed, key):
     return False
 
 
-# --- Limits over processes ----------------------------------------------------------------------------------------------
-
-
-def hammer(folder, slot, keys, together, admitted):
-    """A front end: each key asks until all are refused."""
-    limiter = SharedLimiter(shared_dir=folder, slot=lambda: slot, **STILL)
-    counts = dict.fromkeys((k.id for k in keys), 0)
-    spent, going = dict.fromkeys(counts, 0), True
-    together.wait()
-    while going:
-        going = False
-        for key in keys:
-            try:
-                grant = limiter.admit(key)
-            except ApiError:
-                continue
-            going = True
-            counts[key.id] += 1
-            with contextlib.suppress(ApiError):
-                grant.reserve(3, 7)
-                spent[key.id] += 10
-            grant.close(10)
-    admitted.put((counts, spent))
-
-
-def test_a_hundred_keys_at_once_over_front_ends(tmp_path):
-    """Never more than the limit, and all of it for everyone."""
-    keys = [
-        Key(id=f"{i:012x}", requests_per_minute=20 + i, tokens_per_minute=100 + 10 * i)
-        for i in range(100)
-    ]
-    context = multiprocessing.get_context("fork")
-    admitted, together = context.Queue(), context.Barrier(3)
-    processes = [
-        context.Process(target=hammer, args=(str(tmp_path), slot, keys, together, admitted))
-        for slot in range(3)
-    ]
-    for process in processes:
-        process.start()
-    found = [admitted.get(timeout=PATIENCE_S) for _ in processes]
-    for process in processes:
-        process.join()
-    for key in keys:
-        assert sum(counts[key.id] for counts, _ in found) == key.requests_per_minute
-        assert sum(spent[key.id] for _, spent in found) == key.tokens_per_minute
-
-
-def test_a_dead_front_end_holds_no_place(tmp_path):
-    key = Key(id="a", max_concurrent=1)
-    dead, alive = (
-        SharedLimiter(shared_dir=str(tmp_path), slot=lambda i=i: i, **STILL) for i in range(2)
-    )
-    dead.admit(key)
-    with pytest.raises(ApiError):
-        alive.admit(key)
-    forget_front_end(str(tmp_path), 0)
-    alive.admit(key).close(0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_window_holds(seed):
-    """However requests fall, no 60 s have more than the limit."""
-    import random
-
-    draw, now = random.Random(seed), [0.0]
-    limiter = SharedLimiter(clock=lambda: now[0])
-    key, times = Key(id="a", requests_per_minute=10), []
-    while now[0] < 400:
-        now[0] += draw.choice([0.0, 0.01, 0.4, 5.0, 31.0]) * draw.random()
-        with contextlib.suppress(ApiError):
-            limiter.admit(key).close(0)
-            times.append(now[0])
-    assert all(sum(t <= u < t + 60 for u in times) <= 10 for t in times)
-    assert len(times) >= 40, "and the limit can be used"
-
-
-def test_a_clock_that_jumps():
-    wall = [10.5 * DAY_S]
-    limiter = SharedLimiter(wall=lambda: wall[0])
-    key = Key(id="a", tokens_per_day=100)
-
-    def use(n):
-        grant = limiter.admit(key)
-        try:
-            grant.reserve(n, 0)
-        finally:
-            grant.close(n)
-
-    use(60)
-    wall[0] -= DAY_S
-    with pytest.raises(ApiError):
-        use(60)
-    wall[0] += 2 * DAY_S
-    use(60)
-
-
-def test_rows_of_keys_that_are_gone_are_used_again(tmp_path, monkeypatch):
-    """Only when nothing of them counts any more. Another front end that knew such a row finds its own anew."""
-    monkeypatch.setattr(rates, "MAX_ROWS", 4)
-    now, wall = [1000.0], [10.5 * DAY_S]
-    one, other = (
-        SharedLimiter(
-            shared_dir=str(tmp_path), slot=lambda i=i: i, clock=lambda: now[0], wall=lambda: wall[0]
-        )
-        for i in range(2)
-    )
-
-    def use(name, tokens, limiter=one):
-        grant = limiter.admit(Key(id=name, requests_per_minute=1, tokens_per_day=100))
-        try:
-            grant.reserve(tokens, 0)
-        except ApiError:
-            grant.close(0)
-            raise
-        return grant
-
-    running = use("runs", 10)
-    for number in range(3):
-        use(f"old{number}", 60).close(60)
-    with pytest.raises(ApiError) as full:
-        use("new", 1)
-    assert full.value.code == "keys_full"
-    now[0] += 62
-    with pytest.raises(ApiError) as full:
-        use("new", 1)  # the day's counts hold
-    assert full.value.code == "keys_full"
-    now[0] += 62
-    wall[0] += DAY_S
-    for number in range(3):
-        use(f"new{number}", 60, other).close(60)
-    for name in ("new0", "new1", "new2"):
-        with pytest.raises(ApiError, match="a minute"):
-            use(name, 1)
-    with pytest.raises(ApiError, match="in flight"):
-        other.admit(Key(id="runs", max_concurrent=1))
-    running.close(10)
-    now[0] += 62
-    use("old0", 100).close(100)  # this front end knew a row of it that is another's by now
-    now[0] += 62
-    with pytest.raises(ApiError, match="has 0 left"):
-        use("old0", 1, other)
-
-
-async def test_what_a_client_left_is_given_back_but_its_prompt():
-    limiter = SharedLimiter(**STILL)
-    key = Key(id="a", tokens_per_minute=100)
-    grant = limiter.admit(key)
-    grant.reserve(20, 70)
-    grant.close(0)  # it went away before the first token
-    limiter.admit(key).reserve(80, 0)
-    with pytest.raises(ApiError):
-        limiter.admit(key).reserve(1, 0)
-    await asyncio.sleep(0)
-
-
-def test_a_batch_takes_nothing_of_the_minute():
-    limiter = SharedLimiter(**STILL)
-    key = Key(id="a", tokens_per_minute=100, tokens_per_day=1000)
-    batch, other = limiter.admit(key, background=True), limiter.admit(key, background=True)
-    batch.reserve(90, 300)
-    other.reserve(50, 0)
-    online = limiter.admit(key)
-    online.reserve(50, 50)
-    batch.close(100)
-    with pytest.raises(ApiError, match="a minute"):
-        limiter.admit(key).reserve(1, 0)
-    with pytest.raises(ApiError, match="has 750 left"):
-        other.reserve(800, 0)
-
-
 @pytest.mark.slow
 def test_limits_hold_over_real_front_ends(tiny_path, keys_file, capsys):
     """The command with two front ends, and many clients at once."""
@@ -640,16 +462,3 @@ def test_what_computes_nothing_is_a_request_too(keyed, tmp_path, path, body):
         assert 429 not in statuses[:2]
         assert statuses[2] == 429
         assert http.get("/v1/models").status_code == 200  # to look is free
-
-
-def test_window_is_empty_again_after_a_minute_of_idling():
-    """Counts of seconds that left the window while nobody asked must not come back."""
-    now = [100.0]
-    limiter = SharedLimiter(clock=lambda: now[0])
-    key = Key(id="a", requests_per_minute=3)
-    for idle in (61.0, 60.0 + 61.0, 200.0, 61.0):
-        for _ in range(3):
-            limiter.admit(key).close(0)
-        with pytest.raises(ApiError):
-            limiter.admit(key)
-        now[0] += idle

@@ -7,8 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from slipstream import __version__
-from slipstream.engine.text.tool_formats import REASONING
+from slipstream.engine.text.tool_formats import REASONING, tool_format
+from slipstream.engine.text.tool_formats.base import Tool
+from slipstream.engine.text.tools import Reading
+from slipstream.server.ollama.routes import OLLAMA_VERSION, OllamaChatAnswer
 from tests.server.conftest import TEMPLATE
 
 SAID = [{"role": "user", "content": "Say hello."}]
@@ -150,7 +152,7 @@ def test_options(http, tiny_server):
 @pytest.mark.parametrize(
     ("path", "wrong", "words"),
     [
-        ("/api/chat", {"options": {"num_ctx": 10**6}}, "context is 1024"),
+        ("/api/chat", {"options": {"repeat_last_n": 8, "repeat_penalty": 1.1}}, "repeat_last_n"),
         ("/api/chat", {"options": {"mirostat": 1}}, "mirostat"),
         ("/api/chat", {"options": {"heat": 1}}, "heat"),
         ("/api/chat", {"tools": [{"type": "function"}]}, "tools"),
@@ -183,7 +185,7 @@ def test_what_is_served(http):
     shown = http.post("/api/show", json={"model": "smollm2:latest"}).json()
     assert shown["model_info"]["llama.context_length"] == 1024
     assert shown["capabilities"] == ["completion"]
-    assert http.get("/api/version").json() == {"version": __version__}
+    assert http.get("/api/version").json() == {"version": OLLAMA_VERSION}
     for path in ("/api/chat", "/api/generate", "/api/show"):
         assert http.post(path, json={"model": "smollm2"}).status_code == 200
         answer = http.post(path, json={"model": "other"})
@@ -251,3 +253,81 @@ def test_the_page_of_the_api(http):
     assert "http" not in "".join(found.links)
     assert {link[1:] for link in found.links if link.startswith("#")} <= found.ids
     assert set(document["components"]["schemas"]) <= found.ids
+
+
+DEFAULTS = {
+    "num_ctx": 10**6,
+    "repeat_last_n": 64,
+    "penalize_newline": False,
+    "tfs_z": 1,
+    "mirostat": 0,
+}
+
+
+def test_options_that_clients_always_send_change_nothing(http):
+    ask = {"model": "smollm2", "messages": SAID, "stream": False}
+    plain = http.post(
+        "/api/chat", json=ask | {"options": {"temperature": 0, "num_predict": 5}}
+    ).json()
+    more = {"temperature": 0, "num_predict": 5, **DEFAULTS}
+    assert (
+        http.post("/api/chat", json=ask | {"options": more}).json()["message"] == plain["message"]
+    )
+    long = http.post("/api/chat", json=ask | {"options": {"num_predict": 10**6, "temperature": 0}})
+    assert long.status_code == 200  # it ends with the context
+
+
+def test_calls_come_whole_and_their_results_go_back(http, model):
+    model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser="hermes")
+    assert "tools" in http.post("/api/show", json={"model": "smollm2"}).json()["capabilities"]
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": schema, "strict": True},
+    }
+    ask = {"model": "smollm2", "messages": SAID, "tools": [tool]}
+    call = {"function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    for more in (call, call | {"id": "x"}):
+        result = {"role": "tool", "content": "mild", "tool_name": "weather"}
+        result |= {"tool_call_id": "x"} if "id" in more else {}
+        said = [
+            *SAID,
+            {"role": "assistant", "content": "", "tool_calls": [more, call]},
+            result,
+            result,
+        ]
+        answer = http.post(
+            "/api/chat", json=ask | {"messages": said, "options": {"num_predict": 4}}
+        )
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("cuts", [1, 3, 1000])
+def test_calls_of_an_answer_are_told_once_each_however_the_text_is_cut(cuts):
+    form = tool_format("hermes", None)
+    answer = object.__new__(OllamaChatAnswer)
+    answer.parser, answer._call = (
+        Reading(form=form, think=None, offered=(Tool("f", {}),)).parser(),
+        None,
+    )
+    one = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
+    text = f"So: {one}\n{one}"
+    pieces = [text[i : i + cuts] for i in range(0, len(text), cuts)]
+    parts = [
+        part for i, piece in enumerate(pieces) for part in answer._read(piece, i == len(pieces) - 1)
+    ]
+    calls = [call["function"] for part in parts for call in part.get("tool_calls", ())]
+    assert calls == [{"name": "f", "arguments": {"a": [1, "}"]}}] * 2
+    assert "".join(part["content"] for part in parts) == "So:"
+
+
+def test_one_embedding_of_the_old_route_and_none_of_an_empty_text(tiny_encoder_server):
+    with tiny_encoder_server.http() as http:
+        new = http.post("/api/embed", json={"model": "minilm", "input": "one"}).json()["embeddings"]
+        old = http.post("/api/embeddings", json={"model": "minilm", "prompt": "one"}).json()
+        assert old["embedding"] == pytest.approx(new[0])
+        assert http.post("/api/embeddings", json={"model": "minilm"}).json() == {"embedding": []}
+        assert (
+            http.post("/api/embed", json={"model": "minilm", "input": ""}).json()["embeddings"]
+            == []
+        )

@@ -388,14 +388,12 @@ def test_a_full_disk_is_said(serve, monkeypatch):
 
 # --- Refusals -------------------------------------------------------------------------------------------------------------
 
-CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}
-
 
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "x"}]}]},
             "input[0].content[0].type",
@@ -414,20 +412,16 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[]"}
         ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x", "extra": 1}]}, "input[0].extra"),
-        ({"input": [{"role": "user", "content": "a"}, CALL]}, "input[1].arguments"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "function", "name": "f"}, "tools": TOOLS}, "tool_choice.name"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
     ],
@@ -510,9 +504,7 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut(serve):
     with server.client() as client:
         results = [{"type": "function_call_output", "call_id": "c", "output": "no JSON"}]
         client.responses.create(model="fake", input=results, previous_response_id="resp_cut")
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.responses.create(model="fake", input=[call, *results])
-        assert refused.value.param == "input[0].arguments"
+        client.responses.create(model="fake", input=[call, *results])
 
 
 def test_a_conversation_is_bounded_as_a_body_is(serve, monkeypatch):

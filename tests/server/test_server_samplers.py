@@ -28,18 +28,6 @@ WAYS = (
 )
 
 
-@pytest.fixture
-def ask(tiny_server):
-    with tiny_server.http() as http:
-
-        def post(path="/v1/completions", *, status=200, **more):
-            answer = http.post(path, json=ROUTES.get(path, {}) | more)
-            assert answer.status_code == status, answer.text
-            return answer.json() if status == 200 else answer.json()["error"]
-
-        yield post
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_samplers(ask, path):
     def tokens(**more):

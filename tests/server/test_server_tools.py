@@ -255,18 +255,6 @@ def function(**fields):
             "messages[0].tool_call_id",
             "role",
         ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "JSON object",
-        ),
     ],
     ids=str,
 )

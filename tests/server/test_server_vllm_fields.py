@@ -23,19 +23,6 @@ CHAT["ignore_eos"] = True
 ROUTES = {"/v1/completions": TEXT, "/v1/chat/completions": CHAT}
 
 
-@pytest.fixture
-def ask(tiny_server):
-    with tiny_server.http() as http:
-
-        def post(path="/v1/completions", *, status=200, **more):
-            answer = http.post(path, json=ROUTES.get(path, {}) | more)
-            assert answer.status_code == status, answer.text
-            return answer.json() if status == 200 else answer.json()["error"]
-
-        post.http = http
-        yield post
-
-
 def events(http, path, **more):
     answer = http.post(path, json=ROUTES[path] | more | {"stream": True})
     return [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]
@@ -171,5 +158,5 @@ def test_names_that_are_taken(ask):
     for name in ("add_special_tokens", "continue_final_message", "any_length"):
         error = ask("/v1/chat/completions", status=400, chat_template_kwargs={name: 1})
         assert error["param"] == "chat_template_kwargs"
-    for name in ("reasoning_effort", "verbosity"):
-        assert ask("/v1/chat/completions", status=400, **{name: "low"})["param"] == name
+    for name in ("reasoning_effort", "verbosity"):  # hints, which this template does not know
+        ask("/v1/chat/completions", **{name: "low"})

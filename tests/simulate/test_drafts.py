@@ -15,10 +15,10 @@ from slipstream.config import EngineArgs, SpeculationConfig
 from slipstream.core.request import Request
 from slipstream.costs.devices import find_device
 from slipstream.costs.estimate import estimate
-from slipstream.costs.step_cost import MeasuredStep, StepShape, fit_steps, read_table
+from slipstream.costs.step_cost import MeasuredStep, StepCounts, fit_steps, read_table
 from slipstream.errors import ConfigError
 from slipstream.simulate.drafts import (
-    Acceptance,
+    AcceptanceRates,
     Drafts,
     DraftSteps,
     SimulatedSpeculation,
@@ -42,7 +42,9 @@ def drafting(rates, *, found=1.0, tokens=3, cost=None, **more):
     made = engine(max_model_len=400, max_num_batched_tokens=64, **more)
     return dataclasses.replace(
         made,
-        drafts=Drafts(config=config, acceptance=Acceptance(rates=rates, found=found), cost=cost),
+        drafts=Drafts(
+            config=config, acceptance=AcceptanceRates(rates=rates, found=found), cost=cost
+        ),
     )
 
 
@@ -140,12 +142,12 @@ def test_a_table_has_a_part_for_drafts_and_reads_one_without():
             1e-3 + shape.num_tokens * 1e-5 + shape.num_drafts * 2e-5 + shape.decode_context * 1e-8
         )
 
-    shapes = [StepShape.of((c,) * n) for n in (1, 4, 16, 32) for c in (30, 200)]
+    shapes = [StepCounts.of((c,) * n) for n in (1, 4, 16, 32) for c in (30, 200)]
     plain = fit_steps([MeasuredStep(s, time(s)) for s in shapes], identity={}, made_by={})
-    shapes += [StepShape.of(verified=((200, t),) * n) for n in (1, 4, 16) for t in (3, 6)]
+    shapes += [StepCounts.of(verified=((200, t),) * n) for n in (1, 4, 16) for t in (3, 6)]
     table = fit_steps([MeasuredStep(s, time(s)) for s in shapes], identity={}, made_by={})
-    shape = StepShape.of(verified=((200, 4),) * 8)
-    assert shape == StepShape(8, 8 * 204, 0, 0, 0, 32, 24)
+    shape = StepCounts.of(verified=((200, 4),) * 8)
+    assert shape == StepCounts(8, 8 * 204, 0, 0, 0, 32, 24)
     assert shape.num_tokens == 32
     assert table.seconds(shape) == pytest.approx(time(shape), rel=0.08)
     assert (table.label(shape), plain.label(shape)) == ("interpolated", "estimated")
@@ -155,10 +157,10 @@ def test_a_table_has_a_part_for_drafts_and_reads_one_without():
 
 
 def test_the_label_of_a_simulation_is_the_worst_of_model_and_draft_model():
-    points = [MeasuredStep(StepShape.of((30,) * n), 1e-3 + n * 1e-5) for n in (1, 4, 16)]
+    points = [MeasuredStep(StepCounts.of((30,) * n), 1e-3 + n * 1e-5) for n in (1, 4, 16)]
     table = fit_steps(points, identity={}, made_by={})
-    assert table.label(StepShape.of((30,) * 2)) == "interpolated"
-    assert table.label(StepShape.of(prompts=((0, 1),))) == "estimated", "no prompt was measured"
+    assert table.label(StepCounts.of((30,) * 2)) == "interpolated"
+    assert table.label(StepCounts.of(prompts=((0, 1),))) == "estimated", "no prompt was measured"
     steps = DraftSteps(table)
     steps.seconds([ScheduledRequest("a", 20, 4, 4, (), (FROM_MODEL,) * 3)])
     assert steps.label == "estimated"
@@ -171,10 +173,10 @@ def test_a_planned_engine_with_drafts():
         plan_engine(dataclasses.replace(base, speculative_model="ngram"), description, h200)
     head = dataclasses.replace(base, speculative_config={"method": "eagle3", "model": "x"})
     with pytest.raises(ConfigError, match="eagle3"):
-        plan_engine(head, description, h200, acceptance=Acceptance(rates=(0.5,)))
+        plan_engine(head, description, h200, acceptance=AcceptanceRates(rates=(0.5,)))
     alone = plan_engine(base, description, h200)
     drafted = dataclasses.replace(base, speculative_model=str(FOLDER), num_speculative_tokens=2)
-    with_model = plan_engine(drafted, description, h200, acceptance=Acceptance(rates=(0.9,)))
+    with_model = plan_engine(drafted, description, h200, acceptance=AcceptanceRates(rates=(0.9,)))
     assert (
         with_model.ledger.weights_bytes > 2 * alone.ledger.weights_bytes
     )  # the draft model's are not rounded
@@ -184,7 +186,7 @@ def test_a_planned_engine_with_drafts():
         dataclasses.replace(base, speculative_model="ngram", num_speculative_tokens=2),
         description,
         h200,
-        acceptance=Acceptance(rates=(0.9,)),
+        acceptance=AcceptanceRates(rates=(0.9,)),
     )
     speed = [
         simulate(e.simulated, load).summary.output_throughput for e in (with_model, alone, ngram)
@@ -204,7 +206,7 @@ def test_a_plan_with_a_draft_model_has_as_many_blocks_as_the_engine(tmp_path, bl
         args,
         read_spec(tmp_path / "model"),
         this_hardware("cpu"),
-        acceptance=Acceptance(rates=(0.5,)),
+        acceptance=AcceptanceRates(rates=(0.5,)),
     )
     executor = LocalExecutor.build(args)
     there, here = executor.ledger, planned.ledger
@@ -222,7 +224,7 @@ def test_each_of_the_gpus_that_share_a_model_has_the_draft_model_whole():
 
     def ledger(num_gpus, args):
         return plan_engine(
-            args, description, h200, num_gpus=num_gpus, acceptance=Acceptance(rates=(0.9,))
+            args, description, h200, num_gpus=num_gpus, acceptance=AcceptanceRates(rates=(0.9,))
         ).ledger
 
     def of_draft(num_gpus):
@@ -247,7 +249,9 @@ def test_each_of_the_gpus_that_share_a_model_has_the_draft_model_whole():
 
 def test_ended_requests_leave_nothing_in_a_long_simulation():
     config = SpeculationConfig(method="draft", model="m")
-    speculation = SimulatedSpeculation(Drafts(config=config, acceptance=Acceptance(rates=(0.5,))))
+    speculation = SimulatedSpeculation(
+        Drafts(config=config, acceptance=AcceptanceRates(rates=(0.5,)))
+    )
     spec = EngineRequest(
         request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), max_tokens=9
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.bench.load import Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.costs.step_cost import HostCost
-from slipstream.simulate.simulator import Replica, SimulatedEngine, simulate
+from slipstream.simulate.simulator import SimulatedEngine, SimulatedReplica, simulate
 from slipstream.simulate.traffic import Traffic, TrafficRequest, of_lengths
 from tests.core.configs import config
 from tests.tiny_models import build
@@ -235,7 +235,7 @@ def test_steps_are_a_real_engines(tmp_path, monkeypatch):
         run_ahead=8 if llm.config.device.num_threads > 1 else 0,
     )
     simulated = []
-    original = Replica._launch
+    original = SimulatedReplica._launch
 
     def seen(self, plan):
         simulated.append(
@@ -243,7 +243,7 @@ def test_steps_are_a_real_engines(tmp_path, monkeypatch):
         )
         original(self, plan)
 
-    monkeypatch.setattr(Replica, "_launch", seen)
+    monkeypatch.setattr(SimulatedReplica, "_launch", seen)
     load = traffic(*((0.0, *each) for each in lengths))
     found = simulate(made, load, exact=True)
     assert simulated == steps

@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, LoRARequest
 from slipstream.errors import AdapterError, ConfigError
 from slipstream.start_messages import Failed
-from slipstream.worker.ranks.messages import Reply, UnloadAdapter
+from slipstream.worker.ranks.messages import Reply, UnloadRankAdapter
 from tests import forked_ranks
 from tests.engine.test_adapters import ALL, GREEDY, SETTINGS, adapter, build, check
 
@@ -65,7 +65,7 @@ def test_what_one_rank_cant_read_no_rank_has(llm, made, monkeypatch):
     monkeypatch.setattr(executor, "_broadcast", told.append)
     with pytest.raises(AdapterError, match="its disk is gone"):
         executor.load_adapter(LoRARequest("a", 40, "somewhere"), tuple)
-    assert told[-1] == UnloadAdapter(40)
+    assert told[-1] == UnloadRankAdapter(40)
 
 
 def test_ranks_are_not_asked_about_an_adapter_that_they_have(llm, made, monkeypatch):

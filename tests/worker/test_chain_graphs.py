@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.core.participants.speculation import Speculation
 from slipstream.costs.graph_sizes import GRAPH_BYTES, chain_bytes, chain_depths
 from slipstream.types import FROM_MODEL, ScheduledRequest
 from slipstream.worker.draft.head_drafter import HeadChain
@@ -176,8 +177,8 @@ def proposals(
     model, config = config_of(folder, kind)
     with LLM(model, speculative_config=config, **{**SIZES, "kernels": "torch", **more}) as llm:
         if chosen is not None:
-            choose = llm.core.scheduler.speculation.choose
-            llm.core.scheduler.speculation.choose = lambda running: (
+            choose = llm.core.scheduler.part(Speculation).choose
+            llm.core.scheduler.part(Speculation).choose = lambda running: (
                 chosen(running) and choose(running)
             )
         runner = llm.core.executor.runner
@@ -186,7 +187,7 @@ def proposals(
             draft.graphs = Replayed(
                 draft, runner.rows, (1, 3, 5), max_model_len=SIZES["max_model_len"], max_num_seqs=4
             )
-            llm.core.scheduler._drafts_ahead = True  # as the config of a GPU says
+            llm.core.scheduler._guesses_ahead = True  # as the config of a GPU says
         if not ahead:
             draft.go_ahead = lambda plan, rows: None
         write, kept = draft.write_drafts, []
@@ -256,14 +257,16 @@ def test_steps_that_catch_up_are_cold(models, kernels):
         str(models / "model"), speculative_config=config, **{**SIZES, "kernels": kernels}
     ) as llm:
         scheduler, cold, rests = llm.core.scheduler, [], iter((False, False, False, *10 * (True,)))
-        update, choose = scheduler.update, scheduler.speculation.choose
+        update, choose = scheduler.update, scheduler.part(Speculation).choose
 
         def noted(plan, result):
             cold.append((any(s.drafts for s in plan.scheduled), result.is_cold))
             return update(plan, result)
 
         scheduler.update = noted
-        scheduler.speculation.choose = lambda running: not next(rests, False) and choose(running)
+        scheduler.part(Speculation).choose = lambda running: (
+            not next(rests, False) and choose(running)
+        )
         llm.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     drafted = [is_cold for has_drafts, is_cold in cold if has_drafts]
     assert not any(is_cold for has_drafts, is_cold in cold if not has_drafts)
@@ -404,7 +407,7 @@ def test_no_prompt_is_seen_while_drafts_rest(models, monkeypatch):
         runner.draft.graphs = Replayed(
             runner.draft, runner.rows, (3,), max_model_len=128, max_num_seqs=4
         )
-        llm.core.scheduler.speculation.choose = lambda running: False
+        llm.core.scheduler.part(Speculation).choose = lambda running: False
         lengths = [
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 5, 5, 5, 5)
         ]

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.platform import CpuPlatform
+from slipstream.platform.cpu import CpuPlatform
 from slipstream.types import BlockCopy
 from slipstream.worker.tiers import device_blocks, disk_tier
-from slipstream.worker.tiers.block_store import BlockStore, block_arrays
+from slipstream.worker.tiers.block_store import HostBlockStore, block_arrays
 from slipstream.worker.tiers.device_blocks import DeviceBlocks
 from slipstream.worker.tiers.disk_tier import HEADER, DiskTier
 
@@ -234,7 +234,7 @@ def test_a_cpus_blocks_go_to_files_and_come_back(tmp_path):
     rng, settled = np.random.default_rng(0), []
     k, v = (rng.normal(size=(5, 2, 4, 8)).astype(np.float32) for _ in range(2))
     turned = np.ascontiguousarray(v.swapaxes(2, 3)).swapaxes(2, 3)  # another order in memory
-    store = BlockStore(
+    store = HostBlockStore(
         block_arrays([k, turned]), DiskTier(tmp_path, 2**20, OURS, 512), lambda: settled.append(1)
     )
     assert store.block_bytes == 512
@@ -264,7 +264,7 @@ def test_neighbouring_slots_cross_the_bus_in_one_piece(monkeypatch):
     monkeypatch.setattr(device_blocks, "CHUNK_BYTES", 4 * 256)
     cache = torch.arange(12.0).repeat_interleave(64).view(12, 2, 4, 8)
     store = DeviceBlocks(
-        BlockRows.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu"))
+        BlockTensors.of([cache]), ReferenceOps(), 11, 8, None, CpuPlatform(torch.device("cpu"))
     )
     pieces, runs = [], store._runs
     monkeypatch.setattr(
@@ -299,7 +299,7 @@ def check_device_blocks(tmp_path, platform, ops, odd):
         )
     block_bytes = 3 * 256 + 3 * odd
     store = DeviceBlocks(
-        BlockRows.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform
+        BlockTensors.of(caches), ops, 6, 2, DiskTier(tmp_path, 2**20, OURS, block_bytes), platform
     )
     assert (store.block_bytes, store.num_slots) == (block_bytes, 6)
     before = [cache.clone() for cache in caches]

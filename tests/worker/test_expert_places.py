@@ -24,7 +24,8 @@ from slipstream.kernels.select import select_ops
 from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
 from slipstream.model.layers import MoE
-from slipstream.platform import RankGroup, collectives, platform_of
+from slipstream.platform import collectives, platform_of
+from slipstream.platform.collectives import RankGroup
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.experts import balance as expert_balance
 from slipstream.worker.experts.balance import rank_of_places

@@ -18,7 +18,7 @@ import torch
 from slipstream import LLM, BeamSearchParams, SamplingParams
 from slipstream.config import ParallelConfig
 from slipstream.core.scheduler import Scheduler
-from slipstream.costs.graph_sizes import MIXED_PROMPTS
+from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.model.layers import Partition, one_of_each_kind
@@ -44,10 +44,10 @@ from slipstream.worker.input_batch import (
     _upload_together,
 )
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.model_runner import GRAPH_BYTES, ModelRunner
 from slipstream.worker.packed_tables import PackedTables
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result
 from slipstream.worker.rows import RowTable
+from slipstream.worker.torch_loading import TorchLoaded
 from tests import tiny_models
 from tests.model.parallel_ranks import Meeting, ThreadGroup, ThreadPipe
 
@@ -238,12 +238,10 @@ def test_stages_replay_graphs(tmp_path, monkeypatch, of_graphs):
             part = Partition(
                 config.parallel.shard(rank), ThreadGroup(0, 1, Meeting(1)), ThreadPipe(rank, queues)
             )
-            runners.append(
-                own := ModelRunner(
-                    config, read_spec(tmp_path), weights_folder=tmp_path, partition=part
-                )
+            loaded = TorchLoaded(
+                config, read_spec(tmp_path), weights_folder=tmp_path, partition=part
             )
-            own.allocate(config, len(runner.kv[0].k))
+            runners.append(own := loaded.allocate(config, len(runner.kv[0].k)))
             if by_graphs:
                 own.graphs = replay(own)
         while not queues[0].empty():  # of a graph that was captured
@@ -283,11 +281,12 @@ class RankThreads:
 
         def made(rank):  # at the same time: ranks agree at their start which experts can move
             part = Partition(config.parallel.shard(rank), ThreadGroup(rank, 2, self.meeting))
-            return ModelRunner(config, read_spec(path), weights_folder=path, partition=part)
+            return TorchLoaded(config, read_spec(path), weights_folder=path, partition=part)
 
-        self.runners = list(self.pool.map(made, range(2)))
+        num_blocks = len(runner.kv[0].k)
+        loaded = list(self.pool.map(made, range(2)))
+        self.runners = [own.allocate(config, num_blocks) for own in loaded]
         for own in self.runners:
-            own.allocate(config, len(runner.kv[0].k))
             own.graphs = replay(own, greedy_ends=True) if by_graphs else None
 
     def launch(self, plan):
@@ -516,7 +515,7 @@ def test_what_graphs_hold(tmp_path):
         outputs = [captured.output for captured in graphs._captured.values()]
         assert len(outputs) == len(graphs.sizes) + len(sizes)
         assert {t.data_ptr() for t in outputs} == {graphs._hidden.data_ptr()}
-        room = runner.graph_reserve_bytes(0) - len(outputs) * GRAPH_BYTES
+        room = runner.loaded.graph_reserve_bytes(0) - len(outputs) * GRAPH_BYTES
         assert graphs._hidden.nbytes < room
 
 

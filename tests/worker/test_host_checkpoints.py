@@ -26,7 +26,7 @@ from slipstream.model.stored_weights import (
 from slipstream.spec.description import read_spec
 from slipstream.spec.quantization_config import StoredFormats
 from slipstream.spec.scheme import FORMATS, WeightFormat
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
 from tests import tiny_models
 from tests.model import test_block_scales, test_cache_scales
 from tests.model.test_compressed import GROUP, SIZES, compress
@@ -157,9 +157,11 @@ def test_scales_of_the_cache(tmp_path, monkeypatch):
     compared(tmp_path, monkeypatch, samplings=GREEDY_AND_SCORED)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SETTINGS) as llm:
         runner = llm.core.executor.runner
-        assert type(runner) is HostRunner
+        assert type(runner.loaded) is HostLoaded
         assert all(layer.k.dtype == np.int8 for layer in runner.kv)
-        assert [float(k[0]) for k, _ in runner.kv_scales] == pytest.approx([0.02, 0.06], rel=0.01)
+        assert [float(k[0]) for k, _ in runner.loaded.kv_scales] == pytest.approx(
+            [0.02, 0.06], rel=0.01
+        )
         assert "calibrate" not in runner.phases
 
 
@@ -172,7 +174,7 @@ def test_random_weights_are_held_as_the_checkpoints_are(tmp_path, kind):
         with LLM(
             str(tmp_path), skip_tokenizer_init=True, load_format=load_format, **SETTINGS
         ) as llm:
-            assert type(llm.core.executor.runner) is HostRunner
+            assert type(llm.core.executor.runner.loaded) is HostLoaded
             forms.append({form.name for form in llm.ledger.forms})
     assert ("int8" in forms[0]) == (kind == "int8")
     if (

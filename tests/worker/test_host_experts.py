@@ -49,7 +49,7 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
 
     with LLM(str(tmp_path), **how) as llm:
         wanted, weights = answers(llm), llm.core.ledger.weights_bytes
-        counts = llm.core.executor.runner._experts.read()
+        counts = llm.core.executor.runner.loaded.experts.read()
 
     def with_host(*given):
         config = resolve(*given)
@@ -63,7 +63,7 @@ def test_an_engine_answers_as_one_without(tmp_path, monkeypatch, family):
         assert runner.ops._layers
         assert runner.ops.holds_experts
         assert sum(hot.follow([0] * len(hot.place_of)) for hot in runner.ops._hot.values()) == 0
-        assert runner._experts.read() == counts
+        assert runner.loaded.experts.read() == counts
         ledger = llm.core.ledger
         assert ledger.weights_bytes - runner.ops.num_bytes < weights
         assert any("of the host's memory, computed there" in line for line in ledger.describe())

@@ -24,9 +24,9 @@ from slipstream.kernels.cpu import native
 from slipstream.model.checkpoint import dummy_arrays
 from slipstream.spec.description import read_spec
 from slipstream.worker.forward.forward_paths import torch_reason
-from slipstream.worker.host_runner import HostRunner
-from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.thread_governor import ThreadGovernor
+from slipstream.worker.torch_loading import TorchLoaded
 from tests import draft_heads, tiny_models, vision_models, without_torch
 from tests.model.test_compressed import AWQ_SIZES, compress, compress_awq, compress_gptq
 from tests.model.test_compressed import SIZES as ROUNDED_SIZES
@@ -77,17 +77,17 @@ def answers(llm, samplings=SAMPLINGS):
     return [llm.generate(PROMPTS, s, progress=False) for s in samplings]
 
 
-def compared(model, monkeypatch, runner=HostRunner, samplings=SAMPLINGS, **settings):
+def compared(model, monkeypatch, runner=HostLoaded, samplings=SAMPLINGS, **settings):
     """Answers by both runners are the same."""
     settings = {**SIZES, "skip_tokenizer_init": True, **settings}
     with LLM(str(model), **settings) as llm:
-        assert type(llm.core.executor.runner) is runner
+        assert type(llm.core.executor.runner.loaded) is runner
         ours = answers(llm, samplings)
         stats = llm.stats()
     with monkeypatch.context() as patch:
-        patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
+        patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
         with LLM(str(model), **settings) as llm:
-            assert type(llm.core.executor.runner) is ModelRunner
+            assert type(llm.core.executor.runner.loaded) is TorchLoaded
             theirs = answers(llm, samplings)
     for a, b in zip(chain(*ours), chain(*theirs), strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
@@ -170,11 +170,11 @@ def test_drafts_are_torchs(tmp_path, monkeypatch, kind, block_size):
     for runner in ("ours", "torchs"):
         with monkeypatch.context() as patch:
             if runner == "torchs":
-                patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
-                patch.setattr(HostRunner, "launch", None)
+                patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+                patch.setattr(HostLoaded, "allocate", None)
             with LLM(str(model), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
-                assert type(llm.core.executor.runner) is (
-                    HostRunner if runner == "ours" else ModelRunner
+                assert type(llm.core.executor.runner.loaded) is (
+                    HostLoaded if runner == "ours" else TorchLoaded
                 )
                 found = [
                     [o.outputs[0].token_ids for o in outputs] for outputs in answers(llm, SAMPLINGS)
@@ -190,7 +190,7 @@ def test_what_the_program_lacks_is_torchs(tmp_path, caplog, family):
     tiny_models.write(tmp_path, family)
     caplog.set_level("INFO", logger="slipstream.engine")
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
-        assert type(llm.core.executor.runner) is ModelRunner
+        assert type(llm.core.executor.runner.loaded) is TorchLoaded
     assert any(
         m.startswith("torch runs the steps: ") and REFUSED[family] in m for m in caplog.messages
     )
@@ -207,7 +207,7 @@ def test_settings_that_torch_is_needed_for_are_named(tmp_path, caplog, settings,
     tiny_models.write(tmp_path)
     caplog.set_level("INFO", logger="slipstream.engine")
     with LLM(str(tmp_path), skip_tokenizer_init=True, **{**SIZES, **settings}) as llm:
-        assert type(llm.core.executor.runner) is ModelRunner
+        assert type(llm.core.executor.runner.loaded) is TorchLoaded
     assert any(why in m for m in caplog.messages)
     config = estimate(
         EngineArgs(model=str(tmp_path), **{**SIZES, **settings}), read_spec(tmp_path)
@@ -221,7 +221,7 @@ def test_random_weights(config_only):
     for seed in (1, 1, 2):
         with LLM(str(config_only), seed=seed, quantization="int8", **settings) as llm:
             runner = llm.core.executor.runner
-            assert type(runner) is HostRunner
+            assert type(runner.loaded) is HostLoaded
             found.append(
                 [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, progress=False)]
             )
@@ -335,7 +335,7 @@ def test_a_number_of_threads_that_was_asked_for_is_kept(tmp_path):
             str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": number}
         ) as llm:
             runner = llm.core.executor.runner
-            assert (runner._governor is None) == (
+            assert (runner.forwards.base.governor is None) == (
                 number is not None or runner.config.device.num_threads == 1
             )
 
@@ -353,9 +353,9 @@ def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, s
         changes.append(1 + len(changes) % 2)
         self._threads.use(changes[-1])
 
-    monkeypatch.setattr("slipstream.worker.host_runner.ThreadGovernor.note", note)
+    monkeypatch.setattr("slipstream.worker.thread_governor.ThreadGovernor.note", note)
     monkeypatch.setattr(
-        "slipstream.worker.host_runner.ThreadGovernor.begin_prompts",
+        "slipstream.worker.thread_governor.ThreadGovernor.begin_prompts",
         lambda self: prompts.append(self),
     )
     found = []
@@ -364,7 +364,8 @@ def test_answers_do_not_depend_on_how_many_threads_work(tmp_path, monkeypatch, s
             str(tmp_path), skip_tokenizer_init=True, **{**SIZES, "num_threads": 2, **settings}
         ) as llm:
             runner = llm.core.executor.runner
-            runner._governor = ThreadGovernor(runner.ops.pool) if follows else None
+            governor = ThreadGovernor(runner.ops.pool) if follows else None
+            runner.forwards.base.governor = governor
             outputs = list(chain(*answers(llm)))
             scores = [[(e.token_id, e.logprob) for p in positions(o) for e in p] for o in outputs]
             found.append(([o.outputs[0].token_ids for o in outputs], scores))
@@ -380,7 +381,7 @@ TEXTS = [{"prompt_token_ids": [5 + 7 * i % 190 for i in range(n)]} for n in (5, 
 
 def vectors(path, kind, read, **settings):
     with LLM(str(path), skip_tokenizer_init=True, device="cpu", num_threads=1, **settings) as llm:
-        assert type(llm.core.executor.runner) is kind
+        assert type(llm.core.executor.runner.loaded) is kind
         return np.array(read(llm))
 
 
@@ -398,10 +399,10 @@ def test_encoders_give_torchs_vectors(tmp_path, monkeypatch, family, pooling):
         "max_num_batched_tokens": 64,
         "max_num_seqs": 4,
     }  # several steps
-    ours = vectors(tmp_path, HostRunner, embedded, **settings)
-    rounded = vectors(tmp_path, HostRunner, embedded, dtype="bfloat16")
-    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
-    theirs = vectors(tmp_path, ModelRunner, embedded, **settings)
+    ours = vectors(tmp_path, HostLoaded, embedded, **settings)
+    rounded = vectors(tmp_path, HostLoaded, embedded, dtype="bfloat16")
+    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    theirs = vectors(tmp_path, TorchLoaded, embedded, **settings)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     np.testing.assert_allclose(rounded, theirs, rtol=0, atol=0.02)
 
@@ -414,14 +415,14 @@ def test_cross_encoders_give_torchs_scores(tmp_path, monkeypatch, family):
 
     def scores(kind):
         with LLM(str(tmp_path), device="cpu", dtype="float32", num_threads=1) as llm:
-            assert type(llm.core.executor.runner) is kind
+            assert type(llm.core.executor.runner.loaded) is kind
             return [
                 o.score for o in llm.score("hello world", ["a b c", "hello", "what is this world"])
             ]
 
-    ours = scores(HostRunner)
-    monkeypatch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
-    np.testing.assert_allclose(ours, scores(ModelRunner), rtol=0, atol=1e-5)
+    ours = scores(HostLoaded)
+    monkeypatch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
+    np.testing.assert_allclose(ours, scores(TorchLoaded), rtol=0, atol=1e-5)
     assert len(set(ours)) == 3
 
 
@@ -461,7 +462,7 @@ def test_an_8_bit_cache(tmp_path):
     """Its scales come of random text, which NumPy draws otherwise than torch: the answers are near, not equal."""
     tiny_models.write(tmp_path)
     with LLM(str(tmp_path), skip_tokenizer_init=True, kv_cache_dtype="int8", **SIZES) as llm:
-        assert type(llm.core.executor.runner) is HostRunner
+        assert type(llm.core.executor.runner.loaded) is HostLoaded
         assert all(layer.k.dtype == np.int8 for layer in llm.core.executor.runner.kv)
         (ours,) = llm.generate(PROMPTS[:1], SCORED, progress=False)
     with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
@@ -483,7 +484,7 @@ def test_prefixes_grammars_and_choices(tmp_path, monkeypatch):
     for by_torch in (False, True):
         with monkeypatch.context() as patch:
             if by_torch:
-                patch.setattr("slipstream.worker.local_executor._host_runner", lambda *_: None)
+                patch.setattr("slipstream.worker.local_executor._host_loaded", lambda *_: None)
             with LLM(str(tmp_path), block_size=4, **SIZES) as llm:
                 text = "hello hello hello hello hello"
                 outputs = [

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.platform import platform_of
 from slipstream.worker.packed_tables import PackedTables
 
 TABLES = {
@@ -22,7 +23,7 @@ DEVICES = {"none": None, "cpu": torch.device("cpu"), "uploaded": torch.device("c
 @pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
 def test_each_table_holds_what_was_put(device, data):
-    packed = PackedTables(TABLES, DEVICES[device])
+    packed = PackedTables(TABLES, platform_of(DEVICES[device]))
     if device == "uploaded":
         packed._host = None  # as on a GPU: nothing is written before `flush`
     expected = {name: np.zeros(shape, dtype) for name, (dtype, shape) in TABLES.items()}
@@ -41,7 +42,7 @@ def test_each_table_holds_what_was_put(device, data):
 
 
 def test_a_table_is_the_memory_that_is_written():
-    packed = PackedTables(TABLES, torch.device("cpu"))
+    packed = PackedTables(TABLES, platform_of(torch.device("cpu")))
     packed._host, seeds = None, packed["seeds"]
     packed.put("seeds", np.array([4]), np.array([2**61 + 5]))
     assert not seeds.any()

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.platform import RankGroup, peer_copies, platform_of
+from slipstream.platform import peer_copies, platform_of
+from slipstream.platform.collectives import RankGroup
 from slipstream.platform.peer_copies import (
     LAST_TOKENS,
     PIECE_TOKENS,

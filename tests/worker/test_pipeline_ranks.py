@@ -86,7 +86,7 @@ def test_after_an_error_in_the_middle_of_a_step(pipeline, wanted, monkeypatch):
     grammar = SamplingParams(
         temperature=0.0, structured_outputs=StructuredOutputsParams(regex="[ab]*")
     )
-    for place, sampling in (("_constrain", grammar), (None, GREEDY)):
+    for place, sampling in (("_mask", grammar), (None, GREEDY)):
         core.add(
             [
                 EngineRequest(

@@ -19,7 +19,7 @@ from slipstream.worker.ranks import joining as rank_joining
 from slipstream.worker.ranks import mailbox as rank_mailbox
 from slipstream.worker.ranks import process_executor, rank_process
 from slipstream.worker.ranks.joining import accept_ranks, join, parse_address
-from slipstream.worker.ranks.messages import Join, RankFailed, Refused
+from slipstream.worker.ranks.messages import Join, RankFailed, RankRefused
 from tests import forked_ranks
 from tests.waiting import PATIENCE_S, free_port, wait_for
 from tests.worker.test_ranks import PROMPTS, SETTINGS
@@ -102,7 +102,7 @@ def test_a_rank_of_another_host_that_is_gone_ends_all(tiny_model, address):
 
 
 def test_a_rank_that_lost_another_is_not_named_as_the_first():
-    group, mail = child_ranks.Processes(), rank_mailbox.Mailbox(())
+    group, mail = child_ranks.RankProcesses(), rank_mailbox.Mailbox(())
     group.all = [types.SimpleNamespace(poll=lambda: 1)]
     assert group.describe_first(but=mail.bereft) == "rank 0 ended with code 1"
     rank = types.SimpleNamespace(number=0)
@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_fit_is_sent_away(address, version, world_size, say
         link = join(address, Join(version, 0, world_size), wait_s=PATIENCE_S)
         refused = link.receive()
         link.close()
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, RankRefused)
         assert says in refused.why
         assert accepts_a_good_one(address, waiting)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.types import NewRequest, SampledLogprobs, ScheduledRequest, StepPlan, TableUpdate
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.input_batch import gather
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.sampler import FORBIDDEN, sampling_tensors, verified
@@ -45,7 +45,7 @@ def test_several_positions_are_sampled(tmp_path, family, kernels):
         best = theirs(torch.tensor([TOKENS])).logits[0].argmax(-1).tolist()
     with LLM(str(tmp_path), kernels=kernels, num_threads=1, **sizes) as llm:
         runner = llm.core.executor.runner
-        assert isinstance(runner, HostRunner) == (kernels == "auto")
+        assert isinstance(runner.loaded, HostLoaded) == (kernels == "auto")
         new = NewRequest("a", tuple(TOKENS), 10, GREEDY), NewRequest("b", tuple(TOKENS), 10, GREEDY)
         shares = (
             ScheduledRequest("a", 0, 10, 3, updates(llm, 1)),

@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from slipstream.config import EngineArgs
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.start.step_costs import Step, measure_steps
+from slipstream.worker.torch_loading import TorchLoaded
 
 PROMPT = ((0, 16),)
 STEPS = [
@@ -28,10 +28,10 @@ def executor(model, *, by_torch, **settings):
 
 
 @pytest.mark.parametrize("cache", ["auto", "int8"])
-@pytest.mark.parametrize(("by_torch", "runner"), [(False, HostRunner), (True, ModelRunner)])
-def test_either_runner_is_measured(tiny_model, by_torch, runner, cache):
+@pytest.mark.parametrize(("by_torch", "loaded"), [(False, HostLoaded), (True, TorchLoaded)])
+def test_either_runner_is_measured(tiny_model, by_torch, loaded, cache):
     made = executor(tiny_model, by_torch=by_torch, kv_cache_dtype=cache)
-    assert isinstance(made.runner, runner)
+    assert isinstance(made.runner.loaded, loaded)
     measure_steps(made, STEPS[:1], rounds=1, least_s=0.001)
     assert made.runner.kv[0].k[1].any(), (
         "the cache was never written: its memory is one page of zeros"

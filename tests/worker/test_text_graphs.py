@@ -11,10 +11,11 @@ import torch
 
 from slipstream import LLM
 from slipstream.config import DeviceInfo, EngineArgs, resolve
+from slipstream.costs.graph_sizes import GRAPH_BYTES
 from slipstream.spec.description import read_spec
 from slipstream.types import TextsPlan
+from slipstream.worker.forward.eager_texts import EagerTexts
 from slipstream.worker.forward.texts import (
-    EagerTexts,
     TextGraphs,
     lay_out,
     most_texts,
@@ -22,7 +23,6 @@ from slipstream.worker.forward.texts import (
     text_ladder,
 )
 from slipstream.worker.input_batch import text_batch
-from slipstream.worker.model_runner import GRAPH_BYTES
 from tests import tiny_models
 
 SETTINGS = dict(kernels="reference", dtype="float32", device="cpu", num_threads=1)
@@ -65,7 +65,7 @@ def ints(numbers):
 
 def eager(runner, plan):
     return EagerTexts(
-        runner.forwards, runner.model.description.pooling, runner.kv, runner.config
+        runner.forwards, runner.model.description.pooling, runner.kv, runner.config, runner.device
     ).run(plan)
 
 
@@ -182,7 +182,7 @@ def test_what_graphs_hold(tmp_path):
             == [most_texts(runner.config, n) for n in graphs.sizes]
             == [6] * len(outputs)
         )
-        room = runner.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES
+        room = runner.loaded.graph_reserve_bytes(1000) - len(outputs) * GRAPH_BYTES
         assert room == sum(t.numel() * t.element_size() for t in outputs) + 2000
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.worker import model_runner
+from slipstream.worker import torch_loading
 from slipstream.worker.forward import forwards as forward
 from slipstream.worker.start.probe_steps import compiled_steps
 from tests import tiny_models
@@ -80,7 +80,7 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
             asked.append((len(q), meta.from_start))
             return super().mla_attention(q, row, kv, meta, params)
 
-    monkeypatch.setattr(model_runner, "select_ops", lambda *_, **__: Watched())
+    monkeypatch.setattr(torch_loading, "select_ops", lambda *_, **__: Watched())
     tiny_models.write(tmp_path, "deepseek_v2")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         steps = [(64, False), (64, True)]
@@ -88,5 +88,6 @@ def test_either_kind_of_prompt_is_measured(tmp_path, monkeypatch):
             step for step in steps for _ in range(llm.core.executor.runner.model.spec.num_layers)
         ]
         assert (
-            max(num_tokens for num_tokens, _ in compiled_steps(llm.core.executor.runner)) == 64
+            max(num_tokens for num_tokens, _ in compiled_steps(llm.core.executor.runner.loaded))
+            == 64
         )  # no more than was measured

@@ -24,7 +24,7 @@ import uvloop
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import send_at, send_in_turn
 from slipstream.bench.workload import BenchRequest
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 
 WATCH_S = 0.5
 """How often a client reads its processor time and says how far it is."""
@@ -39,28 +39,28 @@ class RunLoad(msgspec.Struct, tag=True, kw_only=True):
     times: tuple[tuple[int, float], ...] = ()
 
 
-class Begin(msgspec.Struct, tag=True):
+class BeginLoad(msgspec.Struct, tag=True):
     at: float
 
 
-class Ready(msgspec.Struct, tag=True):
+class ClientReady(msgspec.Struct, tag=True):
     pass
 
 
-class Progress(msgspec.Struct, tag=True):
+class ClientProgress(msgspec.Struct, tag=True):
     num_done: int
 
 
 class Done(msgspec.Struct, tag=True, kw_only=True):
     """`cpu` is the share of a core that the client used, `busiest` that of its busiest half second."""
 
-    records: tuple[tuple[int, RequestRecord], ...]
+    records: tuple[tuple[int, RequestTiming], ...]
     cpu: float
     busiest: float
 
 
-ToClient = RunLoad | Begin
-FromClient = Ready | Progress | Done
+ToClient = RunLoad | BeginLoad
+FromClient = ClientReady | ClientProgress | Done
 
 
 def frame(message: ToClient | FromClient) -> bytes:
@@ -80,7 +80,7 @@ def reply(message: FromClient) -> None:
 
 
 async def run(job: RunLoad, begin: float, fd: int) -> Done:
-    records: list[tuple[int, RequestRecord]] = []
+    records: list[tuple[int, RequestTiming]] = []
     samples: list[tuple[float, float]] = []
 
     def sample() -> None:
@@ -90,9 +90,9 @@ async def run(job: RunLoad, begin: float, fd: int) -> Done:
         while True:
             await asyncio.sleep(WATCH_S)
             sample()
-            reply(Progress(len(records)))
+            reply(ClientProgress(len(records)))
 
-    def on_record(index: int, record: RequestRecord) -> None:
+    def on_record(index: int, record: RequestTiming) -> None:
         records.append((index, record))
 
     async with OpenAIEndpoint(job.endpoint) as engine:
@@ -124,7 +124,7 @@ def main() -> None:
         message = decode(sys.stdin.buffer.read(int.from_bytes(size, "little")))
         if isinstance(message, RunLoad):
             job = message
-            reply(Ready())
+            reply(ClientReady())
         else:
             assert job is not None
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -15,11 +15,11 @@ import msgspec
 
 from slipstream.bench.adapters.openai import Endpoint
 from slipstream.bench.client import (
-    Begin,
+    BeginLoad,
+    ClientProgress,
+    ClientReady,
     Done,
     FromClient,
-    Progress,
-    Ready,
     RunLoad,
     ToClient,
     frame,
@@ -27,7 +27,7 @@ from slipstream.bench.client import (
 from slipstream.bench.load import Arrivals, Burst, ClosedLoop, Gamma, Poisson, send_times
 from slipstream.bench.workload import BenchRequest
 from slipstream.costs.hardware import available_cores
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import EngineError
 
 BUSY = 0.8
@@ -102,7 +102,7 @@ class Clients:
         *,
         seed: int = 0,
         on_done: Callable[[int], None] = lambda done: None,
-    ) -> tuple[list[RequestRecord], ClientLoad]:
+    ) -> tuple[list[RequestTiming], ClientLoad]:
         """As `run_load`, by all clients together."""
         count = len(self._processes)
         job = RunLoad(endpoint=endpoint, requests=tuple(requests))
@@ -126,15 +126,15 @@ class Clients:
 
         async def finish(i: int) -> Done:
             while not isinstance(message := await self._receive(i), Done):
-                if isinstance(message, Progress):
+                if isinstance(message, ClientProgress):
                     progress[i] = message.num_done
                     on_done(sum(progress))
             return message
 
         await asyncio.gather(*(self._send(i, job) for i, job in enumerate(jobs)))
         for i in range(count):
-            assert isinstance(await self._receive(i), Ready)
-        begin = Begin(time.monotonic() + LEAD_S)
+            assert isinstance(await self._receive(i), ClientReady)
+        begin = BeginLoad(time.monotonic() + LEAD_S)
         await asyncio.gather(*(self._send(i, begin) for i in range(count)))
         results = await asyncio.gather(*(finish(i) for i in range(count)))
         records = dict(pair for result in results for pair in result.records)

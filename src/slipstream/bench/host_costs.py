@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from slipstream.bench.load import Burst, StreamingEngine, run_load
 from slipstream.bench.workload import fixed
-from slipstream.costs.metrics import RequestRecord
-from slipstream.costs.step_cost import HostCost, StepCost, StepShape, non_negative_least_squares
+from slipstream.costs.metrics import RequestTiming
+from slipstream.costs.step_cost import HostCost, StepCost, StepCounts, non_negative_least_squares
 
 PROMPT, ANSWER = 32, 64
 USERS = (1, 4, 8, 12, 24, 48)
@@ -37,7 +37,7 @@ async def measure_host(
             records = await run_load(engine, load.requests, Burst())
             begin = max(r.first_token or 0.0 for r in records)  # from here on steps hold no prompts
             gap = statistics.fmean(gap for r in records for gap in gaps_from(r, begin))
-            beyond = max(0.0, gap - table.seconds(StepShape.of((PROMPT + ANSWER // 2,) * count)))
+            beyond = max(0.0, gap - table.seconds(StepCounts.of((PROMPT + ANSWER // 2,) * count)))
             if count <= run_ahead:
                 overlapping.append(beyond)
             else:
@@ -50,7 +50,7 @@ async def measure_host(
     first = statistics.median(
         r.ttft_s - statistics.median(r.gaps_s) for r in records if r.ttft_s and r.gaps_s
     )
-    first -= table.seconds(StepShape.of((), ((0, 2),))) - table.seconds(StepShape.of((8,)))
+    first -= table.seconds(StepCounts.of((), ((0, 2),))) - table.seconds(StepCounts.of((8,)))
     if overlapping:  # the next tokens' steps overlap, the first one's does not
         first += ahead_s - step_s - sequence_s
     return HostCost(
@@ -62,7 +62,7 @@ async def measure_host(
     )
 
 
-def gaps_from(record: RequestRecord, begin: float) -> Iterator[float]:
+def gaps_from(record: RequestTiming, begin: float) -> Iterator[float]:
     """The gaps between a request's tokens that begin at time `begin` or later."""
     at = record.first_token or 0.0
     for gap in record.gaps_s or ():

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 from slipstream.bench.workload import BenchRequest
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError, EngineOverloadedError
 
 
@@ -81,7 +81,7 @@ class Gamma:
     cv: float
 
 
-OnRecord: TypeAlias = Callable[[int, RequestRecord], None]
+OnRecord: TypeAlias = Callable[[int, RequestTiming], None]
 OpenArrivals: TypeAlias = Burst | Poisson | Ramp | Gamma
 Arrivals: TypeAlias = OpenArrivals | ClosedLoop
 
@@ -149,11 +149,11 @@ async def run_load(
     *,
     seed: int = 0,
     on_done: Callable[[int], None] = lambda done: None,
-) -> list[RequestRecord]:
+) -> list[RequestTiming]:
     """Send all requests; a record of each, in their order. A request that fails is recorded and stops nothing."""
-    records: dict[int, RequestRecord] = {}
+    records: dict[int, RequestTiming] = {}
 
-    def on_record(index: int, record: RequestRecord) -> None:
+    def on_record(index: int, record: RequestTiming) -> None:
         records[index] = record
         on_done(len(records))
 
@@ -202,7 +202,7 @@ async def send_at(
     await asyncio.gather(*(at(index, offset) for index, offset in times))
 
 
-async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestRecord:
+async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestTiming:
     """Send one request and time its answer."""
     answer, error, refused = MeasuredAnswer(), None, False
     sent = time.monotonic()
@@ -212,7 +212,7 @@ async def measure(engine: StreamingEngine, request: BenchRequest) -> RequestReco
         error, refused = f"{type(exc).__name__}: {exc}", isinstance(exc, EngineOverloadedError)
     times = answer.times
     n_in, n_out = answer.usage or (len(request.prompt_token_ids), answer.num_tokens)
-    return RequestRecord(
+    return RequestTiming(
         input_tokens=n_in,
         output_tokens=n_out,
         sent=sent,

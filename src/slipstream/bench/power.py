@@ -39,20 +39,20 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PowerReading:
     """All counters that could be read, by name."""
 
     counters: dict[str, Counter]
 
-    def joules_until(self, later: Reading) -> float | None:
+    def joules_until(self, later: PowerReading) -> float | None:
         """Joules of all counters together; None if there are none, or not the same ones."""
         if not self.counters or self.counters.keys() != later.counters.keys():
             return None
         return sum(first.until(later.counters[name]) for name, first in self.counters.items())
 
-    def of(self, kind: str) -> Reading:
+    def of(self, kind: str) -> PowerReading:
         """The counters of `CPU` or `GPU` alone; "": all."""
-        return Reading(
+        return PowerReading(
             {name: counter for name, counter in self.counters.items() if name.startswith(kind)}
         )
 
@@ -105,7 +105,7 @@ class EnergyMeter:
         return meter
 
     def energy(
-        self, before: Reading, after: Reading, seconds: float, num_output_tokens: int
+        self, before: PowerReading, after: PowerReading, seconds: float, num_output_tokens: int
     ) -> Energy | None:
         """None if a counter could not be read any more."""
         joules = before.of(self.counted).joules_until(after.of(self.counted))
@@ -121,7 +121,7 @@ class EnergyMeter:
             None if beside is None else beside / seconds,
         )
 
-    def read(self) -> Reading:
+    def read(self) -> PowerReading:
         found = {}
         for zone in self._zones:
             if (counter := _zone(zone)) is not None:
@@ -133,7 +133,7 @@ class EnergyMeter:
                 == 0
             ):
                 found[f"nvml {number}"] = Counter(millijoules.value / 1e3)
-        return Reading(found)
+        return PowerReading(found)
 
 
 def _zone(folder: Path) -> Counter | None:

@@ -32,7 +32,7 @@ class BenchRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """`settings` says how it was made, for the report."""
 
     name: str
@@ -57,7 +57,7 @@ class Workload:
         }
 
 
-def warmup(workload: Workload, count: int, *, output_tokens: int = 8) -> list[BenchRequest]:
+def warmup(workload: BenchWorkload, count: int, *, output_tokens: int = 8) -> list[BenchRequest]:
     """`count` short requests like those of `workload`, their prompts reversed: they must not fill the prefix cache."""
     return [
         replace(
@@ -72,7 +72,7 @@ def warmup(workload: Workload, count: int, *, output_tokens: int = 8) -> list[Be
 
 def from_lengths(
     name: str, lengths: Sequence[Length], *, vocab_size: int, seed: int, **settings: Any
-) -> Workload:
+) -> BenchWorkload:
     """Random token ids of the given lengths."""
     rng = random.Random(seed)
     requests = tuple(
@@ -81,12 +81,12 @@ def from_lengths(
         )
         for n_in, n_out in lengths
     )
-    return Workload(name=name, requests=requests, settings={**settings, "seed": seed})
+    return BenchWorkload(name=name, requests=requests, settings={**settings, "seed": seed})
 
 
 def fixed(
     num_requests: int, input_len: int, output_len: int, *, vocab_size: int, seed: int = 0
-) -> Workload:
+) -> BenchWorkload:
     """All requests alike in length."""
     lengths = [(input_len, output_len)] * num_requests
     return from_lengths(
@@ -101,7 +101,7 @@ def fixed(
 
 def uniform(
     num_requests: int, input_range: Length, output_range: Length, *, vocab_size: int, seed: int = 0
-) -> Workload:
+) -> BenchWorkload:
     """Lengths uniform between the ends of each range, both included."""
     rng = random.Random(seed)
     lengths = [(rng.randint(*input_range), rng.randint(*output_range)) for _ in range(num_requests)]
@@ -117,7 +117,7 @@ def shared_prefix(
     *,
     vocab_size: int,
     seed: int = 0,
-) -> Workload:
+) -> BenchWorkload:
     """A system prompt of `prefix_len` tokens that all share, then `input_len` tokens of their own."""
     rng = random.Random(seed)
     prefix = tuple(rng.choices(range(vocab_size), k=prefix_len))
@@ -134,10 +134,10 @@ def shared_prefix(
         "output_len": output_len,
         "seed": seed,
     }
-    return Workload(name="shared-prefix", requests=requests, settings=settings)
+    return BenchWorkload(name="shared-prefix", requests=requests, settings=settings)
 
 
-def recorded(path: Path, num_requests: int, *, vocab_size: int, seed: int = 0) -> Workload:
+def recorded(path: Path, num_requests: int, *, vocab_size: int, seed: int = 0) -> BenchWorkload:
     """The first `num_requests` lengths of a file {"lengths": [[input, output], …]}, with random token ids."""
     lengths = read_lengths(path)
     if num_requests > len(lengths):
@@ -172,7 +172,7 @@ def sharegpt(
     num_requests: int,
     *,
     seed: int = 0,
-) -> Workload:
+) -> BenchWorkload:
     """Real conversations: the first human turn is the prompt, the first answer gives the output length.
 
     Shuffled by `seed`; those with a prompt outside `SHAREGPT_INPUT` or more than `SHAREGPT_TOTAL` tokens are left out.
@@ -193,4 +193,4 @@ def sharegpt(
             f"the data set holds {len(requests)} fitting conversations, not {num_requests}",
             field="num_requests",
         )
-    return Workload(name="sharegpt", requests=tuple(requests), settings={"seed": seed})
+    return BenchWorkload(name="sharegpt", requests=tuple(requests), settings={"seed": seed})

@@ -35,7 +35,7 @@ from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 
 if TYPE_CHECKING:
-    from slipstream.costs.metrics import RequestRecord
+    from slipstream.costs.metrics import RequestTiming
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -237,7 +237,7 @@ def offline_engine(
 # --- Results ----------------------------------------------------------------------------------------------------------
 
 
-def latency_of(runs: list[list[RequestRecord]]) -> dict[str, float | None]:
+def latency_of(runs: list[list[RequestTiming]]) -> dict[str, float | None]:
     """Medians over runs of each run's medians over its requests."""
     from slipstream.costs.metrics import distribution, summarize
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from slipstream.bench.clients import ClientLoad, Clients
     from slipstream.bench.load import Arrivals
     from slipstream.bench.rates import RateObjective, RateSearch
-    from slipstream.bench.workload import BenchRequest, Workload
-    from slipstream.costs.metrics import RequestRecord, Summary
+    from slipstream.bench.workload import BenchRequest, BenchWorkload
+    from slipstream.costs.metrics import RequestTiming, Summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,7 +202,7 @@ class _Bench:
             arrivals,
             objectives,
         )
-        self.workload: Workload
+        self.workload: BenchWorkload
         if not needs_vocab_size(
             args, settings
         ):  # what is wrong with it is said before anyone is asked
@@ -322,7 +322,7 @@ class _Bench:
             target.energies[id(summary)] = energy
         return summary, load
 
-    def _workload(self, number: int) -> Workload:
+    def _workload(self, number: int) -> BenchWorkload:
         if number == 0:
             return self.workload
         return make_workload(
@@ -335,7 +335,7 @@ class _Bench:
         requests: Sequence[BenchRequest],
         arrivals: Arrivals,
         on_done: Callable[[int], None] = lambda done: None,
-    ) -> tuple[list[RequestRecord], ClientLoad | None]:
+    ) -> tuple[list[RequestTiming], ClientLoad | None]:
         from slipstream.bench.adapters.openai import Endpoint
         from slipstream.bench.load import run_load
 

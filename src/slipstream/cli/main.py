@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from slipstream import __version__
-from slipstream.cli.parser import Parser, UsageError
+from slipstream.cli.parser import ArgumentParser, UsageError
 from slipstream.errors import (
     ConfigError,
     DownloadError,
@@ -30,6 +30,7 @@ VERBS = {  # the verb: its file, and its line of the help
     "embed": ("embed", "texts as vectors"),
     "rerank": ("rerank", "documents in the order of how well they answer a query"),
     "serve": ("serve", "serve a model over OpenAI's HTTP API"),
+    "launch": ("launch", "start a coding agent on a server of yours"),
     "keys": ("keys", "who may ask a server, and how much"),
     "monitoring": ("monitoring", "alerts for Prometheus and a board for Grafana"),
     "manifests": ("manifests", "files that run a server in Docker or Kubernetes"),
@@ -56,9 +57,9 @@ ABOUT = "Compress, run, serve, measure and plan large language models."
 EPILOG = "exit codes: 0 done, 1 failed while running, 2 wrong argument or setting, 3 model or download, 130 interrupted"
 
 
-def build_parser(verbs: Iterable[str] = VERBS) -> Parser:
+def build_parser(verbs: Iterable[str] = VERBS) -> ArgumentParser:
     """Builds the parser of these verbs. argparse looks for translations of each one's help on the disk."""
-    parser = Parser(prog="slipstream", description=ABOUT, epilog=EPILOG)
+    parser = ArgumentParser(prog="slipstream", description=ABOUT, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.add_argument("--debug", action="store_true", help="on an error, show the traceback")
     sub = parser.add_subparsers(title="verbs", metavar="VERB", required=True)

@@ -189,12 +189,12 @@ def extras_of(project: Path) -> set[str]:
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
     """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
     words, and so is what a container lacks."""
-    from slipstream.cli.main import Parser
+    from slipstream.cli.main import ArgumentParser
     from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
     from slipstream.server.operations import manifests
 
-    found = Parser(prog="slipstream serve", module="serve").parse_args(words)
+    found = ArgumentParser(prog="slipstream serve", module="serve").parse_args(words)
     for name, instead in GIVEN.items():
         if getattr(found, name, None) not in (None, []):  # 0 is a port
             raise ConfigError(f"leave --{name.replace('_', '-')} out: {instead}", field="serve")

@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.files import writing
 
 if TYPE_CHECKING:
-    from slipstream.bench.workload import Workload
+    from slipstream.bench.workload import BenchWorkload
     from slipstream.costs.metrics import Summary
 
 WORKLOADS = ("fixed", "random", "sharegpt", "lengths", "shared-prefix")
@@ -216,7 +216,7 @@ def needs_vocab_size(args: argparse.Namespace, settings: EngineArgs) -> bool:
     return args.workload != "sharegpt" and args.vocab_size is None and not settings.model
 
 
-def make_workload(args: argparse.Namespace, settings: EngineArgs) -> Workload:
+def make_workload(args: argparse.Namespace, settings: EngineArgs) -> BenchWorkload:
     from slipstream.bench import workload as make
 
     positive(args, "num_requests", "input_len", "output_len", "prefix_len")

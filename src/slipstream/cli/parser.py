@@ -32,7 +32,7 @@ class _HelpAll(argparse.Action):
     """`--help`, with the rare options."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
+        assert isinstance(parser, ArgumentParser)
         parser.shows_all = True
         parser.print_help()
         parser.exit()
@@ -46,7 +46,7 @@ class UsageError(SlipstreamError):
         self.usage = usage
 
 
-class Parser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """argparse with these differences.
 
     1. An error is raised like every other, so that --json and the exit codes hold for it.
@@ -88,6 +88,9 @@ class Parser(argparse.ArgumentParser):
             (action for action in self._get_positional_actions() if action.nargs in ("+", "*")),
             None,
         )
+        if several is not None and unknown[:1] == ["--"]:
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are no options
+            unknown = []
         if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
             getattr(found, several.dest).extend(
                 unknown

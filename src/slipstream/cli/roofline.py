@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document
     from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.local_executor import LocalExecutor
-    from slipstream.worker.model_runner import ModelRunner
     from slipstream.worker.start.roofline import measure_roofline
 
     sizes = parse_sizes(args.batch_sizes)
@@ -57,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     with phases(f"starting {args.model}") as on_phase:
         executor = LocalExecutor.build(settings, progress=on_phase, by_torch=True)
         on_phase("measuring")
-        assert isinstance(executor.runner, ModelRunner)
         found = measure_roofline(
             executor.runner, batch_sizes=sizes, prompt=args.prompt, context=args.context
         )

@@ -298,9 +298,9 @@ def run(args: argparse.Namespace) -> int:
     number = args.api_servers or choose_api_servers(getattr(args, "device", "auto"))
     if number > 1 or not getattr(args, "owns_process", False):
         return serve(args, number)
-    from slipstream.frontend.guard import Guard
+    from slipstream.frontend.guard import ServerGuard
 
-    return Guard().run(lambda guarded: serve(args, number, guarded))
+    return ServerGuard().run(lambda guarded: serve(args, number, guarded))
 
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:

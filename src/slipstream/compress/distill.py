@@ -86,14 +86,14 @@ def distill(
     progress: Callable[[StepRecord], None] = lambda record: None,
     **more: Any,
 ) -> Distilled:
-    """Train the student for `settings.num_steps` steps. `more` are arguments of `Training`."""
-    training = Training(student, teacher, examples, settings, **more)
+    """Train the student for `settings.num_steps` steps. `more` are arguments of `DistillTraining`."""
+    training = DistillTraining(student, teacher, examples, settings, **more)
     for record in training.run():
         progress(record)
     return Distilled(model=training.result(), history=tuple(training.history))
 
 
-class Training:
+class DistillTraining:
     """One run. Every process of a group makes one with the same arguments.
 
     `held_out` examples are for evaluation. `kept_layers` are the teacher's layers that the student's came from. With a folder

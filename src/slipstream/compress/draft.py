@@ -43,7 +43,7 @@ from slipstream.compress.teacher import (
 from slipstream.compress.training import in_bfloat16, parameter_groups, write_receipt
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
-from slipstream.evals.states import States
+from slipstream.evals.states import TextStates
 from slipstream.model.draft_heads import as_model
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
 from slipstream.model.weights import load_parameters
@@ -238,7 +238,7 @@ class HeadTraining:
             )
         aux = () if isinstance(self.spec, MedusaSpec) else self.spec.aux_layers or ()
         args = EngineArgs(model=str(source.path), device=str(device))
-        self.model: States | None = States(
+        self.model: TextStates | None = TextStates(
             args, aux, context=longest, step_tokens=2 * settings.batch_tokens
         )
         taken = 1 + len(aux)

@@ -19,7 +19,7 @@ from slipstream.kernels.positions import rope_table
 from slipstream.model.draft_heads import as_model
 from slipstream.model.sequences import register
 from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec, default_aux_layers
-from slipstream.spec.families.builders import QKVLayout, attention
+from slipstream.spec.families.builders import HeadCounts, attention
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -221,9 +221,9 @@ def eagle_for(
     last = spec.layers[-1]
     a, m, e = last.attention, last.mlp, spec.hidden_size
     head_dim = 64 if e % 64 == 0 else e
-    heads = QKVLayout(e // head_dim, e // head_dim, head_dim)
+    heads = HeadCounts(e // head_dim, e // head_dim, head_dim)
     if isinstance(a, AttentionSpec):
-        heads = QKVLayout(a.num_heads, a.num_kv_heads, a.head_dim)
+        heads = HeadCounts(a.num_heads, a.num_kv_heads, a.head_dim)
     theta = a.position.theta if isinstance(a.position, RopeSpec) else 10000.0
     position = RopeSpec(theta=theta, rotary_dim=heads.head_dim)
     wide = (

@@ -3,7 +3,7 @@
     1. `MoveScales`     moves magnitude between inputs and weights (AWQ, SmoothQuant)
     2. `RoundWeights`   rounds and sparsifies the weights
     3. `LearnRounding`  trains the rounding of the weights that ask for it
-    4. `CacheScales`    finds the scales of an 8-bit KV cache
+    4. `FindCacheScales`    finds the scales of an 8-bit KV cache
 
 The contract of a step: it is made of its settings, it is called with a `LayerState` and changes only that, and it keeps nothing
 from one layer to the next. What a later layer or run needs is in the layer's `note`, which is stored beside its weights.
@@ -84,7 +84,7 @@ def layer_steps(recipe: Recipe, written: torch.dtype) -> list[LayerStep]:
     if quantize is not None:
         steps.append(LearnRounding(quantize))
     if cache is not None:
-        steps.append(CacheScales(cache, written))
+        steps.append(FindCacheScales(cache, written))
     return steps
 
 
@@ -258,7 +258,7 @@ class LearnRounding:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheScales:
+class FindCacheScales:
     """Finds the scales of an 8-bit KV cache, one for the layer or one for each kv head."""
 
     settings: KVCache

@@ -114,7 +114,7 @@ def train_adapter(
         {"settings": asdict(settings), "source": fingerprint(source), "data": digest},
         restart=restart,
     )
-    training = Training(source, settings, modules, train, work, device)
+    training = LoraTraining(source, settings, modules, train, work, device)
     before = training.evaluate(held_out) if training.step == 0 else training.before
     training.before = before
     training.run(progress)
@@ -312,7 +312,7 @@ class LoRAOps(AutogradOps):
         return y + torch.cat(parts, -1)
 
 
-class Training:
+class LoraTraining:
     """One run; it goes on from the state in `work`, if there is one."""
 
     def __init__(

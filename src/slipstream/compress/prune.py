@@ -50,7 +50,7 @@ NEEDS_GRADIENTS = ("taylor", "wactigrad")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class UnitStats:
     """Measurements on calibration text. The first three are by name of `structure.split_experts`, in float32."""
 
     energy: dict[str, Tensor] = field(
@@ -90,7 +90,7 @@ def prune(
             field="text",
         )
     pruned_spec(model.family, model.config, model.spec, settings)  # before anything is measured
-    spec, measured = model.spec, Measured()
+    spec, measured = model.spec, UnitStats()
     if batches:
         gradients = settings.importance in NEEDS_GRADIENTS
         measured = measure(spec, model.parameters, batches, gradients=gradients, progress=progress)
@@ -154,7 +154,7 @@ def _num_layers(spec: ModelSpec, settings: PruneSettings, units: Mapping[Units, 
 
 
 def choose(
-    spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: Measured
+    spec: ModelSpec, parameters: Mapping[str, Tensor], settings: PruneSettings, measured: UnitStats
 ) -> PruneSelection:
     """The most important units of each kind, and the layers that change the residual most."""
     sizes = _sizes(spec, settings)
@@ -212,9 +212,9 @@ def measure(
     *,
     gradients: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Measured:
+) -> UnitStats:
     """Run the text once, with `gradients` also a backward pass of each batch's mean loss."""
-    found = Measured()
+    found = UnitStats()
     parts = split_experts(spec, parameters)
     names = {part.data_ptr(): name for name, part in parts.items()}
     influence = torch.zeros(spec.num_layers)
@@ -271,7 +271,7 @@ def next_token_loss(logits: Tensor, batch: SequenceBatch) -> Tensor:
 
 
 def importances(
-    spec: ModelSpec, parameters: Mapping[str, Tensor], importance: Importance, measured: Measured
+    spec: ModelSpec, parameters: Mapping[str, Tensor], importance: Importance, measured: UnitStats
 ) -> dict[Units, Tensor]:
     """The importance of each unit, float32 [units], by kind."""
     found = {key: torch.zeros(count) for key, count in num_units(spec).items()}
@@ -306,7 +306,7 @@ def _add(found: dict[Units, Tensor], axis: Axis, score: Tensor) -> None:
 
 
 def _keep_scale(
-    spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: Measured
+    spec: ModelSpec, values: dict[str, Tensor], kept: PruneSelection, measured: UnitStats
 ) -> None:
     """Scale the weights of the norms over the hidden width, in place: they divide by √(Σx²/n), and both Σ and n shrink."""
     stays = kept.units[HIDDEN]

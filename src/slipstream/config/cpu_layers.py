@@ -125,8 +125,8 @@ def _check(
 def _least(
     args: EngineArgs, model: ModelDescription, device: DeviceInfo, quantization: str | None
 ) -> int:
-    """As few as leave room on the GPU for the other layers and the cache: a GPU reads and computes a layer several times faster
-    than the host, whatever the number of tokens."""
+    """The fewest layers on the host that leave room on the GPU for the others and the cache: a GPU reads and computes
+    a layer several times faster than the host, whatever the number of tokens."""
     on_gpu, of_layer = 0, [0] * model.spec.num_layers
     element = DTYPE_BYTES.get(args.dtype, DTYPE_BYTES[device.best_dtype])
     for name, size in weight_sizes(model, quantization, element).items():

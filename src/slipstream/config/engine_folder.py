@@ -66,7 +66,8 @@ MACHINE_DEPENDENT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What settings, packed weights and tiles depend on. Memory is in GiB, rounded: what is free of it varies."""
+    """The properties of a machine that settings, packed weights and tiles depend on. Memory is in GiB, rounded: what
+    is free of it varies."""
 
     cpu: str
     cpu_features: tuple[str, ...]
@@ -75,7 +76,7 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
     def differences(self, other: Machine) -> list[str]:
-        """In words: this one's, and what `other` has instead."""
+        """The differences in words: this one's, and what `other` has instead."""
         found = []
         for name, what in (
             ("gpus", "GPU"),
@@ -146,7 +147,7 @@ def is_engine_folder(path: Path) -> bool:
 
 
 def packed_folder(checkpoint: Path) -> Path | None:
-    """Where the packed weights of a checkpoint lie that is an engine folder; None of another one."""
+    """The folder of packed weights of a checkpoint that is an engine folder; None for another one."""
     folder = checkpoint.parent if checkpoint.is_file() else checkpoint
     return folder / PACKED_NAME if is_engine_folder(folder) else None
 

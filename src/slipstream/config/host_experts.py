@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 CACHE_SHARE = 0.2
-"""Of a GPU's memory, which "auto" leaves to the cache, activations and graphs. For `cpu_layers` too."""
+"""Share of a GPU's memory that "auto" leaves to the cache, activations and graphs. For `cpu_layers` too."""
 
 
 def host_experts(
@@ -105,7 +105,7 @@ def _least(
     quantization: str | None,
     dtype_bytes: int,
 ) -> int:
-    """As few as leave room on the GPU for the rest of the model and `CACHE_SHARE`."""
+    """The fewest experts on the host that leave room on the GPU for the rest of the model and `CACHE_SHARE`."""
     sizes = weight_sizes(model, quantization, dtype_bytes)
     room = room_for_weights(args, device) - (args.hot_expert_bytes or 0)
     count = len(mixtures(model.spec))

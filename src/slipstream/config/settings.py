@@ -27,15 +27,15 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8":
 GPU_MEMORY_SHARE = 0.9
 BATCH_WINDOW_S = 0.05
 MIXED_CHUNK = 512
-"""On GPUs the products of so many tokens take about three times as long as the weights take to be read, which a decode step
-does anyway; on CPUs no step has more by default."""
+"""Prompt tokens in a step with decodes. On GPUs the products of so many take about three times as long as the weights
+take to be read, which a decode step does anyway; on CPUs no step has more by default."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What a device is and has, as `worker.device.detect` found it."""
+    """The kind, memory and abilities of a device, as `worker.device.detect` found it."""
 
     device: str  # "cpu" or "cuda:0"
     name: str
@@ -303,7 +303,7 @@ def num_ranks(args: EngineArgs) -> int:
 
 
 def num_stages(args: EngineArgs) -> int:
-    """Of a pipeline. The host's CPU and the GPU are two."""
+    """Stages of a pipeline. The host's CPU and the GPU are two."""
     return 2 if args.cpu_layers is not None else args.pipeline_parallel_size
 
 
@@ -319,7 +319,7 @@ def split_setting(args: EngineArgs) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who chose a value and why."""
+    """The origin of a value: who chose it and why."""
 
     value: Any
     source: Literal["user", "model", "device", "default", "memory"]
@@ -541,7 +541,7 @@ class EngineConfig:
         return is_chain and self.device.has_graphs
 
     def with_most_drafts(self, most: int | None) -> EngineConfig:
-        """With at most so many drafts of a request in a step, where the number is chosen."""
+        """The settings with at most so many drafts of a request in a step, where the number is chosen."""
         if self.speculation is None or most is None:
             return self
         return dataclasses.replace(

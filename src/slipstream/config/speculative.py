@@ -18,7 +18,7 @@ KEYS = {
     **dict.fromkeys(("draft", "eagle", "eagle3", "peagle", "dflash", "medusa"), OF_MODEL),
     "mtp": ("method", "num_speculative_tokens", "quantization"),
 }
-"""What each method takes."""
+"""Settings that each method takes."""
 
 
 def speculation_section(args: EngineArgs, spec: ModelSpec) -> SpeculationConfig | None:

@@ -3,11 +3,10 @@
 A result has the tokens of each request that sampled. For each request, in this order:
 
 1. If the request has ended meanwhile, its tokens are dropped.
-2. If the step verified drafts, tokens are taken up to the first wrong draft. Later positions were
+2. If the step had guesses, tokens are taken up to the first wrong guess. Later positions were
    computed with wrong tokens. They are computed again, in the same blocks.
 3. Tokens after one that ends the request are dropped.
-4. A beam's token is not taken. Its search chooses tokens and reports them through
-   `RequestTable.go_on`.
+4. A participant may take a request's result instead.
 5. Blocks that are now full are offered to the prefix cache.
 """
 
@@ -22,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.core.budget import Pace
+from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, new_tuple
 from slipstream.types import (
     EngineOutput,
     Extra,
@@ -46,33 +46,34 @@ from slipstream.types import (
 
 
 class InFlight(NamedTuple):
-    """A scheduled step: the requests that sample, their draft counts, and their forced tokens."""
+    """A scheduled step: the requests that sample, their numbers of guesses, and certain tokens."""
 
     requests: Sequence[Request] = ()
-    drafts: Mapping[Request, int] = MappingProxyType({})
-    forced: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
+    guesses: Mapping[Request, int] = MappingProxyType({})
+    certain: Mapping[Request, tuple[int, ...]] = MappingProxyType({})
 
 
 NOTHING = InFlight()
-
-new_tuple = tuple.__new__
-"""Builds a NamedTuple from all its fields in half the time of its constructor."""
 
 
 class StepsInFlight:
     """All steps in flight.
 
     `by_id` has the steps, and `last_id` is the number of the last scheduled step. The parts that
-    learn step times (`pace`, the tiers, the choice of drafts) are notified when a step begins and
-    ends.
+    learn step times (`pace`, the tiers, the participants) are notified when a step begins and ends.
     """
 
     def __init__(
-        self, requests: RequestTable, pace: Pace | None, clock: Callable[[], float]
+        self,
+        requests: RequestTable,
+        participants: Sequence[Participant],
+        pace: Pace | None,
+        clock: Callable[[], float],
     ) -> None:
         self.by_id: dict[int, InFlight] = {}
         self.last_id = 0
-        self.num_forced = 0  # grammar-forced tokens in all results so far
+        self.num_certain = 0  # certain tokens in all results so far
+        self._participants = participants
         self._requests, self._tiers, self._block_size = (
             requests,
             requests.kv.tiers,
@@ -81,8 +82,9 @@ class StepsInFlight:
         self._pace, self._clock = pace, clock
 
     @property
-    def has_drafts(self) -> bool:
-        return any(step.drafts for step in self.by_id.values())
+    def unverified(self) -> set[Request]:
+        """Requests with guesses that are not verified yet."""
+        return set().union(*[step.guesses for step in self.by_id.values() if step.guesses])
 
     @property
     def last_ended(self) -> int:
@@ -103,7 +105,7 @@ class StepsInFlight:
             prompts = sum(s.num_tokens for s in step.prompts)
             self._tiers.rates.launched(self.last_id, now, prompts, prompts + len(step.decodes))
         self.by_id[self.last_id] = InFlight(
-            step.sampled_decodes + step.sampled_prompts, step.drafts, step.forced
+            step.sampled_decodes + step.sampled_prompts, step.guesses, step.certain
         )
 
     def forget(self) -> None:
@@ -123,8 +125,8 @@ class StepsInFlight:
             self.by_id.pop(plan.step_id, NOTHING),
             Extras(result.extras) if result.extras else None,
         )
-        size, finish, beams = self._block_size, self._requests.finish, list[Request]()
-        is_plain = extras is None and not step.drafts and not step.forced
+        size, finish, now = self._block_size, self._requests.finish, self._clock()
+        is_plain = extras is None and not step.guesses and not step.certain
         for request, tokens in zip(step.requests, result.tokens_of_each, strict=True):
             if request.status is Status.FINISHED:
                 continue
@@ -151,20 +153,22 @@ class StepsInFlight:
                 if request_id in extras.failed:
                     outputs.append(finish(request, FinishReason.INVALID, extras.failed[request_id]))
                     continue
-                if request.is_beam:
-                    if request.account is not None:
-                        request.account.charge(1)
-                    beams.append(request)
+                if request.guide is not None and request.guide.takes(request):
                     continue
-            num_drafts = num_right = 0
-            if step.drafts and (num_drafts := step.drafts.get(request, 0)):
+            num_guesses = num_right = 0
+            if step.guesses and (num_guesses := step.guesses.get(request, 0)):
                 num_right = len(tokens) - 1
-                self._verified(request, num_drafts, num_right)
-            elif step.forced and (forced := step.forced.get(request, ())):
-                tokens = (*forced, *tokens)
-                request.num_pending -= len(forced)
-                self.num_forced += len(forced)
-            request.num_pending -= 1
+                request.num_pending -= num_guesses
+                if request.status is Status.RUNNING:  # else it was preempted and has nothing
+                    request.num_computed_tokens -= num_guesses - num_right
+                for part in request.participants:
+                    part.verified(request, num_guesses, num_right)
+            elif step.certain and (certain := step.certain.get(request, ())):
+                tokens = (*certain, *tokens)
+                request.num_pending -= 1 + len(certain)
+                self.num_certain += len(certain)
+            else:
+                request.num_pending -= 1
             known += tokens
             reason = stop = None
             if len(known) >= request.end or not request.stops.isdisjoint(tokens):
@@ -175,7 +179,7 @@ class StepsInFlight:
             if num_right > len(tokens):
                 num_right = len(tokens)
             output = TokenOutput(
-                request_id, tokens, reason, stop, num_cached, (), None, None, num_drafts, num_right
+                request_id, tokens, reason, stop, num_cached, (), None, None, num_guesses, num_right
             )
             outputs.append(output if extras is None else extras.joined(output))
             if reason is not None:
@@ -183,27 +187,10 @@ class StepsInFlight:
             elif len(known) // size > request.num_registered:
                 request.kv.register(request, self.last_id)
         if extras is not None:
-            if beams:
-                outputs.append(extras.likeliest(beams))
             outputs += self._without_tokens(extras)
-        if (speculation := self._requests.speculation) is not None:
-            only_decodes = all(s.num_tokens == s.num_sampled for s in plan.scheduled)
-            sizes = len(plan.scheduled), plan.num_tokens
-            idle, now = not self._requests.running, self._clock()
-            speculation.step_done(
-                now, *sizes, only_decodes=only_decodes, idle=idle, is_cold=result.is_cold
-            )
+        for part in self._participants:
+            outputs += part.step_done(plan, result, extras, now)
         return outputs
-
-    def _verified(self, request: Request, num_drafts: int, num_right: int) -> None:
-        """Undo what was computed after the right drafts."""
-        if self._requests.speculation is not None:
-            self._requests.speculation.verified(request, num_drafts, num_right)
-        request.num_pending_drafts = 0
-        request.num_pending -= num_drafts
-        # otherwise it was preempted and has no computed tokens
-        if request.status is Status.RUNNING:
-            request.num_computed_tokens -= num_drafts - num_right
 
     def _without_tokens(self, extras: Extras) -> list[EngineOutput]:
         """Save sampler states, and return outputs of requests that did not sample.
@@ -287,13 +274,11 @@ class Extras:
                 found.setdefault(request_id, []).append(own)
         return found
 
-    def likeliest(self, beams: Sequence[Request]) -> LikeliestTokens:
-        """Likeliest tokens of beams; each beam has one sampled position."""
+    def likeliest(self, requests: Sequence[Request]) -> LikeliestTokens:
+        """Likeliest tokens of requests that have one sampled position each."""
         assert self.sampled is not None
-        names, cached = (
-            [beam.request_id for beam in beams],
-            [beam.num_cached_tokens for beam in beams],
-        )
+        names = [request.request_id for request in requests]
+        cached = [request.num_cached_tokens for request in requests]
         *_, ids, values = self._arrays
         if len(names) < len(ids):
             at = {request_id: i for i, request_id in enumerate(self.sampled.request_ids)}

@@ -77,6 +77,10 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Number of blocks for so many tokens, in all groups."""
+        return self.blocks_for(num_tokens) * len(self.own)
+
     # --- Blocks to write ----------------------------------------------------------------------------------------------
 
     def holds(self, request: Request, num_tokens: int) -> bool:
@@ -135,6 +139,36 @@ class KVCacheManager:
             step.updates.setdefault(request.request_id, []).extend(updates)
         return True
 
+    # A decode lease lets a request decode up to a position without any call: it has the blocks, no
+    # other request holds them, and no part of the engine wants to see its steps. The scheduler's loop
+    # only compares positions. Whatever changes one of these conditions drops the lease.
+
+    def lease(self, request: Request) -> None:
+        """Give a request that decodes a lease as far as its blocks reach."""
+        num_tokens = len(request.blocks[self.own[0]]) * self.block_size
+        request.lease = min(num_tokens, request.end - 1)
+
+    def drop_lease(self, request: Request) -> None:
+        """End the request's lease. Its next step asks `allocate` again."""
+        request.lease = 0
+
+    def check_lease(self, request: Request) -> None:
+        """Assert that what a lease promises is true. Tests call it before each step."""
+        computed, lease = request.num_computed_tokens, request.lease
+        if computed >= lease:
+            return
+        held = min(len(request.blocks[g]) for g in self.own) * self.block_size
+        assert request.status is Status.RUNNING
+        assert request.num_tokens == computed + 1
+        assert lease <= held
+        assert lease < request.end
+        assert not any((request.needs_copy, request.held, request.guide, request.guesses))
+        assert all(
+            self._is_writable(request.blocks[g][i])
+            for g in self.own
+            for i in range(computed // self.block_size, -(-lease // self.block_size))
+        )
+
     def _is_writable(self, block: int) -> bool:
         """True if only one request holds the uncached block, not counting pending copies."""
         return self.pool.is_writable(block, self._copied[block])
@@ -169,8 +203,9 @@ class KVCacheManager:
             self.pool.release(table[request.num_passed[g] :])
             request.blocks[g], request.num_passed[g] = [], 0
         request.num_computed_tokens = request.num_registered = 0
-        request.drafts, request.decodes_until, request.verifies_until = (), 0, 0
+        request.guesses = ()
         request.needs_copy = False
+        self.drop_lease(request)
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
 
@@ -245,7 +280,7 @@ class KVCacheManager:
             child.num_computed_tokens = parent.num_prompt_tokens - 1
             child.num_registered = child.num_computed_tokens // self.block_size
             child.needs_copy = parent.needs_copy = True
-            parent.decodes_until = parent.verifies_until = 0
+            self.drop_lease(parent)
 
     def take_over(self, beam: Request, source: Request) -> list[TableUpdate]:
         """Let `beam` continue from `source`, a beam of the same prompt.

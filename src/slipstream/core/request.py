@@ -10,8 +10,8 @@ from slipstream.types import EngineRequest
 
 if TYPE_CHECKING:
     from slipstream.core.kv_cache_manager import KVCacheManager
+    from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
-    from slipstream.core.speculation import Drafting
 
 
 class Status(Enum):
@@ -28,32 +28,30 @@ class Request:
     Tokens [0, num_computed_tokens) are in the cache once the steps in flight are done.
 
     `num_pending` counts tokens that steps in flight sample. They are included in `num_tokens`, but
-    only the device knows their values.
+    only the device knows their values. A step with guesses counts as many as it has guesses:
+    until its result is known nothing else of the request can be computed.
 
     `blocks[g]` is the block table of group g. All tables have the same length, except the table of
     an encoder's text. The first `num_passed[g]` entries of a window group are the null block,
     because these blocks were released.
 
     `kv` is the cache manager of the request's rank. With several ranks, one is chosen each time the
-    request is admitted without blocks. A beam keeps its rank, because the beams of a search take
-    over each other's blocks.
+    request is admitted without blocks, unless its guide keeps it where it was.
     """
 
     __slots__ = (
         "account",
         "block_keys",
         "blocks",
-        "decodes_until",
-        "drafting",
-        "drafts",
         "end",
         "forks",
+        "guesses",
+        "guide",
         "held",
         "in_worker",
-        "is_beam",
         "kv",
+        "lease",
         "looked_up",
-        "may_draft",
         "mirostat_mu",
         "needs_copy",
         "num_cached_tokens",
@@ -62,18 +60,17 @@ class Request:
         "num_overtaken",
         "num_passed",
         "num_pending",
-        "num_pending_drafts",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
         "order",
+        "participants",
         "request_id",
         "root_key",
         "spec",
         "status",
         "stops",
         "token_ids",
-        "verifies_until",
     )
 
     kv: KVCacheManager
@@ -94,8 +91,9 @@ class Request:
         self.stops = frozenset((*spec.eos_token_ids, *spec.sampling.stop_token_ids))
         self.status = Status.WAITING
         self.account: Account | None = None  # its owner's account, set by `WaitingQueue.enter`
-        self.is_beam = spec.beam_of is not None
-        self.held = False  # not scheduled until `RequestTable.release`, or for a beam until `go_on`
+        self.participants: tuple[Participant, ...] = ()  # those that it concerns
+        self.guide: Participant | None = None  # the one that decides about each of its steps
+        self.held = False  # not scheduled until what held it lets it go
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
@@ -104,17 +102,10 @@ class Request:
         self.num_registered = 0  # leading blocks that were offered to the prefix cache
         self.looked_up = False  # whether the tiers below the device were searched
         self.needs_copy = False  # whether the next blocks to write may be shared
-        # steps at positions before this one need no new block, copy or check
-        self.decodes_until = 0
-        # the same for steps that verify drafts: the step may end here at most, with the next drafts
-        self.verifies_until = 0
+        # end of the positions at which it decodes without a check; see `KVCacheManager.lease`
+        self.lease = 0
         # guessed tokens after the last token; the next step verifies them
-        self.drafts: tuple[int, ...] = ()
-        self.num_pending_drafts = 0  # drafts in the step in flight, not verified yet
-        sampling = spec.sampling
-        # the state of these advances token by token
-        self.may_draft = not (spec.pooled or self.is_beam or sampling.mirostat_mode)
-        self.drafting: Drafting | None = None  # created when drafts are first proposed
+        self.guesses: tuple[int, ...] = ()
         self.in_worker = False
         # state of its Mirostat sampler after the last known token
         self.mirostat_mu: float | None = None
@@ -123,13 +114,15 @@ class Request:
         self.num_preemptions = 0
         self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
 
-    def draft(self, tokens: Sequence[int]) -> None:
-        """Set `tokens` as drafts after the last token.
+    def guess(self, tokens: Sequence[int]) -> None:
+        """Set `tokens` as guesses after the last token.
 
         The next step computes them together with that token and samples at each position. `update`
-        accepts the tokens up to the first wrong draft, and the token sampled there.
+        accepts the tokens up to the first wrong guess, and the token sampled there.
         """
-        self.drafts, self.decodes_until = tuple(tokens), 0
+        self.guesses = tuple(tokens)
+        if self.lease:
+            self.kv.drop_lease(self)
 
     def most_at(self, computed: int) -> int:
         """Maximum number of tokens that one step may compute from position `computed` on.

@@ -6,9 +6,9 @@
        forks ─┘ └─> loading ─┘   from a tier
 
 1. `running` is in the scheduler's order. Preemption takes requests from its end.
-2. A held request is waiting, but not in the queue. A beam is held between its steps.
-3. A waiting request may hold blocks if it is a fork, a beam, or a request whose blocks were loaded
-   from a tier. It gives them back when running requests need them, and computes the tokens again.
+2. A held request that is waiting is not in the queue. One that is running keeps its row.
+3. A waiting request may hold blocks if it is a fork, was suspended, or had its blocks loaded from a
+   tier. It gives them back when running requests need them, and computes the tokens again.
 4. `released` lists requests whose rows the worker must drop. The next plan passes it on.
 """
 
@@ -19,12 +19,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.participants.base import Participant
 from slipstream.core.policy import AdmissionPolicy
 from slipstream.core.queue import WaitingQueue
 from slipstream.core.request import Request, Status
-from slipstream.core.speculation import Speculation
 from slipstream.types import (
-    BeamStep,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -36,12 +35,14 @@ from slipstream.types import (
 
 class RequestTable:
     def __init__(
-        self, kv: KVCacheManager, policy: AdmissionPolicy, speculation: Speculation | None
+        self, kv: KVCacheManager, policy: AdmissionPolicy, participants: Sequence[Participant]
     ) -> None:
         """`kv` is the cache manager of the first or only rank."""
         self.kv = kv
         self.policy = policy
-        self.speculation = speculation
+        self.participants = participants
+        for part in participants:
+            part.requests = self
         self.by_id: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -59,21 +60,24 @@ class RequestTable:
     def num_waiting(self) -> int:
         return len(self.by_id) - len(self.running)
 
-    def adapters_in_use(self) -> set[int]:
-        """Ids of the adapters of all requests."""
-        return {r.spec.lora.id for r in self.by_id.values() if r.spec.lora is not None}
-
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
     # --- Waiting ------------------------------------------------------------------------------------------------------
 
-    def add(self, spec: EngineRequest, root_key: bytes, *, held: bool) -> None:
+    def add(self, spec: EngineRequest, *, held: bool) -> None:
+        """Queue a request. A participant may refuse it by an error."""
         self._counter += 1
         order = (spec.priority, spec.arrival, self._counter)
+        root_key = self.kv.root_key(spec.cache_salt, "")
         request = Request(spec, order, root_key, len(self.kv.cache.groups))
         request.kv = self.kv
-        request.held = held or (request.is_beam and spec.parent is not None)
+        request.held = held
+        if concerned := [part for part in self.participants if part.concerns(request)]:
+            request.participants = tuple(concerned)
+            request.guide = next((part for part in concerned if part.guides), None)
+            for part in concerned:
+                part.entered(request)
         self.waiting.enter(request)
         self.by_id[spec.request_id] = request
         self.num_joined += spec.parent is not None
@@ -108,7 +112,7 @@ class RequestTable:
                 dropped = True
         return dropped
 
-    # --- Forks and beams ----------------------------------------------------------------------------------------------
+    # --- Forks ----------------------------------------------------------------------------------------------
 
     def fork(self, parent: Request) -> None:
         """Share the prompt's blocks with the requests that wait for them."""
@@ -126,57 +130,14 @@ class RequestTable:
             if child.status is Status.FORKING:
                 self.wait(child)
 
-    def go_on(self, steps: Sequence[BeamStep]) -> None:
-        """Continue the beams that have their logits, and add new ones.
-
-        A beam that others branch from also continues itself.
-        """
-        for beam, source, _ in steps:
-            if beam != source:
-                self._take_over(self.by_id[beam], self.by_id[source])
-        for beam, _, token in steps:
-            request = self.by_id[beam]
-            request.token_ids.append(token)
-            request.held = False
-            if request.status is Status.WAITING:
-                self.wait(request)
-            elif request.kv.holds(request, len(request.token_ids)):
-                request.decodes_until = len(request.token_ids)
-
-    def _take_over(self, beam: Request, source: Request) -> None:
-        beam.token_ids[beam.num_prompt_tokens :] = source.token_ids[beam.num_prompt_tokens :]
-        # keys of its own answer tokens
-        del beam.block_keys[beam.num_prompt_tokens // self.kv.block_size :]
-        beam.kv = source.kv  # changes only for a new beam
-        if source.holds_blocks:
-            updates = beam.kv.take_over(beam, source)
-            if updates and beam.in_worker:
-                self.table_updates.setdefault(beam.request_id, []).extend(updates)
-        elif beam.status is Status.RUNNING:  # everything must be computed again
-            self.preempt(beam)
-        else:  # blocks it may still hold have its own old tokens
-            beam.kv.release(beam)
-
-    def make_way(self) -> bool:
-        """Resolve a deadlock: held beams occupy all rows or blocks and wait for other beams.
-
-        The held beams leave the worker. They keep their blocks until others need them. True if
-        there were any and a request is waiting.
-        """
-        beams = [r for r in self.running if r.held] if self.waiting.first() is not None else []
-        for request in beams:
-            self._stop(request)
-            self._drop_from_worker(request)
-            request.num_preemptions += 1
-            self.wait(request)
-        return bool(beams)
-
     # --- Running ------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> None:
         """Run a request from this step on. It has already left the queue."""
         request.status = Status.RUNNING
         request.kv.num_running += 1
+        for part in request.participants:
+            part.started(request)
         insort(self.running, request, key=_order)
         self.policy.admitted(request)
 
@@ -184,6 +145,8 @@ class RequestTable:
         """Remove a request from the running ones."""
         del self.running[bisect_left(self.running, request.order, key=_order)]
         request.kv.num_running -= 1
+        for part in request.participants:
+            part.stopped(request)
 
     def preempt(self, request: Request) -> None:
         self._stop(request)
@@ -192,6 +155,13 @@ class RequestTable:
         request.num_preemptions += 1
         request.looked_up = False
         self.num_preemptions += 1
+        self.wait(request)
+
+    def suspend(self, request: Request) -> None:
+        """Stop a running request, which keeps its blocks until others need them."""
+        self._stop(request)
+        self._drop_from_worker(request)
+        request.num_preemptions += 1
         self.wait(request)
 
     def _drop_from_worker(self, request: Request) -> None:
@@ -213,8 +183,8 @@ class RequestTable:
         request.status = Status.FINISHED
         if self.kv.tiers is not None:
             self.kv.tiers.let_go(request)
-        if self.speculation is not None:
-            self.speculation.ended(request)
+        for part in request.participants:
+            part.ended(request)
         for child in request.forks:
             if child.status is Status.FORKING:
                 self.wait(child)

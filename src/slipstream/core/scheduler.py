@@ -2,7 +2,11 @@
 
 There are no phases. A request has `num_tokens` and `num_computed_tokens`, and a step spends its
 token budget on raising the second to the first. Prefill, chunked prefill, decode, prefix hits,
-verification of drafts, and resumption after preemption all follow this one rule.
+verification of guesses, and resumption after preemption all follow this one rule.
+
+Features are participants (`core/participants/base.py`), of which nothing here knows one by name.
+They may add tokens to the one that a decode computes. These are *certain*, or *guesses*: then the
+step samples at each position, and takes the tokens up to the first that is not the one guessed.
 
 Order within a step:
 
@@ -24,12 +28,12 @@ waits to be computed again.
 2. If a request has ended meanwhile, its results of the later step are dropped.
 3. Blocks that are freed while a step in flight uses them may be reallocated at once, since the
    device runs steps in order.
-4. Tokens forced by a request's grammar are computed together with the token before them. They are
-   pending, like sampled ones.
+4. Certain tokens are computed together with the token before them. They are pending, like sampled
+   ones. After guesses nothing of the request is scheduled until they are verified.
 5. A pipeline of N stages has N steps in flight. So that no stage waits for another, each step takes
    1/N of the running requests, and a request is in every N-th step: its token leaves the last stage
-   while the first works on the steps in between. A request with a grammar waits for its token,
-   because the mask depends on it.
+   while the first works on the steps in between. A request that a participant guides waits for
+   its token, because what it may sample next depends on it.
 
 A pooled request samples nothing and ends when its prompt is computed. An encoder-decoder's prompt
 is encoded whole in the step that admits its request.
@@ -37,7 +41,7 @@ is encoded whole in the step that admits its request.
 Where requests are distributed over ranks, each rank has its own KV cache (`kvs`) and its share of a
 step's tokens and sequences, because all ranks wait for the one with the most tokens. A request gets
 a rank when it is admitted (`_deal`). Only requests of its own rank are preempted for it. Choices
-that share a prompt stay on one rank, and so do a search's beams.
+that share a prompt stay on one rank.
 
 `core/kv_cache_manager.py` decides which blocks a request holds.
 """
@@ -45,24 +49,25 @@ that share a prompt stay on one rank, and so do a search's beams.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
+from typing import TypeVar
 
-from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
+from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.budget import Pace, chunk_with_decodes
-from slipstream.core.in_flight import StepsInFlight, new_tuple
+from slipstream.core.in_flight import StepsInFlight
 from slipstream.core.kv_cache_manager import KVCacheManager
 from slipstream.core.length import check_length
+from slipstream.core.participants.base import Participant
 from slipstream.core.policy import make_policy
 from slipstream.core.request import Request, Status
 from slipstream.core.request_table import RequestTable
-from slipstream.core.speculation import Speculation
-from slipstream.core.step import StepBuilder
+from slipstream.core.step import StepBuilder, new_tuple
 from slipstream.core.tiers import BlockStore
 from slipstream.costs.graph_sizes import Padding
-from slipstream.errors import EngineOverloadedError, RequestError
+from slipstream.errors import EngineOverloadedError, RequestError, SlipstreamError
 from slipstream.stats import SchedulerStats
 from slipstream.types import (
     EngineOutput,
@@ -91,9 +96,9 @@ A cached prefix decides a request's rank unless that rank runs more requests tha
 
 
 MAX_OVERTAKES = 32
-"""Maximum number of requests that overtake one whose adapter does not fit or whose rank is full.
+"""Maximum number of requests that overtake one that lacks a resource or whose rank is full.
 
-After that, no other request is admitted before it.
+After that, no other request is admitted before it. Choices go with their first.
 """
 
 
@@ -101,14 +106,17 @@ MAX_PASSED_BY = 128
 """Maximum number of such requests that are passed by in one step."""
 
 
+P = TypeVar("P", bound=Participant)
+
+
 class Scheduler:
     """Scheduler of a text-generating model.
 
     `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
-    `salt` keeps cached prefixes of different models apart. `drafts_ahead`: the drafter begins the
-    next drafts before these are verified. `whole_images`: the tokens of an image attend to one
-    another, so one step must hold all of them. `store` has the tiers below the device. `padded`
-    maps a step to its graph's size.
+    `salt` keeps cached prefixes of different models apart. `guesses_ahead`: where many blocks are
+    free, a step with guesses also gets those for as many guesses of the next one. `store` has the
+    tiers below the device. `padded` maps a step to its graph's size. `core/make.py` chooses the
+    participants.
     """
 
     def __init__(
@@ -119,10 +127,8 @@ class Scheduler:
         max_model_len: int,
         num_blocks: int,
         salt: str = "",
-        speculation: SpeculationConfig | None = None,
-        drafts_ahead: bool = False,
-        max_adapters: int = 0,
-        whole_images: bool = False,
+        participants: Sequence[Participant] = (),
+        guesses_ahead: bool = False,
         store: BlockStore | None = None,
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -143,32 +149,27 @@ class Scheduler:
             if scheduling.target_itl_ms is None
             else Pace(scheduling.target_itl_ms / 1e3, padded)
         )
-        self._drafts_ahead = drafts_ahead
+        self._guesses_ahead = guesses_ahead
         self._pipeline_steps = scheduling.pipeline_steps
-        # maximum number of distinct adapters among running requests
-        self._max_adapters = max_adapters
-        self._whole_images = whole_images
         self._clock = clock
-        self.requests = RequestTable(
-            self.kv, self.policy, None if speculation is None else Speculation(speculation)
-        )
-        self.in_flight = StepsInFlight(self.requests, self._pace, clock)
+        self.participants = participants
+        self.requests = RequestTable(self.kv, self.policy, participants)
+        self.in_flight = StepsInFlight(self.requests, participants, self._pace, clock)
         self._outputs: list[EngineOutput] = []
-        self.forced: Callable[[str, int], tuple[int, ...]] | None = None
-        """Maps (request id, number of pending tokens) to the tokens that its grammar forces."""
         self._watermark = max(1, int(self.pool.num_usable * WATERMARK))
         self._prefix_queries = self._prefix_hits = 0
 
     # --- Requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
-        """Queue a request.
+    def part(self, kind: type[P]) -> P:
+        """The participant of the given class, which there must be."""
+        return next(part for part in self.participants if isinstance(part, kind))
 
-        A `held` request waits for `release`; all beams of a search but the first wait for `go_on`.
-        `adapter` identifies the adapter's weights in the prefix keys.
+    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
+        """Queue a request. A `held` one waits for `RequestTable.release`.
 
-        Raises EngineOverloadedError if the queue is full (forks and beams do not count), and
-        ContextLengthError if the request could never run.
+        Raises EngineOverloadedError if the queue is full (requests with a parent do not count),
+        ContextLengthError if the request could never run, and what its participants refuse it for.
         """
         limit = self.scheduling.max_queue
         if spec.request_id in self.requests.by_id:
@@ -186,7 +187,7 @@ class Scheduler:
             self.scheduling.tokens_of_rank,
             self.pool.num_usable,
         )
-        self.requests.add(spec, self.kv.root_key(spec.cache_salt, adapter), held=held)
+        self.requests.add(spec, held=held)
 
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
@@ -222,10 +223,6 @@ class Scheduler:
         return [kv.pool for kv in self.kvs]
 
     @property
-    def speculation(self) -> Speculation | None:
-        return self.requests.speculation
-
-    @property
     def has_requests(self) -> bool:
         return bool(self.requests.by_id)
 
@@ -256,13 +253,13 @@ class Scheduler:
         return min([*times, window]) if window is not None else min(times, default=None)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, and the answers in which drafts are looked up."""
+        """Forget all cached prefixes, and what participants have kept of ended requests."""
         for pool in self.pools:
             pool.forget_all()
         if self.tiers is not None:
             self.tiers.forget_all()
-        if self.speculation is not None:
-            self.speculation.forget_answers()
+        for part in self.participants:
+            part.reset()
 
     def tend(self, at_once: int | None = None) -> None:
         """Process finished copies of the tiers, and start to store at most `at_once` blocks.
@@ -283,51 +280,35 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step.
 
-        None if nothing can be computed now, or drafts must wait for the step in flight.
+        None if nothing can be computed now, or the step must wait for the one in flight.
         """
         now, scheduling = self._clock(), self.scheduling
         self._outputs += self.requests.expire(now)
         self.tend()
-        if self.speculation is not None:
-            if self.in_flight.has_drafts:
-                self.speculation.prepare(self.requests.running)
-                return None
-            if self.speculation.choose(self.requests.running):
+        for part in self.participants:
+            if not part.is_ready(self.requests.running, self.in_flight):
                 return None
         self.requests.admit_forks()
-        step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
-        if len(self.kvs) > 1:
-            step.rooms = [scheduling.mixed_tokens_of_rank - kv.num_running for kv in self.kvs]
+        step = StepBuilder(scheduling, self.requests.table_updates, self.requests.running)
         unfinished: list[Request] = []  # partly computed prompts
-        plain = 0  # decodes that need no new block, copy or check
         for request in (
             self.requests.running.copy() if self._pipeline_steps == 1 else self._share_of_step()
         ):
             position = request.num_computed_tokens
-            if position < request.decodes_until:
+            if position < request.lease:
                 request.num_computed_tokens = position + 1
-                plain += 1
-                if request.is_beam:
-                    request.held, request.decodes_until = True, 0
-                    step.add(request, position, 1, 1, (request.token_ids[position],))
-                    continue
                 request.num_pending += 1
                 step.decodes.append(
                     new_tuple(ScheduledRequest, (request.request_id, position, 1, 1, (), ()))
                 )
                 step.sampled_decodes.append(request)
                 step.scheduled.add(request)
-            elif request.held or (request.drafts and self._verifies(step, request, plain)):
-                continue
-            elif request.status is Status.RUNNING:  # not preempted meanwhile
+            elif request.status is Status.RUNNING and not request.held:
                 wanted = request.num_tokens - position
                 if wanted > 1:
                     unfinished.append(request)
-                elif wanted == 1 and position < request.end - 1 and not request.num_pending_drafts:
-                    step.budget -= plain
-                    plain = 0
+                elif wanted == 1 and position < request.end - 1:
                     self._schedule_one(step, request)
-        step.budget -= plain
         if step.scheduled:
             self._bound_prompts(step, len(step.scheduled), unfinished)
             first = unfinished[0] if unfinished else self.requests.waiting.first()
@@ -336,14 +317,16 @@ class Scheduler:
                 fits = self._pace.prompt_tokens(
                     len(step.decodes), step.prompts, first.num_computed_tokens, age
                 )
-                step.budget = min(step.budget, fits)
-        elif step.rooms:
-            step.rooms = [scheduling.tokens_of_rank - kv.num_running for kv in self.kvs]
+                step.budget.bound(fits)
+        else:
+            step.budget.widen()
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
         self._admit(step, now)
-        if not (step.scheduled or self.in_flight.by_id) and self.requests.make_way():
+        if not (step.scheduled or self.in_flight.by_id) and any(
+            part.make_way() for part in self.participants
+        ):
             self._admit(step, now)
         return self._plan(step, now) if step.scheduled else None
 
@@ -351,13 +334,12 @@ class Scheduler:
         self, step: StepBuilder, num_decodes: int, unfinished: list[Request]
     ) -> None:
         """Limit the step's budget to the prompt tokens allowed alongside `num_decodes` decodes."""
-        scheduling = self.scheduling
-        step.budget -= scheduling.max_num_batched_tokens - scheduling.max_num_mixed_tokens
-        if scheduling.mixed_chunk is not None:
+        if self.scheduling.mixed_chunk is not None:
             most = chunk_with_decodes(
-                num_decodes, scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
+                num_decodes, self.scheduling.mixed_chunk, chain(unfinished, self.requests.waiting)
             )
-            step.budget = step.budget if most is None else min(step.budget, most)
+            if most is not None:
+                step.budget.bound(most)
 
     def _share_of_step(self) -> list[Request]:
         """Running requests for this step of a pipeline; the other steps must get as many.
@@ -368,9 +350,7 @@ class Scheduler:
         slots = [-(-kv.num_running // self._pipeline_steps) for kv in self.kvs]
         busy = self.in_flight.sampling(min(self._pipeline_steps, len(running)) - 1)
         for request in running:
-            if request.num_pending and (
-                request in busy or request.spec.sampling.structured_outputs is not None
-            ):
+            if request.num_pending and (request in busy or request.guide is not None):
                 continue
             if request.num_tokens - request.num_computed_tokens == 1:
                 slots[request.kv.rank] -= 1
@@ -380,106 +360,37 @@ class Scheduler:
         return found
 
     def _schedule_one(self, step: StepBuilder, request: Request) -> None:
-        """Schedule a decode, with as many forced tokens or drafts as the step has room for.
+        """Schedule a decode, with as many certain tokens or guesses as the step has room for.
 
         If blocks are missing, the last request is preempted.
         """
-        position = request.num_computed_tokens
-        count, forced, kv = 1, self._forced_tokens(request), request.kv
-        if forced or request.drafts:
-            # Each running request that is not yet in the step keeps one token of the budget.
-            spare = (
-                self.scheduling.max_num_mixed_tokens
-                - self.scheduling.max_num_batched_tokens
-                + step.budget
-            )
-            spare -= len(self.requests.running) - len(step.scheduled)
-            if not forced:
-                spare = min(spare, step.room_for_drafts)
-            if step.rooms:
-                spare = min(spare, step.rooms[kv.rank])
-            count += max(
-                0, min(len(forced or request.drafts), spare, request.end - request.num_tokens - 1)
-            )
-            ahead = len(request.drafts) if self._drafts_ahead else 0
-            if count > 1 and kv.holds(request, min(position + count + ahead, request.end)):
-                self._advance(step, request, count, forced[: count - 1])
-                return
-            if count > 1 and not kv.allocate(step, request, position + count):
-                count = 1
-            elif count > 1 and self._drafts_ahead and request.drafts:
-                self._allocate_ahead(step, request, position + count)
-        while not kv.allocate(step, request, position + count):
-            if self._make_room(step, kv) is request:
-                return
-        self._advance(step, request, count, forced[: count - 1])
-
-    def _verifies(self, step: StepBuilder, request: Request, plain: int) -> bool:
-        """Schedule a decode with its drafts if that needs no new block, copy or check.
-
-        True if scheduled. This is a fast path, because the GPU waits for it; `_schedule_one`
-        handles all other cases. `plain` are decodes that the step's budget does not count yet.
-        """
-        position, drafts = request.num_computed_tokens, request.drafts
-        num_drafts = len(drafts)
-        count = 1 + num_drafts
-        held = position + count + (num_drafts if self._drafts_ahead else 0)
+        position, kv = request.num_computed_tokens, request.kv
+        added, is_certain = request.guesses, False
         if (
-            held > request.verifies_until
-            or request.num_pending
-            or num_drafts > step.room_for_drafts
+            (guide := request.guide) is not None
+            and guide.adds
+            and (tokens := guide.certain(request))
         ):
-            return False
-        spare = (
-            self.scheduling.max_num_mixed_tokens
-            - self.scheduling.max_num_batched_tokens
-            + step.budget
-            - plain
-        )
-        if num_drafts > spare - len(self.requests.running) + len(step.scheduled):
-            return False
-        if step.rooms:
-            if num_drafts > step.rooms[request.kv.rank]:
-                return False
-            step.rooms[request.kv.rank] -= num_drafts
-        request.num_computed_tokens = position + count
-        request.num_pending = count
-        request.num_pending_drafts = step.drafts[request] = num_drafts
-        request.drafts = ()
-        step.room_for_drafts -= num_drafts
-        step.budget -= count
-        step.prompts.append(
-            ScheduledRequest(request.request_id, position, count, count, (), drafts)
-        )
-        step.sampled_prompts.append(request)
-        step.scheduled.add(request)
-        return True
-
-    def _allocate_ahead(self, step: StepBuilder, request: Request, num_tokens: int) -> None:
-        """Also allocate blocks for the next drafts, if many blocks are free."""
-        wanted = min(num_tokens + len(request.drafts), request.end)
-        kv = request.kv
-        if kv.pool.num_free > self._watermark + kv.blocks_for(len(request.drafts)) * len(kv.own):
-            kv.allocate(step, request, wanted)
-
-    def _forced_tokens(self, request: Request) -> tuple[int, ...]:
-        """Tokens that the request's grammar forces now.
-
-        There are none with log-probabilities and the sampler chain, which need logits, and none
-        with `allowed_token_ids`, which the grammar does not know.
-        """
-        sampling = request.spec.sampling
-        if self.forced is None or sampling.structured_outputs is None:
-            return ()
-        if (
-            sampling.logprobs is not None
-            or sampling.allowed_token_ids is not None
-            or sampling.by_chain
-        ):
-            return ()
-        if request.num_pending_drafts:
-            return ()
-        return self.forced(request.request_id, request.num_pending)
+            added, is_certain = tokens, True
+        if added:
+            room = step.budget.spare(kv, is_guess=not is_certain)
+            if room > (left := request.end - position - 2):
+                room = left
+            if room < len(added):
+                added = added[: max(0, room)]
+        if added:
+            end = position + 1 + len(added)
+            ahead = end + len(request.guesses) if self._guesses_ahead else end
+            if not kv.holds(request, ahead if ahead < request.end else request.end):
+                if not kv.allocate(step, request, end):
+                    added, is_certain = (), False
+                elif kv.pool.num_free > self._watermark + kv.blocks_needed(ahead - end):
+                    kv.allocate(step, request, min(ahead, request.end))
+        if not (added or kv.holds(request, position + 1)):
+            while not kv.allocate(step, request, position + 1):
+                if self._make_room(step, kv) is request:
+                    return
+        self._place(step, request, 1 + len(added), added, is_certain)
 
     def _schedule_prompt(self, step: StepBuilder, request: Request) -> None:
         """Schedule as much of a partly computed prompt as the budget allows.
@@ -497,39 +408,29 @@ class Scheduler:
                 return
             if self._make_room(step, kv) is request:
                 return
-        self._advance(step, request, count)
+        self._place(step, request, count)
 
     def _prompt_tokens(
         self, step: StepBuilder, request: Request, computed: int, wanted: int
     ) -> int:
         """Number of tokens, up to `wanted`, that the step takes after the first `computed` ones.
 
-        This is what is left of the budget. An image whose tokens attend to each other is not split.
-        It may exceed the limit of a step with decodes, but not that of a step.
+        This is what is left of the budget, unless a participant does not let the prompt be split
+        there.
         """
-        count = min(wanted, step.room(request))
-        if self._whole_images and 0 < count < wanted:
-            end = computed + count
-            cut = next(
-                (image for image in request.spec.images if image.offset < end < image.end), None
-            )
-            if cut is not None and cut.offset > computed:
-                return cut.offset - computed
-            if cut is not None:
-                count = cut.end - computed
-                return (
-                    count
-                    if step.num_tokens + count <= self.scheduling.max_num_batched_tokens
-                    else 0
-                )
+        count = min(wanted, step.budget.room(request))
+        if 0 < count < wanted and request.participants:
+            room = self.scheduling.max_num_batched_tokens - step.num_tokens
+            for part in request.participants:
+                count = part.chunk(request, computed, count, room)
         return count
 
     def _admit(self, step: StepBuilder, now: float) -> None:
         """Admit new requests in order, while rows, budget and blocks last.
 
-        The first that does not fit stops the rest, with two exceptions: a request whose adapter
-        does not fit alongside those of the running requests, and a request whose rank has no free
-        row. They are overtaken, at most `MAX_OVERTAKES` times.
+        The first that does not fit stops the rest, with two exceptions: a request that lacks a
+        resource of one of its participants, and a request whose rank has no free row. They are
+        overtaken, at most `MAX_OVERTAKES` times.
         """
         passed: list[Request] = []
         self._admit_fitting(step, now, passed)
@@ -542,18 +443,16 @@ class Scheduler:
         `passed` collects the overtaken requests, which have left the queue.
         """
         scheduling = self.scheduling
-        adapters = (
-            {r.spec.lora.id for r in self.requests.running if r.spec.lora is not None}
-            if self._max_adapters
-            else set()
-        )
-        while step.budget > 0 and len(self.requests.running) < scheduling.max_num_seqs:
+        while step.budget.left > 0 and len(self.requests.running) < scheduling.max_num_seqs:
             request = self.requests.waiting.first()
             if request is None or request.num_pending:
                 return
-            lora = request.spec.lora
-            if lora is not None and lora.id not in adapters and len(adapters) >= self._max_adapters:
+            if _is_closed(passed) and request.spec.parent is None:
                 if not self._pass_by(request, passed):
+                    return
+                continue
+            if request.participants and (may := self._may_run(request)) is not True:
+                if may is False and not self._pass_by(request, passed):
                     return
                 continue
             counts = {"num_running": self.num_running, "num_waiting": self.num_waiting}
@@ -565,7 +464,7 @@ class Scheduler:
             )
             kv = request.kv
             if kv.num_running >= scheduling.seqs_of_rank:
-                # mostly a fork or a beam; others get another rank
+                # mostly one with a parent; others get another rank
                 if not self._pass_by(request, passed):
                     return
                 continue
@@ -578,7 +477,7 @@ class Scheduler:
             encoded = 0 if holds else len(request.spec.encoder_token_ids)
             wanted = min(request.num_tokens - computed, request.most_at(computed))
             count = (
-                min(wanted, step.budget - encoded)
+                min(wanted, step.budget.left - encoded)
                 if encoded
                 else self._prompt_tokens(step, request, computed, wanted)
             )
@@ -589,24 +488,33 @@ class Scheduler:
                     continue
                 return
             self.requests.waiting.pop()
-            for other in passed:
-                other.num_overtaken += 1
-            if lora is not None:
-                adapters.add(lora.id)
+            if request.spec.parent is None:
+                for other in passed:
+                    other.num_overtaken += 1
             self._start(request, cached, computed)
-            if step.rooms:
-                step.rooms[kv.rank] -= 1
             if encoded:
                 kv.allocate_encoder(request, encoded)
                 step.encoding.add(request)
-                step.budget -= encoded
+                step.budget.take_others(encoded)
             taken = kv.allocate(step, request, computed + count)
             assert taken, "blocks were counted before"
-            self._advance(step, request, count)
+            self._place(step, request, count)
+
+    def _may_run(self, request: Request) -> bool | None:
+        """Return whether the participants of a waiting request admit it. None if that ended it."""
+        try:
+            return all(part.admits(request) for part in request.participants)
+        except SlipstreamError as error:
+            self._outputs.append(self.requests.finish(request, FinishReason.INVALID, error.message))
+            return None
 
     def _pass_by(self, request: Request, passed: list[Request]) -> bool:
-        """Let others overtake the first request of the queue. False if enough have already."""
-        if request.num_overtaken >= MAX_OVERTAKES or len(passed) == MAX_PASSED_BY:
+        """Let others overtake the first request of the queue. False if enough have already.
+
+        Choices whose first was admitted may still do so.
+        """
+        is_closed = _is_closed([request, *passed]) and not self.requests.num_joined
+        if is_closed or len(passed) == MAX_PASSED_BY:
             return False
         passed.append(self.requests.waiting.pop())
         return True
@@ -622,11 +530,9 @@ class Scheduler:
         3. It has the longest cached prefix.
         4. It runs the fewest requests.
 
-        A beam stays on the rank where it was before.
+        A request that a participant guides may have to stay on the rank where it was before.
         """
-        if len(self.kvs) == 1 or (
-            request.is_beam and (request.num_preemptions or request.spec.parent is not None)
-        ):
+        if len(self.kvs) == 1 or (request.guide is not None and request.guide.stays(request)):
             return request.kv.cached_prefix(request)
         least = min(kv.num_running for kv in self.kvs)
         most = least + max(1, least // UNEVEN_SHARE)
@@ -684,38 +590,39 @@ class Scheduler:
                 self._prefix_hits += request.num_cached_tokens
         self.requests.admit(request)
 
-    def _advance(
-        self, step: StepBuilder, request: Request, count: int, forced: tuple[int, ...] = ()
+    def _place(
+        self,
+        step: StepBuilder,
+        request: Request,
+        count: int,
+        added: tuple[int, ...] = (),
+        is_certain: bool = False,
     ) -> None:
-        """Put `count` tokens of the request into the step; the last of them may be `forced`.
+        """Put the request's next `count` tokens into the step, for which it holds the blocks.
 
-        The request already holds the blocks for them.
+        The last of them may be `added` behind the known ones: guesses, or with `is_certain` tokens
+        that are known to follow.
         """
-        computed, known = request.num_computed_tokens, request.num_tokens
-        end = computed + count
-        num_sampled = 0 if request.spec.pooled else max(0, end - len(forced) - known + 1)
-        request.num_computed_tokens = end
-        step.budget -= count
-        given = forced or (request.drafts[: num_sampled - 1] if num_sampled else ())
-        if request.is_beam and computed >= request.num_prompt_tokens:
-            given = tuple(request.token_ids[computed:end])
+        computed = request.num_computed_tokens
+        end = request.num_computed_tokens = computed + count
+        num_guesses = 0 if is_certain else len(added)
+        is_sampled = end - len(added) >= len(request.token_ids) + request.num_pending
+        num_sampled = 1 + num_guesses if is_sampled and not request.spec.pooled else 0
+        given, guide = added, request.guide
+        if guide is not None and not added:
+            given = guide.placed(request, computed, end, num_sampled)
         step.add(request, computed, count, num_sampled, given)
-        if request.is_beam:
-            request.held = num_sampled > 0  # until `go_on` is called
+        if num_guesses:
+            step.guesses[request] = num_guesses
+            request.num_pending += num_guesses
+            request.guesses = ()
         elif num_sampled:
-            request.num_pending += num_sampled + len(forced)
-            request.drafts = ()
-            room = min(len(request.blocks[self.kv.own[0]]) * self.kv.block_size, request.end - 1)
-            has_grammar = request.spec.sampling.structured_outputs is not None
-            request.decodes_until = room if num_sampled == 1 and not has_grammar else 0
-            request.verifies_until = 0
-            if num_sampled > 1:
-                step.drafts[request] = request.num_pending_drafts = num_sampled - 1
-                step.room_for_drafts -= num_sampled - 1
-                if not (forced or has_grammar):
-                    request.verifies_until = room
-            elif forced:
-                step.forced[request] = forced
+            request.num_pending += 1 + len(added)
+            request.guesses = ()
+            if guide is None:
+                request.kv.lease(request)
+            elif added:
+                step.certain[request] = added
         if computed < request.num_prompt_tokens:
             if request.account is not None and not request.num_preemptions:
                 request.account.charge(min(end, request.num_prompt_tokens) - computed)
@@ -752,17 +659,18 @@ class Scheduler:
         if self.requests.drop_waiting_blocks(kv):
             return None
         victim = self._last_unscheduled(step, kv)
-        self._preempt(victim)
+        self.requests.preempt(victim)
         return victim
-
-    def _preempt(self, request: Request) -> None:
-        """Preempt a request. `simulate/sleeping.py` overrides this."""
-        self.requests.preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
         return next(
             r for r in reversed(self.requests.running) if r.kv is kv and r not in step.scheduled
         )
+
+    def check(self) -> None:
+        """Assert what must hold between steps. Tests call it before each one."""
+        for request in self.requests.running:
+            request.kv.check_lease(request)
 
     def stats(self) -> SchedulerStats:
         num_usable, num_free = (
@@ -780,7 +688,12 @@ class Scheduler:
             num_preemptions=self.requests.num_preemptions,
             kv_allocated_tokens=sum(kv.num_used_tokens() for kv in self.kvs),
             kv_wasted_tokens=self.kv.num_wasted_tokens(self.requests.running),
-            forced_tokens=self.in_flight.num_forced,
+            forced_tokens=self.in_flight.num_certain,
             tiers=None if self.tiers is None else self.tiers.stats(),
-            **({} if self.speculation is None else self.speculation.stats()),
+            **{name: n for part in self.participants for name, n in part.stats().items()},
         )
+
+
+def _is_closed(passed: Iterable[Request]) -> bool:
+    """True if one of them was overtaken as often as may be."""
+    return any(request.num_overtaken >= MAX_OVERTAKES for request in passed)

@@ -2,112 +2,186 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
+from typing import TYPE_CHECKING
 
-from slipstream.config import MAX_STEP_DRAFTS
+from slipstream.config import MAX_STEP_DRAFTS, SchedulingConfig
 from slipstream.core.request import Request, Status
 from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPlan, TableUpdate
+
+if TYPE_CHECKING:
+    from slipstream.core.kv_cache_manager import KVCacheManager
+
+new_tuple = tuple.__new__
+"""Builds a NamedTuple from all its fields in half the time of its constructor."""
+
+
+class StepBudget:
+    """Tokens that a step may still take, in all and on each rank, and guesses among them.
+
+    Every running request has one token of its own, so a plain decode takes nothing from the budget.
+    Only tokens beyond these are counted, in `_extra`. What is left follows from that count, so a
+    preempted request gives its token back by itself.
+    """
+
+    __slots__ = (
+        "_extra",
+        "_extra_of_rank",
+        "_limit",
+        "_limit_of_rank",
+        "_running",
+        "_scheduled",
+        "_scheduling",
+        "guesses",
+    )
+
+    def __init__(self, scheduling: SchedulingConfig, running: Sized, scheduled: Sized) -> None:
+        """Begin with the limits of a step with decodes.
+
+        `running` are the scheduler's running requests, `scheduled` those in the step.
+        """
+        self._scheduling = scheduling
+        self._limit = scheduling.max_num_mixed_tokens
+        self._limit_of_rank = scheduling.mixed_tokens_of_rank
+        self._running = running
+        self._scheduled = scheduled
+        self._extra = 0
+        self._extra_of_rank = [0] * scheduling.num_ranks if scheduling.num_ranks > 1 else []
+        self.guesses = MAX_STEP_DRAFTS
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that the step may still take."""
+        return self._limit - self._extra - len(self._scheduled)
+
+    def spare(self, kv: KVCacheManager, is_guess: bool = False) -> int:
+        """Number of tokens that requests of the rank may take beyond their own.
+
+        The other running requests keep theirs. Guesses have a limit of their own.
+        """
+        spare = self._limit - self._extra - len(self._running)
+        if is_guess and spare > self.guesses:
+            spare = self.guesses
+        return min(spare, self._spare_of(kv)) if self._extra_of_rank else spare
+
+    def room(self, request: Request) -> int:
+        """Number of prompt tokens of the request that the step may still take."""
+        if not self._extra_of_rank:
+            return self.left
+        return min(self.left, self._spare_of(request.kv) + (request.status is Status.RUNNING))
+
+    def _spare_of(self, kv: KVCacheManager) -> int:
+        return self._limit_of_rank - self._extra_of_rank[kv.rank] - kv.num_running
+
+    def take(self, kv: KVCacheManager, count: int, num_sampled: int) -> None:
+        """Take `count` tokens of a request that runs there, of which `num_sampled` are sampled."""
+        self._extra += count - 1
+        if num_sampled > 1:
+            self.guesses -= num_sampled - 1
+        if self._extra_of_rank:
+            self._extra_of_rank[kv.rank] += count - 1
+
+    def take_others(self, count: int) -> None:
+        """Take tokens that are in no request's entry: an encoder's, for example."""
+        self._extra += count
+
+    def bound(self, most: int) -> None:
+        """Let the step take at most `most` more tokens."""
+        self._limit -= max(0, self.left - most)
+
+    def widen(self) -> None:
+        """Set the limits of a step without decodes."""
+        self._limit = self._scheduling.max_num_batched_tokens
+        self._limit_of_rank = self._scheduling.tokens_of_rank
 
 
 class StepBuilder:
     """Collects one step.
 
-    `budget` is the number of tokens that may still be added. `rooms` is the same per rank, not
-    counting one token of each request that runs there; it is empty with a single rank.
     `KVCacheManager.allocate` records new blocks before `add` is called.
     """
 
     __slots__ = (
         "budget",
+        "certain",
         "decodes",
-        "drafts",
         "encoding",
-        "forced",
+        "guesses",
         "new",
         "prompts",
-        "room_for_drafts",
-        "rooms",
         "sampled_decodes",
         "sampled_prompts",
         "scheduled",
         "updates",
     )
 
-    def __init__(self, budget: int, updates: dict[str, list[TableUpdate]]) -> None:
+    def __init__(
+        self,
+        scheduling: SchedulingConfig,
+        updates: dict[str, list[TableUpdate]],
+        running: Sized = (),
+    ) -> None:
         """`updates`: block table changes that the worker does not have yet, by request id."""
-        self.budget = budget
-        self.rooms: list[int] = []
-        self.room_for_drafts = MAX_STEP_DRAFTS
         # requests with one token; they come first in the plan
         self.decodes: list[ScheduledRequest] = []
         self.prompts: list[ScheduledRequest] = []
         self.sampled_decodes: list[Request] = []
         self.sampled_prompts: list[Request] = []
         self.scheduled: set[Request] = set()
+        self.budget = StepBudget(scheduling, running, self.scheduled)
         self.encoding: set[Request] = set()  # requests whose encoder runs in this step
         self.new: list[NewRequest] = []
-        # number of drafts to verify, of requests that have some
-        self.drafts: dict[Request, int] = {}
-        # tokens that a grammar forces, of requests that have some
-        self.forced: dict[Request, tuple[int, ...]] = {}
+        # number of guesses to verify, of requests that have some
+        self.guesses: dict[Request, int] = {}
+        # tokens behind the last one that are certain, of requests that have some
+        self.certain: dict[Request, tuple[int, ...]] = {}
         self.updates = updates
 
     def add(
-        self, request: Request, computed: int, count: int, num_sampled: int, drafts: tuple[int, ...]
+        self, request: Request, computed: int, count: int, num_sampled: int, given: tuple[int, ...]
     ) -> None:
         """Add `count` tokens of the request after its first `computed` tokens.
 
-        The request holds blocks for them. `drafts` are the last of them: drafts, forced tokens, or
-        a beam's tokens. The entry also carries the block table changes that the worker lacks.
+        The request holds blocks for them. `given` are the last of them, which the worker does not
+        have. The entry also carries the block table changes that the worker lacks.
         """
         request_id = request.request_id
-        if request.in_worker:
+        updates: tuple[TableUpdate, ...] = ()
+        if not request.in_worker:
+            updates = self._introduce(request)
+        elif self.updates:
             updates = tuple(self.updates.pop(request_id, ()))
-        else:
-            request.in_worker = True
-            updates = tuple(
-                [
-                    TableUpdate(group, 0, tuple(table))
-                    for group, table in enumerate(request.blocks)
-                    if table
-                ]
-            )
-            self.new.append(self._introduced(request))
-        if self.rooms:
-            self.rooms[request.kv.rank] -= count - 1
-        entry = ScheduledRequest(request_id, computed, count, num_sampled, updates, drafts)
+        entry = new_tuple(
+            ScheduledRequest, (request_id, computed, count, num_sampled, updates, given)
+        )
         self.scheduled.add(request)
-        (self.decodes if count == 1 else self.prompts).append(entry)
-        if num_sampled:
-            (self.sampled_decodes if count == 1 else self.sampled_prompts).append(request)
+        if count == 1:
+            self.decodes.append(entry)
+            if num_sampled:
+                self.sampled_decodes.append(request)
+        else:
+            self.budget.take(request.kv, count, num_sampled)
+            self.prompts.append(entry)
+            if num_sampled:
+                self.sampled_prompts.append(request)
 
-    def room(self, request: Request) -> int:
-        """Number of prompt tokens of the request that the step can still take."""
-        if not self.rooms:
-            return self.budget
-        return min(self.budget, self.rooms[request.kv.rank] + (request.status is Status.RUNNING))
+    def _introduce(self, request: Request) -> tuple[TableUpdate, ...]:
+        """Let the worker know a request that it does not have. Returns its block tables."""
+        request.in_worker = True
+        new = NewRequest.of(
+            request.spec,
+            request.token_ids,
+            encodes=request in self.encoding,
+            mirostat_mu=request.mirostat_mu,
+            rank=request.kv.rank,
+        )
+        self.new.append(new)
+        return tuple([TableUpdate(g, 0, tuple(t)) for g, t in enumerate(request.blocks) if t])
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the step."""
         return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prompts)
-
-    def _introduced(self, request: Request) -> NewRequest:
-        spec = request.spec
-        return NewRequest(
-            request_id=spec.request_id,
-            token_ids=tuple(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=spec.sampling,
-            eos_token_ids=spec.eos_token_ids,
-            pooled=spec.pooled,
-            encoder_token_ids=spec.encoder_token_ids if request in self.encoding else (),
-            num_encoder_tokens=len(spec.encoder_token_ids),
-            lora=spec.lora,
-            mirostat_mu=request.mirostat_mu,
-            images=spec.images,
-            rank=request.kv.rank,
-        )
 
     def plan(
         self,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.costs.devices import Hardware
 from slipstream.costs.operators import Product, attention_bytes, attention_operations, window_of
-from slipstream.costs.step_cost import HostCost, Label, StepShape
+from slipstream.costs.step_cost import HostCost, Label, StepCounts
 from slipstream.spec.model import ModelSpec
 
 NEARNESS = 3.0
@@ -93,13 +93,13 @@ class AnalyticCost:
         object.__setattr__(self, "_attentions", tuple((count, *of) for of, count in found.items()))
         object.__setattr__(self, "_others", {})
 
-    def label(self, shape: StepShape) -> Label:
+    def label(self, shape: StepCounts) -> Label:
         return "estimated"
 
     def on(self, num_gpus: int) -> AnalyticCost:
         return replace(self, num_gpus=num_gpus)
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepCounts) -> float:
         """Returns the sum of `parts`. The time without attention is memoised, as it depends on the
         token counts alone and graphs have few sizes."""
         key = (
@@ -114,7 +114,7 @@ class AnalyticCost:
             others = self._others[key] = sum(self._computing(no_attention).values())
         return max(others + self._attention(shape), self.read_s)
 
-    def parts(self, shape: StepShape) -> dict[str, float]:
+    def parts(self, shape: StepCounts) -> dict[str, float]:
         """Returns seconds by cause: weights, products, attention, activations, fixed times, link.
 
         With layers that are not kept, "layers" is the time by which reading them exceeds all the
@@ -127,7 +127,7 @@ class AnalyticCost:
             else found
         )
 
-    def _computing(self, shape: StepShape) -> dict[str, float]:
+    def _computing(self, shape: StepCounts) -> dict[str, float]:
         h, n = self.hardware, self.num_gpus
         tokens = shape.num_tokens
         found = dict.fromkeys(
@@ -166,7 +166,7 @@ class AnalyticCost:
             )
         return found
 
-    def _attention(self, shape: StepShape) -> float:
+    def _attention(self, shape: StepCounts) -> float:
         h, seconds = self.hardware, 0.0
         mean = shape.decode_context / shape.num_decodes if shape.num_decodes else 0.0
         mean_prompt = (
@@ -189,7 +189,7 @@ def launch_s(spec: ModelSpec, products: Iterable[Product]) -> float:
     return LAUNCH_S * (sum(p.count for p in products) + FIXED_OPS * len(spec.layers))
 
 
-def _fixed_share(shape: StepShape) -> float:
+def _fixed_share(shape: StepCounts) -> float:
     """Share of the fixed times that a step of this shape takes on a GPU."""
     if shape.num_tokens == 1:
         return ONE_TOKEN_SHARE

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Of one decode step of all its sequences together."""
+    """Cost of one decode step of all sequences together."""
 
     num_bytes: float
     num_flops: float

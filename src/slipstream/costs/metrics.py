@@ -37,7 +37,7 @@ PERCENTILES = ("p50", "p90", "p99")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestTiming:
     """One request. Times are seconds on one clock; `gaps_s` is None where only the first and last token are timed."""
 
     input_tokens: int
@@ -51,8 +51,8 @@ class RequestRecord:
     refused: bool = False  # the error is that the server takes no more requests now
 
     @classmethod
-    def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestRecord:
-        """Of a request each of whose tokens was timed."""
+    def of(cls, input_tokens: int, sent: float, times: Sequence[float]) -> RequestTiming:
+        """The record of a request each of whose tokens was timed."""
         gaps = tuple(b - a for a, b in itertools.pairwise(times))
         return cls(
             input_tokens=input_tokens,
@@ -132,7 +132,7 @@ class Summary:
 
 
 def summarize(
-    records: Sequence[RequestRecord], objectives: dict[str, float] | None = None
+    records: Sequence[RequestTiming], objectives: dict[str, float] | None = None
 ) -> Summary:
     done = [r for r in records if r.ok]
     errors = Counter(r.error or "no token came" for r in records if not r.ok)
@@ -171,8 +171,8 @@ def summarize(
     )
 
 
-def steady_throughput(done: Sequence[RequestRecord]) -> float | None:
-    """Of requests that ended well. The tokens of an answer count evenly over its deliveries."""
+def steady_throughput(done: Sequence[RequestTiming]) -> float | None:
+    """Steady throughput of requests that ended well. The tokens of an answer count evenly over its deliveries."""
     deliveries: list[tuple[float, float]] = []
     for r in done:
         if r.gaps_s is None or r.first_token is None:
@@ -185,7 +185,7 @@ def steady_throughput(done: Sequence[RequestRecord]) -> float | None:
 
 
 def steady_rate(deliveries: Sequence[tuple[float, float]]) -> float | None:
-    """Of tokens that came at some times, in order."""
+    """Tokens a second between a tenth and nine tenths of the tokens; `deliveries` are (time, tokens), in order."""
     so_far = list(itertools.accumulate(tokens for _, tokens in deliveries))
     if not so_far:
         return None
@@ -206,7 +206,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 
 
 def weighted_distribution(values: Iterable[tuple[float, int]]) -> Distribution | None:
-    """Of values that occur so many times each: what `distribution` gives of all of them."""
+    """The `distribution` of values that each occur `count` times; `values` are (value, count)."""
     ordered = sorted((value, count) for value, count in values if count > 0)
     ends = list(itertools.accumulate(count for _, count in ordered))
     if not ends:

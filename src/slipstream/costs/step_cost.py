@@ -1,6 +1,6 @@
 """Predicts the time of a step from measured steps. No torch.
 
-A step's time is a sum of parts. Each part grows with one count of `StepShape` and never falls:
+A step's time is a sum of parts. Each part grows with one count of `StepCounts` and never falls:
 
   tokens             the products, over all tokens of the step (a graph's padding among them)
   sampled            the output head and the sampler, over the tokens sampled
@@ -35,7 +35,7 @@ def worst(*labels: Label) -> Label:
     return max(labels, key=LABELS.index)
 
 
-class StepShape(NamedTuple):
+class StepCounts(NamedTuple):
     """The counts that a step's time depends on. A sequence with drafts to verify counts as one
     decode, and its context once."""
 
@@ -57,7 +57,7 @@ class StepShape(NamedTuple):
         decodes: Sequence[int] = (),
         prompts: Sequence[tuple[int, int]] = (),
         verified: Sequence[tuple[int, int]] = (),
-    ) -> StepShape:
+    ) -> StepCounts:
         """Makes the shape of a step.
 
         `decodes` has the computed tokens of each decode. `prompts` has (computed, tokens) of each
@@ -88,9 +88,9 @@ class StepCost(Protocol):
     @property
     def host(self) -> HostCost: ...
 
-    def seconds(self, shape: StepShape) -> float: ...
+    def seconds(self, shape: StepCounts) -> float: ...
 
-    def label(self, shape: StepShape) -> Label: ...
+    def label(self, shape: StepCounts) -> Label: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class HostCost:
 
 
 class MeasuredStep(NamedTuple):
-    shape: StepShape
+    shape: StepCounts
     seconds: float
 
 
@@ -172,7 +172,7 @@ class StepTable:
     host: HostCost
     error: float
     shipped: bool = False  # comes with the program, so not measured on this very machine
-    _known: dict[StepShape, float] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[StepCounts, float] = field(default_factory=dict, repr=False, compare=False)
     _most: dict[str, int] = field(
         default_factory=dict, repr=False, compare=False
     )  # largest measured value; 0: never measured
@@ -183,7 +183,7 @@ class StepTable:
             (name, max((getattr(p.shape, name) for p in self.points), default=0)) for name in PARTS
         )
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepCounts) -> float:
         parts = self.parts
         num_decodes, context, prompt_tokens, num_prompts, attention, num_sampled, num_drafts = shape
         num_tokens = num_decodes + prompt_tokens + num_drafts
@@ -196,7 +196,7 @@ class StepTable:
             total += parts["prompt_attention"](attention) + parts["num_prompts"](num_prompts)
         return total
 
-    def label(self, shape: StepShape) -> Label:
+    def label(self, shape: StepCounts) -> Label:
         if shape in self._known and not self.shipped:
             return "measured"
         inside = all(getattr(shape, name) <= self._most[name] for name in PARTS)
@@ -224,7 +224,7 @@ class StepTable:
             "made_by": self.made_by,
             "host": dataclasses.asdict(self.host),
             "error": self.error,
-            "shape": list(StepShape._fields),
+            "shape": list(StepCounts._fields),
             "steps": [[*p.shape, p.seconds] for p in self.points],
         }
 
@@ -237,11 +237,11 @@ def read_table(data: Any, name: str, *, shipped: bool = False) -> StepTable:
         if (
             data["kind"] != "step costs"
             or len(named) < 6
-            or named != list(StepShape._fields)[: len(named)]
+            or named != list(StepCounts._fields)[: len(named)]
         ):
             raise ValueError("it has no step costs, or those of another version")
         points = [
-            MeasuredStep(StepShape(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]
+            MeasuredStep(StepCounts(*map(int, row[:-1])), float(row[-1])) for row in data["steps"]
         ]
         host = HostCost(**data["host"])
         return fit_steps(

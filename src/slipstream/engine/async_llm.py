@@ -29,7 +29,13 @@ from slipstream.config import EngineArgs, EngineConfig
 from slipstream.costs.hardware import is_stopped
 from slipstream.costs.memory import MemoryLedger
 from slipstream.engine.beams import BeamSearchOutput
-from slipstream.engine.core_client import ChildLink, CoreClient, CoreSource, Link, resolved_config
+from slipstream.engine.core_client import (
+    ChildLink,
+    CoreClient,
+    CoreLink,
+    CoreSource,
+    resolved_config,
+)
 from slipstream.engine.core_process import (
     Abort,
     AdaptersChanged,
@@ -337,7 +343,7 @@ class AsyncLLM:
         An unknown id is ignored."""
         self._abort(self._output.unfinished(request_id))
 
-    def _running_child(self) -> Link:
+    def _running_child(self) -> CoreLink:
         core = self._core
         if core.link is None or core.stopping:
             raise EngineDeadError(core.down_reason or "the engine is shutting down")

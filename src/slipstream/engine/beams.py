@@ -153,7 +153,7 @@ class BeamGroup:
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class PromptSearch:
     """One prompt's. It has a row in the table of `BeamSearches` for each request that it may need."""
 
     request: BeamsRequest
@@ -203,8 +203,8 @@ class BeamSearches:
     each has K next tokens."""
 
     def __init__(self) -> None:
-        self._running: dict[str, Search] = {}
-        self._owners: dict[str, tuple[Search, int]] = {}  # of beams: the search and the row
+        self._running: dict[str, PromptSearch] = {}
+        self._owners: dict[str, tuple[PromptSearch, int]] = {}  # of beams: the search and the row
         self._names = [""]  # of the request that a row has, if it has one
         self._free = list[int]()
         self._tokens: npt.NDArray[np.int64] = np.zeros((1, MAX_LOGPROBS), np.int64)
@@ -221,7 +221,7 @@ class BeamSearches:
             self._grow(params.beam_width)
         rows = [self._free.pop() for _ in range(params.beam_width)]
         kind = params.beam_width, params.num_beam_groups, request.eos_token_ids
-        search = Search(
+        search = PromptSearch(
             request,
             kind,
             rows,
@@ -246,7 +246,7 @@ class BeamSearches:
         self.forget(list(self._running))
 
     def take(self, outputs: Iterable[StepOutput]) -> BeamUpdates:
-        taken, ready = BeamUpdates(), list[Search]()
+        taken, ready = BeamUpdates(), list[PromptSearch]()
         for output in outputs:
             if isinstance(output, LikeliestTokens):
                 ready += self._noted(output)
@@ -261,7 +261,7 @@ class BeamSearches:
                     BeamsOutput(request_id, (), 0, output.finish_reason, output.error)
                 )
         for g in range(max([len(search.groups) for search in ready], default=0)):
-            alike = defaultdict[Any, list[Search]](list)
+            alike = defaultdict[Any, list[PromptSearch]](list)
             for search in ready:
                 if g < len(search.groups) and (rows := search.groups[g].rows):
                     alike[search.kind, len(rows), len(search.taken)].append(search)
@@ -278,9 +278,9 @@ class BeamSearches:
                 taken.ended.extend(self.forget([search.request.request_id for search in searches]))
         return taken
 
-    def _noted(self, output: LikeliestTokens) -> list[Search]:
+    def _noted(self, output: LikeliestTokens) -> list[PromptSearch]:
         """Write what came of beams to the table. Returns the searches of which nothing is missing any more."""
-        rows, ready = list[int](), list[Search]()
+        rows, ready = list[int](), list[PromptSearch]()
         for name, num_cached in zip(output.request_ids, output.num_cached_tokens, strict=True):
             owner = self._owners.get(name)
             if owner is None:  # its search was given up
@@ -299,7 +299,7 @@ class BeamSearches:
         )
         return ready
 
-    def _choose(self, searches: Sequence[Search], g: int) -> None:
+    def _choose(self, searches: Sequence[PromptSearch], g: int) -> None:
         """A step of the searches' groups g, of one kind and with as many beams. A sum is that of the beam's and the token's
         log-probability, less the token's cost. Of equal sums the first stays first."""
         groups, (width, num_groups, eos) = (
@@ -344,7 +344,7 @@ class BeamSearches:
                 firsts = zip(*(values[r, :width].tolist() for values in best), strict=True)
                 group.settle([*firsts], stops[r, :width].tolist(), zip(*chosen, strict=True))
 
-    def _place(self, searches: Sequence[Search], taken: BeamUpdates) -> None:
+    def _place(self, searches: Sequence[PromptSearch], taken: BeamUpdates) -> None:
         """Say where the chosen beams are computed, of searches with as many rows and beams. `BeamGroup.rows` are those they
         come from. The first of a row stays there, and the others go to rows from which nobody goes on."""
         sources = np.array(
@@ -401,7 +401,7 @@ class BeamSearches:
         self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
         self._logprobs = np.pad(self._logprobs, ((0, more), (0, 0)))
 
-    def _beam(self, search: Search, row: int, first: str = "") -> EngineRequest:
+    def _beam(self, search: PromptSearch, row: int, first: str = "") -> EngineRequest:
         """One more beam of a search that has the `first`, or its first."""
         request, name = search.request, f"{search.request.request_id}/beam-{next(self._ids)}"
         self._names[row], self._owners[name] = name, (search, row)

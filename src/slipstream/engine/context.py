@@ -45,7 +45,7 @@ _WORD = re.compile(r"\S+\s*|\s+")
 _SENTENCE = re.compile(r".+?(?:[.!?…]+[\"'”’)\]]*\s+|\n+|\Z)", re.DOTALL)
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """What is needed of a tokenizer."""
 
     @property
@@ -130,7 +130,7 @@ class _TextUnit:
 
 def compress(
     prompt: str | Sequence[PromptPart],
-    tokenizer: Encoder,
+    tokenizer: TextEncoder,
     score: Score,
     settings: ContextSettings | None = None,
 ) -> Compressed:
@@ -147,7 +147,7 @@ def compress(
 
 async def compress_async(
     prompt: str | Sequence[PromptPart],
-    tokenizer: Encoder,
+    tokenizer: TextEncoder,
     score: Callable[[list[int]], Awaitable[list[float]]],
     settings: ContextSettings,
 ) -> Compressed:
@@ -163,7 +163,7 @@ async def compress_async(
 
 
 def compressing(
-    prompt: str | Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings
+    prompt: str | Sequence[PromptPart], tokenizer: TextEncoder, settings: ContextSettings
 ) -> Steps:
     """The method as a generator, which yields token ids to score."""
     parts = [PromptPart(prompt)] if isinstance(prompt, str) else list(prompt)
@@ -253,7 +253,7 @@ def _choose(units: Sequence[_TextUnit], keep: float) -> None:
 
 
 def _split_units(
-    parts: Sequence[PromptPart], tokenizer: Encoder, settings: ContextSettings
+    parts: Sequence[PromptPart], tokenizer: TextEncoder, settings: ContextSettings
 ) -> list[_TextUnit]:
     """The units of all parts, with the tokens of the whole text that begin in each. A unit without tokens joins its
     neighbour."""

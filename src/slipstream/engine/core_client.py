@@ -1,6 +1,6 @@
 """The connection to an engine core in another process, and its restart after a crash.
 
-A `Link` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
+A `CoreLink` is our end of a socket to a core. A `ChildLink` is one to a core that we started. A `CoreClient` keeps one link up:
 
 1. `adopt` waits until the core is ready.
 2. Its messages go to the owner as they come.
@@ -45,7 +45,7 @@ _SOCKET_PATH_BYTES = 103
 _logger = logging.getLogger("slipstream.engine")
 
 
-class Link(ABC):
+class CoreLink(ABC):
     """Our end of a socket to an engine core, which connects to `path`."""
 
     def __init__(self, path: str) -> None:
@@ -141,7 +141,7 @@ class Link(ABC):
         self._socket.close()
 
 
-class ChildLink(Link):
+class ChildLink(CoreLink):
     """An engine process that we started. The caller must `end` it, whatever happens next."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class CoreSource:
     """The way to get a link to a core: `connect`. `id_prefix` begins the ids of requests, so that several processes can use one
     core."""
 
-    connect: Callable[[], Awaitable[Link]]
+    connect: Callable[[], Awaitable[CoreLink]]
     pause: Callable[[int, Exception], float | None] = restart_pause
     id_prefix: str = ""
 
@@ -232,7 +232,7 @@ class CoreClient:
     """Keeps a link to an engine core. One task, `_read`, owns the link from the end of `adopt` to `stop`."""
 
     def __init__(self, owner: Owner, source: CoreSource) -> None:
-        self.link: Link | None = None  # to a core that is ready
+        self.link: CoreLink | None = None  # to a core that is ready
         self.down_reason = ""
         self.num_restarts = 0
         self.stopping = False
@@ -243,7 +243,9 @@ class CoreClient:
     def is_alive(self) -> bool:
         return self.link is not None and self.link.death() is None
 
-    async def adopt(self, link: Link, progress: Callable[[str], None] = lambda phase: None) -> None:
+    async def adopt(
+        self, link: CoreLink, progress: Callable[[str], None] = lambda phase: None
+    ) -> None:
         """Wait until the core is ready. Its errors are raised here as they are, and the link is ended."""
         try:
             while not isinstance(message := await link.receive(), Ready):
@@ -313,7 +315,7 @@ class CoreClient:
         if link is not None:
             await link.end()
 
-    async def _restart(self) -> Link:
+    async def _restart(self) -> CoreLink:
         self.num_restarts += 1
         await self.adopt(await self._source.connect())
         assert self.link is not None

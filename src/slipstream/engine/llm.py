@@ -169,7 +169,7 @@ class LLM:
         log_canary(self._core.executor.canary)
         progress("tokenizer")
         self.tokenizer = load_tokenizer(args, self._core.description)
-        self._core.grammars.load = lambda: self.tokenizer
+        self._core.use_tokenizer(lambda: self.tokenizer)
         self._input = InputProcessor.for_model(
             self._core.description, self._core.config, self.tokenizer
         )

@@ -265,18 +265,10 @@ class InputProcessor:
                 )
         room = self.max_model_len - len(tokens)
         if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.max_model_len}, of which at least one "
-                "is for the answer; shorten the prompt",
-                field="prompt",
-            )
+            raise self._too_long(len(tokens))
         max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
         if max_tokens > room:
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}: together more than the context of "
-                f"{self.max_model_len}; ask for at most {room} tokens",
-                field="max_tokens",
-            )
+            raise self._too_long(len(tokens), max_tokens)
         if sampling.min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens={sampling.min_tokens} is more than the {max_tokens} that fit",
@@ -365,6 +357,20 @@ class InputProcessor:
             share=first.share,
         )
         return PreparedBeams(request, made.prompt)
+
+    def _too_long(self, num_prompt: int, max_tokens: int | None = None) -> ContextLengthError:
+        """Begins with the words by which OpenAI's clients know this error."""
+        what = f"This model's maximum context length is {self.max_model_len} tokens. However, "
+        if max_tokens is None:
+            what += f"the prompt has {num_prompt} tokens, and at least one is for the answer; shorten the prompt"
+        else:
+            what += (
+                f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the prompt, and max_tokens is "
+                f"{max_tokens}); ask for at most {self.max_model_len - num_prompt} tokens, or shorten the prompt"
+            )
+        error = ContextLengthError(what, field="prompt" if max_tokens is None else "max_tokens")
+        error.lengths = (num_prompt, max_tokens, self.max_model_len)
+        return error
 
     def _with_words(self, sampling: SamplingParams) -> SamplingParams:
         """Its bad words as tokens. RequestError if no allowed token is left."""

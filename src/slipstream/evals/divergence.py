@@ -40,7 +40,7 @@ CONTINUATION = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distribution:
+class KLDistribution:
     """The KL over tokens, in nats. p99: 99 of 100 tokens do not exceed it. `stderr` is the mean's, over windows. `histogram`
     counts tokens between `KL_EDGES`; the first and last count include those outside."""
 
@@ -86,7 +86,7 @@ class Divergence:
     """`perplexity_ratio` is B's over A's; its standard error is over paired windows. If `layers` is empty, `why_no_layers` says
     why."""
 
-    kl: Distribution
+    kl: KLDistribution
     perplexity_a: float
     perplexity_b: float
     perplexity_ratio_stderr: float
@@ -155,7 +155,7 @@ def compare(
         worst.append(_worst(a, b, windows[i], i, kls[i]))
         progress(len(windows) + layers + len(worst), num_steps)
     return Divergence(
-        kl=Distribution(
+        kl=KLDistribution(
             mean=float(every.mean()),
             p99=_percentile(every, 0.99),
             max=float(every.max()),

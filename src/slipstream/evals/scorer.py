@@ -23,8 +23,8 @@ from slipstream.model.decoder import Decoder
 from slipstream.spec.model import ModelSpec
 from slipstream.worker.forward.forwards import Forwards
 from slipstream.worker.local_executor import load_runner
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.start.canary import Canary, make_canary
+from slipstream.worker.torch_loading import TorchLoaded
 
 STEP_TOKENS = 2048
 """The most tokens that go through the model at once."""
@@ -56,19 +56,19 @@ class Scorer:
         """Load the model of `args`, with a cache for `context` tokens. Arguments about an engine's size are ignored.
         UnsupportedModelError if it is not a decoder."""
         args = settled(args, one_device=True)
-        description, runner, _ = load_runner(
+        description, loaded, _ = load_runner(
             dataclasses.replace(
                 args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None
             ),
             by_torch=True,
         )
-        assert isinstance(runner, ModelRunner)
+        assert isinstance(loaded, TorchLoaded)
         if description.spec.kind != "a decoder":
             raise UnsupportedModelError(
                 f"{description.name} is {description.spec.kind}; only decoders can be measured on text",
                 field="model_type",
             )
-        config = runner.config
+        config = loaded.config
         tokenizer = load_tokenizer(args, description)
         if tokenizer is None:
             raise ConfigError(
@@ -76,8 +76,8 @@ class Scorer:
                 field="skip_tokenizer_init",
             )
         return cls(
-            runner.forwards,
-            runner.make_cache(len(config.cache.groups) * config.max_blocks_per_seq + 1),
+            loaded.forwards,
+            loaded.make_cache(len(config.cache.groups) * config.max_blocks_per_seq + 1),
             tokenizer,
             name=args.model,
             context=context,
@@ -85,10 +85,10 @@ class Scorer:
                 "dtype": config.model.dtype,
                 "quantization": config.model.quantization,
                 "kv_cache_dtype": config.cache.dtype,
-                "kernels": runner.ops.describe(),
+                "kernels": loaded.ops.describe(),
                 "device": config.device.info.name,
             },
-            weights_bytes=runner.model.weights_bytes,
+            weights_bytes=loaded.model.weights_bytes,
             kv_bytes_per_token=description.spec.kv_bytes_per_token(DTYPE_BYTES[config.cache.dtype]),
         )
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.layers import JoinedTap
-from slipstream.worker.forward.forwards import StateCache
+from slipstream.worker.forward.base import StateCache
 from slipstream.worker.local_executor import load_runner
-from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.torch_loading import TorchLoaded
 
 
 class Collected(StateCache):
@@ -25,9 +25,9 @@ class Collected(StateCache):
         self.last = states
 
 
-class States:
-    """Of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the states before these
-    are wanted beside the final ones."""
+class TextStates:
+    """States of sequences of up to `context` tokens, up to `step_tokens` (in whole blocks) at once. `layers`: the
+    states before these are wanted beside the final ones."""
 
     def __init__(
         self, args: EngineArgs, layers: Sequence[int], *, context: int, step_tokens: int
@@ -35,14 +35,14 @@ class States:
         args = dataclasses.replace(
             args, max_model_len=context, max_num_seqs=1, max_num_batched_tokens=None
         )
-        self.description, runner, _ = load_runner(args, by_torch=True)
-        assert isinstance(runner, ModelRunner)
-        self.forwards, self.block_size = runner.forwards, runner.config.cache.block_size
+        self.description, loaded, _ = load_runner(args, by_torch=True)
+        assert isinstance(loaded, TorchLoaded)
+        self.forwards, self.block_size = loaded.forwards, loaded.config.cache.block_size
         decoder = self.forwards.decoder
-        self.spec, self.device, size = decoder.spec, decoder.device, decoder.spec.hidden_size
-        self._kept = Collected(self.block_size, size, torch.float32)
+        self.spec, self.device = decoder.spec, decoder.device
+        self._kept = Collected(loaded.platform.values)
         self.forwards.keep_states(self._kept, JoinedTap(tuple(layers)) if layers else None)
-        self.kv = runner.make_cache(
+        self.kv = loaded.make_cache(
             len(self.spec.cache_groups) * (-(-step_tokens // self.block_size) + 1)
         )
 

@@ -89,7 +89,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """Which text, how much of it, and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
+    """A choice of text, its length and how it is cut: a perplexity depends on all of these. `num_windows` None: the whole
     source."""
 
     source: str = DEFAULT_TEXT

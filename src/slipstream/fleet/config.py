@@ -67,7 +67,7 @@ class Pool(Spec, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(gt=0)] | None = None
 
 
-class Version(Spec, frozen=True, kw_only=True):
+class VersionSpec(Spec, frozen=True, kw_only=True):
     name: Name
     model: str  # as `slipstream serve` takes it
     share: Share = 1.0  # of the model's requests, against its other versions
@@ -110,7 +110,7 @@ class Autoscale(Spec, frozen=True, kw_only=True):
 
 
 class Model(Spec, frozen=True, kw_only=True):
-    versions: Annotated[tuple[Version, ...], Meta(min_length=1)]
+    versions: Annotated[tuple[VersionSpec, ...], Meta(min_length=1)]
     autoscale: Autoscale | None = None
 
 
@@ -316,7 +316,7 @@ def _placed(fleet: Fleet, folder: Path) -> Fleet:
     ) -> str:  # a name that only looks like a path is one of a hub
         return at(name, field) if name.startswith(("./", "../", "~")) else name
 
-    def placed(version: Version) -> Version:
+    def placed(version: VersionSpec) -> VersionSpec:
         def engine(given: dict[str, Any]) -> dict[str, Any]:
             adapters = given.get("lora_modules")
             if not isinstance(adapters, dict):
@@ -461,7 +461,7 @@ def pools(fleet: Fleet) -> list[PoolSpec]:
     return found
 
 
-def _pool(model: str, version: Version, pool: Pool, where: str) -> PoolSpec:
+def _pool(model: str, version: VersionSpec, pool: Pool, where: str) -> PoolSpec:
     replicas = version.replicas if pool.replicas is None else pool.replicas
     least, most = (
         (replicas.min, replicas.max) if isinstance(replicas, ReplicaRange) else (replicas, replicas)

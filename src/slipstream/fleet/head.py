@@ -39,7 +39,7 @@ from slipstream.fleet.config import FIXED, Fleet, PoolSpec, Tls, check, pools
 from slipstream.fleet.gateway.batches import FleetLineRunner
 from slipstream.fleet.gateway.gateway import Gateway
 from slipstream.fleet.gateway.members import Members, Replica
-from slipstream.fleet.replicas.processes import Backend, Processes, Started
+from slipstream.fleet.replicas.processes import Backend, ReplicaProcesses, StartedReplica
 from slipstream.fleet.scaling.loop import Scaling
 from slipstream.fleet.scaling.scaler import Scaler
 from slipstream.hub import resolve_model
@@ -48,7 +48,7 @@ from slipstream.server.http.auth import ApiKeys
 from slipstream.server.http.record import RequestLog
 from slipstream.server.http.web_guard import WebGuard, with_cors
 from slipstream.server.run import BACKLOG, Server, needs_grpc, uvicorn_config
-from slipstream.server.state import ServerSettings, Watch
+from slipstream.server.state import ServerSettings, Watcher
 from slipstream.simulate.engines import this_hardware
 from slipstream.spec.description import read_spec
 
@@ -79,7 +79,7 @@ class Member:
 
     def __init__(self, spec: PoolSpec, place: int, id_: str) -> None:
         self.spec, self.place, self.id = spec, place, id_
-        self.started: Started | None = None
+        self.started: StartedReplica | None = None
         self.replica: Replica | None = None
         self.task: asyncio.Task[None] | None = None
         self.serves = asyncio.Event()
@@ -257,7 +257,7 @@ class Head:
     def _make_backend(self) -> Backend:
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        return Processes(
+        return ReplicaProcesses(
             str(self.folder),
             self._key,
             self._files,
@@ -611,7 +611,7 @@ def check_engines(fleet: Fleet) -> None:
                 raise ConfigError(f"{spec.key}: {error.message}", field=error.field) from None
 
 
-def _watch(members: Members, alert_urls: Sequence[str]) -> Watch:
+def _watch(members: Members, alert_urls: Sequence[str]) -> Watcher:
     try:
         from slipstream.fleet.watch import FleetWatch
     except ImportError:

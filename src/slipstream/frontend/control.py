@@ -54,11 +54,11 @@ class Listen(msgspec.Struct, tag=True):
     path: str
 
 
-class Serving(msgspec.Struct, tag=True):
+class FrontEndServing(msgspec.Struct, tag=True):
     pass
 
 
-class Failed(msgspec.Struct, tag=True):
+class FrontEndFailed(msgspec.Struct, tag=True):
     """The front end could not start."""
 
     error: str
@@ -75,7 +75,7 @@ class GetTotals(msgspec.Struct, tag=True):
 
 
 ToFrontEnd: TypeAlias = FrontEndSetup | EngineDied | GetCounts | Totals | Drain
-ToSupervisor: TypeAlias = Listen | Serving | Failed | HaveCounts | GetTotals
+ToSupervisor: TypeAlias = Listen | FrontEndServing | FrontEndFailed | HaveCounts | GetTotals
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Channel(Generic[T]):
         return cls(*await asyncio.open_unix_connection(sock=end), kind)
 
     def send(self, message: ToFrontEnd | ToSupervisor) -> None:
-        """Without waiting. What is sent to a process that has ended is lost."""
+        """Send without waiting. A message to a process that has ended is lost."""
         if not self._writer.is_closing():  # uvloop raises in a write to a closed transport
             data = self._encoder.encode(message)
             self._writer.write(len(data).to_bytes(4) + data)

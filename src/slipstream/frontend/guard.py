@@ -56,7 +56,7 @@ class Guarded:
         os._exit(1)  # the engine ends with us
 
 
-class Guard:
+class ServerGuard:
     def __init__(self) -> None:
         self._pid, self._serves, self._stopping = 0, False, False
         self._listener: socket.socket | None = None
@@ -84,7 +84,7 @@ class Guard:
                 return ended
 
     def _watch(self, control: socket.socket) -> int:
-        """Until the child has ended; its return code."""
+        """Wait until the child has ended, and return its code."""
         try:
             _, fds, _, _ = socket.recv_fds(control, 1, 1)
             if fds and self._listener is None:

@@ -20,20 +20,20 @@ import uvloop
 
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.context import Shortener
-from slipstream.engine.core_client import CoreSource, Link
+from slipstream.engine.core_client import CoreLink, CoreSource
 from slipstream.engine.core_process import end_with_parent
 from slipstream.errors import EngineDeadError, SlipstreamError
 from slipstream.frontend.control import (
     Channel,
     Drain,
     EngineDied,
-    Failed,
+    FrontEndFailed,
+    FrontEndServing,
     FrontEndSetup,
     GetCounts,
     GetTotals,
     HaveCounts,
     Listen,
-    Serving,
     ToFrontEnd,
     Totals,
 )
@@ -46,7 +46,7 @@ class EngineStaysDownError(EngineDeadError):
     """The supervisor will not start it again."""
 
 
-class AttachedLink(Link):
+class AttachedLink(CoreLink):
     """A link to one of the supervisor's engine cores. The supervisor gives the core our `path`, and reports the core's death to
     us."""
 
@@ -83,7 +83,7 @@ class FrontEnd:
                 await asyncio.sleep(0.01)
             self._server = server
             settle()
-            self._channel.send(Serving())
+            self._channel.send(FrontEndServing())
             await serving
         finally:
             reading.cancel()
@@ -91,7 +91,7 @@ class FrontEnd:
                 await engine.shutdown()
 
     def _source(self, index: int) -> CoreSource:
-        async def connect() -> Link:
+        async def connect() -> CoreLink:
             self._num_links += 1
             path = f"{self._folder}/{self._setup.number}.{self._num_links}"
             link = self._links[index] = AttachedLink(path)
@@ -143,7 +143,7 @@ async def serve(
         )
         return 0
     except SlipstreamError as error:
-        channel.send(Failed(type(error).__name__, error.message, error.field))
+        channel.send(FrontEndFailed(type(error).__name__, error.message, error.field))
         return 1
     finally:
         await channel.flush()

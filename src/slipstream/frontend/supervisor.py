@@ -41,13 +41,13 @@ from slipstream.frontend.control import (
     Channel,
     Drain,
     EngineDied,
-    Failed,
+    FrontEndFailed,
+    FrontEndServing,
     FrontEndSetup,
     GetCounts,
     GetTotals,
     HaveCounts,
     Listen,
-    Serving,
     ToSupervisor,
     Totals,
 )
@@ -65,7 +65,7 @@ _GRACE_S = 10.0  # after the drain timeout, for answers to be read
 _logger = logging.getLogger("slipstream.server")
 
 
-class FrontEnd:
+class FrontEndHandle:
     """A front end's process, as the supervisor sees it."""
 
     def __init__(
@@ -109,7 +109,7 @@ class SharedCore:
         await self.client.adopt(await ChildLink.start(self.args), progress)
         self.client.watch()
 
-    def listen(self, front_end: FrontEnd, path: str) -> None:
+    def listen(self, front_end: FrontEndHandle, path: str) -> None:
         if self._stays_down is not None:
             front_end.channel.send(self._stays_down)
             return
@@ -117,7 +117,7 @@ class SharedCore:
         self._paths[front_end.number] = path
         self._send(Attach(front_end.number, path))
 
-    def forget(self, front_end: FrontEnd) -> None:
+    def forget(self, front_end: FrontEndHandle) -> None:
         if self._paths.pop(front_end.number, None) is not None:
             self._send(Detach(front_end.number))
 
@@ -164,7 +164,7 @@ class Supervisor:
         self._cores = [
             SharedCore(index, args, self._send_to_all) for index, args in enumerate(engines)
         ]
-        self._front_ends: dict[int, FrontEnd] = {}  # by slot
+        self._front_ends: dict[int, FrontEndHandle] = {}  # by slot
         self._numbers = itertools.count(1)
         self._ended = Metrics("")  # what front ends that have ended had counted
         self._all_serve = asyncio.Event()
@@ -273,7 +273,7 @@ class Supervisor:
             f"front end {slot + 1} {describe_exit(code)}"
         )
 
-    async def _spawn(self, slot: int) -> FrontEnd:
+    async def _spawn(self, slot: int) -> FrontEndHandle:
         ours, theirs = socket.socketpair()
         with theirs:
             shared = (theirs.fileno(), self._listener.fileno(), self._load_fd)
@@ -294,21 +294,21 @@ class Supervisor:
             raise
         number = next(self._numbers)
         channel.send(FrontEndSetup(number, slot, self._engines, self._settings, self._shortens))
-        front_end = self._front_ends[slot] = FrontEnd(number, slot, process, channel)
+        front_end = self._front_ends[slot] = FrontEndHandle(number, slot, process, channel)
         if self._stopping.is_set():
             process.kill()  # the signal came before the process could get the message
         return front_end
 
-    def _take(self, front_end: FrontEnd, message: ToSupervisor) -> None:
+    def _take(self, front_end: FrontEndHandle, message: ToSupervisor) -> None:
         match message:
             case Listen():
                 self._cores[message.engine].listen(front_end, message.path)
-            case Serving():
+            case FrontEndServing():
                 front_end.is_serving = True
                 serving = [f for f in self._front_ends.values() if f.is_serving]
                 if len(serving) == self._num_front_ends:
                     self._all_serve.set()
-            case Failed():
+            case FrontEndFailed():
                 front_end.failed = as_error(message.error, message.message, message.field)
             case HaveCounts():
                 front_end.counts = message.counts
@@ -319,8 +319,9 @@ class Supervisor:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    def _mark_dead(self, front_end: FrontEnd) -> None:
-        """Its process ends; its requests are cancelled, its share of the limits is free, and its counts are kept."""
+    def _mark_dead(self, front_end: FrontEndHandle) -> None:
+        """Take note that a front end's process ended: its requests are cancelled, its share of the limits is freed,
+        and its counts are kept."""
         front_end.process.kill()  # nothing, if it has ended
         front_end.process.wait()
         assert front_end.process.stdin is not None
@@ -334,7 +335,7 @@ class Supervisor:
         for core in self._cores:
             core.forget(front_end)
 
-    async def _add_up(self, asker: FrontEnd) -> None:
+    async def _add_up(self, asker: FrontEndHandle) -> None:
         others = [f for f in self._front_ends.values() if f.is_serving and f is not asker]
         if others:
             await asyncio.wait([f.ask_counts() for f in others], timeout=_COUNTS_TIMEOUT_S)

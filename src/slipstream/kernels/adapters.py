@@ -22,9 +22,9 @@ from torch import Tensor
 from slipstream.kernels.weights import Activations, Linear
 
 if TYPE_CHECKING:
-    from slipstream.kernels.metadata import ExpertLoad
+    from slipstream.kernels.metadata import ExpertCounters
     from slipstream.kernels.ops import Experts, OpSet
-    from slipstream.platform import RankGroup
+    from slipstream.platform.collectives import RankGroup
 
 FEW_TOKENS = 256
 """Steps of at most this many tokens have tiles of TILES[0] tokens, larger ones tiles of
@@ -147,7 +147,7 @@ class AdapterOps:
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         up, down = shared
         if id(up) not in self._weights and id(down) not in self._weights:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.metadata import LayerKV
+from slipstream.kernels.arrays import to_array
 
 
-class BlockRows:
+class BlockTensors:
     """The parts of blocks in several tensors. Row b of each tensor in `rows`, [B, n] of the widest
     possible type, is a part of block b."""
 
@@ -28,7 +30,7 @@ class BlockRows:
         self.is_aligned = all(number % 16 == 0 for place in places for number in place)
 
     @classmethod
-    def of(cls, caches: Iterable[Tensor]) -> BlockRows:
+    def of(cls, caches: Iterable[Tensor]) -> BlockTensors:
         """Makes the rows of tensors [B, …]. The last two dimensions may be swapped in memory. A
         tensor that occurs twice counts once."""
         once = {cache.data_ptr(): cache for cache in caches}.values()
@@ -37,19 +39,15 @@ class BlockRows:
             _as_wide_as_possible([cache.view(len(cache), -1).view(torch.uint8) for cache in whole])
         )
 
-    @classmethod
-    def of_layers(cls, layers: Iterable[LayerKV]) -> BlockRows:
-        """Makes the rows of layers' caches. Layers of different groups may share tensors."""
-        return cls.of(
-            cache
-            for layer in layers
-            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
-        )
+    @property
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """The rows as arrays, on a CPU."""
+        return [to_array(rows) for rows in self.rows]
 
-    def in_buffer(self, buffer: Tensor) -> BlockRows:
+    def in_buffer(self, buffer: Tensor) -> BlockTensors:
         """Returns the parts of blocks that are side by side in `buffer`, uint8
         [blocks, num_bytes]."""
-        return BlockRows(
+        return BlockTensors(
             [part.view(self.rows[0].dtype) for part in buffer.split(self.row_bytes, dim=1)]
         )
 

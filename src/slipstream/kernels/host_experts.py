@@ -39,7 +39,7 @@ from slipstream.kernels.cpu.native import Arena, Bytes, Job, Program
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.unpack import BITS, unpack
 from slipstream.kernels.hot_experts import HotExperts
-from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts, OpSet
 from slipstream.kernels.weights import Linear
 from slipstream.platform import Platform
@@ -97,7 +97,7 @@ class HostExpertOps:
     # --- Steps ---
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         if not isinstance(experts.up, NativeExperts):
             return self._ops.moe(x, router_logits, experts, load)
@@ -111,7 +111,7 @@ class HostExpertOps:
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         if not isinstance(experts.up, NativeExperts):
             return self._ops.moe_and_shared(x, router_logits, experts, shared, load)
@@ -123,7 +123,7 @@ class HostExpertOps:
         return self._finished(x, begun, self._ops._always(x, experts, shared))
 
     def _begin(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None
     ) -> Begun:
         """Queues the host's work, which overlaps with what the device queues next."""
         weights, chosen = self._ops.route(router_logits, experts.spec, experts.correction, load)

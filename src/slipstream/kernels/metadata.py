@@ -116,6 +116,11 @@ def shared_caches(
     return [LayerKV(*cache, *scale) for cache, scale in zip(caches, scales, strict=True)]
 
 
+def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
+    """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
+    return [x for layer in layers for x in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+
+
 def by_dim(v: Tensor) -> Tensor:
     """Returns the same values [B, K, block_size, D] with the memory layout
     [B, K, D, block_size]."""
@@ -133,7 +138,7 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class JoinedSteps:
     """One of several steps that are known at once."""
 
     all: AttentionMetadata  # the sequences of all steps, each step's at equal distances
@@ -179,7 +184,7 @@ class AttentionMetadata:
         None  # int32 [T]: end of each token's text; None: unknown, or no whole texts
     )
     shared: SharedPrefixes | None = None
-    of_steps: Steps | None = None
+    of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -283,7 +288,7 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLoad:
+class ExpertCounters:
     """Counters of one layer's tokens by expert, which `moe` updates.
 
     A token that is written to the null block is padding and doesn't count.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
 from slipstream.kernels.layouts import AttentionParams as AttentionParams
 from slipstream.kernels.layouts import Experts as Experts
@@ -39,7 +39,7 @@ from slipstream.kernels.layouts import QKVLayout as QKVLayout
 from slipstream.kernels.layouts import TokenShape as TokenShape
 from slipstream.kernels.metadata import (
     AttentionMetadata,
-    ExpertLoad,
+    ExpertCounters,
     LayerKV,
     PackedParts,
     SamplingTensors,
@@ -47,7 +47,7 @@ from slipstream.kernels.metadata import (
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
-from slipstream.platform import OverlappedSum, RankGroup
+from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import InputFormat, Scheme
@@ -651,11 +651,13 @@ class OpSet(ABC):
         formula).
         """
 
-    def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertLoad:
-        """Makes a step's `ExpertLoad` for `moe`."""
-        return ExpertLoad(counts, meta.slot_mapping, kv.block_size)
+    def expert_load(self, counts: Tensor, kv: LayerKV, meta: AttentionMetadata) -> ExpertCounters:
+        """Makes a step's `ExpertCounters` for `moe`."""
+        return ExpertCounters(counts, meta.slot_mapping, kv.block_size)
 
-    def own_expert_load(self, load: ExpertLoad, group: RankGroup, num_tokens: int) -> ExpertLoad:
+    def own_expert_load(
+        self, load: ExpertCounters, group: RankGroup, num_tokens: int
+    ) -> ExpertCounters:
         """Returns `load` for a `moe` over the tokens of all ranks of `group`, `num_tokens` places
         each.
 
@@ -672,7 +674,7 @@ class OpSet(ABC):
         router_logits: Tensor,
         spec: MoESpec,
         correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Makes the choice of `moe`: (weights float32, experts of any integer type),
         [T, num_experts_per_token] each.
@@ -690,7 +692,7 @@ class OpSet(ABC):
 
     @abstractmethod
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         """x [T, E], router_logits [T, X] → [T, E]: each token through its experts, summed with
         their weights in float32.
@@ -707,7 +709,7 @@ class OpSet(ABC):
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         """Computes `moe` plus a shared expert of all tokens with the products `shared` and the same
         activation."""
@@ -812,9 +814,13 @@ class OpSet(ABC):
         allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
         logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
 
+    def block_rows(self, caches: Iterable[Tensor]) -> BlockTensors:
+        """Prepares caches [B, …], which hold a part of every block each, for `copy_blocks`."""
+        return BlockTensors.of(caches)
+
     @abstractmethod
     def copy_blocks(
-        self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor
+        self, source: BlockTensors, target: BlockTensors, sources: Tensor, targets: Tensor
     ) -> None:
         """Copies whole blocks: target[targets[i]] = source[sources[i]] in all parts, for int64 [N]
         each.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import (
     AttentionMetadata,
-    ExpertLoad,
+    ExpertCounters,
     LayerKV,
     PackedParts,
     SamplingTensors,
@@ -91,7 +91,7 @@ def route(
     return weights * spec.weight_scale, chosen
 
 
-def count_experts(chosen: Tensor, load: ExpertLoad | None) -> None:
+def count_experts(chosen: Tensor, load: ExpertCounters | None) -> None:
     """Adds the choices [T, k] to `load.counts`. Padded tokens do not count."""
     if load is not None:
         there = (load.slots >= load.block_size).long()[:, None].expand(chosen.shape)
@@ -220,14 +220,14 @@ class ReferenceOps(OpSet):
         router_logits: Tensor,
         spec: MoESpec,
         correction: Tensor | None = None,
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> tuple[Tensor, Tensor]:
         weights, chosen = route(router_logits, spec, correction)
         count_experts(chosen, load)
         return weights, chosen
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         spec = experts.spec
         weights, chosen = self.route(router_logits, spec, experts.correction, load)
@@ -263,7 +263,7 @@ class ReferenceOps(OpSet):
         return torch.where(params.temperature > 0, drawn, greedy)
 
     def copy_blocks(
-        self, source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor
+        self, source: BlockTensors, target: BlockTensors, sources: Tensor, targets: Tensor
     ) -> None:
         for theirs, ours in zip(source.rows, target.rows, strict=True):
             ours[targets] = theirs[sources]

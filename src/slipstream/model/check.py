@@ -64,7 +64,7 @@ class CheckReport:
 
     @property
     def first_divergence(self) -> str | None:
-        """Where the error first exceeds the tolerance or is NaN."""
+        """The first place where the error exceeds the tolerance or is NaN."""
         return next((d.where for d in self.differences if not d.error <= self.tolerance), None)
 
     @property

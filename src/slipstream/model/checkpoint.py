@@ -52,7 +52,7 @@ Read: TypeAlias = Stored
 Value = TypeVar("Value", bound=Any)
 
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
-"""What stands beside a rounded weight and is only noted there."""
+"""Suffixes of tensors next to a rounded weight that only note something."""
 
 
 class StoredWeights(Protocol):

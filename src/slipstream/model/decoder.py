@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending
-    from slipstream.platform import RankGroup
+    from slipstream.platform.collectives import RankGroup
 
 
 class Decoder:

@@ -420,7 +420,7 @@ class MedusaHead:
 
 def _floats(x: Any) -> Floats:
     """Converts an array or a CPU tensor to a float32 array."""
-    return x if isinstance(x, np.ndarray) else x.float().numpy()
+    return x.astype(np.float32, copy=False) if isinstance(x, np.ndarray) else x.float().numpy()
 
 
 def _like(given: Any, found: npt.NDArray[Any]) -> Any:

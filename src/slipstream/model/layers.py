@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from slipstream.kernels.metadata import AttentionMetadata, LayerKV
     from slipstream.kernels.ops import OpSet
     from slipstream.kernels.weights import Activations, Linear
-    from slipstream.platform import OverlappedSum, Pipe, RankGroup
+    from slipstream.platform.collectives import OverlappedSum, Pipe, RankGroup
 
     Pending: TypeAlias = "Tensor | PartialSum | PendingSum | Pair"
     """A result still to be added to the residual, before the next norm."""

@@ -1,29 +1,31 @@
-"""A decoder's C++ program (`step_program.py`) for torch tensors, which share their memory with the
-arrays."""
+"""A decoder's C++ program (`step_program.py`) for the values of a CPU's platform: NumPy arrays, or torch tensors, which share
+their memory with arrays. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from slipstream.kernels.arrays import to_array
 from slipstream.kernels.cpu.native import Program, RunningStep
-from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
 from slipstream.model.trace import SPLIT, STREAMED
+from slipstream.platform import Platform, platform_of
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.reason import Reason
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def compile_program(decoder: Decoder) -> CpuProgram | Reason:
-    """Compiles the decoder's program, or returns the reason why there is none.
+    """Compiles the program of a decoder with torch's values, or returns the reason why there is none.
 
     Without one, the decoder's loop runs the same kernels one by one.
     """
+    from slipstream.kernels.cpu.ops import NativeOps
+
     if decoder.partition is not None:
         return SPLIT
     if decoder.stream is not None:
@@ -34,14 +36,19 @@ def compile_program(decoder: Decoder) -> CpuProgram | Reason:
             f"the C++ program needs kernels='cpu', but kernels={ops.name!r} run here", notable=False
         )
     step = compile_step(decoder, ops.pool)
-    return step if isinstance(step, Reason) else CpuProgram(decoder, step)
+    if isinstance(step, Reason):
+        return step
+    return CpuProgram(decoder, step, platform_of(decoder.device))
 
 
 class CpuProgram:
-    """A `StepProgram` that takes and returns tensors."""
+    """A `StepProgram` that takes and returns a platform's values.
 
-    def __init__(self, decoder: Decoder, step: StepProgram) -> None:
-        self.decoder, self.step = decoder, step
+    `decoder` computes what the program leaves out: an encoder's embeddings.
+    """
+
+    def __init__(self, decoder: Decoder, step: StepProgram, platform: Platform) -> None:
+        self.decoder, self.step, self.platform = decoder, step, platform
 
     @property
     def spec(self) -> ModelSpec:
@@ -64,37 +71,36 @@ class CpuProgram:
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """Runs `Decoder.tapped` in float32."""
-        given = (
-            to_array(self.decoder.embedded(token_ids, meta).float())
-            if self.decoder.spec.is_encoder
-            else None
-        )
+        given = None
+        if self.decoder.spec.is_encoder:
+            given = self.platform.values.floats(self.decoder.embedded(token_ids, meta))
         hidden, taken = self.step.forward(token_ids, kv, meta, given)
-        return torch.from_numpy(hidden), torch.from_numpy(taken)
+        upload = self.platform.upload
+        return upload(hidden), upload(taken)
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         """Runs `Decoder.encode`."""
-        self.step.encode(to_array(self.decoder.embedded(token_ids, meta).float()), kv, meta)
+        embedded = self.decoder.embedded(token_ids, meta)
+        self.step.encode(self.platform.values.floats(embedded), kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [N, E] → float32 [N, V]."""
-        return torch.from_numpy(self.step.logits(hidden.numpy()))
+        return self.platform.upload(self.step.logits(self.platform.values.array(hidden)))
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         """Runs `StepProgram.greedy`."""
-        found = self.step.greedy(hidden.numpy())
-        return None if found is None else torch.from_numpy(found)
+        found = self.step.greedy(self.platform.values.array(hidden))
+        return None if found is None else self.platform.upload(found)
 
     def begin_greedy(
         self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> tuple[Tensor, Tensor, RunningStep] | None:
         """Runs `StepProgram.begin_greedy`."""
         begun = self.step.begin_greedy(token_ids, kv, meta)
-        return (
-            None
-            if begun is None
-            else (torch.from_numpy(begun[0]), torch.from_numpy(begun[1]), begun[2])
-        )
+        if begun is None:
+            return None
+        tokens, states, running = begun
+        return self.platform.upload(tokens), self.platform.upload(states), running
 
     def count_experts(self, layer: int, counts: Tensor) -> None:
         """Adds the tokens by expert of every step from now on to `counts`, int64 [X]."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.kernels.cpu import native
-from slipstream.kernels.cpu.lowering import Emitter, Lowered, Scratch, lower, refusal
+from slipstream.kernels.cpu.lowering import Emitter, Lowered, ScratchBuffers, lower, refusal
 from slipstream.kernels.cpu.mla import add_latent_attention, add_latent_queries
 from slipstream.kernels.cpu.moe import NativeExperts, add_choice, add_experts
 from slipstream.kernels.cpu.native import (
@@ -96,6 +96,7 @@ class StepProgram:
             decoder.spec.hidden_size,
             taken_width,
         )
+        self.pool = pool
         self._body, self._reading = body, reading
         self._head = [_head_step(pool, op) for op in head]
         self._argmax: LinearArgmax | None = None
@@ -354,13 +355,22 @@ class ProgramEmitter(Emitter):
         add_attention(self.program, q, out, layer, sizes, params, group=group)
 
     def mla_attention(
-        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+        self,
+        q: int,
+        row: int,
+        out: int,
+        layer: int,
+        size: int,
+        params: MLAParams,
+        scratch: ScratchBuffers,
     ) -> None:
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch)
 
-    def experts(self, x: int, logits: int, counts: int, experts: Experts, scratch: Scratch) -> int:
+    def experts(
+        self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers
+    ) -> int:
         p, up, down, spec = self.program, experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
         assert isinstance(down, NativeExperts)

@@ -190,7 +190,7 @@ def random_values(
 
 
 def layer_prefix(name: str) -> str:
-    """What the names of a parameter's layer begin with; "" if it is of no layer."""
+    """The beginning of the names in a parameter's layer; "" if it is of no layer."""
     return ".".join(name.split(".")[:2]) + "." if name.startswith("layers.") else ""
 
 

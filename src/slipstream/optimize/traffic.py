@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.bench.load import parse_arrivals
-from slipstream.bench.workload import Length, Workload, from_lengths, read_lengths
+from slipstream.bench.workload import BenchWorkload, Length, from_lengths, read_lengths
 from slipstream.errors import ConfigError
 from slipstream.files import parse_json
 
@@ -34,7 +34,7 @@ class RecordedTraffic:
     def longest(self) -> int:
         return max(a + b for a, b in self.lengths)
 
-    def workload(self, vocab_size: int) -> Workload:
+    def workload(self, vocab_size: int) -> BenchWorkload:
         return from_lengths("traffic", self.lengths, vocab_size=vocab_size, seed=self.seed)
 
 

@@ -1,44 +1,54 @@
-"""What a kind of device can do and how it is used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
+"""Kinds of devices, what they can do and how they are used: one `Platform` object a kind. Nothing else asks `torch.cuda`.
 
-    cpu.py   the host's own processor
+    host.py  a CPU whose values are NumPy arrays, without torch
+    cpu.py   a CPU whose values are torch tensors
     cuda.py  an NVIDIA GPU
     collectives.py  sums and collections over several processes
     peer_copies.py  sums of two GPUs beside their products
 
 What each GPU architecture and each CPU instruction set has is data: `spec/gpu_archs.py`, `spec/cpu_isas.py`.
 
-A new kind of device is one more subclass of `Platform` and one line in `platform_of`.
+A new kind of device is one more subclass of `Platform` and one line in `platform_of`. Importing this package imports no torch.
 """
 
 from __future__ import annotations
 
 import functools
-
-import torch
+from typing import TYPE_CHECKING
 
 from slipstream.platform.base import CopyQueue as CopyQueue
 from slipstream.platform.base import Event as Event
 from slipstream.platform.base import Graph as Graph
 from slipstream.platform.base import GraphRecorder as GraphRecorder
 from slipstream.platform.base import Platform as Platform
-from slipstream.platform.collectives import OverlappedSum as OverlappedSum
-from slipstream.platform.collectives import PeerSums as PeerSums
-from slipstream.platform.collectives import Pipe as Pipe
-from slipstream.platform.collectives import RankGroup as RankGroup
-from slipstream.platform.collectives import Rendezvous as Rendezvous
-from slipstream.platform.cpu import CpuPlatform
-from slipstream.platform.cuda import CudaPlatform
-from slipstream.platform.cuda import hash_triton as hash_triton
+from slipstream.platform.host import HostPlatform
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.platform.cuda import CudaPlatform
 
 
 @functools.cache
-def platform_of(device: torch.device) -> Platform:
-    """The platform of a device. Every call with one device gives the same object."""
-    return CudaPlatform(device) if device.type == "cuda" else CpuPlatform(device)
+def platform_of(device: torch.device | None) -> Platform:
+    """The platform of a torch device, or of a CPU without torch (None). Every call with one device gives the same object."""
+    if device is None:
+        return HostPlatform()
+    if device.type == "cuda":
+        from slipstream.platform.cuda import CudaPlatform
+
+        return CudaPlatform(device)
+    from slipstream.platform.cpu import CpuPlatform
+
+    return CpuPlatform(device)
 
 
 def gpu_platform(ordinal: int) -> CudaPlatform:
-    """That of one of the GPUs that torch sees."""
+    """The platform of one of the GPUs that torch sees."""
+    import torch
+
+    from slipstream.platform.cuda import CudaPlatform
+
     platform = platform_of(torch.device("cuda", ordinal))
     assert isinstance(platform, CudaPlatform)
     return platform
@@ -46,9 +56,13 @@ def gpu_platform(ordinal: int) -> CudaPlatform:
 
 def has_gpu() -> bool:
     """Whether torch sees a GPU."""
+    import torch
+
     return torch.cuda.is_available()
 
 
 def num_gpus() -> int:
     """How many GPUs torch can use: 0 where it sees some but cannot start them."""
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

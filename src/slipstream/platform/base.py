@@ -1,18 +1,23 @@
-"""The interface of a kind of device: memory, streams, events, graphs, capabilities, collectives."""
+"""The interface of a kind of device: memory, values, streams, events, graphs, capabilities, collectives. No torch.
+
+A device's values are torch tensors, or NumPy arrays on a `HostPlatform`. Where both occur, a value's type here is `Any`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from slipstream.spec.gpu_archs import GpuArch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class Event(Protocol):
@@ -32,13 +37,13 @@ class CopyQueue(Protocol):
     """Work beside the steps."""
 
     def behind(self) -> AbstractContextManager[None]:
-        """What is queued within it runs after all that is queued now, and beside what is queued later."""
+        """Queue work on this stream: it runs after all that is queued now, and concurrently with what is queued later."""
 
     def record(self) -> Event | None:
         """An event behind what is queued here; None where nothing is ever queued."""
 
     def join(self) -> None:
-        """What the steps queue from now on runs behind what is queued here."""
+        """Make the steps wait: what they queue from now on runs after what is queued here."""
 
 
 class Graph(Protocol):
@@ -59,6 +64,40 @@ class GraphRecorder(Protocol):
         kernels, is made within `compiling()`."""
 
 
+class Values(Protocol):
+    """The few functions that tensors and arrays spell differently."""
+
+    def dtype(self, name: str) -> Any:
+        """The type of numbers with our name: "bfloat16", "float32", "int8", "fp8", …"""
+
+    def full(self, shape: tuple[int, ...], value: float) -> Any:
+        """float32 values on the device."""
+
+    def arange(self, count: int) -> Any:
+        """0, 1, …, int64 [count] on the device."""
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        """`x` in another type, or itself."""
+
+    def take(self, x: Any, index: Any, dim: int = 0) -> Any:
+        """A copy of some rows, or of some columns (`dim` 1)."""
+
+    def put(self, x: Any, rows: Any, values: Any) -> None:
+        """Writes rows of `x`, in its own type."""
+
+    def array(self, x: Any) -> npt.NDArray[Any]:
+        """The memory of a value of the host, as an array."""
+
+    def floats(self, x: Any) -> npt.NDArray[np.float32]:
+        """A float32 array of the host. Waits for the device."""
+
+    def magnitudes(self, cache: Any) -> Any:
+        """The largest magnitude of each head in a KV cache [B, K, …]: float32 [K]."""
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """A context for computing without gradients."""
+
+
 class Platform(ABC):
     """One device. Work is queued on the current stream, in order."""
 
@@ -66,7 +105,7 @@ class Platform(ABC):
     collectives: Literal["gloo", "nccl"]
     """The backend of `torch.distributed` for processes that each have such a device."""
     arch: GpuArch
-    """Of a CPU the interpreter's, for kernels that are tested there."""
+    """The GPU's architecture; on a CPU the interpreter's, for kernels that are tested there."""
     multiprocessors: int
     shared_bytes: int
     """Shared memory that one thread block may take."""
@@ -74,6 +113,9 @@ class Platform(ABC):
     """Whether a launch returns before the work is done."""
     caches_memory: bool
     """Whether memory that is freed stays with this process until `release_unused`."""
+
+    values: Values
+    device: torch.device
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -100,13 +142,13 @@ class Platform(ABC):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory that costs nothing before it is used, where the system can do that."""
 
-    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+    @abstractmethod
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A host array on the device. The copy does not wait for work that is queued."""
-        return torch.from_numpy(array)
 
-    def upload_into(self, tensor: Tensor, array: npt.NDArray[np.generic]) -> None:
+    @abstractmethod
+    def upload_into(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         """A host array into a tensor of its shape, in the order of what is queued. The host does not wait."""
-        tensor.copy_(torch.from_numpy(array))
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy on the host, complete once an event recorded after it is reached."""
@@ -133,7 +175,7 @@ class Platform(ABC):
 
     @abstractmethod
     def run_after(self, event: Event | None) -> None:
-        """What is queued from now on runs after `event`. The host does not wait."""
+        """Make what is queued from now on run after `event`. The host does not wait."""
 
     @abstractmethod
     def synchronize(self) -> None:

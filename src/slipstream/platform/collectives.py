@@ -27,11 +27,11 @@ MAX_SENT = 16
 """Tensors to another stage that may be on their way at once."""
 
 SWAPPED_BYTES = 2**24
-"""Of a tensor that two ranks exchange, at a time: so much memory it takes beside."""
+"""Bytes of a tensor that two ranks exchange at a time, which is the extra memory that it takes."""
 
 
 class Rendezvous:
-    """Where the ranks of a group meet: a store at rank 0, which makes it and says its `port` to the others. `host` is its
+    """The meeting point of a group's ranks: a store at rank 0, which makes it and says its `port` to the others. `host` is its
     host's address."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Rendezvous:
 
 
 class Pipe:
-    """To the stages of a pipeline before and after this one, and from the last back to the first. What a rank sends, the
+    """Links to the stages of a pipeline before and after this one, and from the last back to the first. What a rank sends, the
     other receives in the same order.
 
     What goes back has a group of its own. In one group the first stage would send the next step's residual before it receives
@@ -113,7 +113,7 @@ class Pipe:
         return self._receive(shape, dtype, self._before, None)
 
     def send_back(self, x: Tensor) -> None:
-        """From the last stage to the first, as `send`."""
+        """Send from the last stage to the first, as `send` does."""
         self._send(x, self._first, self._back)
 
     def receive_back(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -187,7 +187,7 @@ class RankGroup:
         self._shared: list[object] = []
 
     def stages(self, count: int) -> tuple[RankGroup, Pipe | None]:
-        """Of all ranks: the group of this rank's stage, of `count` with neighbouring ranks, and the way to other stages."""
+        """Split all ranks: the group of this rank's stage, of `count` with neighbouring ranks, and the way to other stages."""
         if count == 1:
             return self, None
         each = self.size // count
@@ -282,7 +282,7 @@ class RankGroup:
             mine.copy_(theirs)
 
     def least(self, *numbers: int) -> list[int]:
-        """Of each number the smallest that a rank gives."""
+        """The smallest that a rank gives, of each number."""
         values = torch.tensor(
             numbers, dtype=torch.int64, device="cpu" if self._through_host else self.device
         )

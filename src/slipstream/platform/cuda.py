@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.platform.base import Event, Graph, Platform
+from slipstream.platform.tensors import Tensors
 from slipstream.spec.gpu_archs import GpuArch, gpu_arch
 
 
@@ -26,6 +27,10 @@ class CudaPlatform(Platform):
     collectives = "nccl"
     is_asynchronous = True
     caches_memory = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.values = Tensors(device)
 
     # --- Capabilities -------------------------------------------------------------------------------------------------
 
@@ -109,8 +114,8 @@ class CudaPlatform(Platform):
         weakref.finalize(memory, runtime.cudaHostUnregister, at)
 
     def _clear_last_error(self) -> None:
-        """Of a refused call that was not torch's own, CUDA keeps the error, and the check behind torch's next launch raises and
-        forgets it. That launch is made here."""
+        """Forget a refused call's error. If the call was not torch's own, CUDA keeps the error, and the check behind
+        torch's next launch raises and forgets it. That launch is made here."""
         with suppress(RuntimeError):
             torch.ones(1, device=self.device)
 

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from slipstream.platform.collectives import RankGroup
 
 PIECE_TOKENS = 2560
-"""Of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of an H200 busy."""
+"""Tokens of a piece of a dense model: with 20 tiles of rows, products that give 4,096 or 14,336 numbers keep 97 % of
+an H200 busy."""
 LAST_TOKENS = 512
 """The last piece, whose copy has few products beside it, has so many tokens or more."""
 TILE = 128
 """Rows of a product's tile: pieces have a multiple of it, except the last."""
 TEST_TOKENS = 3000
 TEST_TENSORS = 24
-"""So many of all of the test's rows are there at once, at most: in a run, in its graph, and what they should give."""
+"""Tensors of all of the test's rows that are there at once, at most: in a run, in its graph, and what they should give."""
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -105,7 +106,7 @@ class PeerCopies:
         return CopiedSum(x, self._own[place, rows], self._queue.record(), self, channel)
 
     def wait(self, channel: int) -> None:
-        """What is queued from now on runs once the other's rows are here."""
+        """Make what is queued from now on run once the other's rows are here."""
         self._handle.wait_signal(self._peer, channel)
 
 

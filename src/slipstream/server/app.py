@@ -61,11 +61,14 @@ from slipstream.server.operations.health import Probes
 from slipstream.server.operations.metrics import Metrics
 from slipstream.server.operations.sleep import Sleeping
 from slipstream.server.operations.status import StatusRoutes
-from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener
+from slipstream.server.state import EngineProtocol, ServerSettings, ServerState, ShortenerProtocol
 
 
 def make_state(
-    engine: Engine, settings: ServerSettings, model: str, shortener: Shortener | None = None
+    engine: EngineProtocol,
+    settings: ServerSettings,
+    model: str,
+    shortener: ShortenerProtocol | None = None,
 ) -> ServerState:
     """A server's state, with its keys, limits and observers. `model` is the name in its metrics."""
     lasting = settings.state_dir if settings.keys_file is not None else None
@@ -115,7 +118,7 @@ def described(has_keys: bool) -> tuple[bytes, str]:
 
 
 def create_app(
-    engine: Engine, settings: ServerSettings, shortener: Shortener | None = None
+    engine: EngineProtocol, settings: ServerSettings, shortener: ShortenerProtocol | None = None
 ) -> Starlette:
     """The app around a running engine; `shortener` shortens prompts. Its ServerState is at `app.state.server`."""
     names = settings.served_model_names or (engine.model_name,)

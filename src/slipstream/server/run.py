@@ -31,10 +31,16 @@ from slipstream.server.http.errors import shutting_down
 from slipstream.server.http.limits import end_revoked
 from slipstream.server.http.load import Acceptor
 from slipstream.server.http.record import LogFormatter
-from slipstream.server.state import Engine, ServerSettings, ServerState, Shortener, Watch
+from slipstream.server.state import (
+    EngineProtocol,
+    ServerSettings,
+    ServerState,
+    ShortenerProtocol,
+    Watcher,
+)
 
 if TYPE_CHECKING:
-    from slipstream.server.kserve.grpc_server import Gateway
+    from slipstream.server.kserve.grpc_server import GrpcServer
 
 logger = logging.getLogger("slipstream.server")
 
@@ -61,7 +67,7 @@ class Server(uvicorn.Server):
         self._batches: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._revoking: asyncio.Task[None] | None = None
-        self.grpc: Gateway | None = None
+        self.grpc: GrpcServer | None = None
 
     def stop(self) -> None:
         """Begin to drain; called a second time, do not wait any longer."""
@@ -143,10 +149,10 @@ class Server(uvicorn.Server):
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
 
-def _grpc_gateway(state: ServerState) -> Gateway:
+def _grpc_gateway(state: ServerState) -> GrpcServer:
     with needs_grpc():
-        from slipstream.server.kserve.grpc_server import Gateway
-    return Gateway(state)
+        from slipstream.server.kserve.grpc_server import GrpcServer
+    return GrpcServer(state)
 
 
 @contextmanager
@@ -232,10 +238,10 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
 
 
 def make_server(
-    engine: Engine,
+    engine: EngineProtocol,
     settings: ServerSettings,
-    shortener: Shortener | None = None,
-    watch: Watch | None = None,
+    shortener: ShortenerProtocol | None = None,
+    watch: Watcher | None = None,
 ) -> Server:
     app = create_app(engine, settings, shortener)
     state = app.state.server
@@ -247,13 +253,13 @@ def make_server(
 
 
 async def serve(
-    engine: Engine,
+    engine: EngineProtocol,
     settings: ServerSettings,
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
-    shortener: Shortener | None = None,
-    watch: Watch | None = None,
+    shortener: ShortenerProtocol | None = None,
+    watch: Watcher | None = None,
     signals: Sequence[signal.Signals] = SIGNALS,
     num_deaths: int = 0,
 ) -> None:

@@ -1,6 +1,6 @@
 """The state that the server's parts share: the engine, the settings, and the requests in flight.
 
-`Engine` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
+`EngineProtocol` is the part of `AsyncLLM` that the server uses; anything with these members can be served. One `ServerState`
 belongs to one app; nothing here is global. All of it lives on one event loop, so plain attributes need no locks.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from slipstream.spec.description import ModelDescription
 
 
-class Tokenizer(Protocol):
+class TokenizerProtocol(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -69,14 +69,14 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-class Health(Protocol):
+class HealthProtocol(Protocol):
     @property
     def ok(self) -> bool: ...
     @property
     def reason(self) -> str: ...
 
 
-class Watch(Protocol):
+class Watcher(Protocol):
     """What looks for trouble while the server runs (`fleet/detection`), and what it found: the newest first, as JSON has it."""
 
     @property
@@ -84,11 +84,11 @@ class Watch(Protocol):
     async def run(self, state: ServerState) -> None: ...
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     @property
     def config(self) -> EngineConfig: ...
     @property
-    def tokenizer(self) -> Tokenizer | None: ...
+    def tokenizer(self) -> TokenizerProtocol | None: ...
     @property
     def model_name(self) -> str: ...
     @property
@@ -132,7 +132,7 @@ class Engine(Protocol):
     def is_sleeping(self) -> bool: ...
     async def sleep(self, level: int = 1) -> None: ...
     async def wake_up(self) -> None: ...
-    def health(self) -> Health: ...
+    def health(self) -> HealthProtocol: ...
     async def shutdown(self, drain_s: float = 0.0) -> None: ...
 
 
@@ -149,7 +149,7 @@ class Shortened(Protocol):
     def kept_share(self) -> float: ...
 
 
-class Shortener(Protocol):
+class ShortenerProtocol(Protocol):
     """Shortens the parts of a prompt. Each part is a text, and whether it must stay as it is. `protect` are regular expressions
     of what stays wherever it is."""
 
@@ -331,12 +331,12 @@ def _is_origin(text: str) -> bool:
 
 @dataclass(slots=True)
 class ServerState:
-    engine: Engine
+    engine: EngineProtocol
     settings: ServerSettings
     observers: Observers
     keys: Keyring
     limiter: Limiter
-    shortener: Shortener | None = None  # of prompts, by a small model
+    shortener: ShortenerProtocol | None = None  # of prompts, by a small model
     draining: bool = False
     in_flight: set[Exchange] = field(default_factory=set)  # of this process
     load: ServerLoad = field(default_factory=ServerLoad)
@@ -345,7 +345,7 @@ class ServerState:
     batches: BatchStore | None = None
     # Of all front ends, given this one's. None: it is alone.
     totals: Callable[[MetricCounts], Awaitable[list[MetricCounts]]] | None = None
-    watch: Watch | None = None  # None: without a detector
+    watch: Watcher | None = None  # None: without a detector
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

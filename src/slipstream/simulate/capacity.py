@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.bench.load import ClosedLoop
 from slipstream.bench.rates import RateSearch
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.simulate.simulator import SimulatedEngine, Simulation, simulate
 from slipstream.simulate.traffic import Workload
 
@@ -49,7 +49,7 @@ class LatencyObjectives:
         return {name: quantile(settled(run), name, self.attainment) for name in self.limits}
 
 
-def settled(run: Simulation) -> tuple[RequestRecord, ...]:
+def settled(run: Simulation) -> tuple[RequestTiming, ...]:
     """Returns the records without the first quarter and the last tenth.
 
     The first requests find an empty engine, and the last ones run while no more arrive.
@@ -58,7 +58,7 @@ def settled(run: Simulation) -> tuple[RequestRecord, ...]:
     return run.records[count // 4 : count - count // 10]
 
 
-def quantile(records: tuple[RequestRecord, ...], name: str, share: float) -> float:
+def quantile(records: tuple[RequestTiming, ...], name: str, share: float) -> float:
     values = sorted(v for r in records if (v := getattr(r, name)) is not None)
     return values[min(len(values) - 1, math.ceil(share * len(values)) - 1)] if values else 0.0
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from slipstream.config import SpeculationConfig
+from slipstream.core.participants.speculation import Speculation
 from slipstream.core.proposer import Proposal, Proposer
 from slipstream.core.request import Request
-from slipstream.core.speculation import Speculation
-from slipstream.costs.step_cost import Label, StepCost, StepShape, attention_pairs, worst
+from slipstream.costs.step_cost import Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError
 from slipstream.types import ScheduledRequest
 
@@ -27,7 +27,7 @@ GUESS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class AcceptanceRates:
     """Acceptance rates by draft position.
 
     `rates[i]` is the probability that draft i is right if all before it are. The last rate also
@@ -47,14 +47,14 @@ class Acceptance:
         return num_drafts
 
 
-def parse_acceptance(text: str) -> Acceptance:
+def parse_acceptance(text: str) -> AcceptanceRates:
     """Parses `0.8`, `0.8,0.6,0.5` (by position) or `0.8,0.6@0.3` (a proposal in 30 % of the steps).
 
     ConfigError if a number is not between 0 and 1.
     """
     given, _, found = text.partition("@")
     try:
-        made = Acceptance(
+        made = AcceptanceRates(
             rates=tuple(float(part) for part in given.split(",")), found=float(found or 1)
         )
         if all(0 <= rate <= 1 for rate in (*made.rates, made.found)):
@@ -74,7 +74,7 @@ class Drafts:
     draft model."""
 
     config: SpeculationConfig
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
     cost: StepCost | None = None
 
 
@@ -147,12 +147,12 @@ class DraftSteps:
                 missed += count
             self._seen[s.request_id] = s.num_computed_tokens + len(s.drafts)
         num = len(drafted)
-        shape = StepShape(num, context, missed, num_prompts, pairs, num)
+        shape = StepCounts(num, context, missed, num_prompts, pairs, num)
         total, self.label = self._cost.seconds(shape), self._cost.label(shape)
         for i in range(1, max(len(s.drafts) for s in drafted)):
             going = [s for s in drafted if len(s.drafts) > i]
             context = sum(s.num_computed_tokens + 1 + i for s in going)
-            shape = StepShape(len(going), context, num_sampled=len(going))
+            shape = StepCounts(len(going), context, num_sampled=len(going))
             total, self.label = (
                 total + self._cost.seconds(shape),
                 worst(self.label, self._cost.label(shape)),

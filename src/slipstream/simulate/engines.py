@@ -29,11 +29,11 @@ from slipstream.costs.graph_sizes import padding
 from slipstream.costs.memory import MemoryLedger
 from slipstream.costs.offload import estimate_offload
 from slipstream.costs.operators import products
-from slipstream.costs.step_cost import HostCost, Label, StepCost, StepShape, StepTable
+from slipstream.costs.step_cost import HostCost, Label, StepCost, StepCounts, StepTable
 from slipstream.costs.tables import find_table, identity, read_ceilings
 from slipstream.errors import ConfigError
 from slipstream.hub import resolve_model
-from slipstream.simulate.drafts import Acceptance, Drafts
+from slipstream.simulate.drafts import AcceptanceRates, Drafts
 from slipstream.simulate.simulator import SimulatedEngine
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.scheme import SCHEMES
@@ -62,10 +62,10 @@ class ScaledTable:
     def host(self) -> HostCost:
         return self.table.host
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepCounts) -> float:
         return self.table.seconds(shape) * self.several.seconds(shape) / self.one.seconds(shape)
 
-    def label(self, shape: StepShape) -> Label:
+    def label(self, shape: StepCounts) -> Label:
         return "estimated"
 
 
@@ -192,7 +192,7 @@ def plan_engine(
     num_gpus: int = 1,
     info: DeviceInfo | None = None,
     table: StepTable | None = None,
-    acceptance: Acceptance | None = None,
+    acceptance: AcceptanceRates | None = None,
 ) -> PlannedEngine:
     """Plans an engine of `num_gpus` GPUs.
 
@@ -329,7 +329,7 @@ def _table(
 
 
 def _draft_model(
-    args: EngineArgs, speculation: SpeculationConfig | None, acceptance: Acceptance | None
+    args: EngineArgs, speculation: SpeculationConfig | None, acceptance: AcceptanceRates | None
 ) -> ModelDescription | None:
     """Returns the description of the draft model, or None without one. ConfigError if the cost of
     drafts can't be planned."""

@@ -22,7 +22,7 @@ from slipstream.bench.load import ClosedLoop
 from slipstream.config import EngineArgs
 from slipstream.costs.analytic import binds
 from slipstream.costs.devices import Hardware
-from slipstream.costs.step_cost import StepShape, worst
+from slipstream.costs.step_cost import StepCounts, worst
 from slipstream.errors import ConfigError, OutOfMemoryError
 from slipstream.simulate.capacity import (
     Capacity,
@@ -32,7 +32,7 @@ from slipstream.simulate.capacity import (
     saturated,
     with_limits,
 )
-from slipstream.simulate.drafts import Acceptance
+from slipstream.simulate.drafts import AcceptanceRates
 from slipstream.simulate.engines import PlannedEngine, plan_engine
 from slipstream.simulate.routing import RouterName
 from slipstream.simulate.simulator import Simulation, simulate
@@ -152,7 +152,7 @@ def plan_device(
     *,
     max_gpus: int = 8,
     search: bool = True,
-    acceptance: Acceptance | None = None,
+    acceptance: AcceptanceRates | None = None,
     on_run: Callable[[], None] = lambda: None,
 ) -> DevicePlan:
     """Plans one kind of device. `search` also searches the limits of steps.
@@ -218,7 +218,7 @@ def smallest(
     description: ModelDescription,
     hardware: Hardware,
     max_gpus: int,
-    acceptance: Acceptance | None,
+    acceptance: AcceptanceRates | None,
 ) -> tuple[PlannedEngine, list[str]]:
     """Returns the engine on the fewest devices that hold the model, and notes. OutOfMemoryError if
     none do."""
@@ -309,14 +309,14 @@ def what_binds(engine: PlannedEngine, run: Simulation) -> str:
     return binds(engine.analytic.parts(shape))
 
 
-def mean_shape(run: Simulation) -> StepShape:
+def mean_shape(run: Simulation) -> StepCounts:
     """Returns the shape of a step of the run's mean size."""
     summary = run.summary
     decodes, prompt = round(run.mean_decodes), round(run.mean_prompt_tokens)
     count = max(1, summary.num_requests - summary.num_failed)
     context = round((summary.input_tokens + summary.output_tokens / 2) / count)
-    shape = StepShape.of((context,) * decodes, ((0, prompt),) if prompt else ())
-    return shape if shape.num_tokens else StepShape.of((context,))
+    shape = StepCounts.of((context,) * decodes, ((0, prompt),) if prompt else ())
+    return shape if shape.num_tokens else StepCounts.of((context,))
 
 
 def recommended(

@@ -24,20 +24,21 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.config import CacheConfig, SchedulingConfig
 from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import Padding
 from slipstream.costs.metrics import (
-    RequestRecord,
+    RequestTiming,
     Summary,
     distribution,
     steady_rate,
     summarize,
     weighted_distribution,
 )
-from slipstream.costs.step_cost import LABELS, Label, StepCost, StepShape, attention_pairs, worst
+from slipstream.costs.step_cost import LABELS, Label, StepCost, StepCounts, attention_pairs, worst
 from slipstream.errors import ConfigError, EngineOverloadedError, RequestError
 from slipstream.simulate.drafts import Drafts, DraftSteps, SimulatedSpeculation, drawn
 from slipstream.simulate.routing import Router, RouterName, make_router
@@ -109,7 +110,7 @@ class Simulation:
     peak_cache_usage: float
     tokens_per_verification: float | None
     seconds: float
-    records: tuple[RequestRecord, ...] = field(repr=False)
+    records: tuple[RequestTiming, ...] = field(repr=False)
 
     @property
     def speed(self) -> float:
@@ -136,7 +137,7 @@ class _Progress:
         self.cached = 0
 
 
-class Replica:
+class SimulatedReplica:
     """One simulated engine. `now` is its host's clock."""
 
     def __init__(
@@ -148,7 +149,10 @@ class Replica:
         exact: bool,
     ) -> None:
         self.now = 0.0
-        kind: Any = Scheduler if exact else SleepingScheduler
+        kind: Any = SleepingScheduler
+        if exact:
+            parts = [] if engine.drafts is None else [SimulatedSpeculation(engine.drafts)]
+            kind = partial(Scheduler, participants=parts)
         self.engine, self.traffic, self._on_end = engine, traffic, on_end
         self.scheduler: Scheduler = kind(
             engine.scheduling,
@@ -162,7 +166,6 @@ class Replica:
         self._acceptance, self._draft_steps = None, None
         if engine.drafts is not None:
             assert exact, "drafts are simulated by the Scheduler itself"
-            self.scheduler.requests.speculation = SimulatedSpeculation(engine.drafts)
             self._acceptance = engine.drafts.acceptance
             self._draft_steps = (
                 None if engine.drafts.cost is None else DraftSteps(engine.drafts.cost)
@@ -174,7 +177,7 @@ class Replica:
         self._preempted: dict[
             str, tuple[int, float]
         ] = {}  # (first step without it, time of its last token)
-        self.records: dict[int, RequestRecord] = {}
+        self.records: dict[int, RequestTiming] = {}
         self.ends: list[float] = []  # of each step
         self.gaps: list[float] = []  # from the previous step's end to each
         self.deliveries: list[tuple[float, float]] = []
@@ -213,7 +216,7 @@ class Replica:
             refused = isinstance(error, EngineOverloadedError)
             cut, whole = (f"{x.input_tokens + x.output_tokens} tokens" for x in (prompt, r))
             said = str(error).replace(cut, whole)
-            self.records[index] = RequestRecord(
+            self.records[index] = RequestTiming(
                 input_tokens=r.input_tokens, output_tokens=0, sent=at, error=said, refused=refused
             )
             self._on_end(index, at)
@@ -292,7 +295,7 @@ class Replica:
         self.now += host + launch_s
         self._in_flight.append(_InFlight(plan, self.device_free, not ahead, shape.num_sampled))
 
-    def _shape(self, plan: StepPlan) -> StepShape:
+    def _shape(self, plan: StepPlan) -> StepCounts:
         decodes = context = prompt_tokens = num_prompts = pairs = num_sampled = drafts = 0
         for s in plan.scheduled:
             num_sampled += s.num_sampled
@@ -312,7 +315,7 @@ class Replica:
             decodes += scheduler.num_asleep
             num_sampled += scheduler.num_asleep
             context += scheduler.asleep_context
-        return StepShape(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled, drafts)
+        return StepCounts(decodes, context, prompt_tokens, num_prompts, pairs, num_sampled, drafts)
 
     def _finish(self, step: _InFlight) -> None:
         """Takes a step's tokens and records their times."""
@@ -388,7 +391,7 @@ class Replica:
             self._draft_steps.forget(request_id)
         r, front = self.traffic[request.index], self.engine.cost.host.request_s
         worst = max(self.gaps[request.first_step + 1 : number + 1], default=0.0)
-        self.records[request.index] = RequestRecord(
+        self.records[request.index] = RequestTiming(
             input_tokens=r.input_tokens,
             output_tokens=r.output_tokens,
             sent=request.sent,
@@ -449,7 +452,9 @@ def simulate(
         engine = replace(engine, cache=replace(engine.cache, enable_prefix_caching=False))
     exact = exact or engine.scheduling.target_itl_ms is not None or engine.drafts is not None
     whole, engine = engine, with_blocks_for(engine, requests)
-    replicas = [Replica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)]
+    replicas = [
+        SimulatedReplica(engine, requests, on_end, exact=exact) for _ in range(num_replicas)
+    ]
     cached = whole.num_blocks * engine.cache.block_size // PREFIX_TOKENS
     with _no_garbage_collection():
         _run(replicas, arrivals, make_router(router, num_replicas, cached))
@@ -481,7 +486,9 @@ def with_blocks_for(engine: SimulatedEngine, requests: Sequence[TrafficRequest])
     return replace(engine, num_blocks=min(engine.num_blocks, max(MANY_BLOCKS, most)))
 
 
-def _run(replicas: Sequence[Replica], arrivals: list[tuple[float, int]], route: Router) -> None:
+def _run(
+    replicas: Sequence[SimulatedReplica], arrivals: list[tuple[float, int]], route: Router
+) -> None:
     """Runs the replicas in time order: the one with the earliest clock steps, unless a request
     arrives before that."""
     only = replicas[0] if len(replicas) == 1 else None
@@ -519,7 +526,10 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _result(
-    replicas: list[Replica], count: int, objectives: dict[str, float] | None, seconds: float
+    replicas: list[SimulatedReplica],
+    count: int,
+    objectives: dict[str, float] | None,
+    seconds: float,
 ) -> Simulation:
     found = {index: record for replica in replicas for index, record in replica.records.items()}
     records = tuple(found[i] for i in range(count))

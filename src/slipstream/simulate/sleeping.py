@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.in_flight import NOTHING
 from slipstream.core.kv_cache_manager import KVCacheManager
+from slipstream.core.participants.base import Participant
 from slipstream.core.request import Request, Status
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import StepBuilder
@@ -41,7 +42,7 @@ ANY_TOKEN = 7
 _order = attrgetter("order")
 
 
-class Sleep(NamedTuple):
+class SimulatedSleep(NamedTuple):
     """A sleep during steps (since, last], in which a request only gets its next token.
 
     It had `computed` tokens before. Where blocks are counted, it takes one in step `due` and in
@@ -74,22 +75,34 @@ class BlockCount(BlockPool):
         assert 0 <= self.num_free <= self.num_usable
 
 
+class Waker(Participant):
+    """Wakes a sleeper that is preempted."""
+
+    def __init__(self, scheduler: SleepingScheduler) -> None:
+        self._scheduler = scheduler
+
+    def concerns(self, request: Request) -> bool:
+        return True
+
+    def stopped(self, request: Request) -> None:
+        self._scheduler.wake(request)
+
+
 class SleepingScheduler(Scheduler):
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        if self.speculation is not None or self._pace is not None:
+        super().__init__(*args, **settings, participants=[Waker(self)])
+        if self._pace is not None:
             raise ConfigError(
-                "drafts and target_itl_ms are simulated by the Scheduler itself",
-                field="speculative_config",
+                "target_itl_ms is simulated by the Scheduler itself", field="target_itl_ms"
             )
         self.num_asleep = 0  # in the latest planned step
         self.asleep_context = 0
         self._next_asleep = self._next_context = 0  # the same for the next step
-        self._asleep: dict[Request, Sleep] = {}
-        self._due: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+        self._asleep: dict[Request, SimulatedSleep] = {}
+        self._due: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
         )  # by the step for which they need a block
-        self._last: defaultdict[int, list[tuple[Request, Sleep]]] = defaultdict(
+        self._last: defaultdict[int, list[tuple[Request, SimulatedSleep]]] = defaultdict(
             list
         )  # by the step with their last token
         self._awake: list[Request] = []  # the running ones among them
@@ -100,10 +113,10 @@ class SleepingScheduler(Scheduler):
         self._groups: tuple[dict[Request, None], ...] = tuple({} for _ in range(self.kv.block_size))
         """Sleepers by the step for which they need a block, modulo `block_size`."""
 
-    def add(self, spec: EngineRequest, *, held: bool = False, adapter: str = "") -> None:
+    def add(self, spec: EngineRequest, *, held: bool = False) -> None:
         assert spec.fork_of is None, "no forks"
         assert spec.deadline is None, "no deadlines"
-        super().add(spec, held=held, adapter=adapter)
+        super().add(spec, held=held)
 
     def schedule(self) -> StepPlan | None:
         this = self.in_flight.last_id + 1
@@ -112,8 +125,8 @@ class SleepingScheduler(Scheduler):
         )
         if idle and self._next_asleep and self._take_for_group(this):
             return self._schedule_sleepers(this)
-        now, scheduling = self._clock(), self.scheduling
-        step = StepBuilder(scheduling.max_num_batched_tokens, self.requests.table_updates)
+        now = self._clock()
+        step = StepBuilder(self.scheduling, self.requests.table_updates, self.requests.running)
         awake = [r for r in self._awake if r.status is Status.RUNNING] + self._take_due(this)
         awake.sort(key=_order)
         unfinished: list[Request] = []  # prompts in progress
@@ -127,12 +140,14 @@ class SleepingScheduler(Scheduler):
                 self._in_decodes = True
                 self._schedule_one(step, request)
         self._in_decodes = False
-        step.budget -= self._next_asleep
         num_decodes = self._next_asleep + len(step.scheduled)
         if self._next_asleep:  # one sleeper stands for all
+            step.budget.take_others(self._next_asleep - 1)
             step.scheduled.add(next(r for r, sleep in self._asleep.items() if sleep.last >= this))
         if step.scheduled:
             self._bound_prompts(step, num_decodes, unfinished)
+        else:
+            step.budget.widen()
         for request in unfinished:
             if request.status is Status.RUNNING:
                 self._schedule_prompt(step, request)
@@ -144,7 +159,7 @@ class SleepingScheduler(Scheduler):
         plan = self._plan(step, now)
         self._pass(this)
         for request in (*step.sampled_decodes, *step.sampled_prompts):
-            if request.decodes_until > request.num_computed_tokens:
+            if request.lease > request.num_computed_tokens:
                 self._fall_asleep(request, this, request.num_computed_tokens)
         self._awake = [
             r
@@ -185,16 +200,16 @@ class SleepingScheduler(Scheduler):
 
     def _fall_asleep(self, request: Request, since: int, computed: int) -> None:
         """Puts the request to sleep after step `since`, with `computed` tokens by then."""
-        last = since + request.decodes_until - computed
-        sleep = Sleep(since, computed, last)
-        if self._counts and request.decodes_until < request.end - 1:
-            sleep = Sleep(since, computed, since + request.end - 1 - computed, last + 1)
+        last = since + request.lease - computed
+        sleep = SimulatedSleep(since, computed, last)
+        if self._counts and request.lease < request.end - 1:
+            sleep = SimulatedSleep(since, computed, since + request.end - 1 - computed, last + 1)
             self._groups[sleep.due % self.kv.block_size][request] = None
-            request.decodes_until = request.end - 1
+            request.lease = request.end - 1
         self._asleep[request] = sleep
         self._next_asleep += 1
         self._next_context += computed + 1
-        if request.decodes_until == request.end - 1:
+        if request.lease == request.end - 1:
             self._last[sleep.last].append((request, sleep))
         else:
             self._due[sleep.last + 1].append((request, sleep))
@@ -208,7 +223,7 @@ class SleepingScheduler(Scheduler):
         for request, sleep in (*self._due.get(this + 1, ()), *self._last.get(this, ())):
             if self._asleep.get(request) is sleep:
                 self._next_asleep -= 1
-                self._next_context -= request.decodes_until + 1
+                self._next_context -= request.lease + 1
                 if sleep is not None and sleep.due:
                     self._groups[sleep.due % self.kv.block_size].pop(request)
 
@@ -231,7 +246,7 @@ class SleepingScheduler(Scheduler):
             self._wake(request, this - 1)
         return found
 
-    def _leave(self, this: int, sleep: Sleep) -> None:
+    def _leave(self, this: int, sleep: SimulatedSleep) -> None:
         """Removes from the counts a request that would have slept through step `this`."""
         self._next_asleep -= 1
         self._next_context -= sleep.computed + this - sleep.since
@@ -258,7 +273,7 @@ class SleepingScheduler(Scheduler):
         blocks = pool.allocate(len(due) * num_own)
         for request in due:
             since, computed, last, _ = asleep[request]
-            room = request.decodes_until
+            room = request.lease
             if caching:
                 request.num_computed_tokens = room
                 request.token_ids.extend([ANY_TOKEN] * (room - len(request.token_ids)))
@@ -266,12 +281,14 @@ class SleepingScheduler(Scheduler):
             for g in self.kv.own:
                 request.blocks[g].append(blocks.pop())
             if request.end - 1 > room + size:
-                request.decodes_until = room + size
-                asleep[request] = sleep = Sleep(since, computed, last + size)
+                request.lease = room + size
+                asleep[request] = sleep = SimulatedSleep(since, computed, last + size)
                 self._due[last + size + 1].append((request, sleep))
             else:
-                request.decodes_until = request.end - 1
-                asleep[request] = sleep = Sleep(since, computed, last + request.end - 1 - room)
+                request.lease = request.end - 1
+                asleep[request] = sleep = SimulatedSleep(
+                    since, computed, last + request.end - 1 - room
+                )
                 self._last[sleep.last].append((request, sleep))
             self._next_context += room + 1
         self._next_asleep += len(due)
@@ -313,7 +330,7 @@ class SleepingScheduler(Scheduler):
             if last >= sleep.due:
                 for g in self.kv.own:
                     request.blocks[g] += [1] * ((last - sleep.due) // size + 1)
-            request.decodes_until = min(len(request.blocks[self.kv.own[0]]) * size, request.end - 1)
+            request.lease = min(len(request.blocks[self.kv.own[0]]) * size, request.end - 1)
         for step_id, step in self.in_flight.by_id.items():
             if sleep.since < step_id <= last:
                 self.in_flight.by_id[step_id] = step._replace(requests=[*step.requests, request])
@@ -321,14 +338,14 @@ class SleepingScheduler(Scheduler):
         known = request.num_computed_tokens + 1 - request.num_pending
         request.token_ids.extend([ANY_TOKEN] * (known - len(request.token_ids)))
 
-    def _preempt(self, request: Request) -> None:
+    def wake(self, request: Request) -> None:
+        """Wakes a request, if it sleeps, before the next step."""
         sleep = self._asleep.get(request)
         if sleep is not None:
             this = self.in_flight.last_id + 1
             if sleep.last >= this:
                 self._leave(this, sleep)
             self._wake(request, this - 1)
-        super()._preempt(request)
 
     def _last_unscheduled(self, step: StepBuilder, kv: KVCacheManager) -> Request:
         """Returns the last running request that is not in the step yet, to be preempted.

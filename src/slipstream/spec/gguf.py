@@ -218,8 +218,7 @@ class GGUFFile:
             at // mmap.PAGESIZE * mmap.PAGESIZE
             for at in (tensor.offset, tensor.offset + tensor.nbytes)
         )
-        if begin < end:
-            self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        self._mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

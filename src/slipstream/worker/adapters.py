@@ -39,7 +39,7 @@ class Adapters:
         decoder: Decoder,
         shard: Shard = ALONE,
     ) -> None:
-        """With a `shard`, `decoder` is a rank's part of the model.
+        """Make the slots. With a `shard`, `decoder` is a rank's part of the model.
 
         Ranks that make the same calls have the same slots.
         """

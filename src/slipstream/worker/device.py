@@ -40,12 +40,8 @@ def detect(
         return _cpu(folder, num_threads, measuring)
     try:
         # torch is not needed before
-        from slipstream.platform import (
-            gpu_platform,
-            has_gpu,
-            hash_triton,
-            num_gpus,
-        )
+        from slipstream.platform import gpu_platform, has_gpu, num_gpus
+        from slipstream.platform.cuda import hash_triton
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -1,26 +1,20 @@
-"""Allocates the tensors of a KV cache on a device."""
+"""Allocates a KV cache on a device. No torch: values are tensors or NumPy arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config.settings import CacheConfig
 from slipstream.kernels.metadata import LayerKV, cache_tensors, shared_caches
-from slipstream.kernels.ops import OpSet
 from slipstream.platform import Platform
 from slipstream.spec.model import ModelSpec
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.ops import OpSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +30,7 @@ class DeviceCache:
         self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
     ) -> list[LayerKV]:
         """Zeroed keys and values of the layers, with an 8-bit cache's `scales` (`shared_caches`)."""
-        dtype, spec = TORCH_DTYPES[self.config.dtype], self.spec
+        spec, dtype = self.spec, self.config.dtype
         return shared_caches(
             spec.local_layers,
             spec.cache_places,
@@ -44,17 +38,17 @@ class DeviceCache:
             scales,
         )
 
-    def of_each_layer(self, num_blocks: int, dtype: torch.dtype) -> list[LayerKV]:
+    def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
         """Zeroed keys and values without scales, one tensor pair per layer."""
         return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.local_layers]
 
-    def _layer(self, layer: int, num_blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        attention, by_dim = self.spec.layers[layer].attention, self.ops.values_by_dim(dtype)
+    def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
+        attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)
         zeros = self.platform.zeros
         return cache_tensors(
             attention,
             num_blocks,
             self.config.block_size,
             lambda s: zeros(s, dtype),
-            values_by_dim=by_dim,
+            values_by_dim=self.ops.values_by_dim(dtype),
         )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.kernels.cpu.native import RunningStep
 from slipstream.types import (
     Extra,
     Plan,
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
 
     from slipstream.platform import Event
 
-RUN_AHEAD = 8
-"""Maximum number of sequences in a CPU step that may run while the host handles the previous step.
-
-This hides the host's work, which is a tenth of a step of one sequence. In exchange, a new request
-waits one step longer. Steps of 16 and more sequences gained nothing (benchmarks/CPU_NOTES.md).
-"""
-
 
 @dataclass(slots=True)
 class InFlightStep:
@@ -45,7 +37,7 @@ class InFlightStep:
     plan: Plan
     sampled: SampledRows | None
     tokens: Tensor  # int64 [N], on the host once `done` has happened
-    done: Event | RunningStep | None  # None: the step is done
+    done: Event | None  # None: the step is done
     # (indices of samples, values, number wanted for each)
     logprobs: tuple[list[int], tuple[Tensor, ...], list[int]] | None = None
     extras: Sequence[Extra] = ()
@@ -63,7 +55,7 @@ class InFlightStep:
     @property
     def is_ready(self) -> bool:
         """True if `result()` does not wait."""
-        return self.done is None or (not isinstance(self.done, RunningStep) and self.done.query())
+        return self.done is None or self.done.query()
 
     def proposed(self) -> Sequence[int]:
         return () if self.drafts is None else self.drafts.tolist()

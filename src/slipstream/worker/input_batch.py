@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from slipstream.kernels.metadata import AttentionMetadata, SharedPrefixes
 from slipstream.types import ScheduledRequest, SharedPrefix, StepPlan, TextsPlan
@@ -52,6 +51,11 @@ class SampledRows:
         return None if len(counts) == len(self.rows) else counts
 
 
+NO_ROWS: Any = np.empty(0, np.int64)
+NOTHING_SAMPLED = SampledRows(requests=(), rows=NO_ROWS, positions=NO_ROWS)
+"""Sampled rows of tokens that belong to no plan."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredInputs:
     """One step's inputs, on the device."""
@@ -60,7 +64,7 @@ class GatheredInputs:
     meta: AttentionMetadata
     # int64 [N]: indices of the tokens whose logits are sampled; None: all tokens
     sample_index: Tensor | None
-    sampled: SampledRows | None  # None if the tokens belong to no plan
+    sampled: SampledRows
 
 
 def laid_out(
@@ -83,7 +87,6 @@ def gather_pairs(table: RowTable, shares: Sequence[ScheduledRequest]) -> Gathere
     """
     before = tuple([s._replace(num_computed_tokens=s.num_computed_tokens - 1) for s in shares])
     given = gather(table, StepPlan(0, before), ahead=1)
-    assert given.sampled is not None
     requests = tuple([s for s in shares if s.num_sampled])
     return dataclasses.replace(given, sampled=dataclasses.replace(given.sampled, requests=requests))
 
@@ -134,7 +137,7 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         if table.cross is not None
         else 0
     )
-    on_host = table.device is None or table.device.type == "cpu"
+    on_host = table.platform.kind == "cpu"
     look = _gather_inputs_on_host if on_host else _gather_inputs_after_upload
     token_ids, meta, (sample_rows_d, sample_positions_d, *indices) = look(
         table,
@@ -146,7 +149,7 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         max_encoder_len=longest,
         ahead=ahead,
     )
-    if plan.shared and table.ops is not None and table.ops.shares_prefixes:
+    if plan.shared and table.ops.shares_prefixes:
         meta = meta.sharing(
             SharedPrefixes(*table.upload(shared_prefixes(plan.shared, num_decodes)).unbind(0))
         )
@@ -208,13 +211,7 @@ def _gather_inputs_on_host(
     ahead: int = 0,
 ) -> tuple[Tensor, AttentionMetadata, list[Tensor]]:
     """`gather_inputs` with NumPy."""
-
-    def numpy(x: Tensor) -> npt.NDArray[Any]:
-        return x if table.device is None else x.numpy()  # type: ignore[return-value]
-
-    def made(array: npt.NDArray[Any]) -> Tensor:
-        return upload(array, table.device)
-
+    numpy, made = table.platform.values.array, table.upload
     token_rows, positions, starts, seq_lens, rows, *more = arrays
     tokens, size, own = numpy(table.tokens), table.block_size, range(table.num_own)
     columns, offsets = positions // size, positions % size
@@ -269,7 +266,6 @@ def gather_inputs(
     """
     num_blocks, size = -(-max_seq_len // table.block_size), table.block_size
     first = table.block_tables[0]
-    assert table.ops is not None
     ids, positions, slots = table.ops.gather_inputs(
         table.tokens[:, ahead:], first, token_rows, positions, size
     )

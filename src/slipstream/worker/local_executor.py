@@ -1,8 +1,8 @@
 """Executor that runs the model in this process.
 
-Plain values go in; plain values and step handles come out. `load_runner` chooses the runner:
-`HostRunner` where one C++ program on a CPU covers the model (no torch needed), otherwise
-`ModelRunner`, whose forward paths are listed in `forward.py`.
+Plain values go in; plain values and step handles come out. `load_runner` chooses how the model is loaded:
+`HostLoaded` where one C++ program on a CPU covers the model (no torch needed), otherwise
+`TorchLoaded`, whose forward paths are listed in `forward/forwards.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.config import (
     DTYPE_BYTES,
@@ -54,7 +54,9 @@ from slipstream.types import LoRARequest, Plan, StepTime, TokenMask
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.forward.forward_paths import host_refusal
-from slipstream.worker.host_runner import HostRunner
+from slipstream.worker.host_loading import HostLoaded
+from slipstream.worker.loaded_runner import LoadedRunner
+from slipstream.worker.model_runner import ModelRunner, Runner
 from slipstream.worker.rows import rows_bytes
 from slipstream.worker.sampling.constrained import AwaitingMask
 from slipstream.worker.start.canary import CANARY_NAME, log_no_canary, read_canary, run_canary
@@ -63,10 +65,7 @@ from slipstream.worker.tiers.opening import open_tiers
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.platform import RankGroup
-    from slipstream.worker.model_runner import ModelRunner
-
-    Runner: TypeAlias = ModelRunner | HostRunner
+    from slipstream.platform.collectives import RankGroup
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -89,14 +88,14 @@ class LocalExecutor(Executor):
         self,
         config: EngineConfig,
         description: ModelDescription,
-        runner: Runner,
+        loaded: LoadedRunner,
         tiles: TileTable = NO_TILES,
     ) -> None:
         """Measure activations, then size and allocate the cache. `build` does the steps before."""
-        self.description, self.runner, self.phases = description, runner, runner.phases
+        self.description, self.phases = description, loaded.phases
         self.tiles = tiles.describe() if config.device.info.is_cuda else ""
-        self.config, self.ledger = _fit(config, runner, runner.profile())
-        self.store = open_tiers(self.config, description, runner, self.ledger.block_bytes)
+        self.config, self.ledger, self.runner = _fit(config, loaded, loaded.profile())
+        self.store = open_tiers(self.config, description, self.runner, self.ledger.block_bytes)
         self.canary = None
 
     @classmethod
@@ -115,11 +114,11 @@ class LocalExecutor(Executor):
         (`forward_paths.host_refusal`), unless `by_torch`. With `ranks`, this is one rank's executor
         and loads its part of the model. `device`: see `load_runner`.
         """
-        description, runner, tiles = load_runner(
+        description, loaded, tiles = load_runner(
             args, progress=progress, by_torch=by_torch, ranks=ranks, device=device
         )
         progress("cache")
-        executor = cls(runner.config, description, runner, tiles)
+        executor = cls(loaded.config, description, loaded, tiles)
         executor.canary = executor._run_canary(args.canary)
         return executor
 
@@ -137,13 +136,13 @@ class LocalExecutor(Executor):
         self.runner.forget_rows()
 
     def warm_up(self) -> Sequence[StepTime]:
-        if not self.runner.warms_up:
+        loaded, runner = self.runner.loaded, self.runner
+        if not loaded.warms_up or not isinstance(runner, ModelRunner):
             return ()
         from slipstream.worker.draft.costs import measure_draft_costs
         from slipstream.worker.start.warm_up import warm_up
 
-        runner = cast("ModelRunner", self.runner)
-        with runner.without_copies():
+        with loaded.without_copies():
             warm_up(runner)
         begin = time.perf_counter()
         found = measure_draft_costs(runner, self.ledger.num_blocks)
@@ -182,8 +181,8 @@ class LocalExecutor(Executor):
 
     def sleep(self, level: int) -> Callable[[], Executor] | None:
         self.shutdown()
-        self.runner.release()
-        return partial(_woken, self.runner, self.canary) if level == 1 else None
+        loaded = self.runner.release()
+        return partial(_woken, loaded, self.canary) if level == 1 else None
 
     def shutdown(self) -> None:
         """Stop the tiers' threads. Memory is freed when the process ends."""
@@ -232,9 +231,9 @@ class LocalExecutor(Executor):
         return result
 
 
-def _woken(runner: Runner, canary: CanaryResult | None) -> LocalExecutor:
-    """Make an executor of a runner that has given its cache back."""
-    executor = LocalExecutor(runner.config, runner.model.description, runner)
+def _woken(loaded: LoadedRunner, canary: CanaryResult | None) -> LocalExecutor:
+    """Make an executor of a model whose cache was given back."""
+    executor = LocalExecutor(loaded.config, loaded.model.description, loaded)
     executor.canary = canary
     return executor
 
@@ -246,10 +245,10 @@ def load_runner(
     by_torch: bool = False,
     ranks: Ranks | None = None,
     device: DeviceInfo | None = None,
-) -> tuple[ModelDescription, Runner, TileTable]:
+) -> tuple[ModelDescription, LoadedRunner, TileTable]:
     """Load the model that `args` describe, without a cache. With `ranks`, load one rank's part.
 
-    The engine configuration is `runner.config`. `by_torch`: see `LocalExecutor.build`. `device` is
+    The engine configuration is `loaded.config`. `by_torch`: see `LocalExecutor.build`. `device` is
     the device to use, if it was chosen before. ConfigError if the model is to be split and there
     are no `ranks`.
     """
@@ -276,7 +275,7 @@ def load_runner(
     progress("weights")
     kept = packed_folder(path) or weights_folder(args.download_dir)
 
-    def load_draft(runner: Runner) -> None:
+    def load_draft(loaded: LoadedRunner) -> None:
         if (speculation := config.speculation) is None or not speculation.by_model:
             return
         progress("draft model")
@@ -286,15 +285,15 @@ def load_runner(
             else resolve_model(speculation.model, download_dir=args.download_dir)
         )
         if speculation.method == "draft":
-            runner.load_draft(read_spec(folder), weights_folder(args.download_dir))
+            loaded.load_draft(read_spec(folder), speculation, weights_folder(args.download_dir))
         elif speculation.method != "ngram" and speculation.method != "suffix":
-            runner.load_head(_read_head(speculation.method, folder, description))
+            loaded.load_head(_read_head(speculation.method, folder, description), speculation)
 
-    if not by_torch and (host := _host_runner(config, description, kept, load_draft)) is not None:
+    if not by_torch and (host := _host_loaded(config, description, kept, load_draft)) is not None:
         host.phases["resolve"] = found
         return description, host, NO_TILES
     try:
-        from slipstream.worker.model_runner import ModelRunner
+        from slipstream.worker.torch_loading import TorchLoaded
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -308,28 +307,28 @@ def load_runner(
 
     tiles = load_tiles(config.device.tile_table, config.device.info.name, tiles_folder())
     partition = None if ranks is None else _partition(config, ranks, description.spec)
-    runner = ModelRunner(config, description, tiles, weights_folder=kept, partition=partition)
-    runner.phases["resolve"] = found
-    load_draft(runner)
-    return description, runner, tiles
+    loaded = TorchLoaded(config, description, tiles, weights_folder=kept, partition=partition)
+    loaded.phases["resolve"] = found
+    load_draft(loaded)
+    return description, loaded, tiles
 
 
-def _host_runner(
+def _host_loaded(
     config: EngineConfig,
     description: ModelDescription,
     kept: Path,
-    load_draft: Callable[[HostRunner], None],
-) -> HostRunner | None:
-    """The runner without torch. None if it does not cover the model, its drafts or a setting.
+    load_draft: Callable[[LoadedRunner], None],
+) -> HostLoaded | None:
+    """Load without torch. None if this does not cover the model, its drafts or a setting.
 
     The reason is logged.
     """
     reason = host_refusal(config, description)
     if reason is None:
         try:
-            runner = HostRunner(config, description, weights_folder=kept)
-            load_draft(runner)
-            return runner
+            loaded = HostLoaded(config, description, weights_folder=kept)
+            load_draft(loaded)
+            return loaded
         except NotCovered as refused:
             reason = refused.reason
     if not config.device.info.is_cuda:
@@ -372,19 +371,19 @@ def _read_head(method: HeadMethod, folder: Path, target: ModelDescription) -> He
 
 
 def _fit(
-    config: EngineConfig, runner: Runner, activation_bytes: int
-) -> tuple[EngineConfig, MemoryLedger]:
+    config: EngineConfig, loaded: LoadedRunner, activation_bytes: int
+) -> tuple[EngineConfig, MemoryLedger, Runner]:
     """Size the KV cache by the memory that is left, allocate it, and account for all of it."""
-    spec, ranks = runner.model.spec, runner.partition
+    spec, ranks = loaded.model.spec, loaded.partition
     one_block = block_bytes(spec, config.cache.block_size, DTYPE_BYTES[config.cache.dtype])
-    weights, rows = runner.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
-    if runner.draft is not None:
-        one_block += runner.draft.block_bytes
-        weights += runner.draft.weights_bytes
+    weights, rows = loaded.model.weights_bytes, 0 if spec.is_encoder else rows_bytes(config)
+    if loaded.draft is not None:
+        one_block += loaded.draft.block_bytes
+        weights += loaded.draft.weights_bytes
     rows += staged_blocks(config, one_block) * one_block
-    graphs = 0 if config.device.enforce_eager else runner.graph_reserve_bytes(activation_bytes)
-    runner.platform.release_unused()
-    free, total = runner.platform.memory()  # measured with the weights loaded
+    graphs = 0 if config.device.enforce_eager else loaded.graph_reserve_bytes(activation_bytes)
+    loaded.platform.release_unused()
+    free, total = loaded.platform.memory()  # measured with the weights loaded
     config, ledger = size_cache(
         config,
         spec,
@@ -396,14 +395,17 @@ def _fit(
         graph_bytes=graphs,
         rows_bytes=rows,
         taken_bytes=activation_bytes + graphs + rows,
-        adapter_bytes=0 if runner.adapters is None else runner.adapters.num_bytes,
+        adapter_bytes=0 if loaded.adapters is None else loaded.adapters.num_bytes,
         peer_copy_bytes=0
         if ranks is None or ranks.group.beside is None
         else peer_copy_bytes(config, spec),
-        forms=runner.model.forms,
+        forms=loaded.model.forms,
         agree=(lambda blocks: blocks)
         if ranks is None
         else lambda blocks: ranks.all_ranks.least(blocks)[0],
     )
-    measured = runner.allocate(config, ledger.num_blocks)
-    return config, replace(ledger, graph_bytes=measured, host_expert_bytes=runner.model.host_bytes)
+    runner = loaded.allocate(config, ledger.num_blocks)
+    ledger = replace(
+        ledger, graph_bytes=runner.graph_bytes, host_expert_bytes=loaded.model.host_bytes
+    )
+    return config, ledger, runner

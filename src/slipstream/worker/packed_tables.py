@@ -1,7 +1,7 @@
 """Tables packed in one array, so that all changes of a step are one upload and one write.
 
 On an H200's host an upload takes 20 µs, twice that on a slow host, and a write takes 9 µs. A new
-request changes five tables. Without a device (`device=None`) the tables are NumPy arrays.
+request changes five tables.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from slipstream.platform import Platform, platform_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,36 +30,25 @@ class PackedTables:
     """
 
     def __init__(
-        self, tables: Mapping[str, tuple[str, tuple[int, ...]]], device: torch.device | None
+        self, tables: Mapping[str, tuple[str, tuple[int, ...]]], platform: Platform
     ) -> None:
         self._tables, self._begins, end = dict(tables), dict[str, int](), 0
         for name, (dtype, shape) in tables.items():
             self._begins[name] = end
             end += -(-math.prod(shape) * np.dtype(dtype).itemsize // 4 // ALIGNMENT) * ALIGNMENT
-        self.device, self._where, self._words = (
-            device,
-            list[npt.NDArray[np.int64]](),
-            list[npt.NDArray[np.int32]](),
-        )
-        if device is None:
-            self._all: Any = np.zeros(end, np.int32)
-            self._host: Any = self._all
-        else:
-            import torch
-
-            self._all = torch.zeros(end, dtype=torch.int32, device=device)
-            self._host = self._all.numpy() if device.type == "cpu" else None
+        values = platform.values
+        self._platform = platform
+        self._where: list[npt.NDArray[np.int64]] = []
+        self._words: list[npt.NDArray[np.int32]] = []
+        self._all: Any = platform.zeros((end,), values.dtype("int32"))
+        self._host: Any = values.array(self._all) if platform.kind == "cpu" else None
 
     def __getitem__(self, name: str) -> Tensor:
         """The table, as a view of the memory that `put` changes."""
         dtype, shape = self._tables[name]
         begin, size = self._begins[name], math.prod(shape) * np.dtype(dtype).itemsize // 4
         own = self._all[begin : begin + size]
-        if self.device is None:
-            return own.view(dtype).reshape(shape)  # type: ignore[no-any-return]
-        import torch
-
-        return own.view(getattr(torch, dtype)).view(shape)  # type: ignore[no-any-return]
+        return own.view(self._platform.values.dtype(dtype)).reshape(shape)  # type: ignore[no-any-return]
 
     def put(self, name: str, where: npt.NDArray[np.int64], values: npt.NDArray[Any]) -> None:
         """Write `values` [n], of the table's type, to the flat indices `where` [n] of the table.
@@ -79,26 +70,14 @@ class PackedTables:
         """Write all pending values."""
         if not self._where:
             return
-        import torch
-
         where, words = np.concatenate(self._where), np.concatenate(self._words)
         self._where.clear()
         self._words.clear()
-        count = len(words)
-        given = upload(np.concatenate((where.view(np.int32), words)), self.device)
-        self._all.index_copy_(0, given[: 2 * count].view(torch.int64), given[2 * count :])
+        count, values = len(words), self._platform.values
+        given: Any = self._platform.upload(np.concatenate((where.view(np.int32), words)))
+        values.put(self._all, given[: 2 * count].view(values.dtype("int64")), given[2 * count :])
 
 
 def upload(array: npt.NDArray[Any], device: torch.device | None) -> Tensor:
-    """Upload a host array.
-
-    On a GPU this goes through pinned memory, so the copy does not wait for the stream. torch's
-    caching host allocator keeps the pinned memory until the copy is done. Without a device, the
-    array itself is returned.
-    """
-    if device is None:
-        return array  # type: ignore[return-value]
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """Upload a host array. The copy does not wait for the stream."""
+    return platform_of(device).upload(array)

@@ -9,7 +9,7 @@ visiting the host.
 2. The host writes a row's tokens once, when the row is made. The sampler writes every later token
    on the device. All tables are in one array (`packed_tables.py`), so a step's changes to them are
    one upload.
-3. Without a device (`device=None`) there is no torch, and NumPy arrays replace tensors.
+3. Without a torch device (`device=None`) the tables are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import NO_ADAPTER
 from slipstream.kernels.positions import sectioned_positions
+from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
 from slipstream.types import (
     FROM_MODEL,
@@ -35,7 +36,7 @@ from slipstream.types import (
     ScheduledRequest,
     StepPlan,
 )
-from slipstream.worker.packed_tables import PackedTables, upload
+from slipstream.worker.packed_tables import PackedTables
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +148,7 @@ class RowTable:
         capacity: int,
         max_model_len: int,
         block_size: int,
-        ops: OpSet | None,
+        ops: OpSet,
         device: torch.device | None,
         seed: int,
         *,
@@ -162,7 +163,9 @@ class RowTable:
         self.capacity = capacity
         self.block_size = block_size
         self.ops = ops
-        self.device = device
+        self.platform = platform = platform_of(device)
+        self.device = platform.device
+        self.upload = platform.upload
         self.cross = next((g for g, group in enumerate(groups) if group.kind == "cross"), None)
         # groups of the requests' own tokens; they come first
         self.num_own = len(groups) - (self.cross is not None)
@@ -177,7 +180,7 @@ class RowTable:
             "sampling_floats": ("float32", (6, capacity + 1)),
             "sampling_ints": ("int64", (3, capacity + 1)),
         }
-        self._tables = PackedTables(tables, device)
+        self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
         # shift of the positions after a row's images
@@ -198,7 +201,7 @@ class RowTable:
     def of(
         cls,
         config: EngineConfig,
-        ops: OpSet | None,
+        ops: OpSet,
         device: torch.device | None,
         *,
         sectioned: bool = False,
@@ -325,7 +328,6 @@ class RowTable:
                     end, [(x.offset, x.rows, x.columns) for x in row.images]
                 )
                 shifts[i] = row.places.max() + 1 - end
-        assert self.position_shifts is not None
         self._tables.put("position_shifts", np.array([row.index for row in rows], np.int64), shifts)
 
     def is_greedy(self, request_ids: Sequence[str]) -> bool:
@@ -380,12 +382,10 @@ class RowTable:
 
     def write_into(self, table: Tensor, rows: Tensor, columns: Tensor, tokens: Tensor) -> None:
         """Write tokens [N] to a table [C + 1, n]."""
-        if self.device is None:
-            table[rows, columns] = tokens
-        elif self.device.type == "cpu":
-            table.numpy()[rows.numpy(), columns.numpy()] = tokens.numpy()
+        if self.platform.kind == "cpu":
+            array = self.platform.values.array
+            array(table)[array(rows), array(columns)] = array(tokens)
         else:
-            assert self.ops is not None
             self.ops.write_tokens(table, rows, columns, tokens)
 
     def columns(self, table: Tensor, which: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class RowTable:
 
         A column belongs to a row of the table.
         """
-        return table[:, which] if self.device is None else table.index_select(1, which)
+        return self.platform.values.take(table, which, 1)  # type: ignore[no-any-return]
 
     def history(self, which: Tensor, longest: int) -> Tensor:
         """The first `longest` tokens of the rows `which`, int32 [N, longest]."""
@@ -401,10 +401,7 @@ class RowTable:
 
     def of_rows(self, table: Tensor, which: Tensor) -> Tensor:
         """The rows `which` [N] of `table` [C + 1, n], as [N, n]."""
-        return table[which] if self.device is None else table.index_select(0, which)
-
-    def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return upload(array, self.device)
+        return self.platform.values.take(table, which)  # type: ignore[no-any-return]
 
 
 def rows_bytes(config: EngineConfig) -> int:

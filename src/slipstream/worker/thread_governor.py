@@ -33,7 +33,7 @@ FIRST_WAIT, MAX_WAIT = 4, 64
 """Windows between two trials."""
 
 
-class Threads(Protocol):
+class ThreadSetting(Protocol):
     num_threads: int
     num_used: int
 
@@ -43,7 +43,7 @@ class Threads(Protocol):
 class ThreadGovernor:
     """Chooses between 1 and `threads.num_threads` threads."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: ThreadSetting) -> None:
         self._threads = threads
         # least seconds, by tokens of a step and bit length of its number of keys
         self._least: dict[tuple[int, int], float] = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.bench.workload import BenchRequest
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 OnPhase = Callable[[str], None]
@@ -26,7 +26,7 @@ AS_STORED = "none"
 class Engine(Protocol):
     """A model that is loaded and answers requests."""
 
-    def run(self, requests: Sequence[BenchRequest], /) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest], /) -> list[RequestTiming]:
         """A record of each request, in their order; all are sent at the beginning."""
 
     def describe(self) -> dict[str, Any]:

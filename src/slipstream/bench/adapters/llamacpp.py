@@ -19,7 +19,7 @@ import numpy as np
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.workload import BenchRequest
 from slipstream.costs.hardware import available_cores
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 BATCH_TOKENS = 2048
@@ -62,7 +62,7 @@ class OfflineLlamaCpp:
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         self.load_s = time.monotonic() - begin
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         """A record of each request; all are sent at the beginning."""
         sent = time.monotonic()
         waiting = deque(enumerate(requests))
@@ -108,7 +108,7 @@ class OfflineLlamaCpp:
                         self._lib.llama_get_memory(self._context), slot, -1, -1
                     )
         return [
-            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            RequestTiming.of(len(r.prompt_token_ids), sent, t)
             for r, t in zip(requests, times, strict=True)
         ]
 

@@ -19,7 +19,7 @@ import numpy as np
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.workload import BenchRequest
 from slipstream.costs.hardware import available_cores
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ class OfflineOnnxRuntime:
         self._model = onnxruntime_genai.Model(config)
         self.load_s = time.monotonic() - begin
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         """A record of each request; all are sent at the beginning."""
         sent = time.monotonic()
         times: list[list[float]] = [[] for _ in requests]
@@ -65,7 +65,7 @@ class OfflineOnnxRuntime:
                     for i in batch:
                         times[i].append(now)
         return [
-            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            RequestTiming.of(len(r.prompt_token_ids), sent, t)
             for r, t in zip(requests, times, strict=True)
         ]
 

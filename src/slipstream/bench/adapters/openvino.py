@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.workload import BenchRequest
 from slipstream.costs.hardware import available_cores
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 BLOCK_SIZE = 32
@@ -53,7 +53,7 @@ class OfflineOpenVINO:
         )
         self.load_s = time.monotonic() - begin
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         """A record of each request; all are sent at the beginning."""
         sent = time.monotonic()
         handles: list[Any] = []
@@ -77,7 +77,7 @@ class OfflineOpenVINO:
             if len(seen) != r.output_tokens:
                 raise RuntimeError(f"OpenVINO made {len(seen)} tokens instead of {r.output_tokens}")
         return [
-            RequestRecord.of(len(r.prompt_token_ids), sent, t)
+            RequestTiming.of(len(r.prompt_token_ids), sent, t)
             for r, t in zip(requests, times, strict=True)
         ]
 

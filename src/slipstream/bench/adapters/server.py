@@ -21,7 +21,7 @@ from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
 from slipstream.bench.adapters.openai import Endpoint, OpenAIEndpoint
 from slipstream.bench.load import Burst, run_load
 from slipstream.bench.workload import BenchRequest
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError, EngineError
 
 ASK_EVERY_S = 0.2
@@ -36,8 +36,8 @@ class ServerEngine:
         self.endpoint, self.load_s = endpoint, load_s
         self._process = process
 
-    def run(self, requests: Sequence[BenchRequest], /) -> list[RequestRecord]:
-        async def all_at_once() -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest], /) -> list[RequestTiming]:
+        async def all_at_once() -> list[RequestTiming]:
             async with OpenAIEndpoint(self.endpoint) as engine:
                 return await run_load(engine, requests, Burst())
 

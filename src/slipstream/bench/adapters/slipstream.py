@@ -10,7 +10,7 @@ from slipstream.bench.adapters import AS_STORED, EngineSetup, OnPhase
 from slipstream.bench.load import MeasuredAnswer
 from slipstream.bench.workload import BenchRequest
 from slipstream.config import EngineArgs
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.engine.async_llm import AsyncLLM
 from slipstream.engine.llm import LLM
 from slipstream.types import Prompt, SamplingParams
@@ -33,7 +33,7 @@ class OfflineSlipstream:
     ) -> None:
         self.llm = LLM.from_engine_args(args, progress=progress)
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         """A record of each request. What earlier runs left in the prefix cache is forgotten first."""
         self.llm.reset_prefix_cache()
         outputs = self.llm.generate(
@@ -42,7 +42,7 @@ class OfflineSlipstream:
             progress=False,
         )
         return [
-            RequestRecord(
+            RequestTiming(
                 input_tokens=len(output.prompt_token_ids),
                 output_tokens=len(output.outputs[0].token_ids),
                 sent=output.times.arrival,

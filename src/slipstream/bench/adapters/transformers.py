@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.bench.adapters import EngineSetup, OnPhase, path_of
 from slipstream.bench.workload import BenchRequest
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.errors import ConfigError
 
 
@@ -148,15 +148,15 @@ class OfflineTransformers:
         self.model.generation_config.eos_token_id = None
         self.load_s = time.monotonic() - begin
 
-    def run(self, requests: Sequence[BenchRequest]) -> list[RequestRecord]:
+    def run(self, requests: Sequence[BenchRequest]) -> list[RequestTiming]:
         """A record of each request; all are sent at the beginning."""
         sent = time.monotonic()
-        records: list[RequestRecord] = []
+        records: list[RequestTiming] = []
         for i in range(0, len(requests), self.batch_size):
             records += self._batch(requests[i : i + self.batch_size], sent)
         return records
 
-    def _batch(self, requests: Sequence[BenchRequest], sent: float) -> list[RequestRecord]:
+    def _batch(self, requests: Sequence[BenchRequest], sent: float) -> list[RequestTiming]:
         torch = self._torch
         width = max(len(r.prompt_token_ids) for r in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
@@ -181,7 +181,7 @@ class OfflineTransformers:
         if len(clock.times) != steps:
             raise RuntimeError(f"transformers made {len(clock.times)} steps instead of {steps}")
         return [
-            RequestRecord.of(len(r.prompt_token_ids), sent, clock.times[: r.output_tokens])
+            RequestTiming.of(len(r.prompt_token_ids), sent, clock.times[: r.output_tokens])
             for r in requests
         ]
 

@@ -210,7 +210,7 @@ def _options(params: StructuredOutputsParams, whitespace: str) -> dict[str, Any]
     return {"whitespace_pattern": whitespace}
 
 
-class Threads(Generic[T]):
+class GrammarThreads(Generic[T]):
     """Threads in which grammars are compiled. Small ones have threads of their own."""
 
     def __init__(self, name: str, *, most_small: int) -> None:
@@ -229,7 +229,7 @@ class Threads(Generic[T]):
         return threads.submit(call, client or None)
 
 
-_checks: Threads[None] = Threads("grammar checks", most_small=4)
+_checks: GrammarThreads[None] = GrammarThreads("grammar checks", most_small=4)
 _Salted: TypeAlias = tuple[str, StructuredOutputsParams]
 """A grammar with its request's `cache_salt`: how long a check takes tells nobody that others have sent the same."""
 
@@ -621,7 +621,7 @@ class Grammars:
         self._read: _Vocabulary | None = None  # what both are made of
         self._lengths: LengthVocabulary | None = None
         self._lock = threading.Lock()
-        self._threads: Threads[Compiled] = Threads("grammars", most_small=2)
+        self._threads: GrammarThreads[Compiled] = GrammarThreads("grammars", most_small=2)
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[tuple[str, StructuredOutputsParams], Compiled] = (
             OrderedDict()

@@ -293,7 +293,7 @@ def _environment() -> Any:
     from jinja2.utils import Namespace
     from jinja2.visitor import NodeTransformer
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         tags = {"generation"}  # noqa: RUF012 (jinja2's own convention)
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -384,7 +384,7 @@ def _environment() -> Any:
                     _before_call(name, receiver, (*args, *kwargs.values()))
             return _paid(super().call(context, obj, *args, **kwargs))
 
-    class Names(Namespace):
+    class PrivateNames(Namespace):
         """Keeps names with _ before them out, as transformers' does."""
 
         def __init__(*args: Any, **values: Any) -> None:  # so that `self` can be a name
@@ -444,7 +444,7 @@ def _environment() -> Any:
     environment = Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[loopcontrols, Generation],
+        extensions=[loopcontrols, GenerationTag],
         finalize=_paid,
         cache_size=0,
     )
@@ -454,7 +454,7 @@ def _environment() -> Any:
         name: metered(name, f) for name, f in environment.filters.items() if name in _FILTERS
     }
     environment.filters |= {"_paid": _paid, "_turn": turn}
-    environment.globals["namespace"] = Names
+    environment.globals["namespace"] = PrivateNames
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = now
     return environment

@@ -21,6 +21,7 @@ from tokenizers import processors
 
 from slipstream.engine.text import gguf_tokenizer, tokenizer_folder
 from slipstream.engine.text.chat_template import render, shaped_for
+from slipstream.engine.text.past_turns import past_turns
 from slipstream.engine.text.tiktoken import spelling
 from slipstream.engine.text.tokenizer_parts import (
     MAX_LOCKED_CHARS,
@@ -325,7 +326,8 @@ class Tokenizer:
                     "continue_final_message needs a last message that is text", field="messages"
                 )
             messages = [*messages[:-1], {**last, "content": last["content"] + _END + " "}]
-        messages = shaped_for(template, list(map(_filled, messages)), self.image_placeholder)
+        turns = past_turns(template, list(map(_filled, messages)))
+        messages = shaped_for(template, turns, self.image_placeholder)
         given = {
             "messages": messages,
             "tools": tools,

@@ -16,7 +16,14 @@ from typing import Any
 
 from slipstream.fleet.detection.causes import CAUSES, Cause, find_cause
 from slipstream.fleet.detection.observation import ExpectedSteps, Observation
-from slipstream.fleet.detection.signals import CALM, SIGNALS, Flag, Watch, new_flags, new_watch
+from slipstream.fleet.detection.signals import (
+    CALM,
+    SIGNALS,
+    Flag,
+    SeriesWatch,
+    new_flags,
+    new_watch,
+)
 
 SETTLE_S = 120.0
 RUNNING_MEMORY = 120
@@ -55,9 +62,9 @@ class Finding:
 class _Replica:
     def __init__(self) -> None:
         self.steps = ExpectedSteps()
-        self.slowness = Watch(next(s for s in SIGNALS if s.name == "step_time"))
+        self.slowness = SeriesWatch(next(s for s in SIGNALS if s.name == "step_time"))
         others = (new_watch(signal) for signal in SIGNALS if signal.name != "step_time")
-        watches: list[Watch | Flag] = [*new_flags(), self.slowness, *others]
+        watches: list[SeriesWatch | Flag] = [*new_flags(), self.slowness, *others]
         self.watches = {watch.name: watch for watch in watches}
         self.open: dict[int, Finding] = {}
         self.last_at = 0.0

@@ -19,7 +19,7 @@ logger = logging.getLogger("slipstream.fleet")
 
 
 class ServerWatch:
-    """`Watch` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
+    """`Watcher` of `server/state.py`. `run` ends when it is cancelled; an error of its own is logged, and the next look tries
     again."""
 
     def __init__(

@@ -283,7 +283,7 @@ def new_flags() -> list[Flag]:
     ]
 
 
-class Watch:
+class SeriesWatch:
     """One series of one replica. `recent` are its last values since it began to differ."""
 
     def __init__(self, signal: Signal) -> None:
@@ -347,7 +347,7 @@ class Watch:
         self.recent.clear()
 
 
-class EndsWatch(Watch):
+class EndsWatch(SeriesWatch):
     """Of answers that end, over the tokens generated. Only those count that have run for as long as an answer takes: many that
     begin at once, as after a quiet minute or a long queue, do not end at once."""
 
@@ -368,5 +368,5 @@ class EndsWatch(Watch):
         return None if old <= 0 else (min(1.0, share / old), tokens * old)
 
 
-def new_watch(signal: Signal) -> Watch:
-    return EndsWatch(signal) if signal.name == "ends" else Watch(signal)
+def new_watch(signal: Signal) -> SeriesWatch:
+    return EndsWatch(signal) if signal.name == "ends" else SeriesWatch(signal)

@@ -52,7 +52,15 @@ SHADOWED = frozenset(
             "/api/chat",
             "/api/generate",
         ),
-        *("/api/embed", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+        *(
+            "/api/embed",
+            "/api/embeddings",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/score",
+            "/v1/score",
+        ),
     }
 )
 """Routes that leave nothing behind. /v1/responses keeps answers."""

@@ -65,6 +65,7 @@ _WITH_MODEL = {
         "/api/chat",
         "/api/generate",
         "/api/embed",
+        "/api/embeddings",
         "/api/show",
     ),
 }

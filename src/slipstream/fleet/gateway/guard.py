@@ -59,7 +59,7 @@ class Watched:
 
 
 @dataclass(slots=True)
-class Guard:
+class ReplicaGuard:
     slow_factor: float = 4.0
     replicas: dict[str, Watched] = field(default_factory=dict)
 

@@ -18,8 +18,7 @@ from slipstream.server.answers.generation import encode
 from slipstream.server.http.errors import ApiError, unavailable
 from slipstream.server.http.limits import own_receive
 from slipstream.server.http.record import RequestRecord
-from slipstream.server.kserve.grpc_server import Gateway as GrpcGateway
-from slipstream.server.kserve.grpc_server import GrpcInference, response
+from slipstream.server.kserve.grpc_server import GrpcInference, GrpcServer, response
 from slipstream.server.kserve.routes import OUTPUTS, VERSION
 
 _MAX_WAITING = 4
@@ -28,7 +27,7 @@ _MAX_WAITING = 4
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class FleetGrpc(GrpcGateway):
+class FleetGrpc(GrpcServer):
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.state, gateway.about)
         self.gateway = gateway

@@ -21,9 +21,16 @@ import msgspec
 from slipstream.config import EngineArgs
 from slipstream.core.prefix_cache import KEY_BYTES
 from slipstream.engine.core_process import CacheEvents
-from slipstream.fleet.config import Autoscale, Fleet, Model, PoolSpec, ReplicaRange, pools
-from slipstream.fleet.config import Version as VersionSpec
-from slipstream.fleet.gateway.guard import Guard, RetryBudget
+from slipstream.fleet.config import (
+    Autoscale,
+    Fleet,
+    Model,
+    PoolSpec,
+    ReplicaRange,
+    VersionSpec,
+    pools,
+)
+from slipstream.fleet.gateway.guard import ReplicaGuard, RetryBudget
 from slipstream.fleet.gateway.prompts import Prompts
 from slipstream.fleet.gateway.router import ReplicaState, Router
 from slipstream.fleet.gateway.upstream import ConnectionPool, UpstreamError
@@ -203,7 +210,7 @@ class Version:
         self.model, self.spec, self.prompts = model, spec, prompts
         self.connect_s, self.silence_s = routing.connect_s, routing.silence_s
         self.router = Router(routing.policy, balance=routing.balance, thrift=routing.thrift)
-        self.guard = Guard(routing.slow_factor)
+        self.guard = ReplicaGuard(routing.slow_factor)
         self.replicas: dict[str, Replica] = {}
         self.starting: set[str] = set()  # ids of those that have no address yet
         self.num_waiting = 0  # requests that no replica could take yet

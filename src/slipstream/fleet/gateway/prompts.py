@@ -50,7 +50,7 @@ from slipstream.server.openai.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from slipstream.server.state import Engine, ServerSettings
+from slipstream.server.state import EngineProtocol, ServerSettings
 from slipstream.spec.description import ModelDescription, read_spec
 
 
@@ -117,7 +117,7 @@ class Prompts:
         )
         engine = _Reading(tokenizer, description, name, SimpleNamespace(model=model), self.input)
         self._state = make_state(
-            cast(Engine, engine), ServerSettings(**server, served_model_names=(name,)), name
+            cast(EngineProtocol, engine), ServerSettings(**server, served_model_names=(name,)), name
         )
         state = self._state
         routes = (

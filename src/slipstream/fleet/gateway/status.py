@@ -6,7 +6,12 @@ from typing import Any
 
 from slipstream.fleet.gateway.members import Members
 from slipstream.server.operations.metrics import Metrics
-from slipstream.server.operations.status import ReplicaStatus, Status, replica_status, shared_fields
+from slipstream.server.operations.status import (
+    ReplicaStatus,
+    ServerStatus,
+    replica_status,
+    shared_fields,
+)
 from slipstream.server.state import ServerState
 
 _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "out": "down"}
@@ -14,7 +19,7 @@ _STATES = {"serving": "ready", "draining": "draining", "silent": "starting", "ou
 
 def fleet_status(
     members: Members, state: ServerState, metrics: Metrics, autoscale: dict[str, dict[str, Any]]
-) -> Status:
+) -> ServerStatus:
     """Responses and latency are those at the gateway. The time between tokens is in the replicas' reports, every few seconds:
     the gateway forwards tokens without reading them."""
     replicas, told = [], Metrics("")
@@ -38,7 +43,7 @@ def fleet_status(
             replicas += [
                 ReplicaStatus(name=name, state="starting") for name in sorted(version.starting)
             ]
-    return Status(
+    return ServerStatus(
         models=list(members.models),
         num_in_flight=len(state.in_flight),
         replicas=replicas,

@@ -30,7 +30,7 @@ from slipstream.errors import ConfigError, EngineError, SlipstreamError, as_erro
 from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import Fleet, PoolSpec, pools
 from slipstream.fleet.replicas.processes import server_settings
-from slipstream.fleet.replicas.replica import Failed, ReplicaSetup, Serving
+from slipstream.fleet.replicas.replica import ReplicaFailed, ReplicaServing, ReplicaSetup
 
 _HERE_S = 1.0
 _SILENT_S = 5.0
@@ -114,10 +114,12 @@ class ServerReplica:
         self._process.stdin.flush()
         self._directory = ray.get_actor(directory, namespace=_NAMESPACE)
         line = self._process.stdout.readline()
-        said: Serving | Failed = Failed("EngineError", "it ended at its start", None)
+        said: ReplicaServing | ReplicaFailed = ReplicaFailed(
+            "EngineError", "it ended at its start", None
+        )
         if line:
-            said = msgspec.json.decode(line, type=Serving | Failed)
-        if isinstance(said, Failed):
+            said = msgspec.json.decode(line, type=ReplicaServing | ReplicaFailed)
+        if isinstance(said, ReplicaFailed):
             ray.get(self._directory.failed.remote(pool, said.error, said.message, said.field))
             raise RuntimeError(said.message)
         threading.Thread(target=self._say_here, args=(pool, said.url), daemon=True).start()

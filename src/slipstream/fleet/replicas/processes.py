@@ -22,7 +22,7 @@ from slipstream.deaths import describe_exit
 from slipstream.errors import EngineError, as_error
 from slipstream.fleet.certificates import CertificateFiles
 from slipstream.fleet.config import PoolSpec
-from slipstream.fleet.replicas.replica import Failed, ReplicaSetup, Serving
+from slipstream.fleet.replicas.replica import ReplicaFailed, ReplicaServing, ReplicaSetup
 
 _GRACE_S = 10.0
 
@@ -33,7 +33,7 @@ _KERNEL_S = 0.15
 """The kernel takes a change of a session's share ten times a second."""
 
 
-class Started(Protocol):
+class StartedReplica(Protocol):
     """A replica that serves."""
 
     url: str
@@ -48,7 +48,7 @@ class Started(Protocol):
 class Backend(Protocol):
     """Starts replicas."""
 
-    async def start(self, spec: PoolSpec, place: int) -> Started:
+    async def start(self, spec: PoolSpec, place: int) -> StartedReplica:
         """A new replica, once it serves. `place` counts those of its pool from 0. SlipstreamErrors of the start are raised."""
 
     async def close(self) -> None:
@@ -110,7 +110,7 @@ async def _give_share(pid: int, nice: int) -> bool:
             return False
 
 
-class Processes:
+class ReplicaProcesses:
     """`folder` is the fleet's; replicas on it share what /v1/responses keeps."""
 
     def __init__(
@@ -171,8 +171,10 @@ class Processes:
                 raise EngineError(
                     f"a replica of {spec.key} {await replica.ended()}; its log is {self._log(spec.key)}"
                 )
-            said: Serving | Failed = msgspec.json.decode(line, type=Serving | Failed)
-            if isinstance(said, Failed):
+            said: ReplicaServing | ReplicaFailed = msgspec.json.decode(
+                line, type=ReplicaServing | ReplicaFailed
+            )
+            if isinstance(said, ReplicaFailed):
                 raise as_error(said.error, f"{spec.key}: {said.message}", said.field)
             replica.url = said.url
             return replica

@@ -27,13 +27,13 @@ class ReplicaSetup(msgspec.Struct):
     server: dict[str, Any]  # fields of ServerSettings
 
 
-class Serving(msgspec.Struct, tag=True):
+class ReplicaServing(msgspec.Struct, tag=True):
     url: str
     pid: int
     start_s: float
 
 
-class Failed(msgspec.Struct, tag=True):
+class ReplicaFailed(msgspec.Struct, tag=True):
     error: str
     message: str
     field: str | None
@@ -45,7 +45,7 @@ def _end_with_parent() -> None:
     os._exit(0)  # the engine's process ends with us
 
 
-def _say(message: Serving | Failed) -> None:
+def _say(message: ReplicaServing | ReplicaFailed) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -60,7 +60,7 @@ async def _run(setup: ReplicaSetup, settings: ServerSettings) -> None:
 
         def on_ready() -> None:
             settle()
-            _say(Serving(address, os.getpid(), round(seconds, 3)))
+            _say(ReplicaServing(address, os.getpid(), round(seconds, 3)))
 
         await serve(engine, settings, listener, on_ready=on_ready)
 
@@ -87,7 +87,7 @@ def main() -> int:
             runner.run(_run(setup, settings))
         return 0
     except SlipstreamError as error:
-        _say(Failed(type(error).__name__, error.message, error.field))
+        _say(ReplicaFailed(type(error).__name__, error.message, error.field))
         return 1
 
 

@@ -1,7 +1,7 @@
 """A fleet that scales, on a virtual clock: the planner's step-level replicas, a gateway that queues, and a policy.
 
-Each replica is `simulate.simulator.Replica`: the engine's own scheduler, block pool and prefix cache, with predicted steps.
-Nothing is a fluid or a calibrated model. What is added here:
+Each replica is `simulate.simulator.SimulatedReplica`: the engine's own scheduler, block pool and prefix cache, with
+predicted steps. Nothing is a fluid or a calibrated model. What is added here:
 
 1. A replica takes its cold start to be ready, and is paid for from when it was wanted until its last answer ended.
 2. Requests go to the ready replica with the fewest open ones. Without any they wait at the gateway, and are sent when one is
@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.costs.metrics import RequestRecord
+from slipstream.costs.metrics import RequestTiming
 from slipstream.fleet.scaling.autoscaler import FleetObservation, Policy
-from slipstream.simulate.simulator import Replica, SimulatedEngine
+from slipstream.simulate.simulator import SimulatedEngine, SimulatedReplica
 from slipstream.simulate.traffic import TrafficRequest
 
 
@@ -49,7 +49,7 @@ class Replayed:
     ttft_p99_s: float
     most_at_gateway: int
     timeline: tuple[tuple[float, int, int, int], ...]
-    records: tuple[RequestRecord, ...]
+    records: tuple[RequestTiming, ...]
     seconds: float  # the processor's
 
     @property
@@ -68,7 +68,7 @@ class Replayed:
 class _Place:
     """A replica of the fleet, from when it was wanted."""
 
-    def __init__(self, replica: Replica, wanted_at: float, ready_at: float) -> None:
+    def __init__(self, replica: SimulatedReplica, wanted_at: float, ready_at: float) -> None:
         self.replica, self.wanted_at, self.ready_at = replica, wanted_at, ready_at
         self.is_ready = self.is_draining = False
 
@@ -97,7 +97,7 @@ class FleetReplay:
         self._notify_end = on_end
         self._places: list[_Place] = []
         self._gateway: deque[int] = deque()
-        self._records: dict[int, RequestRecord] = {}
+        self._records: dict[int, RequestTiming] = {}
         self._paid_s = 0.0
         self._num_started = self._most = self._most_at_gateway = 0
         self._finished = self._met = self._arrived = 0
@@ -180,7 +180,7 @@ class FleetReplay:
             place.replica.now = max(place.replica.now, place.ready_at)
 
     def _start(self, at: float, cold_start_s: float) -> None:
-        replica = Replica(self._engine, self._requests, self._on_end, exact=False)
+        replica = SimulatedReplica(self._engine, self._requests, self._on_end, exact=False)
         replica.records = self._records
         place = _Place(replica, at, at + cold_start_s)
         self._places.append(place)

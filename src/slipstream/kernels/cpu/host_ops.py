@@ -1,5 +1,5 @@
-"""Packs weights for a CPU's C++ kernels, in NumPy arrays: the part of an op set that building a
-decoder needs.
+"""Packs weights for a CPU's C++ kernels, copies blocks and samples, all in NumPy arrays: the parts of
+an op set outside the layers.
 
 So a step that is one C++ program (`model/step_program.py`) needs no torch. The ops themselves are
 in `cpu.py`. Weights are packed once, and the packed form replaces the dense one:
@@ -17,8 +17,8 @@ in `cpu.py`. Weights are packed once, and the packed form replaces the dense one
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
+from slipstream.kernels import sampling
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.mla import pack_head_weight
 from slipstream.kernels.cpu.moe import NativeExperts, group_form, pack_expert_weight, round_groups
 from slipstream.kernels.cpu.native import Arena, NativeLinear, Packed, ThreadPool, stand_in
 from slipstream.kernels.cpu.packed_file import read_packed, write_packed
-from slipstream.kernels.cpu.programs import LinearProgram
+from slipstream.kernels.cpu.programs import Argmax, LinearProgram
+from slipstream.kernels.metadata import SamplingTensors
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.weights import BlockLinear, GroupedLinear, Linear, ScaledLinear
 from slipstream.spec.cpu_isas import CPU_ISAS
@@ -59,6 +61,13 @@ COPIES_BYTES, MAX_COPIES = 32 * 2**20, 64
 product's weights come from memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockArrays:
+    """`BlockTensors` of arrays: row b of each is a part of block b."""
+
+    arrays: list[Weights]
+
+
 class HostOps:
     """Packs weights for the kernels.
 
@@ -70,7 +79,8 @@ class HostOps:
     has_host_experts = False
     rounded = NATIVE_PRODUCTS["cpu"]
     block_types = frozenset(CPU_BLOCK_BYTES)
-    eight_bits = "int8"  # `OpSet.eight_bits`
+    shares_prefixes = False
+    output_multiple = 1
 
     def __init__(
         self,
@@ -85,6 +95,7 @@ class HostOps:
         self._sparse_from = chosen if sparse_from is None else sparse_from
         self.arena = Arena(self.pool)
         self._dense_copies = dense_copies
+        self._argmax: dict[int, Argmax] = {}  # by vocabulary size
         self._dense_from: int | None = (
             0  # 0: not measured yet, which the first sparse weight triggers; None: never
         )
@@ -209,6 +220,38 @@ class HostOps:
             part.dense for part in w.parts if isinstance(part, Packed) and part.dense is not None
         ]
         return found + [("int8 beside sparse int8", copy.size) for copy in copies]
+
+    # --- Caches and sampling, as in `OpSet` ---
+
+    def eight_bits(self, device: object) -> str:
+        return "int8"
+
+    def values_by_dim(self, dtype: object) -> bool:
+        return False
+
+    def block_rows(self, caches: Iterable[Weights]) -> BlockArrays:
+        return BlockArrays(list({id(cache): cache for cache in caches}.values()))
+
+    def copy_blocks(
+        self, source: BlockArrays, target: BlockArrays, sources: Weights, targets: Weights
+    ) -> None:
+        for old, new in zip(source.arrays, target.arrays, strict=True):
+            new[targets] = old[sources]
+
+    def largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        """Returns the first largest of each row [S, V]."""
+        size = logits.shape[1]
+        if size not in self._argmax:
+            self._argmax[size] = Argmax(self.pool, size)
+        return self._argmax[size](np.ascontiguousarray(logits))
+
+    def sample(
+        self, logits: npt.NDArray[np.float32], params: SamplingTensors
+    ) -> npt.NDArray[np.int64]:
+        return sampling.sample(logits, params, self.largest)
+
+    best_logprobs = staticmethod(sampling.best_logprobs)
+    mask_logits = staticmethod(sampling.mask_logits)
 
     # --- The file of packed products ---
 

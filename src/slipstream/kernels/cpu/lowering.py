@@ -102,11 +102,20 @@ class Emitter:
     ) -> None: ...
 
     def mla_attention(
-        self, q: int, row: int, out: int, layer: int, size: int, params: MLAParams, scratch: Scratch
+        self,
+        q: int,
+        row: int,
+        out: int,
+        layer: int,
+        size: int,
+        params: MLAParams,
+        scratch: ScratchBuffers,
     ) -> None:
         """Writes latent attention. `size` is the size of all heads' queries."""
 
-    def experts(self, x: int, logits: int, counts: int, experts: Any, scratch: Scratch) -> int:
+    def experts(
+        self, x: int, logits: int, counts: int, experts: Any, scratch: ScratchBuffers
+    ) -> int:
         """Writes routing, gathering and products.
 
         Returns the buffer of the results, with a row for each of a token's experts.
@@ -118,7 +127,7 @@ class Emitter:
     ) -> None: ...
 
 
-class Scratch:
+class ScratchBuffers:
     """Gives an op temporary buffers, which are free again when the op is written.
 
     Called as (name, form, size, rows per token) → a buffer.
@@ -539,7 +548,7 @@ class Lowering:
 
     def _mla_attention(self, op: Op) -> None:
         q, row = (self.stored(x).number for x in op.inputs)
-        out, scratch = self.new(F32, op.out.width), Scratch(self)
+        out, scratch = self.new(F32, op.out.width), ScratchBuffers(self)
         self.put(op.out, Stored(out))
         size = op.x.shape[0] * op.inputs[1].width
         self.emit.mla_attention(
@@ -569,15 +578,17 @@ class Lowering:
         self.emit.combine(results, *self._summed(op.out, out, -1))
         scratch.free()
 
-    def _results(self, op: Op) -> tuple[int, Scratch]:
-        experts, scratch = op.arguments["experts"], Scratch(self)
+    def _results(self, op: Op) -> tuple[int, ScratchBuffers]:
+        experts, scratch = op.arguments["experts"], ScratchBuffers(self)
         _known(experts.spec.expert.activation)
         x, logits = (self.stored(v).number for v in op.inputs)
         assert op.layer is not None
         counts = self.counts[op.layer] = self.emit.bound()
         return self.emit.experts(x, logits, counts, experts, scratch), scratch
 
-    def _mlp(self, x: int, up: Any, down: Any, spec: DenseSpec, out: int, scratch: Scratch) -> None:
+    def _mlp(
+        self, x: int, up: Any, down: Any, spec: DenseSpec, out: int, scratch: ScratchBuffers
+    ) -> None:
         activation, form, size = _known(spec.activation), self.emit.form(down), down.weight.shape[1]
         inner = scratch("inner", form, size)
         if spec.gated and self.emit.gates(up):

@@ -608,6 +608,13 @@ class RunningStep:
             self._program.wait()
             self._program, self._kept = None, ()
 
+    def query(self) -> bool:
+        """Tells whether the step is known to be done."""
+        return self._program is None
+
+    def wait(self) -> None:
+        self.synchronize()
+
     def __del__(self) -> None:
         self.synchronize()
 

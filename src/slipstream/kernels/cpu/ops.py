@@ -31,14 +31,13 @@ from slipstream.kernels.cpu.moe import (
 )
 from slipstream.kernels.cpu.native import NativeLinear, Program, activation_of
 from slipstream.kernels.cpu.programs import (
-    Argmax,
     LinearProgram,
     add_attention,
     add_norm,
     add_rope_and_cache,
 )
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV
 from slipstream.kernels.ops import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.weights import Activations, Linear
 from slipstream.spec.model import Activation, OwnActivation, OwnNorm
@@ -66,13 +65,12 @@ class NativeOps(CpuOps):
         super().__init__()
         self.host = HostOps(num_threads, isa, sparse_from, dense_copies=dense_copies)
         self.pool = self.host.pool
-        self._argmax: dict[int, Argmax] = {}  # by vocabulary size
 
     def describe(self) -> str:
         return self.host.describe()
 
     def eight_bits(self, device: torch.device) -> str | None:
-        return self.host.eight_bits
+        return self.host.eight_bits(device)
 
     # --- Weights ---
 
@@ -187,7 +185,7 @@ class NativeOps(CpuOps):
         return out.to(x.dtype)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         up, down, spec = experts.up, experts.down, experts.spec
         assert isinstance(up, NativeExperts)
@@ -278,10 +276,7 @@ class NativeOps(CpuOps):
     # --- Sampling ---
 
     def _largest(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        size = logits.shape[1]
-        if size not in self._argmax:
-            self._argmax[size] = Argmax(self.pool, size)
-        return self._argmax[size](np.ascontiguousarray(logits))
+        return self.host.largest(logits)
 
     def _run_cached(self, program: Program, kv: LayerKV, meta: AttentionMetadata) -> None:
         """Runs a program with this cache as its layer 0."""

@@ -3,7 +3,7 @@
 They run where the C++ kernels (`cpu.py`) are not built, and for ops that the C++ kernels lack. Ops
 that are not here are the reference's, which is as fast.
 
-Choices, measured by `benchmarks/kernels.py --op torch`:
+Choices, measured by the study `kernels_cpu_torch`:
 
 1. Products go through oneDNN, with the weight reordered once: 1.3 to 4 × as fast as `F.linear`, in
    both types. The packed weight replaces the dense one. A tied embedding keeps its table for
@@ -37,7 +37,7 @@ from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.arrays import to_array
 from slipstream.kernels.build import remedy
 from slipstream.kernels.cpu.native import has_cpu_kernels
-from slipstream.kernels.metadata import AttentionMetadata, ExpertLoad, LayerKV, SamplingTensors
+from slipstream.kernels.metadata import AttentionMetadata, ExpertCounters, LayerKV, SamplingTensors
 from slipstream.kernels.ops import AttentionParams, Experts, NormParams, OpSet, QKVLayout
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.reference import (
@@ -163,7 +163,7 @@ class CpuOps(ReferenceOps):
         )
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         """Computes a mixture. Rows are sorted by expert, so that each product is one call over all
         of them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.adapters import TILES, LoRATokens, LoRAWeights
 from slipstream.kernels.metadata import (
     AttentionMetadata,
-    ExpertLoad,
+    ExpertCounters,
     LayerKV,
     PackedParts,
     SamplingTensors,
@@ -53,7 +53,8 @@ from slipstream.kernels.weights import (
     ScaledLinear,
     SplitLinear,
 )
-from slipstream.platform import OverlappedSum, RankGroup, platform_of
+from slipstream.platform import platform_of
+from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.autotune_table import NO_TILES, TileTable
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.reason import Reason
@@ -98,7 +99,7 @@ class TritonOps(OpSet):
         self.tiles = NO_TILES if deterministic else tiles
         self.deterministic, self.shares_prefixes = deterministic, not deterministic
         self.dense_copies = dense_copies
-        self._scratch: dict[torch.device, split_k.Scratch] = {}
+        self._scratch: dict[torch.device, split_k.ArrivalCounters] = {}
 
     def eight_bits(self, device: torch.device) -> str | None:
         return "fp8" if device.type == "cuda" and platform_of(device).arch.fp8 else None
@@ -129,7 +130,7 @@ class TritonOps(OpSet):
 
     def _prepare(self, device: torch.device) -> None:
         if device not in self._scratch:
-            self._scratch[device] = split_k.Scratch(device)
+            self._scratch[device] = split_k.ArrivalCounters(device)
 
     def pack_weight(self, w: Linear) -> Linear:
         self._prepare(w.weight.device)
@@ -331,7 +332,7 @@ class TritonOps(OpSet):
         return moe.moe_of_choice(x, weights, chosen, experts)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertLoad | None = None
+        self, x: Tensor, router_logits: Tensor, experts: Experts, load: ExpertCounters | None = None
     ) -> Tensor:
         return moe.moe(x, router_logits, experts, load)
 
@@ -341,7 +342,7 @@ class TritonOps(OpSet):
         router_logits: Tensor,
         experts: Experts,
         shared: tuple[Linear, Linear],
-        load: ExpertLoad | None = None,
+        load: ExpertCounters | None = None,
     ) -> Tensor:
         if moe.fuses_shared(x.shape[0], experts, shared):
             return moe.moe(x, router_logits, experts, load, shared)

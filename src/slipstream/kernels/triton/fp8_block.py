@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.triton.split_k import Scratch, reduce_splits
+from slipstream.kernels.triton.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import Quantized, TileScaledLinear
 from slipstream.platform import platform_of
 from slipstream.spec.scheme import FP8_TILE
@@ -85,7 +85,7 @@ def _fp8_tile_kernel(
 def fp8_tile_linear(
     x: Quantized,
     w: TileScaledLinear,
-    scratch: Scratch | None,
+    scratch: ArrivalCounters | None,
     *,
     tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:

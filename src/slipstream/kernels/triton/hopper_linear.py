@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.kernels.triton.attention.hopper import _barriers, load_tile
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait_first
-from slipstream.kernels.triton.split_k import Scratch
+from slipstream.kernels.triton.split_k import ArrivalCounters
 from slipstream.kernels.weights import Activations, Linear, Quantized, ScaledLinear
 
 ROWS = gl.constexpr(64)
@@ -197,7 +197,9 @@ def covers(values: Tensor, w: Linear) -> bool:
     )
 
 
-def skinny_gemm(x: Activations, w: Linear, scratch: Scratch, added: Tensor | None = None) -> Tensor:
+def skinny_gemm(
+    x: Activations, w: Linear, scratch: ArrivalCounters, added: Tensor | None = None
+) -> Tensor:
     """x [T, K] · Wᵀ + b → [T, N] of what `covers` says; plus `added` [T, N], in its place."""
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, x)
     (num_tokens, inner), outer, size = values.shape, w.weight.shape[0], values.element_size()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
-from slipstream.kernels.triton.split_k import Scratch, reduce_splits
+from slipstream.kernels.triton.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import GroupedLinear
 
 
@@ -91,7 +91,11 @@ def _int4_linear_kernel(
 
 
 def int4_linear(
-    x: Tensor, w: GroupedLinear, scratch: Scratch, *, tile: tuple[int, int, int] | None = None
+    x: Tensor,
+    w: GroupedLinear,
+    scratch: ArrivalCounters,
+    *,
+    tile: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """Up to SKINNY_TOKENS tokens. `tile`: (BLOCK_N, SPLITS, stages)."""
     (num_tokens, inner), outer = x.shape, w.weight.shape[0]

@@ -36,7 +36,7 @@ from slipstream.kernels.triton.int4_groupwise import (
 )
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait, pdl_wait_first
 from slipstream.kernels.triton.pointwise import quantize
-from slipstream.kernels.triton.split_k import Scratch, reduce_splits
+from slipstream.kernels.triton.split_k import ArrivalCounters, reduce_splits
 from slipstream.kernels.weights import (
     Activations,
     GroupedLinear,
@@ -63,7 +63,7 @@ INT4_DENSE_TOKENS = 16
 def linear(
     x: Activations,
     w: Linear,
-    scratch: Scratch | None,
+    scratch: ArrivalCounters | None,
     tiles: TileTable = NO_TILES,
     deterministic: bool = False,
 ) -> Tensor:
@@ -124,7 +124,7 @@ def linear(
 
 
 def linear_added(
-    x: Activations, w: Linear, added: Tensor, scratch: Scratch | None
+    x: Activations, w: Linear, added: Tensor, scratch: ArrivalCounters | None
 ) -> Tensor | None:
     """`OpSet.linear_added` of rows in the weight's format, in one kernel and in the place of `added`; None where `linear` takes
     another kernel than Hopper's."""
@@ -133,7 +133,7 @@ def linear_added(
 
 
 def _on_hopper(
-    x: Activations, w: Linear, scratch: Scratch | None, added: Tensor | None = None
+    x: Activations, w: Linear, scratch: ArrivalCounters | None, added: Tensor | None = None
 ) -> Tensor | None:
     """The product by Hopper's kernel for few tokens, where it runs and covers it."""
     if scratch is None or not runs_on_hopper(w.weight.device):
@@ -314,7 +314,7 @@ def _skinny_gemm_kernel(
 def skinny_gemm(
     x: Quantized,
     w: ScaledLinear,
-    scratch: Scratch,
+    scratch: ArrivalCounters,
     *,
     tile: tuple[int, int, int, int] | None = None,
 ) -> Tensor:

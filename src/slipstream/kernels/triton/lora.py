@@ -30,7 +30,7 @@ from slipstream.spec.scheme import FP8_TILE
 @dataclass(frozen=True, slots=True)
 class FewTiles:
     """What a thread block of few tokens has in its registers: `shrink` so many ranks and inputs of `down`, `expand` so many
-    numbers of `up`. Chosen on an H200 (`benchmarks/kernels.py --device cuda --op lora --sweep`)."""
+    numbers of `up`. Chosen on an H200 (study `kernels_cuda_lora`)."""
 
     ranks: int = 1
     inputs: int = 4096

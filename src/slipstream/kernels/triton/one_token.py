@@ -26,7 +26,8 @@ from slipstream.kernels.token_shape import widths as widths
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import activation_arguments
 from slipstream.kernels.weights import GroupedLinear, Linear, Mxfp4Linear, ScaledLinear, chunk_of
-from slipstream.platform import RankGroup, platform_of
+from slipstream.platform import platform_of
+from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.reason import Reason
 

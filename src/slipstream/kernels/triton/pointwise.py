@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.errors import UnsupportedModelError
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.ops import NormParams, QKVLayout
 from slipstream.kernels.quantize import DTYPES
@@ -532,7 +532,9 @@ def _copy_kernel(
         tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-def copy_blocks(source: BlockRows, target: BlockRows, sources: Tensor, targets: Tensor) -> None:
+def copy_blocks(
+    source: BlockTensors, target: BlockTensors, sources: Tensor, targets: Tensor
+) -> None:
     """One launch for all parts."""
     aligned = source.is_aligned and target.is_aligned
     pieces = min(8, triton.cdiv(max(source.row_bytes), 4096))

@@ -16,7 +16,8 @@ from slipstream.kernels.quantize import SMALLEST
 from slipstream.kernels.triton.cuda import CudaKernel
 from slipstream.kernels.triton.pointwise import FORMATS, as_activations, empty_rows
 from slipstream.kernels.weights import Activations
-from slipstream.platform import RankGroup, platform_of
+from slipstream.platform import platform_of
+from slipstream.platform.collectives import RankGroup
 from slipstream.platform.cuda import CudaPlatform
 from slipstream.spec.model import OwnNorm
 from slipstream.spec.scheme import FP8_TILE, InputFormat

@@ -12,7 +12,7 @@ import triton.language as tl
 from slipstream.spec.autotune_table import NUM_COUNTERS
 
 
-class Scratch:
+class ArrivalCounters:
     """Counters of arrived splits on one device, all zero between kernels. One stream only."""
 
     def __init__(self, device: torch.device) -> None:

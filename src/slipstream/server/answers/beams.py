@@ -13,7 +13,7 @@ from slipstream.server.http.errors import bad_request
 from slipstream.types import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.server.openai.protocol import Generation
+    from slipstream.server.openai.protocol import GenerationRequest
 
 OWN = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 """Fields that say how to search."""
@@ -62,7 +62,7 @@ TAKEN = frozenset(
 """Fields that a search has, of its body. The others draw tokens, or look at them one by one."""
 
 
-def check(body: Generation) -> None:
+def check(body: GenerationRequest) -> None:
     """400: a field that does not go with the others."""
     if not body.use_beam_search:
         if wrong := [name for name in OWN if _is_given(getattr(body, name))]:
@@ -112,7 +112,7 @@ def named_as_in_body() -> Iterator[None]:
         raise
 
 
-def search(body: Generation, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
+def search(body: GenerationRequest, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
     """The search, with its answers in the form that the response writers take."""
     own: dict[str, Any] = {
         name: getattr(body, name) for name in OWN if getattr(body, name) is not None

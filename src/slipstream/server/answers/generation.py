@@ -27,6 +27,7 @@ from slipstream.engine.output import extend, mean_logprob
 from slipstream.errors import RequestError, SlipstreamError
 from slipstream.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from slipstream.server.answers.beams import named_as_in_body
+from slipstream.server.answers.hints import given_hints
 from slipstream.server.http.errors import (
     CLIENT_CLOSED_REQUEST,
     ApiError,
@@ -40,7 +41,7 @@ from slipstream.server.http.limits import admitted, in_flight, read_prompt_body
 from slipstream.server.http.record import TOKENS_HEADER, RequestRecord
 from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import Generation, decode
+from slipstream.server.openai.protocol import GenerationRequest, decode
 from slipstream.server.state import ServerState
 from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams, Share
 
@@ -118,12 +119,13 @@ class Answer:
     id_prefix: ClassVar[str]
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"  # of a stream
     whole_headers: Sequence[tuple[bytes, bytes]] = JSON_HEADERS
+    ends_with_context = False  # max_tokens was cut to the room that the context has
     is_plain: ClassVar[bool] = True  # events of text differ in nothing but the text
 
     def __init__(
         self,
         state: ServerState,
-        body: Generation,
+        body: GenerationRequest,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         record: RequestRecord,
@@ -499,6 +501,7 @@ class GenerationRoute:
         raw = await read_prompt_body(state, scope, receive)
         body = self.read(raw, scope)
         body.check()
+        record.hints += given_hints(body)
         body.model = record.model = served_model(state, body.model)
         started = False
         try:

@@ -6,10 +6,10 @@ from typing import Any
 
 from slipstream.outputs import Logprob
 from slipstream.server.answers.generation import Choice, PromptInfo
-from slipstream.server.openai.protocol import Generation
+from slipstream.server.openai.protocol import GenerationRequest
 
 
-def prompt_details(body: Generation, info: PromptInfo) -> dict[str, Any]:
+def prompt_details(body: GenerationRequest, info: PromptInfo) -> dict[str, Any]:
     """The requested details of the prompt: its tokens, and the log-probabilities of each by token id."""
     found: dict[str, Any] = {"prompt_token_ids": info.token_ids} if body.return_token_ids else {}
     if (num_best := body.prompt_logprobs) is not None:
@@ -30,7 +30,7 @@ def _by_id(token: Logprob) -> tuple[str, dict[str, Any]]:
     }
 
 
-def choice_details(body: Generation, choice: Choice) -> dict[str, Any]:
+def choice_details(body: GenerationRequest, choice: Choice) -> dict[str, Any]:
     """The tokens of a collected choice."""
     return {"token_ids": choice.token_ids} if body.return_token_ids else {}
 

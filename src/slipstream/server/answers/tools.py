@@ -13,7 +13,6 @@ from slipstream.engine.text.tools import (
     NO_PARAMETERS,
     OfferedTools,
     Reading,
-    arguments_object,
     reading,
 )
 from slipstream.server.http.errors import bad_request
@@ -49,7 +48,7 @@ class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     arguments: str = ""
 
 
-class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
+class SentToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     """A call in an assistant's message that a client sends back."""
 
     id: str
@@ -85,9 +84,9 @@ def offer_of(body: WithTools) -> OfferedTools:
     )
 
 
-def call_dict(call: ToolCall, path: str) -> dict[str, Any]:
-    """As chat templates take it: with the arguments as an object."""
-    arguments = arguments_object(call.function.arguments, f"{path}.function.arguments")
+def call_dict(call: SentToolCall) -> dict[str, Any]:
+    """As chat templates take it: with the arguments as an object. A model's broken JSON is taken back as it was written."""
+    arguments = written_arguments(call.function.arguments)
     return {
         "id": call.id,
         "type": "function",
@@ -122,6 +121,14 @@ def reasons(state: ServerState, template: str | None) -> bool:
     """Whether answers of the model may begin with reasoning, as its chat template or the server's settings say."""
     form, think = state.settings.formats.of(template)
     return think is not None or (form is not None and form.reasons)
+
+
+def calls_tools(state: ServerState) -> bool:
+    """Tells whether the model can call tools: its template knows them, and their format is known."""
+    tokenizer = state.engine.tokenizer
+    template = None if tokenizer is None else tokenizer.tool_template
+    form, _ = state.settings.formats.of(template)
+    return form is not None and "tools" in (template or "")
 
 
 def reading_of(

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.outputs import PositionLogprobs
 from slipstream.server.answers.blocks import BlockAnswer, ContentBlock, sse
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode, renamed
+from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
     CalledFunction,
@@ -33,8 +34,10 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
+    chat_template,
+    reasons,
     thinking_variables,
     written_arguments,
 )
@@ -51,6 +54,7 @@ from slipstream.server.openai.protocol import (
     Message,
     Text,
     decode,
+    decode_raw,
     picture_part,
     refuse_unless_off,
     register,
@@ -69,14 +73,15 @@ class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
     """Without effect: prefixes are shared without being marked."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: str | None = None
+    scope: Raw = HINT
 
 
 class AnthropicPart(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class TextPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+class TextBlock(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text"]
     text: str
     citations: Raw = OFF
@@ -108,6 +113,63 @@ class ThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     signature: str = ""  # ours are empty
 
 
+class RedactedThinkingPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    """Thoughts that another provider has encrypted. The model can't read them, so they are left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
+class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    """A document of text, or of parts. The model gets its title, its context and its text."""
+
+    type: Literal["document"]
+    source: dict[str, Raw]
+    title: str | None = None
+    context: str | None = None
+    citations: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"citations": (b"null", b'{"enabled":false}')}
+
+    def text(self, path: str) -> str:
+        kind = decode_raw(self.source.get("type", Raw(b"null")), f"{path}.source.type")
+        if kind == "text":
+            said = decode_raw(self.source.get("data", Raw(b"null")), f"{path}.source.data")
+        elif kind == "content":
+            content = decode_raw(self.source.get("content", Raw(b"null")), f"{path}.source.content")
+            parts = content if isinstance(content, list) else [content]
+            said = "".join(p.get("text", "") if isinstance(p, dict) else str(p) for p in parts)
+        else:
+            raise bad_request(
+                "a document is text or content here; send its text, or its pages as pictures",
+                f"{path}.source.type",
+            )
+        if not isinstance(said, str):
+            raise bad_request("a document's data are a text", f"{path}.source.data")
+        return "\n".join(part for part in (self.title, self.context, said) if part)
+
+
+class SearchResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    """A passage that the client found. The model gets its title, its source and its text."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[dict[str, Raw]]
+    citations: Raw = OFF
+
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"citations": (b"null", b'{"enabled":false}')}
+
+    def text(self, path: str) -> str:
+        said, _ = _texts_and_pictures(self.content, "a search result", f"{path}.content")
+        return "\n".join((self.title, self.source, said))
+
+
+class ToolReferencePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
 class ToolUsePart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
     type: Literal["tool_use"]
     id: str
@@ -126,9 +188,28 @@ class ToolResultPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
 
 
 _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
-    "user": {"text": TextPart, "image": ImageBlock, "tool_result": ToolResultPart},
-    "assistant": {"text": TextPart, "thinking": ThinkingPart, "tool_use": ToolUsePart},
-    "system": {"text": TextPart},
+    "user": {
+        "text": TextBlock,
+        "image": ImageBlock,
+        "tool_result": ToolResultPart,
+        "document": DocumentPart,
+        "search_result": SearchResultPart,
+    },
+    "assistant": {
+        "text": TextBlock,
+        "thinking": ThinkingPart,
+        "redacted_thinking": RedactedThinkingPart,
+        "tool_use": ToolUsePart,
+    },
+    "system": {"text": TextBlock},
+    "a tool's result": {
+        "text": TextBlock,
+        "image": ImageBlock,
+        "document": DocumentPart,
+        "search_result": SearchResultPart,
+        "tool_reference": ToolReferencePart,
+    },
+    "a search result": {"text": TextBlock},
 }
 
 
@@ -144,9 +225,19 @@ class AnthropicTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = (
-        None  # no effect: arguments are always streamed as they come
-    )
+    eager_input_streaming: Raw = HINT  # arguments are always streamed as they come
+    defer_loading: Raw = HINT  # the model is told of all tools at once
+    input_examples: Raw = HINT
+    allowed_callers: Raw = OFF
+
+    hints: ClassVar[tuple[str, ...]] = ("eager_input_streaming", "defer_loading", "input_examples")
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {"allowed_callers": (b"null", b'["direct"]')}
+
+
+HOSTED = re.compile(
+    r"(web_search|web_fetch|code_execution|tool_search_tool|advisor)(_.*)?|mcp_toolset"
+)
+"""Types of tools that the provider runs. The model is not told of them, so it can't call them."""
 
 
 class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -158,9 +249,11 @@ class AnthropicChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 class Thinking(Struct, forbid_unknown_fields=True, kw_only=True):
     """`budget_tokens` is checked and has no effect: what bounds thinking is max_tokens."""
 
+    hints: ClassVar[tuple[str, ...]] = ("display", "budget_tokens")
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
-    display: Literal["summarized"] | None = None  # reasoning is sent as it is
+    display: Literal["summarized", "omitted"] | None = None  # reasoning is sent as it is
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -171,10 +264,9 @@ class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
     effort: str | None = None
+    task_budget: Raw = HINT
 
-
-class AnthropicMetadata(Struct, forbid_unknown_fields=True, kw_only=True):
-    user_id: str | None = None
+    hints: ClassVar[tuple[str, ...]] = ("task_budget",)
 
 
 class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -183,14 +275,34 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     system: str | list[dict[str, Raw]] | None = None
-    tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the former name of output_config.format
     cache_control: CacheControl | None = None
+    betas: Raw = HINT
+    anthropic_beta: Raw = HINT  # by Amazon Bedrock's clients, as the next
+    anthropic_version: Raw = HINT
+    context_management: Raw = HINT  # nothing is edited; the answer says so
+    speed: Raw = HINT
+    inference_geo: Raw = HINT
+    user_profile_id: Raw = HINT
+    container: Raw = OFF
+    mcp_servers: Raw = OFF
+
+    hints: ClassVar[tuple[str, ...]] = (
+        *("betas", "anthropic_beta", "anthropic_version", "context_management", "speed"),
+        *("inference_geo", "user_profile_id", "cache_control", "metadata", "service_tier"),
+    )
+    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
+        "container": (b"null",),
+        "mcp_servers": (b"null", b"[]"),
+    }
 
     def check(self) -> None:
         """Refuse what the schema cannot express."""
+        refuse_unless_off(self, self.off)
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise bad_request(
@@ -221,36 +333,62 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     def _place(self, index: int, part: int) -> str:
         """Where this body has a picture's message `index` and `part` of the chat."""
-        index -= bool(_text(self.system or "", "system"))
+        index -= bool(_system(self.system))
         for i, message in enumerate(self.messages):
-            count = len(_messages(message, ""))
-            if index < count:
-                kinds = [bytes(p["type"]) for p in message.content if isinstance(p, dict)]
-                shown = [
-                    k for k, kind in enumerate(kinds) if kind in (b'"text"', b'"image"')
-                ]  # as the chat's message has
-                return f"messages[{i}].content[{shown[part]}]"
-            index -= count
+            made, places = _messages(message, f"messages[{i}]")
+            if index < len(made):
+                return places[part]
+            index -= len(made)
         return "messages"
+
+    def functions(self) -> tuple[list[AnthropicTool], list[str]]:
+        """Returns the tools that the model can call, and the hints in the list: fields of tools, and types of hosted ones."""
+        found, hints = list[AnthropicTool](), list[str]()
+        for i, tool in enumerate(self.tools or ()):
+            kind = decode_raw(tool.get("type", Raw(b"null")), f"tools[{i}].type")
+            if isinstance(kind, str) and (hosted := HOSTED.fullmatch(kind)):
+                hints.append(f"tools.{hosted[1] or kind}")
+                continue
+            if kind not in (None, "custom"):
+                raise bad_request(
+                    f"a tool of type {str(kind)[:60]!r} has no schema here; give it as a custom one, with its input_schema",
+                    f"tools[{i}].type",
+                )
+            made = decode(AnthropicTool, msgspec.json.encode(tool), f"tools[{i}].")
+            refuse_unless_off(made, made.off, f"tools[{i}].")
+            hints += given_hints(made, "tools.")
+            found.append(made)
+        if len(found) > 128:
+            raise bad_request("there are more than 128 tools; offer fewer", "tools")
+        return found, list(dict.fromkeys(hints))
+
+    def ignores_thinking(self, state: ServerState) -> bool:
+        """Tells whether thinking is asked of a model that does not think: a hint, since the answer is one without thoughts."""
+        return (
+            self.thinking is not None
+            and self.thinking.type != "disabled"
+            and not reasons(state, chat_template(state))
+        )
+
+    def more_hints(self) -> list[str]:
+        return self.functions()[1]
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """The same as a chat."""
-        messages = (
-            [Message(role="system", content=text)]
-            if (text := _text(self.system or "", "system"))
-            else []
-        )
+        messages = [Message(role="system", content=text)] if (text := _system(self.system)) else []
         for i, message in enumerate(self.messages):
-            messages += _messages(message, f"messages[{i}]")
+            messages += _messages(message, f"messages[{i}]")[0]
         choice, output, thinking = self.tool_choice, self.output_config, self.thinking
-        asked = output.format if output is not None else None
+        asked = (output.format if output is not None else None) or self.output_format
         continued = self.messages[-1].role == "assistant"
         chosen: Literal["none", "auto", "required"] | NamedChoice | None = None
         if choice is not None:
             chosen = _CHOICES.get(choice.type) or NamedChoice(
                 type="function", function=NamedFunction(name=choice.name or "")
             )
-        tools = [ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()]
+        tools = [
+            ToolSpec(type="function", function=_function(tool)) for tool in self.functions()[0]
+        ]
         one_call = choice is not None and choice.disable_parallel_tool_use and bool(tools)
         return ChatRequest(
             model=self.model,
@@ -265,7 +403,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             tool_choice=chosen,
             parallel_tool_calls=False if one_call else None,
             chat_template_kwargs=None
-            if thinking is None or thinking.type == "adaptive"
+            if thinking is None or thinking.type == "adaptive" or self.ignores_thinking(state)
             else thinking_variables(state, "thinking", asked=thinking.type == "enabled"),
             continue_final_message=continued or None,
             **more,
@@ -281,28 +419,17 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: float | None = None
     top_k: Int | None = None
-    # About the caller; no effect on the answer
-    metadata: AnthropicMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    metadata: Raw = HINT
+    service_tier: Raw = HINT
     # Ours and vLLM's
     seed: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     priority: Int | None = None
     cache_salt: Text | None = None
-    container: Raw = OFF
-    mcp_servers: Raw = OFF
-    context_management: Raw = OFF
-
-    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "container": (b"null",),
-        "mcp_servers": (b"null", b"[]"),
-        "context_management": (b"null",),
-    }
 
     def check(self) -> None:
         super().check()
-        refuse_unless_off(self, self.off)
         budget = None if self.thinking is None else self.thinking.budget_tokens
         if budget is not None and not 1024 <= budget < self.max_tokens:
             raise bad_request(
@@ -343,23 +470,18 @@ _CHOICES: dict[str, Literal["none", "auto", "required"]] = {
 register(
     MessagesRequest,
     CountTokensRequest,
-    TextPart,
-    ImageBlock,
-    ThinkingPart,
-    ToolUsePart,
-    ToolResultPart,
+    *{kind for kinds in _PARTS.values() for kind in kinds.values()},
+    AnthropicTool,
     parts=(
         *(Base64Source, UrlSource),
         *(
             CacheControl,
             AnthropicMessage,
-            AnthropicTool,
             AnthropicChoice,
             Thinking,
             OutputConfig,
             OutputFormat,
         ),
-        AnthropicMetadata,
     ),
 )
 
@@ -383,47 +505,88 @@ def _parts(
             message = f"a block of {what or role} is one of {', '.join(known)} here"
             raise bad_request(message, f"{path}[{i}].type")
         made = decode(kind, msgspec.json.encode(part), f"{path}[{i}].")
-        if isinstance(made, TextPart | ToolUsePart):
+        if isinstance(made, TextBlock | ToolUsePart | DocumentPart | SearchResultPart):
             refuse_unless_off(made, made.off, f"{path}[{i}].")
         found.append(made)
     return found
 
 
-def _text(content: str | list[dict[str, Raw]], path: str, what: str = "") -> str:
-    """Of what has text alone: `system`, a tool's result."""
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a block that Claude Code puts before the system prompt. It differs by session, so with it no
+session would share a prefix with another."""
+
+
+def _system(content: str | list[dict[str, Raw]] | None) -> str:
+    """The system prompt's text, without blocks for the provider's billing."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = _parts(content, "system", "system")
+    texts = [part.text for part in parts if isinstance(part, TextBlock)]
+    return "".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _texts_and_pictures(
+    content: str | list[dict[str, Raw]], what: str, path: str
+) -> tuple[str, list[tuple[dict[str, Raw], str]]]:
+    """The text of a tool's or a search's result, and its pictures, each with its place in the body."""
     if isinstance(content, str):
-        return content
-    return "".join(
-        part.text for part in _parts(content, "system", path, what) if isinstance(part, TextPart)
-    )
+        return content, []
+    texts, pictures = list[str](), list[tuple[dict[str, Raw], str]]()
+    for i, part in enumerate(_parts(content, what, path)):
+        match part:
+            case TextBlock():
+                texts.append(part.text)
+            case ImageBlock():
+                pictures.append((picture_part(part.source.url, None), f"{path}[{i}]"))
+            case DocumentPart() | SearchResultPart():
+                texts.append(part.text(f"{path}[{i}]"))
+            case ToolReferencePart():
+                texts.append(f"The tool {part.tool_name} is there.")
+    return "".join(texts), pictures
 
 
-def _messages(message: AnthropicMessage, path: str) -> list[Message]:
+def _messages(message: AnthropicMessage, path: str) -> tuple[list[Message], list[str]]:
+    """The messages of a chat that stand for one of Anthropic's, and where the body has each part of the last one.
+
+    Chat templates take pictures in a user's message alone. Those of a tool's result follow it there.
+    """
     if isinstance(message.content, str):
-        return [Message(role=message.role, content=message.content)]
+        return [Message(role=message.role, content=message.content)], [f"{path}.content"]
     found: list[Message] = []
-    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    places = list[str]()
+    texts, thoughts, calls = list[str](), list[str](), list[SentToolCall]()
     parts = list[dict[str, Raw]]()  # of texts and pictures, in their order
     for i, part in enumerate(_parts(message.content, message.role, f"{path}.content")):
         match part:
-            case TextPart():
+            case TextBlock():
                 texts.append(part.text)
                 parts.append(text_part(part.text))
+                places.append(f"{path}.content[{i}]")
+            case DocumentPart() | SearchResultPart():
+                text = part.text(f"{path}.content[{i}]")
+                texts.append(text)
+                parts.append(text_part(text))
+                places.append(f"{path}.content[{i}]")
             case ImageBlock():
                 parts.append(picture_part(part.source.url, None))
+                places.append(f"{path}.content[{i}]")
             case ThinkingPart():
                 thoughts.append(part.thinking)
             case ToolUsePart():
                 called = CalledFunction(name=part.name, arguments=encode(part.input).decode())
-                calls.append(ToolCall(id=part.id, function=called))
+                calls.append(SentToolCall(id=part.id, function=called))
             case ToolResultPart():
-                if parts:
+                if texts:
                     raise bad_request(
                         "results of tools come before a message's text", f"{path}.content[{i}]"
                     )
-                result = _text(part.content, f"{path}.content[{i}].content", "a tool's result")
+                result, pictures = _texts_and_pictures(
+                    part.content, "a tool's result", f"{path}.content[{i}].content"
+                )
                 text = f"Error: {result}" if part.is_error else result
                 found.append(Message(role="tool", content=text, tool_call_id=part.tool_use_id))
+                parts += [picture for picture, _ in pictures]
+                places += [place for _, place in pictures]
     if parts or calls or not found:
         said = Message(
             role=message.role, content="".join(texts) if len(parts) == len(texts) else parts
@@ -431,7 +594,7 @@ def _messages(message: AnthropicMessage, path: str) -> list[Message]:
         said.reasoning_content = "".join(thoughts) or None
         said.tool_calls = calls or None
         found.append(said)
-    return found
+    return found, places
 
 
 # --- The answer -------------------------------------------------------------------------------------------------------
@@ -484,7 +647,13 @@ class MessageAnswer(BlockAnswer):
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
+            **({"context_management": {"applied_edits": []}} if self.record_edits else {}),
         }
+
+    @property
+    def record_edits(self) -> bool:
+        """Tells whether the body asks that its conversation be edited, which it never is."""
+        return "context_management" in self.record.hints
 
     def _usage(self, output: int) -> dict[str, Any]:
         cached = self.prompt_info[0].num_cached_tokens
@@ -497,7 +666,8 @@ class MessageAnswer(BlockAnswer):
 
     def _stop(self) -> tuple[str, str | None]:
         if self.finish_reason == FinishReason.LENGTH:
-            return "max_tokens", None
+            ended = "model_context_window_exceeded" if self.ends_with_context else "max_tokens"
+            return ended, None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason
         return "tool_use" if self.called else "end_turn", None
@@ -527,11 +697,21 @@ def _content(block: ContentBlock, *, empty: bool = False) -> dict[str, Any]:
 
 
 def error_body(error: ApiError, request_id: str) -> bytes:
+    """Anthropic's shape. A prompt that is too long is told in Anthropic's words, by which clients know when to shorten it."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = error.named_message
+    if error.lengths is not None:
+        prompt, asked, limit = error.lengths
+        message = (
+            f"prompt is too long: {prompt} tokens > {limit} maximum"
+            if asked is None
+            else f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {limit}, decrease input length "
+            "or `max_tokens` and try again"
+        )
     return encode(
         {
             "type": "error",
-            "error": {"type": kind, "message": error.named_message},
+            "error": {"type": kind, "message": message},
             "request_id": request_id,
         }
     )
@@ -562,9 +742,11 @@ def check_version(scope: Scope) -> None:
 
 async def _prepare(state: ServerState, body: MessagesRequest, record: RequestRecord) -> Answer:
     made = body.chat(state)
+    if body.ignores_thinking(state):
+        record.hints.append("thinking")
     with renamed(body.param):
         made.check()
-        return await chat.prepare(state, made, record, answer=MessageAnswer)
+        return await chat.prepare(state, made, record, answer=MessageAnswer, cuts_max_tokens=True)
 
 
 class _Messages(GenerationRoute):

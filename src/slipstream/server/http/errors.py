@@ -65,6 +65,7 @@ class ApiError(Exception):
             code,
         )
         self.headers = dict(headers or {})
+        self.lengths: tuple[int, int | None, int] | None = None  # as `ContextLengthError` has them
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
@@ -143,7 +144,9 @@ def as_api_error(exc: Exception) -> ApiError:
         case ApiError():
             return exc
         case ContextLengthError():
-            return bad_request(exc.message, exc.field, "context_length_exceeded")
+            error = bad_request(exc.message, exc.field, "context_length_exceeded")
+            error.lengths = exc.lengths
+            return error
         case RequestError():
             return bad_request(exc.message, exc.field)
         case EngineOverloadedError():

@@ -71,6 +71,7 @@ ROUTES = _QUIET | {
     "/api/chat",
     "/api/generate",
     "/api/embed",
+    "/api/embeddings",
     "/api/show",
     "/api/tags",
     "/api/ps",
@@ -119,6 +120,7 @@ class RequestRecord:
         default_factory=dict
     )  # the client's trace, if spans are sent
     created: int = field(default_factory=lambda: int(time.time()))  # what the answer says
+    hints: list[str] = field(default_factory=list)  # fields taken without effect (`answers.hints`)
     background: bool = False  # it is a batch's, and goes behind all others
     address: str = ""  # of whom sent it
 
@@ -236,6 +238,7 @@ def finish(observers: Observers, record: RequestRecord, method: str, route: str)
     if observers.telemetry is not None:
         observers.telemetry.ended(record, route)
     observers.metrics.responses[method, route, record.status] += 1
+    observers.metrics.hints.update(record.hints)
     if route in _QUIET and record.status < 400:
         return
     fields: dict[str, object] = {

@@ -109,7 +109,7 @@ def response(
     return bytes(MESSAGES["ModelStreamInferResponse"](infer_response=made).SerializeToString())
 
 
-class Gateway:
+class GrpcServer:
     """The gRPC server of a front end. A fleet's gateway has its own `name_of`, `is_ready` and `responses`."""
 
     def __init__(self, state: ServerState, about: Description | None = None) -> None:

@@ -1,10 +1,12 @@
-"""Ollama's routes, for its clients: /api/chat, /api/generate, /api/embed, /api/tags, /api/ps, /api/show, /api/version.
+"""Ollama's routes, for its clients: /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show,
+/api/version.
 
 A body becomes a chat, a completion or an embedding of this server, and works as one. The differences:
 
 1. A stream is lines of JSON, and the default. An error is {"error": "text"}.
 2. A name may end with ":latest".
 3. Options about how a model is loaded, and `keep_alive`, are accepted without effect: that is decided when the server starts.
+   So is `num_ctx`: the context is the server's.
 4. A body without a prompt or messages asks that the model be loaded, which it is.
 """
 
@@ -20,13 +22,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from slipstream import __version__
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
-from slipstream.engine.text.tool_formats.base import Reasoning
-from slipstream.engine.text.tools import Reading
+from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
+from slipstream.engine.text.tools import Reading, call_id
 from slipstream.outputs import CompletionOutput
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
-from slipstream.server.answers.tools import chat_template, reasons, thinking_variables
+from slipstream.server.answers.hints import HINT, given_hints
+from slipstream.server.answers.tools import (
+    ToolSpecs,
+    calls_tools,
+    chat_template,
+    reasons,
+    thinking_variables,
+    written_arguments,
+)
 from slipstream.server.http.errors import SHAPES, ApiError, bad_request
 from slipstream.server.http.limits import read_as
 from slipstream.server.http.record import RequestRecord
@@ -40,7 +49,7 @@ from slipstream.server.openai.protocol import (
     OFF,
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationRequest,
     Int,
     Pooled,
     Stop,
@@ -64,37 +73,49 @@ class OllamaOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stop: Stop = None
     num_predict: Int | None = None  # below 0: the rest of the context
-    num_ctx: Int | None = None  # at most this server's context
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    typical_p: float | None = None
     # Known and refused, unless they hold the value that means "off"
     mirostat: Raw = OFF
     tfs_z: Raw = OFF
-    typical_p: Raw = OFF
-    repeat_last_n: Raw = OFF
-    penalize_newline: Raw = OFF
-    # Without effect: of mirostat, and how a model is loaded
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    num_keep: Int | None = None
-    num_batch: Int | None = None
-    num_gpu: Int | None = None
-    main_gpu: Int | None = None
-    num_thread: Int | None = None
-    numa: bool | None = None
-    low_vram: bool | None = None
-    f16_kv: bool | None = None
-    use_mmap: bool | None = None
-    use_mlock: bool | None = None
+    repeat_last_n: Raw = OFF  # without a penalty it means nothing
+    # How a model is loaded, parameters of what is off, and defaults that clients always send
+    num_ctx: Raw = HINT
+    penalize_newline: Raw = HINT
+    mirostat_tau: Raw = HINT
+    mirostat_eta: Raw = HINT
+    num_keep: Raw = HINT
+    num_batch: Raw = HINT
+    num_gpu: Raw = HINT
+    main_gpu: Raw = HINT
+    num_thread: Raw = HINT
+    numa: Raw = HINT
+    low_vram: Raw = HINT
+    f16_kv: Raw = HINT
+    logits_all: Raw = HINT
+    vocab_only: Raw = HINT
+    embedding_only: Raw = HINT
+    use_mmap: Raw = HINT
+    use_mlock: Raw = HINT
 
+    hints: ClassVar[tuple[str, ...]] = (
+        *("num_ctx", "penalize_newline", "mirostat_tau", "mirostat_eta", "num_keep", "num_batch"),
+        *("num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "logits_all"),
+        *("vocab_only", "embedding_only", "use_mmap", "use_mlock"),
+    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "mirostat": (b"null", b"0"),
         "tfs_z": (b"null", b"1", b"1.0"),
-        "typical_p": (b"null", b"1", b"1.0"),
-        "repeat_last_n": (b"null", b"-1"),  # penalties look at everything
-        "penalize_newline": (b"null", b"true"),
     }
+
+    def check(self) -> None:
+        """Refuse what would change the answer. Penalties look at the whole text; Ollama's default is its last 64 tokens."""
+        refuse_unless_off(self, self.off, "options.")
+        if self.repeat_penalty not in (None, 1) or self.presence_penalty or self.frequency_penalty:
+            off = {"repeat_last_n": (b"null", b"-1", b"64")}
+            refuse_unless_off(self, off, "options.")
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -105,28 +126,25 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     options: OllamaOptions | None = None
     format: Raw = OFF  # "json" or a schema
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: float | str | None = None  # no effect
+    keep_alive: Raw = HINT
     cache_salt: Text | None = None  # vLLM's
     logprobs: Raw = OFF
     top_logprobs: Raw = OFF
 
+    hints: ClassVar[tuple[str, ...]] = ("keep_alive",)
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "logprobs": (b"null", b"false"),
         "top_logprobs": (b"null", b"0"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         raise NotImplementedError
 
     def shared(self, state: ServerState) -> dict[str, Any]:
         """The fields that chats and completions have in common, by our names."""
         refuse_unless_off(self, self.off)
         given = self.options or OllamaOptions()
-        refuse_unless_off(given, given.off, "options.")
-        limit = state.engine.config.model.max_model_len
-        if given.num_ctx is not None and given.num_ctx > limit:
-            message = f"num_ctx={given.num_ctx}: this server's context is {limit}; start it with --max-model-len"
-            raise bad_request(message, "options.num_ctx")
+        given.check()
         found = {ours: getattr(given, theirs) for theirs, ours in _NAMES.items()}
         predict = given.num_predict
         return {
@@ -177,6 +195,7 @@ _SAME = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "seed",
     "stop",
     "presence_penalty",
@@ -185,7 +204,7 @@ _SAME = (
 _NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "repeat_penalty": "repetition_penalty"}
 
 
-T = TypeVar("T", bound=Generation)
+T = TypeVar("T", bound=GenerationRequest)
 
 
 def _checked(kind: type[T], **fields: Any) -> T:
@@ -195,41 +214,70 @@ def _checked(kind: type[T], **fields: Any) -> T:
     )
 
 
+class OllamaFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    arguments: dict[str, Any] = {}
+    index: int | None = None
+
+
+class OllamaCall(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in an assistant's message, which its client sends back. Where it has no id, the next tool's message answers it."""
+
+    function: OllamaFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
 class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: str
     content: str | None = None
     images: list[str] | None = None
-    tool_calls: Raw = OFF
-    tool_name: Raw = OFF
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
     thinking: str | None = None
-
-    off: ClassVar[dict[str, tuple[bytes, ...]]] = {
-        "tool_calls": (b"null", b"[]"),
-        "tool_name": (b"null", b'""'),
-    }
 
 
 class OllamaChatRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     """POST /api/chat"""
 
     messages: list[OllamaMessage] = []
-    tools: Raw = OFF
+    tools: ToolSpecs | None = None
 
     def translated(self, state: ServerState) -> ChatRequest:
-        refuse_unless_off(self, {"tools": (b"null", b"[]")})
-        for i, message in enumerate(self.messages):
-            refuse_unless_off(message, message.off, f"messages[{i}].")
-        said = [
-            {
-                "role": m.role,
-                "content": _content(m.content, m.images),
-                "reasoning_content": m.thinking or None,
-            }
-            for m in self.messages
-        ]
-        return self.chat(
-            state, [{k: v for k, v in message.items() if v is not None} for message in said]
-        )
+        made = self.chat(state, _chat_messages(self.messages))
+        made.tools = self.tools or None
+        return made
+
+
+def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """The messages of a chat. Ollama's calls may have no ids: results are those of the calls before them, in their order."""
+    found, waiting = list[dict[str, Any]](), list[str]()
+    for i, message in enumerate(messages):
+        said: dict[str, Any] = {
+            "role": message.role,
+            "content": _content(message.content, message.images),
+            "reasoning_content": message.thinking or None,
+        }
+        if message.tool_calls:
+            ids = [call.id or f"call_{i}_{k}" for k, call in enumerate(message.tool_calls)]
+            waiting += ids
+            said["tool_calls"] = [
+                {
+                    "id": id_,
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": encode(call.function.arguments).decode(),
+                    },
+                }
+                for id_, call in zip(ids, message.tool_calls, strict=True)
+            ]
+        if message.role == "tool":
+            said["name"] = message.tool_name
+            said["tool_call_id"] = message.tool_call_id or (waiting[0] if waiting else f"call_{i}")
+            waiting = [id_ for id_ in waiting if id_ != said["tool_call_id"]]
+        found.append({name: value for name, value in said.items() if value is not None})
+    return found
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Raw]] | None:
@@ -258,7 +306,7 @@ class OllamaGenerateRequest(OllamaBody, forbid_unknown_fields=True, kw_only=True
         "context": (b"null", b"[]"),
     }
 
-    def translated(self, state: ServerState) -> Generation:
+    def translated(self, state: ServerState) -> GenerationRequest:
         refuse_unless_off(self, self.no_more)
         tokenizer = state.engine.tokenizer
         if self.raw or tokenizer is None or tokenizer.chat_template is None:
@@ -296,7 +344,17 @@ class OllamaEmbedRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     truncate: bool = True
     dimensions: Int | None = None
     options: OllamaOptions | None = None  # no effect, as the next
-    keep_alive: float | str | None = None
+    keep_alive: Raw = HINT
+    cache_salt: Text | None = None  # vLLM's
+
+
+class OllamaEmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embeddings: one text, as Ollama had it before /api/embed"""
+
+    model: str
+    prompt: str = ""
+    options: OllamaOptions | None = None  # no effect, as the next
+    keep_alive: Raw = HINT
     cache_salt: Text | None = None  # vLLM's
 
 
@@ -311,9 +369,10 @@ BODIES: dict[str, type[Struct]] = {
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
     "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": OllamaShowRequest,
 }
-register(*BODIES.values(), parts=(OllamaOptions, OllamaMessage))
+register(*BODIES.values(), parts=(OllamaOptions, OllamaMessage, OllamaCall, OllamaFunction))
 
 
 SHAPES["/api"] = lambda error, _: encode({"error": error.message})
@@ -341,40 +400,58 @@ class OllamaAnswer(Answer):
     def __init__(self, reading: Reading | None, *args: Any) -> None:
         super().__init__(*args)
         self.parser = None if reading is None else reading.parser()
+        self._call: tuple[str, list[str]] | None = None  # that is not whole yet: name, arguments
 
     def chunk(self, delta: CompletionOutput) -> bytes:
         parts = self._read(delta.text, delta.finish_reason is not None)
-        return b"".join(_line({**self._said(*part), "done": False}) for part in parts)
+        return b"".join(_line({**self._said(part), "done": False}) for part in parts)
 
-    def _read(self, text: str, finished: bool) -> list[tuple[str, str]]:
-        """What is new, each as (text, reasoning)."""
+    def _read(self, text: str, finished: bool) -> list[dict[str, Any]]:
+        """What is new, as fields of a message: content, thinking, or calls, of which each comes whole."""
         if self.parser is None:
-            return [(text, "")] if text else []
-        events = read_events(self.parser, text, last=finished)
-        return [
-            ("", e.text) if isinstance(e, Reasoning) else (e.text, "")
-            for e in events
-            if hasattr(e, "text")
-        ]
+            return [{"content": text}] if text else []
+        found = list[dict[str, Any]]()
+        for event in read_events(self.parser, text, last=finished):
+            match event:
+                case Content(text):
+                    found.append({"content": text})
+                case Reasoning(text):
+                    found.append({"content": "", "thinking": text})
+                case BeginCall(_, name):
+                    found += self._whole_call()
+                    self._call = (name, [])
+                case Arguments(_, text) if self._call is not None:
+                    self._call[1].append(text)
+        return found + (self._whole_call() if finished else [])
+
+    def _whole_call(self) -> list[dict[str, Any]]:
+        if self._call is None:
+            return []
+        (name, pieces), self._call = self._call, None
+        function = {"name": name, "arguments": written_arguments("".join(pieces))}
+        return [{"content": "", "tool_calls": [{"id": call_id(), "function": function}]}]
 
     def end(self) -> bytes:
-        return self._take_events() + _line({**self._said(""), **self._done()})
+        return self._take_events() + _line({**self._said({"content": ""}), **self._done()})
 
     def failure(self, error: ApiError) -> bytes:
         return _line({"error": error.message})
 
     def collected(self) -> bytes:
         parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
-        text, reasoning = (
-            ("".join(some) for some in zip(*parts, strict=True)) if parts else ("", "")
-        )
-        return encode({**self._said(text, reasoning), **self._done()})
+        whole: dict[str, Any] = {"content": "".join(part["content"] for part in parts)}
+        if thoughts := "".join(part.get("thinking", "") for part in parts):
+            whole["thinking"] = thoughts
+        if calls := [call for part in parts for call in part.get("tool_calls", ())]:
+            whole["tool_calls"] = calls
+        return encode({**self._said(whole), **self._done()})
 
-    def _said(self, text: str, reasoning: str = "") -> dict[str, Any]:
-        thought = {"thinking": reasoning} if reasoning else {}
-        said: dict[str, Any] = {"response": text, **thought}
-        if self.as_message:
-            said = {"message": {"role": "assistant", "content": text, **thought}}
+    def _said(self, part: dict[str, Any]) -> dict[str, Any]:
+        said: dict[str, Any] = {"message": {"role": "assistant", **part}}
+        if not self.as_message:
+            said = {"response": part["content"]}
+            if "thinking" in part:
+                said["thinking"] = part["thinking"]
         return {"model": self.body.model, "created_at": utc_time(time.time()), **said}
 
     def _done(self) -> dict[str, Any]:
@@ -394,11 +471,11 @@ class OllamaAnswer(Answer):
         }
 
 
-class MessageAnswer(OllamaAnswer):
+class OllamaChatAnswer(OllamaAnswer):
     as_message = True
 
 
-class ResponseAnswer(OllamaAnswer):
+class OllamaGenerateAnswer(OllamaAnswer):
     as_message = False
 
 
@@ -422,7 +499,7 @@ async def _prepare(
         loaded.stream = False
         return loaded
     if isinstance(body, ChatRequest):
-        return await chat.prepare(state, body, record, answer=answer)
+        return await chat.prepare(state, body, record, answer=answer, cuts_max_tokens=True)
     return await completions.prepare(
         state, body, record, answer=partial(answer, None), max_tokens=None
     )
@@ -435,17 +512,20 @@ class _Generate(GenerationRoute):
     def __init__(
         self, state: ServerState, body: type[OllamaBody], answer: type[OllamaAnswer]
     ) -> None:
-        super().__init__(state, Generation, partial(_prepare, answer=answer))
+        super().__init__(state, GenerationRequest, partial(_prepare, answer=answer))
         self.body = body
 
-    def read(self, raw: bytes, scope: Scope) -> Generation:
-        return decode(self.body, raw).translated(self.state)
+    def read(self, raw: bytes, scope: Scope) -> GenerationRequest:
+        body = decode(self.body, raw)
+        scope["record"].hints += given_hints(body)
+        return body.translated(self.state)
 
 
 class _Embed(PooledRoute):
     def read(self, raw: bytes) -> OllamaPooled:
         body = decode(OllamaEmbedRequest, raw)
         texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = [] if texts == [""] else texts  # of which Ollama makes no vector
         cut = -1 if body.truncate else None
         name = known_name(self.state, body.model)
         return OllamaPooled(
@@ -453,6 +533,18 @@ class _Embed(PooledRoute):
             texts=texts,
             dimensions=body.dimensions,
             truncate_prompt_tokens=cut,
+            cache_salt=body.cache_salt,
+        )
+
+
+class _OneEmbedding(PooledRoute):
+    def read(self, raw: bytes) -> OllamaPooled:
+        body = decode(OllamaEmbeddingsRequest, raw)
+        return OllamaPooled(
+            model=known_name(self.state, body.model),
+            texts=[body.prompt] if body.prompt else [],
+            dimensions=None,
+            truncate_prompt_tokens=-1,
             cache_salt=body.cache_salt,
         )
 
@@ -473,6 +565,17 @@ async def _embeddings(
     found = rows(answer, body.dimensions).tolist() if body.texts else []
     about = {"total_duration": total, "load_duration": 0, "prompt_eval_count": tokens}
     return {"model": body.model, "embeddings": found, **about}
+
+
+async def _embedding(
+    state: ServerState, body: OllamaPooled, record: RequestRecord
+) -> dict[str, Any]:
+    found = (await _embeddings(state, body, record))["embeddings"]
+    return {"embedding": found[0] if found else []}
+
+
+OLLAMA_VERSION = "0.13.0"
+"""The version of Ollama whose API this is. Editors ask for one that is new enough for tools."""
 
 
 class _About:
@@ -504,7 +607,7 @@ class _About:
         )
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": __version__})
+        return json_response({"version": OLLAMA_VERSION})
 
     async def show(self, request: Request) -> Response:
         state = self.state
@@ -555,6 +658,7 @@ def _capabilities(state: ServerState, template: str) -> list[str]:
         return ["embedding"]
     return (
         ["completion"]
+        + ["tools"] * calls_tools(state)
         + ["vision"] * (spec.vision is not None)
         + ["thinking"] * reasons(state, template)
     )
@@ -564,13 +668,14 @@ def routes(state: ServerState) -> list[Route]:
     about = _About(state)
 
     return [
-        Route("/api/chat", _Generate(state, OllamaChatRequest, MessageAnswer), methods=["POST"]),
+        Route("/api/chat", _Generate(state, OllamaChatRequest, OllamaChatAnswer), methods=["POST"]),
         Route(
             "/api/generate",
-            _Generate(state, OllamaGenerateRequest, ResponseAnswer),
+            _Generate(state, OllamaGenerateRequest, OllamaGenerateAnswer),
             methods=["POST"],
         ),
         Route("/api/embed", _Embed(state, Pooled, _embeddings), methods=["POST"]),
+        Route("/api/embeddings", _OneEmbedding(state, Pooled, _embedding), methods=["POST"]),
         Route("/api/show", about.show, methods=["POST"]),
         Route("/api/tags", about.tags),
         Route("/api/ps", about.ps),

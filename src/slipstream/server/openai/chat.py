@@ -202,8 +202,10 @@ async def prepare(
     record: RequestRecord,
     *,
     answer: Callable[..., Answer] = chat_answer,
+    cuts_max_tokens: bool = False,
 ) -> Answer:
-    """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes."""
+    """`answer` writes it; it is given a Reading, or None if there is nothing but text, and what an Answer takes. With
+    `cuts_max_tokens` an answer may ask for more tokens than the context has room for, and ends where the context does."""
     max_tokens = (
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     )
@@ -211,6 +213,7 @@ async def prepare(
         assert max_tokens is not None, "the body is checked"
         beams, sampling = search(body, max_tokens)
         prompt = await prompt_of(state, body)
+        record.hints += prompt.hints
         if prompt.pictures:
             raise bad_request(
                 "use_beam_search takes no pictures; leave one of them out", "use_beam_search"
@@ -235,7 +238,12 @@ async def prepare(
         prompt_logprobs=body.prompt_logprobs,
     )
     prompt = await prompt_of(state, body)
+    record.hints += prompt.hints
     tokens, tokenizer = prompt.tokens, state.engine.tokenizer
+    room = state.engine.config.model.max_model_len - len(tokens)
+    is_cut = cuts_max_tokens and max_tokens is not None and 0 < room < max_tokens
+    if is_cut:
+        sampling = dataclasses.replace(sampling, max_tokens=room)
     reading = reading_of(state, body, tokens, prompt.template)
     if reading is not None:
         assert tokenizer is not None
@@ -256,6 +264,7 @@ async def prepare(
     if prompt.pictures:
         given = PicturesPrompt(prompt_token_ids=tokens, multi_modal_data={"image": prompt.pictures})
     made = answer(reading, state, body, [given], sampling, record)
+    made.ends_with_context = is_cut
     if prompt.told is not None:
         made.more_usage = {"prompt_compression": prompt.told}
     return made
@@ -269,6 +278,7 @@ class ChatPrompt:
     template: str | None
     told: dict[str, Any] | None  # what the usage says of its shortening
     pictures: list[PreparedPicture] = dataclasses.field(default_factory=list)
+    hints: list[str] = dataclasses.field(default_factory=list)  # fields that the template lacks
 
 
 async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
@@ -281,7 +291,7 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
         if uses_tools
         else tokenizer.chat_template
     )
-    variables = template_variables(body, template)
+    variables, hints = template_variables(body, template)
     if uses_tools:
         variables["tools"] = [msgspec.to_builtins(tool) for tool in body.tools or ()]
     variables["add_special_tokens"] = bool(body.add_special_tokens)
@@ -297,4 +307,4 @@ async def prompt_of(state: ServerState, body: ChatRequest) -> ChatPrompt:
         plain = [message_dict(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
         shorter, told = await shorten(state, plain, body.compress_prompt)
         tokens = await template_tokens(state, shorter, **variables)
-    return ChatPrompt(tokens, template, told, pictures)
+    return ChatPrompt(tokens, template, told, pictures, hints)

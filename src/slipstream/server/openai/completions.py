@@ -13,7 +13,7 @@ from slipstream.server.answers.token_details import choice_details, id_name, pro
 from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import CompletionRequest
 from slipstream.server.openai.tokens import text_prompt
-from slipstream.server.state import ServerState, Tokenizer
+from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import FinishReason, Prompt, TokensPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -25,7 +25,7 @@ class CompletionAnswer(Answer):
     body: CompletionRequest
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> TokenizerProtocol | None:
         return self.state.engine.tokenizer
 
     def chunk(self, delta: CompletionOutput) -> bytes:

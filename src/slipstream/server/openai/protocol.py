@@ -22,6 +22,7 @@ from slipstream.arguments import likely_value
 from slipstream.engine.text.tools import ROLES
 from slipstream.sampling_params import MAX_LOGPROBS, TRUNCATING
 from slipstream.server.answers import beams
+from slipstream.server.answers.hints import HINT
 from slipstream.server.answers.structured import (
     JsonSchema,
     ResponseFormat,
@@ -35,7 +36,7 @@ from slipstream.server.answers.tools import (
     FunctionSpec,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolChoice,
     ToolSpec,
     ToolSpecs,
@@ -61,7 +62,10 @@ OFF = msgspec.field(default_factory=Raw)  # the default of fields that must be o
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+
     include_usage: bool = False
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool = False  # vLLM's: each chunk has the usage so far
 
 
@@ -74,8 +78,13 @@ class PromptCompression(Struct, forbid_unknown_fields=True, kw_only=True):
     protect: Annotated[list[Text], Meta(max_length=64)] = []
 
 
-class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
+
+    hints: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "store", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+    )
 
     model: str | None = None  # the one that is served, as vLLM has it
     stream: bool | None = None
@@ -141,13 +150,15 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Text | None = (
         None  # cached prefixes are shared only with requests that have it, too
     )
-    # About the caller; no effect on the answer, by OpenAI's definition
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Raw = HINT
+    metadata: Raw = HINT
     store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None  # prefixes are shared without it
-    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Raw = HINT
+    prompt_cache_key: Raw = HINT
+    prompt_cache_retention: Raw = HINT
+    prompt_cache_options: Raw = HINT
+    service_tier: Raw = HINT
+    prediction: Raw = HINT
 
     def check(self) -> None:
         """Refuse what the schema cannot express."""
@@ -155,10 +166,6 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
         if self.penalty_alpha:
             raise bad_request(
                 "contrastive search is not supported; leave penalty_alpha out", "penalty_alpha"
-            )
-        if self.store:
-            raise bad_request(
-                "store=true is not supported: answers are not kept; leave it false", "store"
             )
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream=true", "stream_options")
@@ -213,7 +220,7 @@ class Generation(Structured, forbid_unknown_fields=True, kw_only=True):
 _SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__dataclass_fields__
-    if name in Generation.__struct_fields__
+    if name in GenerationRequest.__struct_fields__
     and name
     not in (
         "logit_bias",
@@ -225,7 +232,7 @@ _SAMPLING_FIELDS = tuple(
 )
 
 
-class CompletionRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
     # str | list[str] | list[int] | list[list[int]]; `prompts` checks that a list is of one kind
@@ -275,6 +282,11 @@ def one_kind(given: Any, name: str) -> list[str | list[int]]:
 
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
+    cache_control: Raw = HINT
+
+
+class RefusalPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    refusal: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,24 +305,37 @@ class ImageUrl(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str  # the URL alone is vLLM's short form
+    cache_control: Raw = HINT
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A chat message. The fields after `name` are those of an assistant's answer that a client sends back."""
+    """A chat message. The fields after `name` are those of an assistant's answer that a client sends back. `reasoning` is
+    vLLM's newer name, and OpenRouter's, of `reasoning_content`."""
+
+    hints: ClassVar[tuple[str, ...]] = (
+        *("id", "cache_control", "annotations", "reasoning_details", "thinking_blocks"),
+        "provider_specific_fields",
+    )
 
     role: str
     content: str | list[dict[str, Raw]] | None = None
     name: str | None = None
     refusal: Raw = OFF
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Raw = OFF
     audio: Raw = OFF
-    annotations: Raw = OFF
+    annotations: Raw = HINT
+    id: Raw = HINT
+    cache_control: Raw = HINT
+    reasoning_details: Raw = HINT
+    thinking_blocks: Raw = HINT
+    provider_specific_fields: Raw = HINT
 
 
-class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {
@@ -334,12 +359,14 @@ class ChatRequest(Generation, forbid_unknown_fields=True, kw_only=True):
     function_call: Raw = OFF
     modalities: Raw = OFF
     audio: Raw = OFF
+    web_search_options: Raw = OFF
 
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "functions": (b"null", b"[]"),
         "function_call": (b"null", b'"none"'),
         "modalities": (b"null", b'["text"]'),
         "audio": (b"null",),
+        "web_search_options": (b"null",),
     }
 
     def check(self) -> None:
@@ -481,6 +508,7 @@ def message_dict(
     for name, role in (
         ("tool_calls", "assistant"),
         ("reasoning_content", "assistant"),
+        ("reasoning", "assistant"),
         ("tool_call_id", "tool"),
     ):
         if getattr(message, name) is not None and message.role != role:
@@ -505,7 +533,7 @@ def message_dict(
     more = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": message.reasoning_content or message.reasoning,
     }
     given: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -513,9 +541,7 @@ def message_dict(
     }
     given |= {name: value for name, value in more.items() if value is not None}
     if message.tool_calls:
-        given["tool_calls"] = [
-            call_dict(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
-        ]
+        given["tool_calls"] = [call_dict(call) for call in message.tool_calls]
     return given
 
 
@@ -523,7 +549,6 @@ _MESSAGE_OFF = {
     "refusal": (b"null",),
     "function_call": (b"null",),
     "audio": (b"null",),
-    "annotations": (b"null", b"[]"),
 }
 
 
@@ -533,6 +558,8 @@ def _part(part: dict[str, Raw], path: str, with_pictures: bool) -> str | Picture
         image = decode(ImagePart, msgspec.json.encode(part), path + ".").image_url
         image = ImageUrl(url=image) if isinstance(image, str) else image
         return PicturePart(image.url, image.detail or "auto", f"{path}.image_url")
+    if kind == b'"refusal"':
+        return decode(RefusalPart, msgspec.json.encode(part), path + ".").refusal
     if kind != b'"text"':
         known = "text and image_url are" if with_pictures else "only text is"
         raise bad_request(f"content part of type {_shorten(kind)}: {known} supported", path)
@@ -559,7 +586,7 @@ def text_part(text: str) -> dict[str, Raw]:
     return {"type": Raw(b'"text"'), "text": Raw(msgspec.json.encode(text))}
 
 
-def refuse_unless_off(body: Struct, off: dict[str, tuple[bytes, ...]], path: str = "") -> None:
+def refuse_unless_off(body: Struct, off: Mapping[str, tuple[bytes, ...]], path: str = "") -> None:
     for name, allowed in off.items():
         raw = bytes(getattr(body, name))
         if raw and (len(raw) > 100 or msgspec.json.format(raw, indent=-1) not in allowed):
@@ -590,17 +617,24 @@ def _token_map(biases: dict[str, float]) -> dict[int, float]:
     return found
 
 
-def template_variables(body: ChatRequest, template: str | None) -> dict[str, Any]:
-    """What the request gives the chat template. OpenAI's own fields only where the template names them: elsewhere they would
-    change nothing."""
-    given = dict(body.chat_template_kwargs or {})
+def template_variables(body: ChatRequest, template: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Returns what the request gives the chat template, and the fields that this template does not know, which are hints.
+
+    An effort of "none" turns thinking off where the template can only be told whether to think."""
+    given, hints = dict(body.chat_template_kwargs or {}), list[str]()
     for name in ("reasoning_effort", "verbosity"):
-        if (value := getattr(body, name)) is not None:
-            if name not in (template or ""):
-                message = f"this model's chat template knows no {name}; leave it out (chat_template_kwargs are passed on)"
-                raise bad_request(message, name)
+        value = getattr(body, name)
+        if value is None:
+            continue
+        if name in (template or ""):
             given[name] = value
-    return given
+        elif (
+            value == "none" and name == "reasoning_effort" and "enable_thinking" in (template or "")
+        ):
+            given.setdefault("enable_thinking", False)
+        else:
+            hints.append(name)
+    return given, hints
 
 
 T = TypeVar("T", bound=Struct)
@@ -625,11 +659,12 @@ register(
     TokenizeRequest,
     DetokenizeRequest,
     TextPart,
+    RefusalPart,
     ImagePart,
     parts=(
         ImageUrl,
         *(StreamOptions, PromptCompression, Message, ResponseFormat, JsonSchema, StructuredOutputs),
-        *(ToolSpec, FunctionSpec, ToolCall, CalledFunction, NamedChoice, NamedFunction),
+        *(ToolSpec, FunctionSpec, SentToolCall, CalledFunction, NamedChoice, NamedFunction),
     ),
 )
 _AT = re.compile(r"(?s)(.*?)(?: - at `\$\.?(.*)`)?\Z")

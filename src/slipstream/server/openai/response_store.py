@@ -42,6 +42,12 @@ create table if not exists responses (
     answer blob not null, items blob not null
 ) without rowid;
 create index if not exists responses_by_owner on responses (owner, used, size);
+create table if not exists places (item text not null, owner text not null, response text not null,
+    primary key (item, owner)) without rowid;
+create index if not exists places_by_response on places (response);
+create trigger if not exists forget_places after delete on responses begin
+    delete from places where response = old.id;
+end;
 create table if not exists uses (n integer not null);
 insert into uses select 0 where not exists (select 1 from uses);
 """
@@ -149,6 +155,12 @@ class ResponseStore:
         def work(db: sqlite3.Connection) -> None:
             row = (stored.id, owner, stored.previous, _use(db), size, answer, items)
             db.execute("insert into responses values (?, ?, ?, ?, ?, ?, ?)", row)
+            told = (*stored.items, *stored.answer.get("output", ()))
+            ids = [item["id"] for item in told if "id" in item]
+            db.executemany(
+                "insert or ignore into places values (?, ?, ?)",
+                [(item, owner, stored.id) for item in ids],
+            )
             count, total = db.execute("select count(*), sum(size) from responses").fetchone()
             if count > self.max_responses or total > self.max_bytes:
                 self._evict(db, count, total)
@@ -212,6 +224,25 @@ class ResponseStore:
 
         await self._database.run(touch)
         return found
+
+    async def items(self, owner: str, ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Returns the kept items with these ids that are there: those of answers, and of the requests for them."""
+
+        def read(db: sqlite3.Connection) -> list[_Row]:
+            places = dict[str, None]()
+            for id_ in ids:
+                query = "select response from places where item = ? and owner = ?"
+                places.update(dict.fromkeys(row[0] for row in db.execute(query, (id_, owner))))
+            query = "select id, previous, answer, items from responses where id = ?"
+            return [row for place in places for row in db.execute(query, (place,))]
+
+        wanted = set(ids)
+        return {
+            item["id"]: item
+            for stored in await self._taken(await self._database.run(read, writes=False))
+            for item in (*stored.items, *stored.answer["output"])
+            if item["id"] in wanted
+        }
 
     async def get(self, owner: str, id_: str) -> StoredResponse | None:
         def read(db: sqlite3.Connection) -> list[_Row]:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,14 +34,16 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.http.replies import json_response, page_answer, page_options
 from slipstream.server.openai import chat
 from slipstream.server.openai.models import served_model
-from slipstream.server.openai.protocol import ChatRequest, Message, decode_raw
+from slipstream.server.openai.protocol import ChatRequest, Message, decode, decode_raw
 from slipstream.server.openai.response_store import CONVERSATIONS, ResponseStore, StoredResponse
 from slipstream.server.openai.responses_body import (
     MAX_ITEMS,
     Item,
+    ItemReference,
     ResponseInput,
     ResponsesRequest,
     as_messages,
+    custom_input,
     read_items,
 )
 from slipstream.server.state import ServerState
@@ -64,6 +67,7 @@ class ResponseAnswer(BlockAnswer):
         self.asked, self.items, self.owner = asked, items, owner
         self.keeps = self.state.responses is not None and asked.store is not False
         self._sequence = 0
+        self._tools = asked.functions()[0]
 
     # --- The stream -----------------------------------------------------------------------------------------------------
 
@@ -86,6 +90,8 @@ class ResponseAnswer(BlockAnswer):
         return added + self._event("response.content_part.added", {**_place(block), "part": part})
 
     def more(self, block: ContentBlock, text: str, logprobs: Sequence[PositionLogprobs]) -> bytes:
+        if block.kind == "call" and self._is_custom(block):
+            return b""  # its text is in a JSON string, which is read when it is whole
         data = {**_place(block), "delta": text}
         if block.kind == "text":
             data["logprobs"] = [_logprob(position) for position in logprobs]
@@ -93,11 +99,18 @@ class ResponseAnswer(BlockAnswer):
 
     def close(self, block: ContentBlock) -> bytes:
         item = self._item(block, "incomplete" if self.ended and self._cut else "completed")
+        if block.kind == "call" and self._is_custom(block):
+            kind, place = "response.custom_tool_call_input", _place(block)
+            events = self._event(f"{kind}.delta", {**place, "delta": item["input"]})
+            events += self._event(f"{kind}.done", {**place, "input": item["input"]})
+            return events + self._event(
+                "response.output_item.done", {"output_index": block.index, "item": item}
+            )
         data = {**_place(block), "arguments" if block.kind == "call" else "text": block.text}
         if block.kind == "text":
             data["logprobs"] = item["content"][0]["logprobs"]
         if block.kind == "call":
-            data["name"] = block.name
+            data["name"] = item["name"]
         events = self._event(f"response.{_WHAT[block.kind]}.done", data)
         if block.kind != "call":
             events += self._event(
@@ -180,7 +193,7 @@ class ResponseAnswer(BlockAnswer):
             "tool_choice": "auto"
             if asked.tool_choice is None
             else msgspec.to_builtins(asked.tool_choice),
-            "tools": msgspec.to_builtins(asked.tools or []),
+            "tools": decode_raw(encode(asked.tools or []), "tools"),
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": self.sampling.top_p,
             "truncation": "disabled",
@@ -221,8 +234,18 @@ class ResponseAnswer(BlockAnswer):
                 ]
                 return {**item, "type": "message", "role": "assistant", "content": content}
             case "call":
-                called = {"call_id": f"call_{block.id}", "name": block.name, "arguments": text}
-                return {**item, "type": "function_call", **called}
+                tool = self._tools.get(block.name)
+                called = {"call_id": f"call_{block.id}", "name": tool.name if tool else block.name}
+                if tool is not None and tool.namespace is not None:
+                    called["namespace"] = tool.namespace
+                if self._is_custom(block):
+                    given = custom_input(text) if text else ""
+                    return {**item, "type": "custom_tool_call", **called, "input": given}
+                return {**item, "type": "function_call", **called, "arguments": text}
+
+    def _is_custom(self, block: ContentBlock) -> bool:
+        tool = self._tools.get(block.name)
+        return tool is not None and tool.is_custom
 
 
 _WHAT = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -274,6 +297,8 @@ _GIVEN = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
 
@@ -308,7 +333,38 @@ def _past(history: Sequence[StoredResponse]) -> list[tuple[Message, str]]:
             f"the conversation has more than {MAX_ITEMS} items; send what matters of it as input",
             path,
         )
-    return as_messages(read_items(past, path), path, kept=True)
+    return as_messages(read_items(past, path), path)
+
+
+async def _resolved(
+    state: ServerState, owner: str, given: str | list[dict[str, Raw]]
+) -> str | list[dict[str, Any]]:
+    """The input with each `item_reference` replaced by the item of a kept answer. A 400 names one that is not there."""
+    if isinstance(given, str):
+        return given
+    references = dict[int, str]()
+    for i, item in enumerate(given):
+        kind = bytes(item.get("type", b""))
+        # Clients may leave the type out: an item that has an id and nothing else is a reference.
+        if kind == b'"item_reference"' or (not kind and set(item) == {"id"}):
+            made = decode(
+                ItemReference,
+                msgspec.json.encode({**item, "type": "item_reference"}),
+                f"input[{i}].",
+            )
+            references[i] = made.id or ""
+    if not references:
+        return list(given)
+    found: dict[str, dict[str, Any]] = {}
+    if state.responses is not None:
+        found = await state.responses.items(owner, list(dict.fromkeys(references.values())))
+    for i, id_ in references.items():
+        if id_ not in found:
+            raise bad_request(
+                f"item {id_[:100]!r} is not kept here; send the item itself, or store=false before",
+                f"input[{i}].id",
+            )
+    return [found[references[i]] if i in references else item for i, item in enumerate(given)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +384,7 @@ async def _as_chat(state: ServerState, body: ResponseInput, owner: str) -> _Chat
         else []
     )
     messages += await CONVERSATIONS.run(partial(_past, history))
-    items = read_items(body.input, "input")
+    items = read_items(await _resolved(state, owner, body.input), "input")
     messages += as_messages(items, "input")
     made = body.chat([message for message, _ in messages])
     with renamed(body.param):

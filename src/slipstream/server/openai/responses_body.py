@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from slipstream.engine.text.tools import arguments_object
+from slipstream.server.answers.hints import HINT, given_hints
 from slipstream.server.answers.structured import JsonSchema, ResponseFormat
 from slipstream.server.answers.tools import (
     CalledFunction,
@@ -21,7 +22,7 @@ from slipstream.server.answers.tools import (
     Name,
     NamedChoice,
     NamedFunction,
-    ToolCall,
+    SentToolCall,
     ToolSpec,
     written_arguments,
 )
@@ -51,11 +52,62 @@ class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Raw = HINT  # the model is told of all tools at once
+
+    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+
+
+class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that takes a text. The model calls it as a function with the one argument `input`."""
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: dict[str, Any] | None = None  # a grammar of the text, which the model is told
+    defer_loading: Raw = HINT
+
+    hints: ClassVar[tuple[str, ...]] = ("defer_loading",)
+
+
+class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Tools with a common prefix. The model is told of each by the prefix and its name."""
+
+    type: Literal["namespace"]
+    name: Name
+    tools: list[dict[str, Raw]]
+    description: str | None = None
+
+
+HOSTED = re.compile(
+    r"web_search(_preview)?(_[\d_]+)?|file_search|code_interpreter|image_generation|mcp|tool_search"
+)
+"""Types of tools that the provider runs. The model is not told of them, so it can't call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool as the model is told of it, and how the protocol names it."""
+
+    function: FunctionSpec
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """The name by which the model knows a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    name: Name
+    """One tool that must be called, or with "allowed_tools" those that may be."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    name: Name | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -72,13 +124,20 @@ class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Reasoning is there in full, and never summarised."""
+
+    hints: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context")
+
     effort: str | None = None
-    summary: Literal["auto"] | None = None  # reasoning is there in full, and never summarised
-    generate_summary: Literal["auto"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: Raw = HINT
 
 
 class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
-    include_obfuscation: Literal[False] | None = None
+    hints: ClassVar[tuple[str, ...]] = ("include_obfuscation",)
+
+    include_obfuscation: bool | None = None
 
 
 class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -98,10 +157,10 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
     previous_response_id: str | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[ResponseTool], Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Raw]], Meta(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None  # nothing is cut: it is an error
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
     def check(self) -> None:
@@ -116,6 +175,42 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
         ):
             missing = "schema" if form.name else "name"
             raise bad_request("json_schema needs a name and a schema", f"text.format.{missing}")
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            wanted = "tools" if choice.type == "allowed_tools" else "name"
+            if getattr(choice, wanted) is None:
+                raise bad_request(f"{choice.type} needs {wanted}", f"tool_choice.{wanted}")
+
+    def functions(self) -> tuple[dict[str, CallableTool], list[str]]:
+        """Returns the tools that the model can call, by the name it knows them by, and the hints in the list."""
+        found, hints = dict[str, CallableTool](), list[str]()
+        for i, tool in enumerate(self.tools or ()):
+            _add_tool(tool, f"tools[{i}]", None, found, hints)
+        if len(found) > MAX_TOOLS:
+            raise bad_request(f"there are more than {MAX_TOOLS} tools; offer fewer", "tools")
+        return found, list(dict.fromkeys(hints))
+
+    def more_hints(self) -> list[str]:
+        return self.functions()[1]
+
+    def _choice(
+        self, tools: dict[str, CallableTool]
+    ) -> tuple[dict[str, CallableTool], Literal["none", "auto", "required"] | NamedChoice | None]:
+        """Returns the tools that may be called, and a chat's `tool_choice`."""
+        choice = self.tool_choice
+        if not tools or not isinstance(choice, ResponseToolChoice):
+            return tools, choice if tools and not isinstance(choice, ResponseToolChoice) else None
+        if choice.type != "allowed_tools":
+            return tools, NamedChoice(
+                type="function", function=NamedFunction(name=choice.name or "")
+            )
+        names = {tool.get("name") for tool in choice.tools or ()}
+        allowed = {known: tool for known, tool in tools.items() if tool.name in names}
+        if not allowed:
+            raise bad_request(
+                "none of the allowed tools is among tools; name one", "tool_choice.tools"
+            )
+        return allowed, choice.mode or "auto"
 
     def param(self, field: str | None, places: Sequence[str] = ()) -> str | None:
         """This body's own name for a field of a chat. `places`: where it has the chat's messages."""
@@ -149,21 +244,17 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
                     strict=form.strict,
                 )
             named = ResponseFormat(type=form.type, json_schema=asked)
-        choice = self.tool_choice
+        tools, chosen = self._choice(self.functions()[0])
         return ChatRequest(
             model=self.model,
             messages=messages,
             response_format=named,
             verbosity=self.text.verbosity if self.text is not None else None,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
-            tools=[ToolSpec(type="function", function=_function(tool)) for tool in self.tools or ()]
+            tools=[ToolSpec(type="function", function=tool.function) for tool in tools.values()]
             or None,
-            tool_choice=NamedChoice(type="function", function=NamedFunction(name=choice.name))
-            if isinstance(choice, ResponseToolChoice)
-            else choice
-            if self.tools
-            else None,
-            parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+            tool_choice=chosen,
+            parallel_tool_calls=self.parallel_tool_calls if tools else None,
             chat_template_kwargs=self.chat_template_kwargs,
             **more,
         )
@@ -191,10 +282,8 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    # Reasoning is never encrypted: its items hold it as text, so that a client can send it back
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    # Log-probabilities are included. The rest is of tools that the provider runs, or encrypts reasoning, which is text here
+    include: Annotated[list[str], Meta(max_length=32)] | None = None
     # vLLM's extensions
     top_k: Int | None = None
     min_p: float | None = None
@@ -211,20 +300,26 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: Raw = HINT
+    service_tier: str | None = None
+    client_metadata: Raw = HINT
     max_tool_calls: Int | None = None
     background: Raw = OFF
     conversation: Raw = OFF
     prompt: Raw = OFF
-    context_management: Raw = OFF
+    context_management: Raw = HINT  # nothing is edited
     moderation: Raw = OFF
 
+    hints: ClassVar[tuple[str, ...]] = (
+        *("user", "metadata", "safety_identifier", "client_metadata", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
+        "context_management",
+    )
     off: ClassVar[dict[str, tuple[bytes, ...]]] = {
         "background": (b"null", b"false"),
         "conversation": (b"null",),
         "prompt": (b"null",),
-        "context_management": (b"null", b"[]"),
         "moderation": (b"null",),
     }
 
@@ -266,10 +361,73 @@ _SAME = (
 )
 
 
-def _function(tool: ResponseTool) -> FunctionSpec:
-    return FunctionSpec(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
+MAX_TOOLS = 128
+
+
+def _add_tool(
+    tool: dict[str, Raw],
+    path: str,
+    namespace: str | None,
+    found: dict[str, CallableTool],
+    hints: list[str],
+) -> None:
+    kind = decode_raw(tool.get("type", Raw(b"null")), f"{path}.type")
+    if isinstance(kind, str) and HOSTED.fullmatch(kind):
+        hints.append("tools.web_search" if kind.startswith("web_search") else f"tools.{kind}")
+        return
+    raw = msgspec.json.encode(tool)
+    if kind == "namespace" and namespace is None:
+        group = decode(NamespaceTool, raw, f"{path}.")
+        for i, part in enumerate(group.tools):
+            _add_tool(part, f"{path}.tools[{i}]", group.name, found, hints)
+        return
+    if kind == "custom":
+        custom = decode(CustomTool, raw, f"{path}.")
+        known = full_name(custom.name, namespace)
+        function = FunctionSpec(
+            name=known, description=_described(custom), parameters=TEXT_PARAMETERS
+        )
+        made = CallableTool(function, custom.name, namespace, is_custom=True)
+        hints += given_hints(custom, "tools.")
+    elif kind == "function":
+        own = decode(ResponseTool, raw, f"{path}.")
+        known = full_name(own.name, namespace)
+        function = FunctionSpec(
+            name=known, description=own.description, parameters=own.parameters, strict=own.strict
+        )
+        made = CallableTool(function, own.name, namespace)
+        hints += given_hints(own, "tools.")
+    else:
+        raise bad_request(
+            f"a tool of type {str(kind)[:60]!r} is not supported; give it as a function, with its parameters",
+            f"{path}.type",
+        )
+    if known in found:
+        raise bad_request("two tools have the same name", f"{path}.name")
+    found[known] = made
+
+
+TEXT_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""Parameters of a custom tool, as the model is told of it."""
+
+
+def _described(tool: CustomTool) -> str:
+    """A custom tool's description, with the grammar of its input, which is not enforced."""
+    text, form = tool.description or "", tool.format or {}
+    if form.get("type") == "grammar":
+        text += f"\n\nThe input has this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+    return text.strip()
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a model gave a custom tool, from the arguments that it wrote."""
+    text = written_arguments(arguments).get("input")
+    return text if isinstance(text, str) else arguments
 
 
 # --- Items ------------------------------------------------------------------------------------------------------------
@@ -278,7 +436,7 @@ def _function(tool: ResponseTool) -> FunctionSpec:
 class ItemText(Struct, forbid_unknown_fields=True, kw_only=True):
     """A part of a message. `annotations` and `logprobs` are fields of an answer that a client sends back."""
 
-    type: Literal["input_text", "output_text", "summary_text", "reasoning_text"]
+    type: Literal["input_text", "output_text", "summary_text", "reasoning_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
@@ -308,10 +466,25 @@ class FunctionCallItem(Item, forbid_unknown_fields=True, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(Item, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ItemReference(Item, forbid_unknown_fields=True, kw_only=True):
+    """Names an item of an answer that is kept here. It is replaced by that item before items become messages."""
+
+    type: Literal["item_reference"]
 
 
 class FunctionOutputItem(Item, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | list[dict[str, Raw]]
 
@@ -327,16 +500,21 @@ _ITEMS: dict[str, type[Item]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": FunctionOutputItem,
     "reasoning": ReasoningItem,
 }
 register(
     ResponsesRequest,
     ResponseInput,
-    *_ITEMS.values(),
+    *dict.fromkeys(_ITEMS.values()),
     ItemText,
     ItemImage,
+    ItemReference,
+    ResponseTool,
+    CustomTool,
+    NamespaceTool,
     parts=(
-        ResponseTool,
         ResponseToolChoice,
         TextFormat,
         TextConfig,
@@ -362,18 +540,31 @@ def read_items(given: str | Sequence[Mapping[str, Any]], path: str) -> list[Item
     return found
 
 
-def as_messages(
-    items: Sequence[Item], path: str, *, kept: bool = False
-) -> list[tuple[Message, str]]:
-    """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one. `kept`: the items
-    are of answers that this server keeps, whose calls have what the model wrote, JSON or not."""
+def as_messages(items: Sequence[Item], path: str) -> list[tuple[Message, str]]:
+    """The messages of a chat, each with the place of its first item. A 400 names the item that can't be one.
+
+    A call's arguments are what a model wrote, JSON or not. Pictures of a tool's output follow it in a user's message, since
+    chat templates take them there alone.
+    """
     found: list[tuple[Message, str]] = []
     own: Message | None = None  # of the assistant, which the next item may belong to
+    seen: list[tuple[Message, str]] = []  # pictures of the outputs before the next item
     for i, item in enumerate(items):
         where = f"{path}[{i}]"
+        if not isinstance(item, FunctionOutputItem):
+            found += seen
+            seen = []
         if isinstance(item, FunctionOutputItem):
-            text = _text(item.output, f"{where}.output")
+            parts = _parts(item.output, f"{where}.output")
+            pictures = [p for p in parts if isinstance(p, dict) and "image_url" in p]
+            text = "".join(
+                decode_raw(p["text"], f"{where}.output") if isinstance(p, dict) else p
+                for p in parts
+                if not (isinstance(p, dict) and "image_url" in p)
+            )
             found.append((Message(role="tool", content=text, tool_call_id=item.call_id), where))
+            if pictures:
+                seen.append((Message(role="user", content=pictures), where))
             own = None
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
@@ -394,17 +585,18 @@ def as_messages(
             own.reasoning_content = (own.reasoning_content or "") + thought
         elif isinstance(item, MessageItem):
             own.content = _text(item.content, f"{where}.content")
-        elif isinstance(item, FunctionCallItem):
-            if kept:
-                arguments = msgspec.json.encode(written_arguments(item.arguments)).decode()
-            else:
-                arguments_object(item.arguments, f"{where}.arguments")
-                arguments = item.arguments
-            call = ToolCall(
-                id=item.call_id, function=CalledFunction(name=item.name, arguments=arguments)
+        elif isinstance(item, FunctionCallItem | CustomCallItem):
+            arguments = (
+                item.arguments
+                if isinstance(item, FunctionCallItem)
+                else msgspec.json.encode({"input": item.input}).decode()
+            )
+            name = full_name(item.name, item.namespace)
+            call = SentToolCall(
+                id=item.call_id, function=CalledFunction(name=name, arguments=arguments)
             )
             own.tool_calls = [*(own.tool_calls or ()), call]
-    return found
+    return found + seen
 
 
 def _parts(content: str | list[dict[str, Raw]], path: str) -> str | list[dict[str, Raw]]:
@@ -435,7 +627,7 @@ def _text(content: str | list[dict[str, Raw]], path: str) -> str:
     texts = []
     for i, part in enumerate(content):
         if not re.fullmatch(
-            rb'"(input|output|summary|reasoning)_text"', bytes(part.get("type", b""))
+            rb'"((input|output|summary|reasoning)_)?text"', bytes(part.get("type", b""))
         ):
             raise bad_request(
                 "only text is supported here: parts of type input_text and output_text",

@@ -25,7 +25,7 @@ from slipstream.server.openai.protocol import (
     TokenizeRequest,
     message_dict,
 )
-from slipstream.server.state import ServerState, Tokenizer
+from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import Prompt, TokensPrompt
 
 _MAX_CHARS_PER_TOKEN = 128
@@ -101,7 +101,7 @@ async def text_prompt(
 
 def _encode(
     state: ServerState,
-    tokenizer: Tokenizer,
+    tokenizer: TokenizerProtocol,
     text: str,
     param: str,
     *,
@@ -117,7 +117,7 @@ def _encode(
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _tokenizer(state: ServerState, param: str) -> Tokenizer:
+def _tokenizer(state: ServerState, param: str) -> TokenizerProtocol:
     if state.engine.tokenizer is None:
         raise bad_request(
             f"{param}: this server runs without a tokenizer; send token ids to /v1/completions",

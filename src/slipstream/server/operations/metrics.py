@@ -284,6 +284,7 @@ class MetricCounts(msgspec.Struct):
     responses: list[tuple[tuple[str, str, int], int]]
     limited: dict[str, int] = {}
     feedback: dict[str, int] = {}
+    hints: dict[str, int] = {}
     write_stall_s: float = 0.0
     num_front_end_deaths: int = 0
 
@@ -327,6 +328,7 @@ class Metrics(Collector):
         self.responses: Counter[tuple[str, str, int]] = Counter()  # by method, route, status
         self.limited: Counter[str] = Counter()  # refusals by limits of keys
         self.feedback: Counter[str] = Counter()  # ratings of answers
+        self.hints: Counter[str] = Counter()  # fields that were taken without effect
         self.engines: Mapping[str, EngineStats | None] = {}  # by model
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -337,17 +339,13 @@ class Metrics(Collector):
 
     def counts(self) -> MetricCounts:
         histograms = [(list(histogram.counts), histogram.total) for histogram in self.histograms]
-        responses, limited, feedback = (
-            list(self.responses.items()),
-            dict(self.limited),
-            dict(self.feedback),
-        )
         return MetricCounts(
             histograms,
             dict(self.finished),
-            responses,
-            limited,
-            feedback,
+            list(self.responses.items()),
+            dict(self.limited),
+            dict(self.feedback),
+            dict(self.hints),
             self.write_stall_s,
             self.num_front_end_deaths,
         )
@@ -360,6 +358,7 @@ class Metrics(Collector):
         self.responses.update(dict(counts.responses))
         self.limited.update(counts.limited)
         self.feedback.update(counts.feedback)
+        self.hints.update(counts.hints)
         self.others_stall_s += counts.write_stall_s
         self.num_front_end_deaths += counts.num_front_end_deaths
 
@@ -406,6 +405,14 @@ class Metrics(Collector):
         for rating in ("up", "down"):
             feedback.add_metric([rating], self.feedback[rating])
         yield feedback
+        hints = CounterMetricFamily(
+            _PREFIX + "request_hints",
+            "Fields of requests that were taken without effect (docs/agents.md)",
+            labels=["field"],
+        )
+        for name, count in self.hints.items():
+            hints.add_metric([name], count)
+        yield hints
         stalled = "Time for which finished text waited for clients that do not read"
         yield CounterMetricFamily(
             _PREFIX + "client_write_stall_seconds", stalled, self.write_stall_s

@@ -57,7 +57,7 @@ class Latency(msgspec.Struct, kw_only=True):
         return cls(bounds=list(histogram.bounds), counts=list(histogram.counts))
 
 
-class Status(msgspec.Struct, kw_only=True):
+class ServerStatus(msgspec.Struct, kw_only=True):
     """`findings`: None without a detector. `responses` by status, since the start. `autoscale`: by pool, of a gateway whose
     replicas come and go by themselves."""
 
@@ -107,7 +107,7 @@ def shared_fields(state: ServerState, metrics: Metrics, *, itl: Histogram) -> di
     }
 
 
-async def server_status(state: ServerState) -> Status:
+async def server_status(state: ServerState) -> ServerStatus:
     """Of a server with one engine."""
     stats, metrics = await engine_stats(state), await all_metrics(state)
     if state.draining:
@@ -118,7 +118,7 @@ async def server_status(state: ServerState) -> Status:
         doing = "ready" if state.engine.health().ok else "down"
     canary = state.engine.canary
     more = {"canary_ok": None if canary is None else canary.ok}
-    return Status(
+    return ServerStatus(
         models=[*state.model_names, *state.engine.adapters],
         num_in_flight=state.load.num_requests,
         replicas=[replica_status(state.model_names[0], doing, stats, **more)],
@@ -140,7 +140,7 @@ def page_route(name: str) -> Route:
     return Route(f"/{name}", show)
 
 
-ReadStatus = Callable[[], Coroutine[Any, Any, Status]]
+ReadStatus = Callable[[], Coroutine[Any, Any, ServerStatus]]
 
 
 def status_route(read_status: ReadStatus) -> Route:

@@ -49,6 +49,7 @@ OPERATIONS = {
     "ModelStreamInfer": "text_completion",
     "/v1/embeddings": "embeddings",
     "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
 }
 """Routes that run the model. Others have no span."""
 

@@ -26,7 +26,7 @@ from slipstream.spec.model import (
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
-class QKVLayout(NamedTuple):
+class HeadCounts(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -38,14 +38,14 @@ def heads(
     hidden: str = "hidden_size",
     num_heads: str = "num_attention_heads",
     num_kv_heads: str | None = "num_key_value_heads",
-) -> QKVLayout:
+) -> HeadCounts:
     """The numbers of heads, under the given keys. `num_kv_heads` None: there are as many as query heads."""
     queries, size = c.size(num_heads), c.size(hidden)
     if "head_dim" not in c and size % queries:
         raise c.unsupported(
             hidden, f"is no multiple of {num_heads} ({queries}), and head_dim is missing"
         )
-    return QKVLayout(
+    return HeadCounts(
         queries,
         queries if num_kv_heads is None else c.size(num_kv_heads, queries),
         c.size("head_dim", size // queries),
@@ -58,7 +58,7 @@ def called(c: ConfigReader, *keys: str) -> str:
 
 
 def attention(
-    h: QKVLayout, position: Any, *, scale: float | None = None, **more: Any
+    h: HeadCounts, position: Any, *, scale: float | None = None, **more: Any
 ) -> AttentionSpec:
     """Attention with the default scale 1/√head_dim. `more`: fields of `AttentionSpec`."""
     scale = h.head_dim**-0.5 if scale is None else scale

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
-    QKVLayout,
+    HeadCounts,
     attention,
     before,
     gated,
@@ -115,7 +115,7 @@ def read_gemma3(c: ConfigReader) -> ModelSpec:
 def _sandwich(
     c: ConfigReader,
     family: str,
-    h: QKVLayout,
+    h: HeadCounts,
     kinds: list[str],
     positions: dict[str, RopeSpec],
     max_position: int,

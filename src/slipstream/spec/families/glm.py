@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
-    QKVLayout,
+    HeadCounts,
     attention,
     before,
     gated,
@@ -59,7 +59,7 @@ def _read(c: ConfigReader, family: str, *, sandwich: bool) -> ModelSpec:
 def read_chatglm(c: ConfigReader) -> ModelSpec:
     c.require("multi_query_attention", True)  # otherwise q, k and v are ordered by head
     count = c.size("num_attention_heads")
-    h = QKVLayout(count, c.size("multi_query_group_num"), c.size("kv_channels"))
+    h = HeadCounts(count, c.size("multi_query_group_num"), c.size("kv_channels"))
     norm, bias = (
         rms(c.size("hidden_size"), c.take("layernorm_epsilon", float, 1e-5)),
         c.take("add_bias_linear", bool, False),

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
-    QKVLayout,
+    HeadCounts,
     activation,
     attention,
     before,
@@ -39,7 +39,7 @@ def _mlp(c: ConfigReader) -> DenseSpec:
     )
 
 
-def _heads(c: ConfigReader) -> QKVLayout:
+def _heads(c: ConfigReader) -> HeadCounts:
     return heads(c, hidden="n_embd", num_heads="n_head", num_kv_heads=None)
 
 
@@ -52,7 +52,7 @@ def _model(
     )
 
 
-def _learned(c: ConfigReader, family: str, h: QKVLayout) -> ModelSpec:
+def _learned(c: ConfigReader, family: str, h: HeadCounts) -> ModelSpec:
     """GPT-2 and StarCoder, which have learned positions."""
     c.require("add_cross_attention", False)
     scale = h.head_dim**-0.5 if c.take("scale_attn_weights", bool, True) else 1.0

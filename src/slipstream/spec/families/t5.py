@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.spec.families.builders import ACTIVATIONS, QKVLayout, attention, rms
+from slipstream.spec.families.builders import ACTIVATIONS, HeadCounts, attention, rms
 from slipstream.spec.families.names import Theirs, table
 from slipstream.spec.model import (
     Activation,
@@ -45,7 +45,7 @@ def read(c: ConfigReader, *, family: str = "t5", own: bool = False) -> ModelSpec
     c.require("is_decoder", False)
     c.ignore("dropout_rate", "initializer_factor")
     hidden = c.size("d_model")
-    h = QKVLayout(
+    h = HeadCounts(
         n := c.size("num_heads"), n, c.size("d_kv", 64)
     )  # n · d_kv may differ from d_model
     norm = rms(hidden, c.take("layer_norm_epsilon", float, 1e-6))

@@ -67,7 +67,8 @@ def measure_draft_costs(runner: ModelRunner, num_blocks: int) -> list[StepTime]:
                 break
             if room >= config.model.max_model_len:
                 break
-            run = _Run(runner, num_blocks, num_seqs, num_drafts, room)
+            drafts = (FROM_MODEL if speculation.by_model else 1,) * num_drafts
+            run = _Run(runner, num_blocks, num_seqs, drafts, room)
             found.append(StepTime(num_seqs, num_tokens, run.seconds()))
     runner.reset_expert_load()
     return found
@@ -81,12 +82,16 @@ class _Run:
     """Steps of `num_seqs` sequences, with room for `room` tokens after their context."""
 
     def __init__(
-        self, runner: ModelRunner, num_blocks: int, num_seqs: int, num_drafts: int, room: int
+        self,
+        runner: ModelRunner,
+        num_blocks: int,
+        num_seqs: int,
+        drafts: tuple[int, ...],
+        room: int,
     ) -> None:
-        assert runner.config.speculation is not None
         self.runner, self.num_blocks, self.room = runner, num_blocks, room
         self.context = min(CONTEXT, runner.config.model.max_model_len - room)
-        self.drafts = (FROM_MODEL if runner.config.speculation.by_model else 1,) * num_drafts
+        self.drafts = drafts
         # position of the last known token
         self.last = dict.fromkeys((f"drafts {i}" for i in range(num_seqs)), self.context)
 
@@ -100,7 +105,6 @@ class _Run:
             plan = self._next(i)
             in_flight.append(runner.launch(plan))
             if i == 0:
-                assert runner.rows is not None
                 for row in runner.rows.rows.values():
                     # the drafter need not see tokens that were never computed
                     row.num_drafted = self.context

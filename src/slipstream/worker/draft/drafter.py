@@ -18,41 +18,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_parts
 from slipstream.spec.model import LayerSpec
 from slipstream.types import FROM_MODEL, ScheduledRequest, StepPlan
+from slipstream.worker.draft.memory import DraftMemory
 from slipstream.worker.rows import RowTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.worker.graphs.chain_graphs import ChainGraphs
-
-
-class DraftMemory(Protocol):
-    """Memory of a drafter's keys, values and states."""
-
-    itemsize: int
-    """Bytes per number."""
-
-    def zeros(self, shape: tuple[int, ...]) -> Any: ...
-
-    def lowest(self, shape: tuple[int, ...]) -> Any:
-        """A float32 tensor filled with −∞."""
-
-    def layer(self, layer: LayerSpec, num_blocks: int, block_size: int) -> LayerKV:
-        """Zeroed keys and values of a layer."""
-
-    def block_rows(self, arrays: Sequence[Any]) -> Any:
-        """Prepare arrays [B, …], which hold a part of every block each, for `copy_blocks`."""
-
-    def copy_blocks(self, rows: Any, source: Any, target: Any) -> None:
-        """Copy blocks source[i] to blocks target[i], int64 [N] each."""
 
 
 class Drafter(ABC):
@@ -99,7 +79,7 @@ class Drafter(ABC):
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = self.make_cache(num_blocks)
-        self._block_rows = self.memory.block_rows(self._block_arrays())
+        self._block_rows = self.memory.ops.block_rows(self._block_arrays())
 
     def release(self) -> None:
         self.kv.clear()
@@ -107,11 +87,7 @@ class Drafter(ABC):
 
     def _block_arrays(self) -> list[Any]:
         """Arrays that hold a part of every block each."""
-        return [
-            cache
-            for layer in self.kv
-            for cache in ((layer.k,) if layer.latent else (layer.k, layer.v))
-        ]
+        return cache_parts(self.kv)
 
     def make_cache(self, num_blocks: int) -> list[LayerKV]:
         return [self.memory.layer(layer, num_blocks, self.block_size) for layer in self.layers]
@@ -124,7 +100,7 @@ class Drafter(ABC):
         """Capture its graphs, on a GPU."""
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
-        self.memory.copy_blocks(self._block_rows, source, target)
+        self.memory.ops.copy_blocks(self._block_rows, self._block_rows, source, target)
 
     # --- Drafts -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +197,17 @@ class Chain(Drafter):
     def release(self) -> None:
         super().release()
         self.graphs = None
+
+    def make_graphs(self, rows: RowTable, config: EngineConfig) -> None:
+        from slipstream.worker.graphs.chain_graphs import ChainGraphs
+
+        self.graphs = ChainGraphs.of(self, rows, config)
+
+    @abstractmethod
+    def likeliest(
+        self, token_ids: Tensor, meta: AttentionMetadata, states: Any, num: int
+    ) -> tuple[Tensor, Any]:
+        """Compute a step: the likeliest tokens [num] after the last ones, and the states that follow."""
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         left = [s for s in drafted if not self._is_ahead(s, rows)]

@@ -1,4 +1,4 @@
-"""Drafters with a trained head, with torch (`draft_head`) and without (`host_drafter`).
+"""Drafters with a trained head, on any platform.
 
 1. The hidden states of all computed tokens are kept in the tokens' KV blocks. So prefix hits,
    preemption and copied blocks need no code here, and a head computes nothing while no drafts are
@@ -8,62 +8,43 @@
    token after the block. Among requests that share a prefix and continue differently, the last to
    draft writes its pair there. Only drafts depend on it, never answers.
 
-Values are torch tensors or NumPy arrays.
+No torch: values are tensors or NumPy arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slipstream.config import EngineConfig
+from slipstream.config.settings import SpeculationConfig
+from slipstream.costs.graph_sizes import chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import LayeredHead, LoadedHead, MedusaHead
+from slipstream.spec.draft_heads import HeadDescription
+from slipstream.spec.reason import NotCovered, Reason
 from slipstream.types import ScheduledRequest, StepPlan
-from slipstream.worker.draft.drafter import Chain, Drafter, DraftMemory
-from slipstream.worker.draft.host_chain import HostChain
+from slipstream.worker.draft.drafter import Chain, Drafter
+from slipstream.worker.draft.host_chain import HostChain, check_num_drafts, head_scheme
+from slipstream.worker.draft.memory import DraftMemory
+from slipstream.worker.forward.base import StateCache
 from slipstream.worker.input_batch import SampledRows, gather, gather_pairs
 from slipstream.worker.rows import RowTable
 from slipstream.worker.sampling.sampler import sampling_tensors
 
-Sample = Callable[..., Any]
-"""`OpSet.sample`."""
-
-
-class States(Protocol):
-    """Interface of `forward.StateCache`."""
-
-    kept: Any
-    """[B · block_size, E]; None if states are not kept."""
-
-    def write(self, states: Any, where: Any, /) -> None:
-        """Keep the states [T, E] of a step's tokens. `where` is its metadata, or its slots."""
-
-    def read(self, meta: AttentionMetadata) -> Any:
-        """States [T, E] of a step's tokens."""
-
-    def read_array(self, slots: Any) -> Any:
-        """States as a float32 array [T, E], on a CPU."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class HeadDrafter(Drafter):
     """The part that all heads share."""
 
     head: LayeredHead | MedusaHead
-    states: Any
-    """`States`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedHead,
-        memory: DraftMemory,
-        states: States,
-        sample: Sample,
-    ) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory) -> None:
         super().__init__(config, memory)
         self.head, self.layers = loaded.head, ()
         if isinstance(self.head, LayeredHead):
@@ -73,7 +54,7 @@ class HeadDrafter(Drafter):
             loaded.head.spec.vocab_size,
             loaded.head.spec.hidden_size,
         )
-        self.states, self.sample = states, sample
+        self.states, self.sample = StateCache(memory.platform.values), memory.ops.sample
 
     @property
     def token_bytes(self) -> int:
@@ -104,7 +85,7 @@ class HeadDrafter(Drafter):
         else:
             logits = self.head.logits(hidden, place)
             if self.target_ids is not None:
-                wide = self.memory.lowest((len(logits), self.vocab_size))
+                wide = self.memory.platform.values.full((len(logits), self.vocab_size), -np.inf)
                 wide[:, self.target_ids] = logits
                 logits = wide
             tokens = self.sample(logits, sampling_tensors(rows, sampled))
@@ -117,18 +98,30 @@ class HeadChain(Chain, HeadDrafter):
     first, keeps_drafts = 1, False
     head: LayeredHead
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        loaded: LoadedHead,
-        memory: DraftMemory,
-        states: States,
-        sample: Sample,
-        ends: Any,
-    ) -> None:
-        super().__init__(config, loaded, memory, states, sample)
-        self.ends = ends
+    def __init__(self, config: EngineConfig, loaded: LoadedHead, memory: DraftMemory) -> None:
+        super().__init__(config, loaded, memory)
+        self.values = values = memory.platform.values
+        self._dtype = values.dtype("float32") if memory.platform.kind == "cpu" else memory.dtype
+        shape = config.scheduling.max_num_seqs + 1, self.hidden_size
+        self.ends: Any = memory.platform.zeros(shape, self._dtype)
         self.host = HostChain(self) if self.head.is_compiled else None
+
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
+        shape = len(token_ids), self.hidden_size
+        states = self.memory.platform.zeros(shape, self._dtype)
+        self.head.forward(token_ids, states, self.make_cache(1), meta)
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        return chain_bytes(config, len(self.layers))
+
+    def likeliest(
+        self, token_ids: Tensor, meta: AttentionMetadata, states: Tensor | None, num: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the head, and find the likeliest tokens after the last `num` pairs."""
+        hidden, following = self.passed(
+            token_ids, self.states.read(meta) if states is None else states, meta
+        )
+        return self.head.greedy(hidden[-num:], token_ids=self.target_ids), following[-num:]
 
     def run_passes(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         if self.host is not None and self.host.covers(drafted, rows):
@@ -141,7 +134,6 @@ class HeadChain(Chain, HeadDrafter):
     ) -> None:
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
-        assert sampled is not None
         states = self.ends[sampled.rows] if follows else self.states.read(given.meta)
         hidden, following = self.passed(given.token_ids, states, given.meta)
         if not sampled.requests:
@@ -156,7 +148,8 @@ class HeadChain(Chain, HeadDrafter):
 
         The states for the next pairs have the type of `ends`.
         """
-        return self.head.forward(token_ids, states, self.kv, meta)
+        hidden, following = self.head.forward(token_ids, states, self.kv, meta)
+        return hidden, self.values.cast(following, self._dtype)
 
 
 class HeadBlock(HeadDrafter):
@@ -171,6 +164,14 @@ class HeadBlock(HeadDrafter):
 
     first = 1
     head: LayeredHead
+
+    def probe(self, token_ids: Tensor, meta: AttentionMetadata) -> None:
+        kv = self.make_cache(1)
+        states: Any = self.memory.zeros((len(token_ids), self.hidden_size))
+        if self.head.spec.join == "context":
+            self.head.remember(states, kv, meta)
+            states = None
+        self.head.forward(token_ids, states, kv, meta)
 
     def draft(self, drafted: Sequence[ScheduledRequest], rows: RowTable) -> None:
         spec, counts = self.head.spec, [len(s.drafts) for s in drafted]
@@ -192,7 +193,6 @@ class HeadBlock(HeadDrafter):
         """Run a pass over pairs, with masks for tokens after the `last` ones."""
         given = gather_pairs(rows, shares)
         sampled, index = given.sampled, given.sample_index
-        assert sampled is not None
         states, ends = self.states.read(given.meta), np.cumsum([s.num_tokens for s in shares])
         known = [
             min(max(p + 1 - s.num_computed_tokens, 0), s.num_tokens)
@@ -222,7 +222,6 @@ class HeadBlock(HeadDrafter):
             np.array([s.num_tokens for s in shares]),
         )
         sampled, index, meta = given.sampled, given.sample_index, given.meta
-        assert sampled is not None
         total, ends = int(lengths.sum()), lengths.cumsum()
         token_ids = self._masked(
             given.token_ids,
@@ -252,12 +251,9 @@ class HeadBlock(HeadDrafter):
             where = rows.upload(places)
             token_ids[where] = self.head.spec.mask_token
             if states is not None:
-                states[where] = self._mask_state(states)
+                values = self.memory.platform.values
+                states[where] = values.cast(self.head.mask_state, states.dtype)
         return token_ids
-
-    def _mask_state(self, states: Any) -> Any:
-        found = self.head.mask_state
-        return found if isinstance(states, np.ndarray) else found.to(states.dtype)
 
 
 class MedusaDrafter(HeadDrafter):
@@ -280,5 +276,29 @@ class MedusaDrafter(HeadDrafter):
                 for i in which
             ]
             sampled = gather_pairs(rows, shares).sampled
-            assert sampled is not None
             self.write(states[which], sampled, rows, place)
+
+
+def load_drafter(
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    description: HeadDescription,
+    memory: DraftMemory,
+    load: Callable[..., LoadedHead],
+) -> HeadDrafter:
+    """Load a draft head by `load`, with products quantized by a scheme.
+
+    ConfigError if more drafts are wanted than the head has. NotCovered without torch if the head does
+    not compile to a program.
+    """
+    check_num_drafts(speculation, description)
+    ops, device = memory.ops, memory.platform.device
+    default, rows = ops.eight_bits(device), ops.output_multiple
+    loaded = load(scheme=head_scheme(speculation, description, default, rows=rows))
+    head = loaded.head
+    if not isinstance(head, LayeredHead):
+        return MedusaDrafter(config, loaded, memory)
+    if device is None and isinstance(head.program, Reason):
+        raise NotCovered(head.program)
+    kind = HeadChain if head.spec.mask_token is None else HeadBlock
+    return kind(config, loaded, memory)

@@ -1,4 +1,4 @@
-"""A draft head's whole chain on a CPU, for greedy requests.
+"""A draft head's whole chain on a CPU, for greedy requests. No torch.
 
 A pass of a small head takes a few hundred µs. Gathering its inputs like a step's inputs
 (`gather_pairs`) takes as long again. So the chain gathers less:
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.config import EngineConfig
+from slipstream.config.settings import SpeculationConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.model.draft_heads import Passes
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None:
+def check_num_drafts(speculation: SpeculationConfig, description: HeadDescription) -> None:
     """Raise ConfigError if more drafts are wanted than the head has."""
-    assert config.speculation is not None
-    wanted, most = config.speculation.num_speculative_tokens, description.spec.most_drafts
+    wanted, most = speculation.num_speculative_tokens, description.spec.most_drafts
     if most is not None and wanted is not None and wanted > most:
         raise ConfigError(
             f"speculative_config: num_speculative_tokens={wanted}, but {description.path} guesses {most}; lower it",
@@ -44,7 +43,11 @@ def check_num_drafts(config: EngineConfig, description: HeadDescription) -> None
 
 
 def head_scheme(
-    config: EngineConfig, description: HeadDescription, default: str | None, *, rows: int = 1
+    speculation: SpeculationConfig,
+    description: HeadDescription,
+    default: str | None,
+    *,
+    rows: int = 1,
 ) -> Scheme | None:
     """Scheme of a head's products.
 
@@ -53,8 +56,7 @@ def head_scheme(
     products must have outputs in multiples of `rows`. ConfigError if the user's choice does not
     fit.
     """
-    assert config.speculation is not None
-    chosen = config.speculation.quantization
+    chosen = speculation.quantization
     scheme = SCHEMES.get(chosen or (None if description.method == "mtp" else default) or "none")
     if scheme is None or (why := _misfit(description.spec, scheme, rows)) is None:
         return scheme
@@ -121,7 +123,7 @@ class HostChain:
             "max_seq_len": int(last.max()),
         }
         meta = AttentionMetadata(**given)
-        states = self.drafter.states.read_array(slots)
+        states = self.drafter.states.floats(slots)
         hidden, states = self.head.forward(
             tokens[token_rows, positions + 1], states, self.drafter.kv, meta
         )

@@ -59,7 +59,7 @@ LayerSwap: TypeAlias = tuple[int, int, int]
 """(layer, place, place)."""
 
 
-class Exchange(NamedTuple):
+class PlaceSwap(NamedTuple):
     """Places that are swapped together.
 
     `gain` is how much the load of the busiest rank falls, or of its partner if that is then larger.
@@ -69,7 +69,7 @@ class Exchange(NamedTuple):
     swaps: tuple[Swap, ...]
 
 
-NO_EXCHANGE = Exchange(0.0, ())
+NO_EXCHANGE = PlaceSwap(0.0, ())
 
 
 def rank_of_places(num_experts: int, num_ranks: int) -> npt.NDArray[np.int64]:
@@ -85,7 +85,7 @@ def loads_of_ranks(load: Floats, rank_of: npt.NDArray[np.int64]) -> Floats:
     return np.asarray(np.bincount(rank_of, load), np.float64)
 
 
-def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int = 1) -> Exchange:
+def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int = 1) -> PlaceSwap:
     """Best exchange in a layer with `load` by place.
 
     The places of a group are chosen together (`GroupLimit`), so experts stay in their group: either
@@ -103,7 +103,7 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
     i, j = np.unravel_index(after.argmin(), after.shape)
     gain, best = float(by_rank[most] - after[i, j]), NO_EXCHANGE
     if gain > 0:
-        best = Exchange(gain, ((int(own[i]), int(others[j])),))
+        best = PlaceSwap(gain, ((int(own[i]), int(others[j])),))
     if num_groups > 1:
         of_groups, is_on = (
             load.reshape(num_groups, -1),
@@ -120,7 +120,7 @@ def best_exchange(load: Floats, rank_of: npt.NDArray[np.int64], num_groups: int 
         gain = float(by_rank[most] - after[a, b])
         if gain > best.gain:
             places = np.arange(len(load)).reshape(num_groups, -1)
-            best = Exchange(gain, tuple(zip(places[a].tolist(), places[b].tolist(), strict=True)))
+            best = PlaceSwap(gain, tuple(zip(places[a].tolist(), places[b].tolist(), strict=True)))
     return best
 
 
@@ -149,7 +149,7 @@ class _Layer:
             by_rank.sum() >= MIN_CHOICES * len(by_rank) and by_rank.max() > UNEVEN * by_rank.mean()
         )
 
-    def best(self) -> Exchange:
+    def best(self) -> PlaceSwap:
         """Best exchange, or `NO_EXCHANGE` if its gain is too small."""
         if not self.is_uneven:
             return NO_EXCHANGE

@@ -1,8 +1,8 @@
 """Forward paths that settings and a model spec allow, before a model is loaded. No torch.
 
 `fast_paths` serves `slipstream info`. An engine asks the loaded model instead (`forward.Forwards`),
-because its weights and device may also rule a path out. `torch_reason` tells which runner an engine
-uses: without a reason it is `HostRunner`, whose only path is the program.
+because its weights and device may also rule a path out. `torch_reason` tells why an engine needs
+torch: without a reason its only path is the program (`HostForwards`).
 """
 
 from __future__ import annotations

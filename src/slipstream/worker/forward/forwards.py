@@ -16,32 +16,31 @@ logged once.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from slipstream.kernels.adapters import AdapterOps, LoRATokens, tokens_of
-from slipstream.kernels.arrays import to_array
-from slipstream.kernels.cpu.native import RunningStep
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
+from slipstream.model.encoder import normalized, pool
 from slipstream.model.layers import AnyTap
 from slipstream.model.one_token import OneTokenKernel, compile_one_token
-from slipstream.model.program import CpuProgram, compile_program
+from slipstream.model.program import compile_program
+from slipstream.spec.pooling import PoolingSpec
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape
+from slipstream.worker.forward.base import HAS_ADAPTERS as HAS_ADAPTERS
+from slipstream.worker.forward.base import BegunStep, PlainForward
+from slipstream.worker.forward.base import Forward as Forward
+from slipstream.worker.forward.base import InputBatch as InputBatch
+from slipstream.worker.forward.base import Output as Output
+from slipstream.worker.forward.base import StateCache as StateCache
 from slipstream.worker.forward.images import ImageEncoder, ImageOps, step_images
-from slipstream.worker.input_batch import GatheredInputs, SampledRows, gather
+from slipstream.worker.forward.program import ProgramForward
+from slipstream.worker.input_batch import GatheredInputs
 from slipstream.worker.packed_tables import upload
-from slipstream.worker.rows import RowTable
-from slipstream.worker.step_shape import shape_of
 
 if TYPE_CHECKING:
     from slipstream.kernels.ops import OpSet
@@ -51,227 +50,17 @@ _logger = logging.getLogger("slipstream.engine")
 
 NO_IMAGES = Reason("no placeholder of a picture is in the step")
 NO_PLAN = Reason("the tokens are not a scheduled step")
-HAS_ADAPTERS = Reason("a request of the step has an adapter")
 
 
-class InputBatch:
-    """Input of one forward: a scheduled step whose sequences have rows, or plain tokens.
-
-    The tensors of a scheduled step are gathered at first use, because a graph gathers its own.
-    """
-
-    def __init__(
-        self,
-        kv: Sequence[LayerKV],
-        plan: StepPlan | None,
-        table: RowTable | None,
-        gathered: GatheredInputs | None = None,
-        *,
-        adapted: bool = True,
-    ) -> None:
-        """If `adapted` is False, requests' adapters are ignored (for a draft model)."""
-        self.kv, self.plan, self.table, self._adapted = kv, plan, table, adapted
-        if gathered is not None:
-            self.gathered = gathered
-
-    @classmethod
-    def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
-        """Make a batch of tokens [T] without a plan: of a canary, a measurement or a capture."""
-        return cls(
-            kv,
-            None,
-            None,
-            GatheredInputs(token_ids=token_ids, meta=meta, sample_index=None, sampled=None),
-        )
-
-    @cached_property
-    def gathered(self) -> GatheredInputs:
-        assert self.plan is not None
-        assert self.table is not None
-        return gather(self.table, self.plan)
-
-    @property
-    def token_ids(self) -> Tensor:
-        return self.gathered.token_ids
-
-    @property
-    def meta(self) -> AttentionMetadata:
-        return self.gathered.meta
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) if self.plan is None else self.plan.num_tokens
-
-    @cached_property
-    def shape(self) -> StepShape:
-        """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
-        assert self.plan is not None
-        return self.plan.largest or shape_of(self.plan.scheduled)
-
-    @cached_property
-    def is_greedy(self) -> bool:
-        """True if the requests want only the index of the largest logit."""
-        assert self.plan is not None
-        assert self.table is not None
-        return self.table.is_greedy([s.request_id for s in self.plan.scheduled if s.num_sampled])
-
-    @cached_property
-    def has_adapters(self) -> bool:
-        """True if some request has an adapter."""
-        if (
-            self.plan is None
-            or self.table is None
-            or not self._adapted
-            or not self.table.wanting["adapter"]
-        ):
-            return False
-        return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
-
-    @cached_property
-    def has_images(self) -> bool:
-        """True if some request has image placeholders in this step."""
-        if self.plan is None or self.table is None or not self.table.wanting["images"]:
-            return False
-        wanting, rows = self.table.wanting["images"], self.table.rows
-        return any(
-            rows[s.request_id].needs_images(s)
-            for s in self.plan.scheduled
-            if s.request_id in wanting
-        )
-
-    @property
-    def has_grammar(self) -> bool:
-        """True if a request samples with a grammar."""
-        assert self.plan is not None
-        assert self.table is not None
-        return self.table.wanted(
-            "grammar", [s.request_id for s in self.plan.scheduled if s.num_sampled]
-        )
-
-
-class StateCache:
-    """Hidden states that a draft head reads, in the blocks of the requests' first group.
-
-    They are kept only if `kept` [B · block_size, E] is set.
-    """
-
-    def __init__(self, block_size: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self.block_size, self.hidden_size, self.dtype = block_size, hidden_size, dtype
-        self.kept: Tensor | None = None
-
-    def write(self, states: Tensor, meta: AttentionMetadata) -> None:
-        """Keep the states [T, E] of a step's tokens."""
-        if self.kept is not None:
-            self.kept.index_copy_(0, meta.slot_mapping, states.to(self.dtype))
-
-    def read(self, meta: AttentionMetadata) -> Tensor:
-        """States [T, E] of a step's tokens."""
-        assert self.kept is not None
-        return self.kept[meta.slot_mapping]
-
-    def read_array(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """States as a float32 array [T, E], on a CPU."""
-        assert self.kept is not None
-        return to_array(self.kept)[slots].astype(np.float32)
-
-
-@dataclass(slots=True)
-class Output:
-    """Result of a forward.
-
-    Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: after `num_decodes` rows
-    there are `padding` rows without tokens.
-    """
-
-    forward: Forward
-    hidden: Tensor | None  # None if there are `tokens` instead
-    sampled: SampledRows | None = None  # None if the batch has no plan
-    # rows of `hidden` that are sampled, int32 or int64 [N]; None: all
-    sample_index: Tensor | None = None
-    # int64 [N], if the forward has drawn them itself; already in the rows, unless `running`
-    tokens: Tensor | None = None
-    running: RunningStep | None = None  # the step, if the CPU's threads still compute it
-    # states to be written to the `StateCache` when the step is done
-    states: tuple[Tensor, AttentionMetadata] | None = None
-    num_decodes: int = 0
-    padding: int = 0
-
-    @property
-    def sampled_states(self) -> Tensor:
-        """Sampled rows of `hidden`, [N, E]."""
-        assert self.hidden is not None
-        return (
-            self.hidden
-            if self.sample_index is None
-            else self.hidden.index_select(0, self.sample_index)
-        )
-
-    def row(self, token: int) -> int:
-        return token + (self.padding if token >= self.num_decodes else 0)
-
-
-class Forward(ABC):
-    name: str
-    num_cold = 0
-    """Number of steps that captured a graph, or ran op by op because theirs is not captured yet."""
-
-    @abstractmethod
-    def covers(self, batch: InputBatch) -> Reason | None:
-        """Reason why this path can't run `batch`; None if it can. No side effects."""
-
-    def passed_over(self, batch: InputBatch, reason: Reason) -> None:  # noqa: B027
-        """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
-
-    @abstractmethod
-    def run(self, batch: InputBatch) -> Output: ...
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] of hidden states [N, E] from this path's `run`."""
-
-    def greedy(self, hidden: Tensor) -> Tensor | None:
-        """Tokens with the largest logits, int64 [N], from hidden states [N, E].
-
-        The logits are not written to memory. Of equal logits the first wins. None if this path must
-        write logits.
-        """
-        return None
-
-
-class Eager(Forward):
+class Eager(PlainForward):
     name = "eager"
-
-    def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:
-        """`states` is where a draft head's states go."""
-        self.decoder, self.states = decoder, states
-
-    def covers(self, batch: InputBatch) -> Reason | None:
-        return HAS_ADAPTERS if batch.has_adapters else None
-
-    def run(self, batch: InputBatch) -> Output:
-        given = batch.gathered
-        return Output(
-            self,
-            self._hidden(given.token_ids, batch.kv, given.meta),
-            given.sampled,
-            given.sample_index,
-        )
 
     def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         if self.states is None:
             return self.decoder.forward(token_ids, kv, meta)
         return self._keep(*self.decoder.tapped(token_ids, kv, meta), meta)
 
-    def _keep(self, hidden: Tensor, states: Tensor, meta: AttentionMetadata) -> Tensor:
-        if self.states is not None:
-            self.states.write(states, meta)
-        return hidden
-
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        """Run the encoder of an encoder-decoder over whole prompts [T].
-
-        The keys and values that the decoder's layers read go into the cache.
-        """
         self.decoder.encode(token_ids, kv, meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -302,51 +91,13 @@ class OneToken(Eager):
         return self._keep(hidden, hidden, meta)
 
 
-class ProgramForward(Eager):
-    name = "program"
-
-    def __init__(
-        self, decoder: Decoder, program: CpuProgram, states: StateCache | None = None
-    ) -> None:
-        super().__init__(decoder, states)
-        self.program = program
-
-    def run(self, batch: InputBatch) -> Output:
-        """Run a step. A step of only greedy decodes is just started, and `Output.running` tells so.
-
-        It must be waited for before the next step.
-        """
-        given = batch.gathered
-        if batch.plan is not None and given.sample_index is None and batch.is_greedy:
-            begun = self.program.begin_greedy(given.token_ids, batch.kv, given.meta)
-            if begun is not None:
-                tokens, states, running = begun
-                kept = None if self.states is None else (states, given.meta)
-                return Output(
-                    self, None, given.sampled, tokens=tokens, running=running, states=kept
-                )
-        return super().run(batch)
-
-    def _hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        return self._keep(*self.program.tapped(token_ids, kv, meta), meta)
-
-    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
-        self.program.encode(token_ids, kv, meta)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.program.logits(hidden)
-
-    def greedy(self, hidden: Tensor) -> Tensor | None:
-        return self.program.greedy(hidden)
-
-
 class Variant(Eager):
     """The layers with an addition, for steps that need it.
 
     `base`, which runs other steps, makes the logits.
     """
 
-    def __init__(self, base: Eager) -> None:
+    def __init__(self, base: PlainForward) -> None:
         super().__init__(base.decoder, base.states)
         self.base = base
 
@@ -364,9 +115,7 @@ class Variant(Eager):
 
 def adapters_of(batch: InputBatch) -> LoRATokens:
     """Adapters of the tokens of a scheduled step."""
-    plan, table, device = batch.plan, batch.table, batch.gathered.token_ids.device
-    assert plan is not None
-    assert table is not None
+    (plan, table), device = batch.step, batch.gathered.token_ids.device
     return tokens_of(
         table.adapters_of(plan.scheduled).repeat([s.num_tokens for s in plan.scheduled]), device
     )
@@ -377,7 +126,7 @@ class Adapted(Variant):
 
     name = "adapters"
 
-    def __init__(self, base: Eager, adapters: Adapters) -> None:
+    def __init__(self, base: PlainForward, adapters: Adapters) -> None:
         super().__init__(base)
         self.adapters = adapters
 
@@ -404,7 +153,7 @@ class WithImages(Variant):
     name = "images"
 
     def __init__(
-        self, base: Eager, encoder: ImageEncoder | None, adapters: Adapters | None
+        self, base: PlainForward, encoder: ImageEncoder | None, adapters: Adapters | None
     ) -> None:
         """`encoder` is None in later pipeline stages, which receive its output among embeddings."""
         super().__init__(base)
@@ -414,10 +163,8 @@ class WithImages(Variant):
         return None if batch.has_images else NO_IMAGES
 
     def run(self, batch: InputBatch) -> Output:
-        given, plan, table = batch.gathered, batch.plan, batch.table
-        assert plan is not None
-        assert table is not None
-        images = step_images(plan, table)
+        given = batch.gathered
+        images = step_images(*batch.step)
         ops: Any = self.decoder.ops
         if batch.has_adapters:
             assert self.adapters is not None
@@ -450,7 +197,7 @@ class Forwards:
         self.decoder = decoder
         self.refused: dict[str, Reason] = {}
         self.paths: list[Forward] = []
-        self.base: Eager = Eager(decoder)
+        self.base: PlainForward = Eager(decoder)
         self.states: StateCache | None = None
         self.adapters: Adapters | None = None
         self.images: ImageEncoder | None = None
@@ -489,7 +236,7 @@ class Forwards:
             if isinstance(program, Reason):
                 self._refuse(ProgramForward.name, program)
             else:
-                self.base = ProgramForward(self.decoder, program, self.states)
+                self.base = ProgramForward(program, self.states)
                 self.paths = [self.base]
         else:
             kernel = compile_one_token(self.decoder)
@@ -515,7 +262,7 @@ class Forwards:
     def num_cold(self) -> int:
         return sum(path.num_cold for path in self.paths)
 
-    def run(self, batch: InputBatch) -> Output:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         for path in self.paths:
             reason = path.covers(batch)
             if reason is None:
@@ -525,9 +272,9 @@ class Forwards:
 
     def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
         """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
-        hidden = self.run(InputBatch.of(token_ids, kv, meta)).hidden
-        assert hidden is not None
-        return hidden
+        output = self.run(InputBatch.of(token_ids, kv, meta))
+        assert isinstance(output, Output)
+        return output.hidden
 
     def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
         self.base.encode(token_ids, kv, meta)
@@ -550,3 +297,18 @@ class Forwards:
     def token_bytes(self) -> int | None:
         """Bytes that a step takes per token; None if they must be measured."""
         return self.base.program.token_bytes if isinstance(self.base, ProgramForward) else None
+
+    def vectors(self, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Compute the texts' vectors or a classifier's scores, float32 [S, …].
+
+        `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
+        """
+        decoder = self.decoder
+        if how.score_tokens is not None:
+            yes, no = how.score_tokens
+            logits = self.logits(hidden).float()
+            return logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
+        if decoder.classifier is not None:
+            return decoder.classifier(decoder.ops, hidden, starts).float()
+        vectors = pool(decoder.ops, hidden, starts, how.kind)
+        return normalized(vectors) if how.normalize else vectors

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
-from slipstream.model.encoder import normalized, pool
 from slipstream.spec.pooling import PoolingSpec
 from slipstream.types import TextsPlan
-from slipstream.worker.forward.forwards import Forwards
+from slipstream.worker.forward.base import ForwardTable
 from slipstream.worker.graphs.step_graphs import Captured, Graphs
-from slipstream.worker.input_batch import text_batch
 from slipstream.worker.rows import IntArray
 
 
@@ -46,48 +44,11 @@ def most_texts(config: EngineConfig, num_tokens: int) -> int:
     return min(config.scheduling.max_num_seqs, num_tokens)
 
 
-def vectors_of(forwards: Forwards, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
-    """Compute the texts' vectors or a classifier's scores, float32 [S, …].
-
-    `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
-    """
-    decoder = forwards.decoder
-    if how.score_tokens is not None:
-        yes, no = how.score_tokens
-        logits = forwards.logits(hidden).float()
-        return logits[:, yes : yes + 1] - (0.0 if no is None else logits[:, no : no + 1])
-    if decoder.classifier is not None:
-        return decoder.classifier(decoder.ops, hidden, starts).float()
-    vectors = pool(decoder.ops, hidden, starts, how.kind)
-    return normalized(vectors) if how.normalize else vectors
-
-
-class EagerTexts:
-    """Runs steps of whole texts op by op."""
-
-    def __init__(
-        self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
-    ) -> None:
-        self.forwards, self.how, self.kv, self.config = forwards, how, kv, config
-
-    def run(self, plan: TextsPlan) -> Tensor:
-        """Vectors [S, …] of a step, valid until the next step."""
-        token_ids, meta = text_batch(
-            plan, self.config.cache.block_size, self.forwards.decoder.device
-        )
-        return vectors_of(
-            self.forwards,
-            self.how,
-            self.forwards.hidden(token_ids, self.kv, meta),
-            meta.query_start_loc,
-        )
-
-
 class TextGraphs(Graphs):
     """Runs steps of whole texts as graphs."""
 
     def __init__(
-        self, forwards: Forwards, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
+        self, forwards: ForwardTable, how: PoolingSpec, kv: Sequence[LayerKV], config: EngineConfig
     ) -> None:
         decoder = forwards.decoder
         super().__init__(decoder.device)
@@ -140,7 +101,7 @@ class TextGraphs(Graphs):
             pairs=self.pairs,
         )
         hidden = self.forwards.hidden(token_ids, self.kv, meta)
-        return vectors_of(self.forwards, self.how, hidden, meta.query_start_loc)
+        return self.forwards.vectors(self.how, hidden, meta.query_start_loc)
 
 
 def text_inputs(plan: TextsPlan, num_tokens: int, num_texts: int, block_size: int) -> IntArray:

@@ -32,7 +32,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import CAUGHT_UP, chain_depths, chain_sizes
 from slipstream.kernels.chains import ChainPlaces
-from slipstream.kernels.metadata import AttentionMetadata, Steps
+from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.types import ScheduledRequest
 from slipstream.worker.graphs.step_graphs import Captured, Graphs
 from slipstream.worker.input_batch import gather_inputs
@@ -42,7 +42,7 @@ _OF_SEQUENCE = ("seq_lens", "block_table", "positions", "slot_mapping")
 """Metadata fields with one entry per sequence of one token."""
 
 
-class Passes(Protocol):
+class ChainPasses(Protocol):
     """The part of `drafter.Chain` that a graph needs."""
 
     first: int
@@ -69,7 +69,7 @@ class ChainGraphs(Graphs):
 
     def __init__(
         self,
-        drafter: Passes,
+        drafter: ChainPasses,
         rows: RowTable,
         depths: Sequence[int],
         *,
@@ -88,7 +88,7 @@ class ChainGraphs(Graphs):
         )
 
     @classmethod
-    def of(cls, drafter: Passes, rows: RowTable, config: EngineConfig) -> ChainGraphs:
+    def of(cls, drafter: ChainPasses, rows: RowTable, config: EngineConfig) -> ChainGraphs:
         """All graphs that are needed, captured."""
         sizes = {
             "max_model_len": config.model.max_model_len,
@@ -247,7 +247,8 @@ class ChainGraphs(Graphs):
         behind = _some(every, places.begin, (num_drafts - 1) * places.room)
         for i in range(num_drafts - 1):
             meta = dataclasses.replace(
-                _some(behind, i * places.room, size), of_steps=Steps(behind, i, num_drafts - 1)
+                _some(behind, i * places.room, size),
+                of_steps=JoinedSteps(behind, i, num_drafts - 1),
             )
             tokens, states = drafter.likeliest(tokens, meta, states, size)
             found.append(tokens)

@@ -51,10 +51,12 @@ from slipstream.costs.graph_sizes import (
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
 from slipstream.model.layers import one_of_each_kind
-from slipstream.platform import Graph, Pipe, platform_of
+from slipstream.platform import Graph, platform_of
+from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
 from slipstream.types import StepPlan, StepShape
 from slipstream.worker.adapters import Adapters
+from slipstream.worker.forward.base import BegunStep
 from slipstream.worker.forward.forwards import (
     HAS_ADAPTERS,
     NO_PLAN,
@@ -430,7 +432,7 @@ class StepGraphs(Graphs, Forward):
         )
         self.num_cold += 1
 
-    def run(self, batch: InputBatch) -> Output:
+    def run(self, batch: InputBatch) -> Output | BegunStep:
         step, by_rows = batch.shape, self._by_rows(batch.shape)
         if by_rows:
             size = self._size_for(step.num_tokens), 0

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from slipstream.worker.ranks.messages import FromRank, Link
+from slipstream.worker.ranks.messages import FromRank, RankLink
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Disables NVLink multicast: a program that ends while it uses it can take shared GPUs down."""
@@ -31,11 +31,11 @@ class Rank:
 
     number: int
     process: subprocess.Popen[bytes] | None
-    link: Link
+    link: RankLink
     at: str = ""
 
 
-class Processes:
+class RankProcesses:
     """The ranks' processes. When one ends, a thread kills the others, so that none waits for it."""
 
     def __init__(self) -> None:
@@ -101,4 +101,4 @@ def spawn(number: int) -> Rank:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=environment
         )
-    return Rank(number, process, Link(Connection(ours.detach()), FromRank))
+    return Rank(number, process, RankLink(Connection(ours.detach()), FromRank))

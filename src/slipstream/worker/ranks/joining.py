@@ -24,7 +24,7 @@ import msgspec
 
 from slipstream import __version__
 from slipstream.errors import ConfigError, EngineError
-from slipstream.worker.ranks.messages import FromRank, Join, Link, Refused, ToRank
+from slipstream.worker.ranks.messages import FromRank, Join, RankLink, RankRefused, ToRank
 
 JOIN_S = 60.0
 """Seconds that the executor waits for ranks, and that a rank tries to reach the executor."""
@@ -45,7 +45,7 @@ def parse_address(text: str, field: str = "rank_address") -> tuple[str, int]:
 
 def accept_ranks(
     address: str, size: int, count: int, *, wait_s: float = JOIN_S
-) -> list[tuple[Link, Join, str]]:
+) -> list[tuple[RankLink, Join, str]]:
     """Wait for `count` of `size` ranks. Returns (link, greeting, address) of each.
 
     ConfigError if the address is not this host's or is in use. EngineError if not all ranks arrive
@@ -60,7 +60,7 @@ def accept_ranks(
         raise ConfigError(
             f"rank_address={address!r} can't be opened for listening: {error}", field="rank_address"
         ) from error
-    found: list[tuple[Link, Join, str]] = []
+    found: list[tuple[RankLink, Join, str]] = []
     end = time.monotonic() + wait_s
     with listener:
         while len(found) < count:
@@ -80,7 +80,7 @@ def accept_ranks(
     return found
 
 
-def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
+def _greet(connection: socket.socket, size: int) -> tuple[RankLink, Join] | None:
     """Greet a rank that has connected. None if it was refused."""
     connection.settimeout(HELLO_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,7 +90,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         connection.close()
         return None
     connection.settimeout(None)
-    link = Link(Connection(connection.detach()), FromRank)
+    link = RankLink(Connection(connection.detach()), FromRank)
     # ends the wait for a rank that sends only half a message
     late = threading.Timer(HELLO_S, link.cut)
     late.daemon = True
@@ -111,7 +111,7 @@ def _greet(connection: socket.socket, size: int) -> tuple[Link, Join] | None:
         why = f"it was started for {join.world_size} ranks (--world-size), and there are {size}"
     if why:
         with contextlib.suppress(OSError):
-            link.send(Refused(why))
+            link.send(RankRefused(why))
         link.close()
         return None
     return link, join
@@ -123,7 +123,7 @@ def join(
     *,
     wait_s: float = JOIN_S,
     clock: Callable[[], float] = time.monotonic,
-) -> Link:
+) -> RankLink:
     """Connect a rank to the executor at `address`. EngineError if none answers in time."""
     host, port = parse_address(address, "--join")
     end, why = clock() + wait_s, ""
@@ -136,7 +136,7 @@ def join(
             continue
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(Connection(connection.detach()), ToRank)
+        link = RankLink(Connection(connection.detach()), ToRank)
         link.send(greeting)
         return link
     raise EngineError(

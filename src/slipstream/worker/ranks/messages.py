@@ -40,7 +40,7 @@ from slipstream.types import (
 )
 
 
-class Begin(msgspec.Struct, tag=True):
+class BeginRank(msgspec.Struct, tag=True):
     """Starts a rank.
 
     `port` is where rank 0 listens for the other ranks. Rank 0 itself gets 0, chooses a port and
@@ -58,7 +58,7 @@ class Begin(msgspec.Struct, tag=True):
     mixed: bool = False
 
 
-class Refused(msgspec.Struct, tag=True):
+class RankRefused(msgspec.Struct, tag=True):
     """Tells a rank of another host that it can't take part."""
 
     why: str
@@ -114,7 +114,7 @@ class SwapExperts(msgspec.Struct, tag=True):
     swaps: list[tuple[int, int, int]]
 
 
-class LoadAdapter(msgspec.Struct, tag=True):
+class LoadRankAdapter(msgspec.Struct, tag=True):
     """Loads an adapter. The ranks have room for it."""
 
     request: LoRARequest
@@ -124,7 +124,7 @@ class GetProposed(msgspec.Struct, tag=True):
     """Asks for the drafts (`Launched.proposed`) of the newest launch, which awaits a mask."""
 
 
-class UnloadAdapter(msgspec.Struct, tag=True):
+class UnloadRankAdapter(msgspec.Struct, tag=True):
     adapter_id: int
 
 
@@ -139,9 +139,11 @@ class End(msgspec.Struct, tag=True):
 OfStep: TypeAlias = Launch | LaunchTexts | Constrain | Forget
 OfExperts: TypeAlias = ReportExpertLoad | SwapExperts
 Question: TypeAlias = (
-    WarmUp | CaptureNext | GetExpertLoad | LoadAdapter | GetAdapterStats | GetProposed
+    WarmUp | CaptureNext | GetExpertLoad | LoadRankAdapter | GetAdapterStats | GetProposed
 )
-ToRank: TypeAlias = Begin | Refused | OfStep | OfExperts | Question | UnloadAdapter | End
+ToRank: TypeAlias = (
+    BeginRank | RankRefused | OfStep | OfExperts | Question | UnloadRankAdapter | End
+)
 
 
 class Join(msgspec.Struct, tag=True):
@@ -235,7 +237,7 @@ FromRank: TypeAlias = (
 )
 
 
-class Link:
+class RankLink:
     """One end of the socket between the executor and a rank."""
 
     def __init__(self, connection: Connection, takes: Any) -> None:

@@ -61,11 +61,11 @@ from slipstream.worker.adapter_places import AdapterPlaces
 from slipstream.worker.base import Executor, Launched
 from slipstream.worker.device import detect
 from slipstream.worker.experts.balance import ExpertBalancer
-from slipstream.worker.ranks.children import Processes, Rank, spawn
+from slipstream.worker.ranks.children import Rank, RankProcesses, spawn
 from slipstream.worker.ranks.joining import accept_ranks, parse_address
 from slipstream.worker.ranks.mailbox import REASONS_S, Mailbox, total_load
 from slipstream.worker.ranks.messages import (
-    Begin,
+    BeginRank,
     CaptureNext,
     Constrain,
     End,
@@ -75,14 +75,14 @@ from slipstream.worker.ranks.messages import (
     GetProposed,
     Launch,
     LaunchTexts,
-    LoadAdapter,
+    LoadRankAdapter,
     Meeting,
     Question,
     Reply,
     ReportExpertLoad,
     SwapExperts,
     ToRank,
-    UnloadAdapter,
+    UnloadRankAdapter,
     WarmUp,
 )
 from slipstream.worker.ranks.request_owners import RequestOwners, joined_result, masks_of_parts
@@ -138,7 +138,7 @@ class ProcessExecutor(Executor):
         # adapters that every rank has in its host memory
         self._adapters: AdapterPlaces | None = None
         self._balancer: ExpertBalancer | None = None  # for experts that are distributed over ranks
-        self._group = Processes()
+        self._group = RankProcesses()
         self._finalizer = weakref.finalize(self, self._group.kill)
         size, own = num_ranks(args), args.local_ranks or num_ranks(args)
         if args.rank_address is not None:
@@ -180,9 +180,9 @@ class ProcessExecutor(Executor):
     def _start(self, args: EngineArgs, progress: Callable[[str], None]) -> None:
         size, mixed = len(self._ranks), self._parallel.on_host
 
-        def begin(rank: int, port: int) -> Begin:
+        def begin(rank: int, port: int) -> BeginRank:
             own, device = self._parts[rank]
-            return Begin(own, rank, size, port, device, self._host, mixed)
+            return BeginRank(own, rank, size, port, device, self._host, mixed)
 
         self._send(self._ranks[0], begin(0, 0))
         started: dict[int, Started] = {}
@@ -297,7 +297,7 @@ class ProcessExecutor(Executor):
             return known
         if (victim := self._adapters.giving_way(keep)) is not None:
             self.unload_adapter(victim)
-        answers = self._ask(LoadAdapter(request), len(self._ranks))
+        answers = self._ask(LoadRankAdapter(request), len(self._ranks))
         refusals = [answer.refused for answer in answers if answer.refused is not None]
         if refusals:
             if len(refusals) < len(answers):
@@ -311,7 +311,7 @@ class ProcessExecutor(Executor):
     def unload_adapter(self, adapter_id: int) -> None:
         if self._adapters is not None:
             self._adapters.forget(adapter_id)
-            self._broadcast(UnloadAdapter(adapter_id))
+            self._broadcast(UnloadRankAdapter(adapter_id))
 
     def adapter_stats(self) -> AdapterStats | None:
         return None if self._adapters is None else self._ask(GetAdapterStats())[0].adapters

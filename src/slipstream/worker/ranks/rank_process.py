@@ -29,17 +29,15 @@ from slipstream import __version__
 from slipstream.costs.hardware import bound_spinning
 from slipstream.errors import AdapterError, EngineError, SlipstreamError
 from slipstream.hub import machine_folder
-from slipstream.platform import Rendezvous
+from slipstream.platform.collectives import Rendezvous
 from slipstream.start_messages import Failed, Phase, Started
 from slipstream.types import StepPlan, TextsPlan, TokenMask
 from slipstream.worker.device import detect
-from slipstream.worker.host_runner import HostRunner
 from slipstream.worker.in_flight import InFlightStep
 from slipstream.worker.local_executor import LocalExecutor
-from slipstream.worker.model_runner import ModelRunner
 from slipstream.worker.ranks.joining import JOIN_S, join
 from slipstream.worker.ranks.messages import (
-    Begin,
+    BeginRank,
     CaptureNext,
     Constrain,
     End,
@@ -50,18 +48,18 @@ from slipstream.worker.ranks.messages import (
     Join,
     Launch,
     LaunchTexts,
-    Link,
-    LoadAdapter,
+    LoadRankAdapter,
     Meeting,
     RankExpertLoad,
     RankFailed,
-    Refused,
+    RankLink,
+    RankRefused,
     Reply,
     ReportExpertLoad,
     Result,
     SwapExperts,
     ToRank,
-    UnloadAdapter,
+    UnloadRankAdapter,
     WarmUp,
 )
 from slipstream.worker.sampling.constrained import AwaitingMask
@@ -70,7 +68,7 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class RankProcess:
-    def __init__(self, link: Link, local_rank: int | None = None) -> None:
+    def __init__(self, link: RankLink, local_rank: int | None = None) -> None:
         """`local_rank` is the device that a rank on another host takes there."""
         self._link, self._local_rank = link, local_rank
         self._poll = select.poll()
@@ -86,9 +84,9 @@ class RankProcess:
         """
         try:
             begin = self._link.receive()
-            if isinstance(begin, Refused):
+            if isinstance(begin, RankRefused):
                 raise EngineError(f"the executor refused this rank: {begin.why}")
-            assert isinstance(begin, Begin)
+            assert isinstance(begin, BeginRank)
             self._start(begin)
             while self._serve():
                 pass
@@ -107,11 +105,11 @@ class RankProcess:
                 traceback.print_exc()
             return 1
 
-    def _start(self, begin: Begin) -> None:
+    def _start(self, begin: BeginRank) -> None:
         self._rank, ranks_of_stage = begin.rank, begin.size // begin.args.pipeline_parallel_size
         self._sends_results = begin.rank == begin.size - ranks_of_stage
         self._answers = begin.rank % ranks_of_stage == 0
-        self._answered_by_all: tuple[type, ...] = (LoadAdapter,)
+        self._answered_by_all: tuple[type, ...] = (LoadRankAdapter,)
         if self._rank:
             logging.getLogger("slipstream").setLevel(logging.ERROR)  # rank 0 logs for all
         device, on_host = (
@@ -137,7 +135,7 @@ class RankProcess:
         )
         if own.config.parallel.deals_requests:  # each rank has results of its own
             self._sends_results = begin.rank >= begin.size - ranks_of_stage
-            self._answered_by_all = (LoadAdapter, GetExpertLoad, ReportExpertLoad)
+            self._answered_by_all = (LoadRankAdapter, GetExpertLoad, ReportExpertLoad)
         self._link.send(
             Started(own.config.device.info, own.ledger, own.phases, own.tiles, own.canary)
         )
@@ -177,12 +175,12 @@ class RankProcess:
         elif isinstance(message, GetExpertLoad):
             answer = Reply(expert_load=executor.expert_load())
         elif isinstance(message, ReportExpertLoad):
-            answer = RankExpertLoad(*self._torch_runner.movable_load())
+            answer = RankExpertLoad(*executor.runner.movable_load())
         elif isinstance(message, SwapExperts):
-            self._torch_runner.swap_experts(message.swaps)
-        elif isinstance(message, LoadAdapter):
+            executor.runner.swap_experts(message.swaps)
+        elif isinstance(message, LoadRankAdapter):
             answer = self._load_adapter(message)
-        elif isinstance(message, UnloadAdapter):
+        elif isinstance(message, UnloadRankAdapter):
             executor.unload_adapter(message.adapter_id)
         elif isinstance(message, GetAdapterStats):
             answer = Reply(adapters=executor.adapter_stats())
@@ -192,13 +190,7 @@ class RankProcess:
         if answer is not None and (self._answers or isinstance(message, self._answered_by_all)):
             self._link.send(answer)
 
-    @property
-    def _torch_runner(self) -> ModelRunner:
-        runner = self._executor.runner
-        assert not isinstance(runner, HostRunner)
-        return runner
-
-    def _load_adapter(self, message: LoadAdapter) -> Reply:
+    def _load_adapter(self, message: LoadRankAdapter) -> Reply:
         try:
             return Reply(version=self._executor.load_adapter(message.request, tuple))
         except AdapterError as error:
@@ -267,7 +259,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    code = RankProcess(Link(Connection(int(sys.argv[1])), ToRank)).run()
+    code = RankProcess(RankLink(Connection(int(sys.argv[1])), ToRank)).run()
     sys.stderr.flush()
     # peers may be gone already, and the libraries' own exit handlers would wait for them
     os._exit(code)

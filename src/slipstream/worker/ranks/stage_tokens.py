@@ -21,7 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.platform import Pipe, Platform
+from slipstream.platform import Platform
+from slipstream.platform.collectives import Pipe
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.rows import Row, RowTable
 

@@ -1,1 +1,1 @@
-"""From logits to tokens and log-probabilities."""
+"""Sampling: logits to tokens and log-probabilities."""

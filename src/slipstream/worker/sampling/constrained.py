@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.platform import Event, Platform
 
 
-class Drawn(Protocol):
+class DrawnStep(Protocol):
     @property
     def is_done(self) -> bool: ...
     @property
@@ -38,13 +38,13 @@ class AwaitingMask:
     def __init__(
         self,
         plan: StepPlan,
-        draw: Callable[[TokenMask], Drawn],
+        draw: Callable[[TokenMask], DrawnStep],
         drafts: Tensor | None,
         drafted: Event | None,
     ) -> None:
         self.plan: Plan = plan
         self._draw, self._drafts, self._drafted = draw, drafts, drafted
-        self._step: Drawn | None = None
+        self._step: DrawnStep | None = None
 
     @property
     def awaits_mask(self) -> bool:

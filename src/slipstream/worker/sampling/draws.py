@@ -43,7 +43,7 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class Drawn:
+class DrawnTokens:
     tokens: Any  # int64 [N], on the runner's device
     logprobs: BestLogprobs | None = None
     extras: list[Extra] = field(default_factory=list)
@@ -56,7 +56,7 @@ def draw(
     logits: Any,
     mask: TokenMask | None,
     params: SamplingTensors | None = None,
-) -> Drawn:
+) -> DrawnTokens:
     """Draw one token per row of `logits` [N, V], which may be overwritten.
 
     Log-probabilities are those of the model's own distribution, before the mask and the sampler.
@@ -80,7 +80,7 @@ def draw(
     chained = places(rows, sampled)
     at = rows.upload(np.array(chained, np.int64)) if chained else None
     own = None if at is None else logits[at]  # a copy
-    drawn = Drawn(by.sample(logits, params))
+    drawn = DrawnTokens(by.sample(logits, params))
     if at is not None:
         tokens, drawn.extras = draw_chained(rows, sampled, chained, by.as_array(own))
         drawn.tokens[at] = rows.upload(tokens)

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +29,11 @@ import numpy.typing as npt
 from slipstream.config.engine_folder import is_engine_folder
 from slipstream.errors import CheckpointError
 from slipstream.files import parse_json
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.kernels.metadata import LayerKV
+from slipstream.platform import platform_of
 from slipstream.stats import CanaryResult
-
-if TYPE_CHECKING:
-    from slipstream.worker.forward.forwards import Forwards
-    from slipstream.worker.host_runner import HostForward
+from slipstream.worker.forward.base import ForwardTable
+from slipstream.worker.start.cache_scales import single_sequence
 
 _logger = logging.getLogger("slipstream.engine")
 
@@ -66,7 +65,7 @@ class Canary:
 
 
 def make_canary(
-    forwards: Forwards,
+    forwards: ForwardTable,
     kv: Sequence[LayerKV],
     token_ids: Sequence[int],
     *,
@@ -90,7 +89,7 @@ def make_canary(
 
 
 def run_canary(
-    forwards: Forwards | HostForward, kv: Sequence[LayerKV], canary: Canary, *, context: int
+    forwards: ForwardTable, kv: Sequence[LayerKV], canary: Canary, *, context: int
 ) -> CanaryResult:
     """Run a canary in the blocks 1, 2, … of `kv`, which must be unused.
 
@@ -116,7 +115,7 @@ def run_canary(
 
 
 def _log_probabilities(
-    forwards: Forwards | HostForward,
+    forwards: ForwardTable,
     kv: Sequence[LayerKV],
     token_ids: Sequence[int],
     num_decoded: int,
@@ -125,53 +124,31 @@ def _log_probabilities(
     first = max(1, len(token_ids) - num_decoded)
     starts = [0, *range(first, len(token_ids))]
     size, num_groups = kv[0].block_size, len(forwards.decoder.spec.cache_groups)
-    logits = _logits_by_arrays if forwards.decoder.device is None else _logits_by_tensors
     found = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
-        own = logits(forwards, kv, token_ids[start:end], start, size, num_groups)
+        own = _logits(forwards, kv, token_ids[start:end], start, size, num_groups)
         own = own - own.max(axis=-1, keepdims=True)
         found.append(own - np.log(np.exp(own).sum(axis=-1, keepdims=True)))
     return np.concatenate(found)
 
 
-def _logits_by_arrays(
-    forwards: Any,
+def _logits(
+    forwards: ForwardTable,
     kv: Sequence[LayerKV],
     token_ids: Sequence[int],
     start: int,
     size: int,
     num_groups: int,
 ) -> npt.NDArray[np.float32]:
-    from slipstream.worker.host_runner import single_sequence
-
-    meta = single_sequence(start, len(token_ids), block_size=size, num_groups=num_groups)
-    found: npt.NDArray[np.float32] = forwards.logits(
-        forwards.hidden(np.array(token_ids, np.int32), kv, meta)
-    )
-    return found
-
-
-def _logits_by_tensors(
-    forwards: Any,
-    kv: Sequence[LayerKV],
-    token_ids: Sequence[int],
-    start: int,
-    size: int,
-    num_groups: int,
-) -> npt.NDArray[np.float32]:
-    import torch
-
-    device = forwards.decoder.device
-    with torch.inference_mode():
-        meta = AttentionMetadata.single_sequence(
-            start, len(token_ids), block_size=size, device=device, num_groups=num_groups
+    platform, spec = platform_of(forwards.decoder.device), forwards.decoder.spec
+    with platform.values.inference():
+        meta = single_sequence(
+            start, len(token_ids), block_size=size, platform=platform, num_groups=num_groups
         )
-        tokens = torch.tensor(token_ids, dtype=torch.int32, device=device)
-        hidden, spec = forwards.hidden(tokens, kv, meta), forwards.decoder.spec
+        hidden = forwards.hidden(platform.upload(np.array(token_ids, np.int32)), kv, meta)
         if not spec.has_last:  # the last stage computes them
             return np.zeros((len(token_ids), spec.vocab_size), np.float32)
-        found: npt.NDArray[np.float32] = forwards.logits(hidden).float().cpu().numpy()
-        return found
+        return platform.values.floats(forwards.logits(hidden))
 
 
 def log_no_canary(model: Path, kind: str) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.platform import Platform, platform_of
-from slipstream.worker.host_runner import HostRunner
-from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.model_runner import Runner
 from slipstream.worker.start.roofline import measure_ceilings
 
 SIDE = 8192
@@ -28,7 +27,7 @@ NUM_SMALL = 200
 """Operators in the graph that measures the latency of one."""
 
 
-def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
+def device_ceilings(runner: Runner) -> dict[str, float]:
     """Ceilings by name. Rates that can't be measured are left out.
 
     `read` is in bytes/s, products are in operations/s by type, and a GPU also has `op_s` in
@@ -38,7 +37,6 @@ def device_ceilings(runner: ModelRunner | HostRunner) -> dict[str, float]:
     if isinstance(ops, NativeOps | HostOps):
         found = measure_ceilings(ops.pool)
         return {name: rate for name, rate in dataclasses.asdict(found).items() if rate > 0}
-    assert isinstance(runner, ModelRunner)
     return {} if runner.device.type == "cpu" else _gpu_ceilings(runner.device)
 
 

@@ -41,12 +41,13 @@ from slipstream.kernels.cpu.native import has_cpu_kernels, instruction_sets, lib
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.step_program import StepProgram, compile_step
+from slipstream.platform import platform_of
 from slipstream.spec.families import find_family
 from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES
-from slipstream.worker.host_runner import single_sequence
+from slipstream.worker.start.cache_scales import single_sequence
 
 FORMAT = 1
 ROUNDS = 12
@@ -218,7 +219,7 @@ def _steps(
 
     def step(first: int, num_tokens: int) -> Callable[[], object]:
         meta, ids = (
-            single_sequence(first, num_tokens, block_size=BLOCK),
+            single_sequence(first, num_tokens, block_size=BLOCK, platform=platform_of(None)),
             np.zeros(num_tokens, np.int32),
         )
         return lambda: program.forward(ids, kv, meta)

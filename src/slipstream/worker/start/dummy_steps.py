@@ -1,20 +1,11 @@
-"""Dummy steps at the start, which measure activations and set the scales of an 8-bit cache."""
+"""Dummy steps at the start, which measure activations."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, LayerKV, SamplingTensors
-from slipstream.spec.scheme import FORMAT_MAX
-from slipstream.worker.forward.forwards import Forwards
-
-CALIBRATION_TOKENS = 1024
-"""Random tokens whose keys and values set the scales of an 8-bit cache."""
+from slipstream.kernels.metadata import AttentionMetadata, SamplingTensors
 
 
 def dummy_prefill(
@@ -54,36 +45,3 @@ def dummy_sampling(num_rows: int, device: torch.device) -> SamplingTensors:
         history_lens=full(1, torch.int32),
         any_top_p=True,
     )
-
-
-def calibrated_scales(
-    forwards: Forwards,
-    make_cache: Callable[[int], list[LayerKV]],
-    kind: str,
-    *,
-    vocab_size: int,
-    num_tokens: int,
-    block_size: int,
-    device: torch.device,
-) -> list[tuple[Tensor, Tensor]]:
-    """Scales of an 8-bit cache of `kind`: float32 [K] for each layer's keys and for its values.
-
-    The largest magnitude of a head on random text of `num_tokens`, times a margin, maps to the end
-    of the range. A float's precision does not depend on the scale, so fp8 has a wide margin.
-    `make_cache` allocates blocks in the model's own type.
-    """
-    meta, tokens = dummy_prefill(num_tokens, num_tokens, block_size, device)
-    num_blocks = -(-num_tokens // block_size)
-    table = torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None]
-    meta = dataclasses.replace(meta, block_table=table, slot_mapping=meta.positions + block_size)
-    # NumPy's generator, like `HostRunner`, so that both find the same scales
-    text = np.random.default_rng(0)
-    tokens.copy_(torch.from_numpy(text.integers(0, vocab_size, num_tokens, dtype=np.int32)))
-    kv = make_cache(num_blocks + 1)
-    forwards.hidden(tokens, kv, meta)
-    top = FORMAT_MAX[kind] / (2.0 if kind == "fp8" else 1.1)  # type: ignore[index]
-
-    def scale(cache: Tensor) -> Tensor:
-        return cache.float().abs().amax(dim=(0, 2, 3)).clamp(min=1e-6) / top
-
-    return [(scale(layer.k), scale(layer.v)) for layer in kv]

@@ -11,7 +11,9 @@ from slipstream.model.encoder import pool
 from slipstream.worker.start.dummy_steps import dummy_prefill, dummy_sampling
 
 if TYPE_CHECKING:
-    from slipstream.worker.model_runner import ModelRunner
+    from slipstream.worker.loaded_runner import LoadedRunner
+    from slipstream.worker.model_runner import Runner
+    from slipstream.worker.torch_loading import TorchLoaded
 
 PROBE_TOKENS = 64
 """Tokens of the measured step if the bytes of most activations are known beforehand."""
@@ -33,7 +35,7 @@ Rows take equal memory. 64 rows of SmolLM2's vocabulary would take 95 MB, which 
 """
 
 
-def measure_activations(runner: ModelRunner) -> int:
+def measure_activations(runner: TorchLoaded) -> int:
     """Bytes of activations in the largest step: a full prefill budget with every row sampled."""
     scheduling, size = runner.config.scheduling, runner.config.cache.block_size
     num_tokens, per_token = scheduling.max_num_batched_tokens, runner.forwards.token_bytes
@@ -81,12 +83,12 @@ def measure_activations(runner: ModelRunner) -> int:
     return known + max(0, runner.platform.peak() - before) * num_rows // few_rows
 
 
-def compile_kernels(runner: ModelRunner) -> None:
+def compile_kernels(runner: Runner) -> None:
     """Run a small prefill and two decodes, so that the first request waits for no compilation.
 
     A decode of one sequence has kernels of its own.
     """
-    for num_tokens, length in compiled_steps(runner):
+    for num_tokens, length in compiled_steps(runner.loaded):
         meta, tokens = dummy_prefill(
             num_tokens, length, runner.config.cache.block_size, runner.device
         )
@@ -102,7 +104,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     runner.platform.synchronize()
 
 
-def compiled_steps(runner: ModelRunner) -> list[tuple[int, int]]:
+def compiled_steps(runner: LoadedRunner) -> list[tuple[int, int]]:
     """(tokens, length of the prompts) of each step to compile."""
     steps = [(64, 64), (4, 1), (1, 1)]
     if runner.has_latents:

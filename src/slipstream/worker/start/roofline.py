@@ -36,7 +36,7 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 from slipstream.spec.reason import Reason
-from slipstream.worker.model_runner import ModelRunner
+from slipstream.worker.model_runner import Runner
 
 READ_BYTES = 2 * 2**30
 """Bytes read to measure the read rate, at most a quarter of free memory.
@@ -112,7 +112,7 @@ class Roofline:
 
 
 def measure_roofline(
-    runner: ModelRunner, *, batch_sizes: Sequence[int], prompt: int, context: int
+    runner: Runner, *, batch_sizes: Sequence[int], prompt: int, context: int
 ) -> Roofline:
     """Measure decode steps of each batch size, and the prefill of one prompt.
 
@@ -149,7 +149,7 @@ def measure_roofline(
         + 1
     )
     with torch.inference_mode():
-        kv = runner.make_cache(num_blocks)
+        kv = runner.loaded.make_cache(num_blocks)
         for layer in kv:  # untouched memory is one shared page of zeros, which caches hold
             layer.k.fill_(1)
             layer.v.fill_(1)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from slipstream.config import EngineConfig
-from slipstream.costs.step_cost import MeasuredStep, StepShape
+from slipstream.costs.step_cost import MeasuredStep, StepCounts
 from slipstream.errors import ConfigError
 from slipstream.types import NewRequest, SamplingParams, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.base import Launched
@@ -51,8 +51,8 @@ class Step(NamedTuple):
     verified: tuple[tuple[int, int], ...] = ()
 
     @property
-    def shape(self) -> StepShape:
-        return StepShape.of(self.decodes, self.prompts, self.verified)
+    def shape(self) -> StepCounts:
+        return StepCounts.of(self.decodes, self.prompts, self.verified)
 
 
 def grid(

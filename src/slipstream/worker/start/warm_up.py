@@ -44,7 +44,7 @@ def warm_up(runner: ModelRunner) -> None:
     (CPU), nor for models that generate nothing or have an encoder.
     """
     spec, scheduling = runner.model.spec, runner.config.scheduling
-    if not runner.warms_up or not spec.generates or spec.encoder is not None:
+    if not runner.loaded.warms_up or not spec.generates or spec.encoder is not None:
         return
     if runner.config.model.max_model_len <= len(PROMPT) + NUM_DRAFTS + 1:
         return

@@ -1,6 +1,6 @@
 """Copies KV blocks between the device's cache and the tiers below it (`core/tiers.py` plans them).
 
-No torch. `BlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
+No torch. `HostBlockStore` serves a CPU: the cache is host memory, and blocks are copied to files and
 back. Its threads read and write the cache's own memory. They need no ordering with the steps,
 because a block does not change while it is copied out, and belongs to nobody while it is copied in.
 There is one exception: a step under way may still write to a block that was released meanwhile. So
@@ -32,7 +32,7 @@ NICENESS = 10
 """Niceness of the writing thread, which yields to the computing ones."""
 
 
-class BlockStore:
+class HostBlockStore:
     """Block copies of a CPU.
 
     `arrays` are the cache's memory, each uint8 [B, n]. `settle` waits for the step under way.
@@ -129,7 +129,7 @@ class BlockStore:
 
 
 def block_arrays(caches: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
-    """`BlockStore`'s arrays of NumPy caches [B, K, block_size, D].
+    """`HostBlockStore`'s arrays of NumPy caches [B, K, block_size, D].
 
     The memory layout may also be [B, K, D, block_size].
     """

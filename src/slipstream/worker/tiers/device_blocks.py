@@ -6,7 +6,7 @@
 2. A block's values are spread over many tensors, about ten kilobytes in each. One kernel gathers a
    batch of blocks in a staging buffer. Those with neighbouring slots then cross the bus in one
    transfer.
-3. Blocks go from host memory to files and back as on a CPU (`BlockStore`).
+3. Blocks go from host memory to files and back as on a CPU (`HostBlockStore`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.blocks import BlockRows
+from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.ops import OpSet
 from slipstream.platform import Event, Platform
 from slipstream.types import BlockCopy
-from slipstream.worker.tiers.block_store import BlockStore
+from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import DiskTier
 
 CHUNK_BYTES = 2**30
 """Size of a piece of pinned memory. torch rounds each piece up to a power of two."""
 
 
-class DeviceBlocks(BlockStore):
+class DeviceBlocks(HostBlockStore):
     """Block copies of a GPU.
 
     `blocks` are the cache's blocks; `num_staged` is the size of the staging buffer.
@@ -38,7 +38,7 @@ class DeviceBlocks(BlockStore):
 
     def __init__(
         self,
-        blocks: BlockRows,
+        blocks: BlockTensors,
         ops: OpSet,
         num_slots: int,
         num_staged: int,

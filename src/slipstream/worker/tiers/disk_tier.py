@@ -199,7 +199,7 @@ class DiskTier:
                     self._unlink(file)
 
     def look(self) -> None:
-        """As a reader, find new files, and become the writer if there is none."""
+        """Find new files as a reader, and become the writer if there is none."""
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             with contextlib.suppress(OSError):
                 self._look()

@@ -19,20 +19,19 @@ from slipstream.costs.memory import staged_blocks
 from slipstream.errors import ConfigError
 from slipstream.model.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
-from slipstream.worker.tiers.block_store import BlockStore
+from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier
 
 if TYPE_CHECKING:
-    from slipstream.worker.host_runner import HostRunner
-    from slipstream.worker.model_runner import ModelRunner
+    from slipstream.worker.model_runner import Runner
 
 
 def open_tiers(
     config: EngineConfig,
     description: ModelDescription,
-    runner: ModelRunner | HostRunner,
+    runner: Runner,
     block_bytes: int,
-) -> BlockStore | None:
+) -> HostBlockStore | None:
     """Open the tiers that the settings ask for; None if there are none.
 
     ConfigError if the folder can't be used, or the host's memory is too small.
@@ -64,9 +63,7 @@ def open_tiers(
     return runner.open_store(disk, num_slots, staged_blocks(config, block_bytes))
 
 
-def identity(
-    config: EngineConfig, description: ModelDescription, runner: ModelRunner | HostRunner
-) -> bytes:
+def identity(config: EngineConfig, description: ModelDescription, runner: Runner) -> bytes:
     """Digest of everything a block's contents depend on, except what its key covers.
 
     The key covers the block's tokens, adapter and salt.
@@ -91,10 +88,10 @@ def identity(
             device.deterministic,
             device.dense_copies,
         ],
-        [type(runner).__name__, runner.ops.describe()],
+        [type(runner.loaded).__name__, runner.ops.describe()],
     ]
     digest = hashlib.sha256(json.dumps(known).encode())
-    for pair in runner.kv_scales or ():
+    for pair in runner.loaded.kv_scales or ():
         for scale in pair:
             digest.update(np.asarray(scale.tolist(), np.float32).tobytes())
     return digest.digest()[:IDENTITY_BYTES]

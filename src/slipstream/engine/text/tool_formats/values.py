@@ -79,18 +79,66 @@ def _with(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defs, **schema} if isinstance(schema, dict) else defs
 
 
-def is_text(schema: Any) -> bool:
-    """Whether a value is written as plain text."""
-    if not isinstance(schema, dict):
-        return False
+MAX_ALTERNATIVES = 64
+
+
+def alternatives(schema: Any) -> list[Mapping[str, Any]]:
+    """The simple schemas of which a value fits one: those of `anyOf`, `oneOf`, a list of types and `$ref`, taken apart."""
+    found, todo, seen = list[Mapping[str, Any]](), [(schema, 0)], 0
+    while todo and seen < MAX_ALTERNATIVES:
+        part, depth = todo.pop(0)
+        seen += 1
+        if not isinstance(part, dict) or depth > 8:
+            continue
+        rest = {k: v for k, v in part.items() if k not in ("anyOf", "oneOf", "$ref")}
+        defs = {k: part[k] for k in ("$defs", "definitions") if k in part}
+        inner = [*(part.get("anyOf") or ()), *(part.get("oneOf") or ())]
+        if isinstance(reference := part.get("$ref"), str):
+            inner.append(_definition(reference, defs))
+        if inner:
+            todo += [({**rest, **one}, depth + 1) for one in inner if isinstance(one, dict)]
+        elif isinstance(part.get("type"), list):
+            found += [{**part, "type": kind} for kind in part["type"]]
+        else:
+            found.append(part)
+    return found
+
+
+def _definition(reference: str, defs: Mapping[str, Any]) -> Any:
+    place, _, name = reference.removeprefix("#/").partition("/")
+    return (defs.get(place) or {}).get(name.replace("~1", "/").replace("~0", "~"))
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if options is not None:
-        return all(isinstance(option, str) for option in options)
+        return bool(options) and all(isinstance(option, str) for option in options)
     return schema.get("type") == "string"
 
 
+def _is_null(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") == "null" or schema.get("enum", schema.get("const", 0)) in (
+        [None],
+        None,
+    )
+
+
+def is_text(schema: Any) -> bool:
+    """Whether a value is written as plain text: its schema allows a string."""
+    return any(map(_is_text, alternatives(schema)))
+
+
 def text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
-    """The grammar of a value that is plain text, and of the marker `end` behind it."""
+    """The grammar of a value that is plain text, and of the marker `end` after it. Where the schema allows more than strings,
+    the model writes a string, or null."""
+    parts = alternatives(schema)
+    rules = [_text_rule(part, writer, where, end) for part in parts if _is_text(part)]
+    if any(map(_is_null, parts)):
+        rules.append(f'"null" {writer.text(end)}')
+    return rules[0] if len(rules) == 1 else f"({' | '.join(dict.fromkeys(rules))})"
+
+
+def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) -> str:
     known = {"type", "enum", "const", "pattern", "minLength", "maxLength", "$defs", "definitions"}
     unknown = sorted(set(schema) - known - _NOTES)
     if unknown or ("pattern" in schema and {"minLength", "maxLength"} & set(schema)):
@@ -128,11 +176,22 @@ def _num_backslashes(text: str) -> int:
     return len(text) - len(text.rstrip("\\"))
 
 
+_WORDS = {"True": True, "False": False, "None": None}
+"""Python's words, which models write for JSON's."""
+
+
 def value_of(text: str, tools: Sequence[Tool], function: str, name: str) -> Any:
-    """An argument as a model wrote it."""
-    schemas = next((t.parameters.get("properties") for t in tools if t.name == function), None)
-    if isinstance(schemas, dict) and is_text(schemas.get(name)):
-        return text
+    """An argument as a model wrote it, by its schema: a string where one is allowed, else JSON, else the text."""
+    schema = next((t.parameters for t in tools if t.name == function), {})
+    properties = schema.get("properties")
+    own = properties.get(name) if isinstance(properties, dict) else None
+    defs = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+    parts = alternatives(_with(own, defs))
+    word = text.strip()
+    if any(map(_is_text, parts)):
+        return None if word in ("null", "None") and any(map(_is_null, parts)) else text
+    if word in _WORDS:
+        return _WORDS[word]
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

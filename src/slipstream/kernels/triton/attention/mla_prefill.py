@@ -162,7 +162,7 @@ def _mla_prefill_kernel(
 def default_tile(
     dtype: torch.dtype, width: int, longest: int, shared: int
 ) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (`benchmarks/kernels.py --op mla`). `width`: numbers of a
+    """(BLOCK_M, BLOCK_N, warps, stages), measured on an H200 (study `kernels_cuda_mla`). `width`: numbers of a
     key and a value together; `shared`: bytes of shared memory per thread block."""
     if dtype == torch.float32:
         return 32, 16, 4, 2

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import AttentionMetadata, Steps
+from slipstream.kernels.metadata import AttentionMetadata, JoinedSteps
 from slipstream.kernels.triton.pdl import pdl_options, pdl_wait
 
 MAX_SPLITS, CTAS_PER_SM = 64, 4
@@ -77,7 +77,7 @@ class DecodeParts:
         sizes = dict(
             programs_each=programs_each, block_n=block_n, num_extra=num_extra, splits=splits
         )
-        steps = meta.of_steps or Steps(meta, 0, 1)
+        steps = meta.of_steps or JoinedSteps(meta, 0, 1)
         lens, sizes["num_seqs"], sizes["num_steps"] = (
             steps.all.seq_lens,
             meta.num_decodes,

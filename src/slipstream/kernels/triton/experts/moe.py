@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.metadata import ExpertLoad
+from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.ops import Experts
 from slipstream.kernels.triton.experts import grouped_gemm
 from slipstream.kernels.triton.experts.gathered import expert_gemm
@@ -36,7 +36,7 @@ def moe(
     x: Tensor,
     router_logits: Tensor,
     experts: Experts,
-    load: ExpertLoad | None = None,
+    load: ExpertCounters | None = None,
     shared: tuple[Linear, Linear] | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
@@ -192,7 +192,7 @@ def route(
     router_logits: Tensor,
     spec: MoESpec,
     correction: Tensor | None = None,
-    load: ExpertLoad | None = None,
+    load: ExpertCounters | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each. Of `spec.held` experts they are counted from the first of these; others
     are the number after the last, with the weight 0."""

@@ -1,0 +1,107 @@
+"""`slipstream launch CLIENT`: start a coding agent (claude, codex, opencode) that uses a server of yours.
+
+    slipstream launch claude --serve smollm2          # starts a server, which ends with the agent
+    slipstream launch codex --url http://127.0.0.1:8000 -- exec "fix the tests"
+
+Only the environment and the arguments of the agent are set, and they are printed. No file of the agent's is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from slipstream.cli.console import print_json
+from slipstream.cli.options import add_output_options
+from slipstream.errors import ConfigError
+
+START_S = 1800.0
+"""Longest start of a server: a large model may have to be fetched."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("client", choices=("claude", "codex", "opencode"), help="the agent")
+    parser.add_argument("args", nargs="*", help="arguments for the agent, after --")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--serve", metavar="MODEL", help="start a server of this model at --url's port"
+    )
+    parser.add_argument("--model", help="a model that the server serves (default: its first)")
+    parser.add_argument("--api-key", help="the server's key")
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        dest="only_print",
+        help="print what would be set, start nothing",
+    )
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.server.operations.clients import (
+        AGENTS,
+        SMALL_CONTEXT,
+        find_endpoint,
+        find_program,
+    )
+
+    agent = AGENTS[args.client]
+    program = agent.program if args.only_print else find_program(agent)
+    with served(args.serve, args.url) if args.serve else contextlib.nullcontext():
+        endpoint = find_endpoint(args.url, args.model, args.api_key)
+        environment, words = agent.setup(endpoint)
+        command = [program, *words, *args.args]
+        if args.json:
+            print_json({"environment": environment, "command": command})
+        else:
+            for name, value in environment.items():
+                shown = "…" if args.api_key and value == args.api_key else value
+                print(f"{name}={shlex.quote(shown)}", file=sys.stderr)
+            print(shlex.join(command), file=sys.stderr)
+        length = endpoint.max_model_len
+        if length is not None and length < SMALL_CONTEXT:
+            print(
+                f"slipstream: the context is {length} tokens; agents' first prompts have 10,000 to 30,000",
+                file=sys.stderr,
+            )
+        if args.only_print:
+            return 0
+        return subprocess.run(command, env={**os.environ, **environment}, check=False).returncode
+
+
+@contextlib.contextmanager
+def served(model: str, url: str) -> Iterator[None]:
+    """A server of the model while the code inside runs. ConfigError if it ends before it serves."""
+    import httpx
+
+    address = httpx.URL(url)
+    place = ["--host", address.host, "--port", str(address.port or 8000)]
+    command = [sys.executable, "-m", "slipstream", "serve", model, *place]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + START_S
+        while not _is_ready(url):
+            if server.poll() is not None or time.monotonic() > until:
+                raise ConfigError(f"the server of {model} did not start", field="serve")
+            time.sleep(0.2)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _is_ready(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url.rstrip('/')}/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False

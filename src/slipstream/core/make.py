@@ -1,0 +1,60 @@
+"""Makes a scheduler with the participants that an engine needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from slipstream.config import CacheConfig, SchedulingConfig, SpeculationConfig
+from slipstream.core.participants.adapters import AdapterAdmission, LoadAdapter
+from slipstream.core.participants.base import Participant
+from slipstream.core.participants.beams import Beams
+from slipstream.core.participants.forced_tokens import ForcedTokens
+from slipstream.core.participants.speculation import Speculation
+from slipstream.core.participants.whole_images import WholeImages
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.tiers import BlockStore
+from slipstream.costs.graph_sizes import Padding
+
+
+def make_scheduler(
+    scheduling: SchedulingConfig,
+    cache: CacheConfig,
+    *,
+    max_model_len: int,
+    num_blocks: int,
+    salt: str = "",
+    speculation: SpeculationConfig | None = None,
+    drafts_ahead: bool = False,
+    max_adapters: int = 0,
+    load_adapter: LoadAdapter | None = None,
+    whole_images: bool = False,
+    store: BlockStore | None = None,
+    padded: Padding | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """Scheduler of a text-generating model; arguments beyond `Scheduler`'s are of participants.
+
+    `drafts_ahead`: the drafter begins the next drafts before these are verified. `max_adapters`: how
+    many adapters may run at once, each of which `load_adapter` loads. `whole_images`: the tokens of
+    an image attend to one another.
+    """
+    participants: list[Participant] = [ForcedTokens(), Beams()]
+    if speculation is not None:
+        participants.append(Speculation(speculation))
+    if max_adapters or load_adapter is not None:
+        participants.append(AdapterAdmission(load_adapter or (lambda lora, keep: ""), max_adapters))
+    if whole_images:
+        participants.append(WholeImages())
+    return Scheduler(
+        scheduling,
+        cache,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        salt=salt,
+        participants=participants,
+        guesses_ahead=drafts_ahead,
+        store=store,
+        padded=padded,
+        clock=clock,
+    )

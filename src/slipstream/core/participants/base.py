@@ -1,0 +1,118 @@
+"""A feature's part in scheduling: what the scheduler and the table of steps in flight call.
+
+They have a list of participants and know none of them by name. A new feature is a new file here, a
+line in `core/make.py`, and nothing in the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from slipstream.types import EngineOutput, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from slipstream.core.in_flight import Extras, StepsInFlight
+    from slipstream.core.request import Request
+    from slipstream.core.request_table import RequestTable
+
+
+class Participant:
+    """Takes part in nothing; a feature overrides what it needs.
+
+    `Request.participants` are those that a request concerns. Methods with a request are called for
+    these alone, so a plain request costs nothing. Methods without one are called once a step.
+    """
+
+    guides: ClassVar[bool] = False
+    """True if it decides about each step of its requests. Such a request never has a decode lease."""
+
+    adds: ClassVar[bool] = False
+    """True if it has `certain` tokens at times."""
+
+    requests: RequestTable
+    """The scheduler's requests, set when the scheduler is made."""
+
+    def concerns(self, request: Request) -> bool:
+        """True if it takes part in the request's steps."""
+        return False
+
+    # --- Before a request runs ----------------------------------------------------------------------------------------
+
+    def entered(self, request: Request) -> None:
+        """Prepare a request that is about to be queued. An error refuses it."""
+
+    def admits(self, request: Request) -> bool:
+        """Return whether there are resources for the request to run now, besides rows and blocks.
+
+        If not, others may overtake it. A SlipstreamError ends it.
+        """
+        return True
+
+    def stays(self, request: Request) -> bool:
+        """True if the request must run on the rank that it has."""
+        return False
+
+    def started(self, request: Request) -> None:
+        """Take note that the request runs."""
+
+    def stopped(self, request: Request) -> None:
+        """Take note that the request does not run any more: it was preempted or has ended."""
+
+    def ended(self, request: Request) -> None:
+        """Forget a request that has ended."""
+
+    # --- Before a step ------------------------------------------------------------------------------------------------
+
+    def is_ready(self, running: Sequence[Request], in_flight: StepsInFlight) -> bool:
+        """Prepare the next step. False if it must wait for the steps in flight."""
+        return True
+
+    def certain(self, request: Request) -> tuple[int, ...]:
+        """Tokens known to follow the last one, of a request that it guides.
+
+        The step computes as many of them with that token as it has room for.
+        """
+        return ()
+
+    def placed(
+        self, request: Request, computed: int, end: int, num_sampled: int
+    ) -> tuple[int, ...]:
+        """Take note that a step computes positions [computed, end) of a request that it guides.
+
+        Returns the last of these tokens that the worker does not have.
+        """
+        return ()
+
+    def chunk(self, request: Request, computed: int, count: int, room: int) -> int:
+        """Number of prompt tokens to compute after `computed` ones where `count` would split the prompt.
+
+        `room` is the number of tokens that a step without decodes could still take.
+        """
+        return count
+
+    def make_way(self) -> bool:
+        """Resolve a deadlock: nothing runs and nothing can be scheduled. True if that may help."""
+        return False
+
+    # --- After a step -------------------------------------------------------------------------------------------------
+
+    def takes(self, request: Request) -> bool:
+        """True if it takes the result of a request that it guides, instead of the sampled token."""
+        return False
+
+    def verified(self, request: Request, num_guesses: int, num_right: int) -> None:
+        """Take note of how many guessed tokens were right."""
+
+    def step_done(
+        self, plan: StepPlan, result: StepResult, extras: Extras | None, now: float
+    ) -> list[EngineOutput]:
+        """Process a finished step. Returns the outputs of the requests whose results it took."""
+        return []
+
+    def reset(self) -> None:
+        """Forget what was kept of ended requests."""
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `SchedulerStats`."""
+        return {}

@@ -1,0 +1,37 @@
+"""Tokens that a request's grammar forces, which are computed with the token before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.core.participants.base import Participant
+from slipstream.core.request import Request
+
+
+class ForcedTokens(Participant):
+    """Guides requests with a grammar. `find` is the engine's part: it knows the grammars."""
+
+    guides = adds = True
+
+    def __init__(self) -> None:
+        self.find: Callable[[str, int], tuple[int, ...]] | None = None
+        """Maps (request id, number of pending tokens) to the tokens that its grammar forces."""
+
+    def concerns(self, request: Request) -> bool:
+        return request.spec.sampling.structured_outputs is not None
+
+    def certain(self, request: Request) -> tuple[int, ...]:
+        """Tokens that the grammar forces now.
+
+        There are none with log-probabilities and the sampler chain, which need logits, and none
+        with `allowed_token_ids`, which the grammar does not know.
+        """
+        sampling = request.spec.sampling
+        if (
+            self.find is None
+            or sampling.logprobs is not None
+            or sampling.allowed_token_ids is not None
+            or sampling.by_chain
+        ):
+            return ()
+        return self.find(request.request_id, request.num_pending)

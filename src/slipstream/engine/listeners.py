@@ -1,0 +1,190 @@
+"""Features of an engine core that listen to its stream of outputs: grammars, beam searches, texts.
+
+The core's loop has a list of listeners and knows none of them by name. What a feature needs inside
+the scheduler is a participant (`core/participants/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from slipstream.core.participants.beams import Beams
+from slipstream.core.pooled import TextSequences
+from slipstream.core.scheduler import Scheduler
+from slipstream.engine.beams import BeamSearches
+from slipstream.engine.grammars.grammar import GrammarError, Grammars
+from slipstream.types import (
+    FROM_MODEL,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    LikeliestTokens,
+    StepOutput,
+    StepPlan,
+    TokenOutput,
+    tokens_of,
+)
+from slipstream.worker.executor import Executor, Launched
+
+
+class Listener:
+    """Listens to nothing; a feature overrides what it needs."""
+
+    is_waiting = False
+    """True if `prepare` may soon have something to do without a step."""
+
+    num_tokens = 0
+    """Generated tokens that are in none of the outputs."""
+
+    def prepare(self) -> list[EngineOutput]:
+        """Do what is due before a step is scheduled. Returns the ends of requests."""
+        return []
+
+    def mask(self, step: Launched) -> list[EngineOutput]:
+        """Say what a launched step may sample. Returns the ends of requests."""
+        return []
+
+    def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """Act on a step's outputs, and return them as they are to be passed on."""
+        return outputs
+
+    def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
+        """Forget aborted requests. Returns the ids of the scheduler's requests to abort."""
+        return request_ids
+
+    def clear(self) -> None:
+        """Forget all requests."""
+
+
+class MaskingGrammars(Listener):
+    """Holds requests until their grammars are compiled, masks their steps, and ends their answers."""
+
+    def __init__(self, grammars: Grammars, scheduler: Scheduler, executor: Executor) -> None:
+        self._grammars, self._scheduler, self._executor = grammars, scheduler, executor
+
+    @property
+    def is_waiting(self) -> bool:  # type: ignore[override]
+        return self._grammars.is_compiling
+
+    def prepare(self) -> list[EngineOutput]:
+        """Let requests run whose grammars are compiled now."""
+        outputs: list[EngineOutput] = []
+        for request_id, error in self._grammars.compiled() if self.is_waiting else ():
+            if error is None:
+                self._scheduler.requests.release(request_id)
+            else:
+                busy = request_id in self._grammars.overloaded
+                reason = FinishReason.OVERLOADED if busy else FinishReason.INVALID
+                outputs += self._end(request_id, error, reason)
+        return outputs
+
+    def mask(self, step: Launched) -> list[EngineOutput]:
+        assert isinstance(step.plan, StepPlan)
+        drafts = {s.request_id: s.drafts for s in step.plan.scheduled if s.drafts}
+        if any(FROM_MODEL in own for own in drafts.values()):
+            proposed = iter(step.proposed())
+            drafts = {
+                name: tuple(next(proposed) if t == FROM_MODEL else t for t in own)
+                for name, own in drafts.items()
+            }
+        mask, ended = self._grammars.masks(step.plan, drafts)
+        self._executor.constrain(step, mask)
+        return [
+            output for request_id, error in ended.items() for output in self._end(request_id, error)
+        ]
+
+    def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """Advance grammars by new tokens. An answer after which nothing can follow is complete."""
+        if not (self._grammars or self.is_waiting):
+            return outputs
+        found: list[StepOutput] = []
+        for output in outputs:
+            found.append(output)
+            if not isinstance(output, TokenOutput):
+                continue
+            tokens, ended = output.token_ids, output.finish_reason is not None
+            if ended and len(tokens) < 2:
+                self._grammars.forget([output.request_id])
+            if output.request_id not in self._grammars:
+                continue
+            try:
+                count = self._grammars.accept(
+                    output.request_id, tokens[: len(tokens) - (output.stop_token_id is not None)]
+                )
+                if count is not None and (count < len(tokens) or not ended):
+                    found[-1] = output._replace(
+                        token_ids=tokens[:count],
+                        logprobs=output.logprobs[:count],
+                        num_accepted=min(output.num_accepted, count),
+                        finish_reason=FinishReason.STOP,
+                        stop_token_id=None,
+                    )
+                if ended or count is not None:
+                    self._end(output.request_id, None)
+            except GrammarError as error:
+                found += self._end(output.request_id, str(error))
+        return found
+
+    def _end(
+        self, request_id: str, error: str | None, reason: FinishReason = FinishReason.INVALID
+    ) -> list[EngineOutput]:
+        """End a request whose answer is complete, or can't be completed."""
+        self._grammars.forget([request_id])
+        ended = self._scheduler.abort([request_id], FinishReason.STOP if error is None else reason)
+        return [output._replace(error=error) for output in tokens_of(ended)]
+
+    def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
+        request_ids = list(request_ids)
+        self._grammars.forget(request_ids)
+        return request_ids
+
+    def clear(self) -> None:
+        self._grammars.clear()
+
+
+class Searching(Listener):
+    """Continues beam searches where a step of theirs is complete."""
+
+    def __init__(
+        self,
+        searches: BeamSearches,
+        scheduler: Scheduler,
+        add: Callable[[Iterable[EngineRequest]], None],
+    ) -> None:
+        self._searches, self._scheduler, self._add = searches, scheduler, add
+        self._beams = scheduler.part(Beams)
+
+    def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        if not self._searches:
+            return outputs
+        self.num_tokens += sum(
+            [len(o.token_ids) for o in outputs if isinstance(o, LikeliestTokens)]
+        )
+        found = self._searches.take(outputs)
+        if found.steps:
+            self._add(found.new)
+            self._beams.go_on(found.steps)
+        self._scheduler.abort(found.ended)
+        return [*found.outputs]
+
+    def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
+        return self._searches.forget(request_ids)
+
+    def clear(self) -> None:
+        self._searches.clear()
+
+
+class JoiningTexts(Listener):
+    """Joins the vectors of texts, each of which is a request of a decoder, to their requests."""
+
+    def __init__(self, texts: TextSequences) -> None:
+        self._texts = texts
+
+    def take(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        return [*self._texts.joined(outputs)]  # type: ignore[arg-type]
+
+    def forget(self, request_ids: Iterable[str]) -> Iterable[str]:
+        return self._texts.forget(request_ids)
+
+    def clear(self) -> None:
+        self._texts.clear()

@@ -1,0 +1,122 @@
+"""Coding agents and what each needs to use a server of ours: an environment and arguments. No file of theirs is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import httpx
+
+from slipstream.errors import ConfigError
+
+NO_KEY = "none"
+"""The key for clients that insist on one, where the server asks for none."""
+
+SMALL_CONTEXT = 32768
+"""Coding agents begin with instructions and tools of 10,000 to 30,000 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server, and the model that is asked there."""
+
+    url: str
+    model: str
+    key: str
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A client. `setup` returns the environment and the arguments that make it use an endpoint."""
+
+    program: str
+    install: str
+    setup: Callable[[Endpoint], tuple[dict[str, str], list[str]]]
+
+
+def _claude(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+    names = (
+        *("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"),
+        *("ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL"),
+    )
+    address = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
+    return {**address, **dict.fromkeys(names, server.model)}, []
+
+
+def _codex(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+    provider = "model_providers.slipstream"
+    settings = {
+        "model_provider": "slipstream",
+        f"{provider}.name": "Slipstream",
+        f"{provider}.base_url": f"{server.url}/v1",
+        f"{provider}.wire_api": "responses",
+        f"{provider}.env_key": "SLIPSTREAM_API_KEY",
+    }
+    if server.max_model_len is not None:
+        settings["model_context_window"] = str(server.max_model_len)
+    words = [
+        word
+        for name, value in settings.items()
+        for word in ("-c", f"{name}={value if value.isdecimal() else json.dumps(value)}")
+    ]
+    return {"SLIPSTREAM_API_KEY": server.key}, ["-m", server.model, *words]
+
+
+def _opencode(server: Endpoint) -> tuple[dict[str, str], list[str]]:
+    model: dict[str, object] = {"name": server.model}
+    if server.max_model_len is not None:
+        model["limit"] = {"context": server.max_model_len, "output": server.max_model_len // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Slipstream",
+        "options": {"baseURL": f"{server.url}/v1", "apiKey": server.key},
+        "models": {server.model: model},
+    }
+    config = {"provider": {"slipstream": provider}, "model": f"slipstream/{server.model}"}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, []
+
+
+AGENTS = {
+    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
+}
+
+
+def find_program(agent: Agent) -> str:
+    """The path of the agent's program. ConfigError says how it is installed."""
+    found = shutil.which(agent.program)
+    if found is None:
+        raise ConfigError(f"{agent.program} is not installed here; {agent.install}", field="client")
+    return found
+
+
+def find_endpoint(url: str, model: str | None, key: str | None) -> Endpoint:
+    """Asks the server at `url` for its models. ConfigError if none answers, or if it serves no such model."""
+    url = url.rstrip("/").removesuffix("/v1")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
+        answer.raise_for_status()
+        served = {one["id"]: one for one in answer.json()["data"]}
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        remedy = "; give its key with --api-key" if status == 401 else ""
+        raise ConfigError(f"the server at {url} answers {status}{remedy}", field="url") from None
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"no server answers at {url} ({type(error).__name__}); start one with `slipstream serve MODEL`, "
+            "or add --serve MODEL",
+            field="url",
+        ) from None
+    name = model or next(iter(served), "")
+    if name not in served:
+        raise ConfigError(
+            f"the server at {url} serves {', '.join(served) or 'no model'}, not {name!r}",
+            field="model",
+        )
+    length = served[name].get("max_model_len")
+    return Endpoint(url, name, key or NO_KEY, length if isinstance(length, int) else None)

@@ -1,0 +1,317 @@
+"""Interface of the ways to run a model over a step's tokens: inputs, outputs, and `Forward`. No torch.
+
+Values are tensors or NumPy arrays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import AnyTap
+from slipstream.platform import Event
+from slipstream.platform.base import Values
+from slipstream.spec.pooling import PoolingSpec
+from slipstream.spec.reason import Reason
+from slipstream.types import StepPlan, StepShape
+from slipstream.worker.input_batch import NOTHING_SAMPLED, GatheredInputs, SampledRows, gather
+from slipstream.worker.rows import RowTable
+from slipstream.worker.step_shape import shape_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HAS_ADAPTERS = Reason("a request of the step has an adapter")
+
+
+class InputBatch:
+    """Input of one forward: a scheduled step whose sequences have rows, or plain tokens.
+
+    The tensors of a scheduled step are gathered at first use, because a graph gathers its own.
+    """
+
+    def __init__(
+        self,
+        kv: Sequence[LayerKV],
+        plan: StepPlan | None,
+        table: RowTable | None,
+        gathered: GatheredInputs | None = None,
+        *,
+        adapted: bool = True,
+    ) -> None:
+        """If `adapted` is False, requests' adapters are ignored (for a draft model)."""
+        self.kv, self.plan, self.table, self._adapted = kv, plan, table, adapted
+        if gathered is not None:
+            self.gathered = gathered
+
+    @classmethod
+    def of(cls, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> InputBatch:
+        """Make a batch of tokens [T] without a plan: of a canary, a measurement or a capture."""
+        return cls(
+            kv,
+            None,
+            None,
+            GatheredInputs(
+                token_ids=token_ids, meta=meta, sample_index=None, sampled=NOTHING_SAMPLED
+            ),
+        )
+
+    @property
+    def step(self) -> tuple[StepPlan, RowTable]:
+        """The plan of a scheduled step and its rows."""
+        if self.plan is None or self.table is None:
+            raise ValueError("the tokens are not a scheduled step")
+        return self.plan, self.table
+
+    @cached_property
+    def gathered(self) -> GatheredInputs:
+        plan, table = self.step
+        return gather(table, plan)
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.gathered.token_ids
+
+    @property
+    def meta(self) -> AttentionMetadata:
+        return self.gathered.meta
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.plan is None else self.plan.num_tokens
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """Shape of a scheduled step; the ranks' largest where ranks have requests of their own."""
+        assert self.plan is not None
+        return self.plan.largest or shape_of(self.plan.scheduled)
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        """True if the requests want only the index of the largest logit."""
+        plan, table = self.step
+        return table.is_greedy([s.request_id for s in plan.scheduled if s.num_sampled])
+
+    @cached_property
+    def has_adapters(self) -> bool:
+        """True if some request has an adapter."""
+        if (
+            self.plan is None
+            or self.table is None
+            or not self._adapted
+            or not self.table.wanting["adapter"]
+        ):
+            return False
+        return self.table.wanted("adapter", [s.request_id for s in self.plan.scheduled])
+
+    @cached_property
+    def has_images(self) -> bool:
+        """True if some request has image placeholders in this step."""
+        if self.plan is None or self.table is None or not self.table.wanting["images"]:
+            return False
+        wanting, rows = self.table.wanting["images"], self.table.rows
+        return any(
+            rows[s.request_id].needs_images(s)
+            for s in self.plan.scheduled
+            if s.request_id in wanting
+        )
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if a request samples with a grammar."""
+        plan, table = self.step
+        return table.wanted("grammar", [s.request_id for s in plan.scheduled if s.num_sampled])
+
+
+class StateCache:
+    """Hidden states that a draft head reads, in the blocks of the requests' first group.
+
+    They are kept only if `kept` [B · block_size, E] is set.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.kept: Any = None
+
+    def write(self, states: Tensor, meta: AttentionMetadata) -> None:
+        """Keep the states [T, E] of a step's tokens."""
+        if self.kept is not None:
+            self.values.put(self.kept, meta.slot_mapping, states)
+
+    def read(self, meta: AttentionMetadata) -> Any:
+        """States [T, E] of a step's tokens, in the kept type."""
+        return self.kept[meta.slot_mapping]
+
+    def floats(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """States as an array [T, E]."""
+        return self.values.floats(self.kept[slots])
+
+
+@dataclass(slots=True)
+class Output:
+    """Result of a forward.
+
+    Token i of the plan is in row `row(i)` of `hidden` [T or more, E]: after `num_decodes` rows
+    there are `padding` rows without tokens.
+    """
+
+    forward: Forward
+    hidden: Tensor
+    sampled: SampledRows = NOTHING_SAMPLED
+    # rows of `hidden` that are sampled, int32 or int64 [N]; None: all
+    sample_index: Tensor | None = None
+    # int64 [N], if the forward has drawn them itself; already in the rows
+    tokens: Tensor | None = None
+    num_decodes: int = 0
+    padding: int = 0
+
+    @property
+    def sampled_states(self) -> Tensor:
+        """Sampled rows of `hidden`, [N, E]."""
+        if self.sample_index is None:
+            return self.hidden
+        return self.forward.take(self.hidden, self.sample_index)
+
+    def row(self, token: int) -> int:
+        return token + (self.padding if token >= self.num_decodes else 0)
+
+
+@dataclass(slots=True)
+class BegunStep:
+    """A step of greedy decodes that a CPU's threads compute, up to its tokens.
+
+    `tokens`, int64 [N], and the `states` for the `StateCache` are valid after `done`.
+    """
+
+    sampled: SampledRows
+    tokens: Tensor
+    done: Event | None  # None: the step is done
+    cache: StateCache | None
+    states: tuple[Tensor, AttentionMetadata]
+
+    def finish(self) -> None:
+        """Wait for the step, and keep its states."""
+        if self.done is not None:
+            self.done.synchronize()
+            self.done = None
+        if self.cache is not None:
+            self.cache.write(*self.states)
+            self.cache = None
+
+
+class Forward(ABC):
+    name: str
+    num_cold = 0
+    """Number of steps that captured a graph, or ran op by op because theirs is not captured yet."""
+
+    @abstractmethod
+    def covers(self, batch: InputBatch) -> Reason | None:
+        """Reason why this path can't run `batch`; None if it can. No side effects."""
+
+    def passed_over(self, batch: InputBatch, reason: Reason) -> None:  # noqa: B027
+        """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
+
+    @abstractmethod
+    def run(self, batch: InputBatch) -> Output | BegunStep: ...
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, E] from this path's `run`."""
+
+    def take(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Some rows of hidden states."""
+        return hidden.index_select(0, rows)
+
+    def greedy(self, hidden: Tensor) -> Tensor | None:
+        """Tokens with the largest logits, int64 [N], from hidden states [N, E].
+
+        The logits are not written to memory. Of equal logits the first wins. None if this path must
+        write logits.
+        """
+        return None
+
+
+class PlainForward(Forward):
+    """A path that runs the tokens it is given, of any step without adapters.
+
+    `states` is where a draft head's states go.
+    """
+
+    def __init__(self, decoder: Decoder, states: StateCache | None = None) -> None:
+        self.decoder, self.states = decoder, states
+
+    def covers(self, batch: InputBatch) -> Reason | None:
+        return HAS_ADAPTERS if batch.has_adapters else None
+
+    def run(self, batch: InputBatch) -> Output | BegunStep:
+        given = batch.gathered
+        hidden = self._hidden(given.token_ids, batch.kv, given.meta)
+        return Output(self, hidden, given.sampled, given.sample_index)
+
+    @abstractmethod
+    def _hidden(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+    ) -> Tensor: ...
+
+    def _keep(self, hidden: Tensor, states: Tensor, meta: AttentionMetadata) -> Tensor:
+        if self.states is not None:
+            self.states.write(states, meta)
+        return hidden
+
+    @abstractmethod
+    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """Run the encoder of an encoder-decoder over whole prompts [T].
+
+        The keys and values that the decoder's layers read go into the cache.
+        """
+
+
+class ForwardTable(Protocol):
+    """Everything that runs a loaded model: `Forwards`, or `HostForwards` without torch."""
+
+    decoder: Decoder
+
+    @property
+    def num_cold(self) -> int:
+        """`Forward.num_cold` of all paths."""
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes that a step takes per token; None if they must be measured."""
+
+    def run(self, batch: InputBatch) -> Output | BegunStep: ...
+
+    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
+        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
+
+    def encode(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> None:
+        """See `PlainForward.encode`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, E]."""
+
+    def vectors(self, how: PoolingSpec, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Compute the texts' vectors or a classifier's scores, float32 [S, …].
+
+        `hidden` [T, E] are the states; text i has the states starts[i] : starts[i + 1].
+        """
+
+    def keep_states(self, states: StateCache, tap: AnyTap | None) -> None:
+        """Keep states from now on: each step writes what `tap` reads between the layers.
+
+        Without a tap it writes the step's hidden states.
+        """
+
+    def count_experts(self) -> Mapping[int, Tensor]:
+        """Count the tokens of each expert from now on.
+
+        Returns int64 [X] on the device for each layer that has experts.
+        """

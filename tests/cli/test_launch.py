@@ -1,0 +1,75 @@
+"""`slipstream launch`: what it sets for each agent, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+
+from slipstream.cli import main as cli
+from tests.server.conftest import serving
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving() as server:
+        yield server.url
+
+
+def launched(capsys, *words):
+    code = cli.main(["launch", *words])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("client", "set_"),
+    [
+        ("claude", "ANTHROPIC_BASE_URL"),
+        ("codex", "SLIPSTREAM_API_KEY"),
+        ("opencode", "OPENCODE_CONFIG_CONTENT"),
+    ],
+)
+def test_agents_get_the_server_and_its_model(url, capsys, client, set_):
+    code, told = launched(capsys, client, "--url", url, "--print", "--json")
+    found = json.loads(told.out)
+    assert code == 0
+    assert set_ in found["environment"]
+    everything = json.dumps(found)
+    assert url in everything
+    assert "fake" in everything
+
+
+def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch):
+    program = tmp_path / "claude"
+    program.write_text(
+        '#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL $@" > "$OUT"\nexit 3\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    code, told = launched(capsys, "claude", "--url", url + "/v1", "--", "-p", "hello there")
+    assert code == 3
+    assert (tmp_path / "out").read_text() == f"{url} fake -p hello there\n"
+    assert f"ANTHROPIC_BASE_URL={url}" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--url", "http://127.0.0.1:9"], "no server answers"),
+        (["--model", "other"], "serves fake"),
+    ],
+)
+def test_what_is_missing_is_named(url, capsys, words, said):
+    words = words if "--url" in words else ["--url", url, *words]
+    code, told = launched(capsys, "codex", "--print", *words)
+    assert code == 2
+    assert said in told.err
+
+
+def test_program_that_is_not_installed_is_named_with_its_remedy(url, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, told = launched(capsys, "opencode", "--url", url)
+    assert code == 2
+    assert "npm install -g opencode-ai" in told.err

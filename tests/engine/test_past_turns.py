@@ -1,0 +1,89 @@
+"""Conversations with calls, in the shape that each kind of template takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.engine.text.past_turns import past_turns
+from slipstream.engine.text.tool_formats.base import Tool
+from slipstream.engine.text.tool_formats.values import value_of
+
+MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('ids') }}{% endif %}"
+LLAMA = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
+GPT_OSS = "{{ raise_exception('Cannot pass both content and thinking in an assistant message') }}"
+DEEPSEEK = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c['function']['name'] + '\\n' + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+)
+
+
+def calls(*ids, **more):
+    made = [
+        {"id": i, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}} for i in ids
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made, **more}
+
+
+def results(*ids):
+    return [{"role": "tool", "content": f"of {i}", "tool_call_id": i} for i in ids]
+
+
+def test_ids_are_nine_letters_and_digits_and_the_same_in_call_and_result():
+    made = past_turns(
+        MISTRAL, [calls("call_1234567890", "abcdefghi"), *results("call_1234567890", "abcdefghi")]
+    )
+    ids = [call["id"] for call in made[0]["tool_calls"]]
+    assert [message["tool_call_id"] for message in made[1:]] == ids
+    assert ids[1] == "abcdefghi"
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+
+
+def test_each_further_call_is_a_message_of_its_own_with_its_results():
+    made = past_turns(LLAMA, [calls("a", "b", reasoning_content="hm"), *results("b", "a")])
+    assert [(m["role"], len(m.get("tool_calls", ())), m.get("tool_call_id")) for m in made] == [
+        ("assistant", 1, None),
+        ("tool", 0, "a"),
+        ("assistant", 1, None),
+        ("tool", 0, "b"),
+    ]
+
+
+def test_content_beside_thoughts_goes_to_their_end():
+    (made,) = past_turns(
+        GPT_OSS, [calls("a", thinking="I think", content="Wait.") | {"content": "Wait."}]
+    )
+    assert (made["content"], made["thinking"]) == ("", "I think\n\nWait.")
+
+
+def test_arguments_are_text_for_a_template_that_joins_them():
+    (made,) = past_turns(DEEPSEEK, [calls("a")])
+    assert made["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    (kept,) = past_turns(
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }}", [calls("a")]
+    )
+    assert kept["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "98765", "98765"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "01234", "01234"),
+        ({"$ref": "#/$defs/Name"}, "true", "true"),
+        ({"$ref": "#/$defs/Name"}, "1e5", "1e5"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "integer"}, "12", 12),
+        ({"oneOf": [{"type": "integer"}, {"type": "array"}]}, "[1]", [1]),
+        ({"type": "string"}, "None", "None"),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "integer"}]}, "5", "5"),
+        ({"$ref": "#/$defs/Loop"}, "5", 5),
+    ],
+)
+def test_argument_has_the_type_that_its_schema_allows(schema, text, value):
+    defs = {"Name": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    tool = Tool("f", {"type": "object", "properties": {"x": schema}, "$defs": defs})
+    found = value_of(text, [tool], "f", "x")
+    assert (found, type(found)) == (value, type(value))

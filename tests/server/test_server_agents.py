@@ -1,0 +1,285 @@
+"""Bodies as agents send them: hints are taken, what the server wrote is taken back, errors have the words that clients know.
+
+The bodies follow Claude Code 2.1, Codex 0.171 and the AI SDK 6, with texts of our own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.server.anthropic import messages
+from slipstream.server.ollama import routes
+from slipstream.server.openai import protocol, responses_body
+from tests.server.conftest import TEMPLATE
+from tests.server.test_server_tools import SCHEMAS
+
+VERSION = {"anthropic-version": "2023-06-01"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CLAUDE_CODE = {
+    "model": "smollm2",
+    "max_tokens": 32000,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.04e; cch=1;"},
+        {
+            "type": "text",
+            "text": "Be brief.",
+            "cache_control": {"type": "ephemeral", "scope": "global"},
+        },
+    ],
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+        }
+    ],
+    "tools": [
+        {
+            "name": "weather",
+            "description": "x",
+            "input_schema": SCHEMA,
+            "eager_input_streaming": True,
+        },
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "thinking": {"type": "adaptive", "display": "omitted"},
+    "output_config": {"effort": "medium"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": '{"device_id":"x"}', "session": "y"},
+    "betas": ["context-management-2025-06-27"],
+}
+CODEX = {
+    "model": "smollm2",
+    "instructions": "Be brief.",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "exec",
+            "description": "x",
+            "strict": False,
+            "parameters": SCHEMA,
+        },
+        {
+            "type": "namespace",
+            "name": "mcp__files__",
+            "description": "x",
+            "tools": [{"type": "function", "name": "read", "parameters": SCHEMA}],
+        },
+        {
+            "type": "custom",
+            "name": "patch",
+            "description": "x",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
+        },
+        {"type": "web_search", "external_web_access": True},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "detailed"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "service_tier": "priority",
+    "prompt_cache_key": "thread",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"session": "x"},
+}
+
+
+@pytest.fixture
+def http(tiny_server):
+    with tiny_server.http() as http:
+        yield http
+
+
+def hint_counts(http):
+    lines = [
+        line for line in http.get("/metrics").text.split("\n") if "request_hints_total{" in line
+    ]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+def test_hints_of_claude_code_are_taken_and_counted(http, model):
+    model(TEMPLATE, tool_call_parser="hermes")
+    before = hint_counts(http)
+    answer = http.post("/v1/messages", json=CLAUDE_CODE | {"max_tokens": 8}, headers=VERSION)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["context_management"] == {"applied_edits": []}
+    after = hint_counts(http)
+    grown = {name for name, count in after.items() if count > before.get(name, 0)}
+    assert grown == {
+        *("context_management", "betas", "metadata", "thinking.display", "thinking"),
+        *("reasoning_effort", "tools.web_search", "tools.eager_input_streaming"),
+    }
+    counted = http.post(
+        "/v1/messages/count_tokens",
+        json={k: CLAUDE_CODE[k] for k in ("model", "messages", "tools", "system")},
+        headers=VERSION,
+    )
+    assert counted.status_code == 200, counted.text
+
+
+def test_billing_block_is_no_part_of_the_prompt(http):
+    def tokens(system):
+        body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "system": system}
+        return http.post("/v1/messages/count_tokens", json=body, headers=VERSION).json()[
+            "input_tokens"
+        ]
+
+    assert tokens(CLAUDE_CODE["system"]) == tokens(CLAUDE_CODE["system"][1:])
+
+
+def test_max_tokens_beyond_the_context_ends_with_the_context(http):
+    body = {"model": "smollm2", "messages": CLAUDE_CODE["messages"], "max_tokens": 32000, "seed": 3}
+    answer = http.post("/v1/messages", json=body, headers=VERSION).json()
+    usage = answer["usage"]
+    total = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
+    assert answer["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+    assert (total == 1024) == (answer["stop_reason"] == "model_context_window_exceeded")
+
+
+def test_long_prompt_is_refused_in_the_words_of_the_protocol(http):
+    said = [{"role": "user", "content": "word " * 2000}]
+    body = {"model": "smollm2", "messages": said, "max_tokens": 5}
+    error = http.post("/v1/messages", json=body, headers=VERSION).json()["error"]
+    prompt, limit = (int(word) for word in error["message"].split() if word.isdigit())
+    assert error["message"] == f"prompt is too long: {prompt} tokens > {limit} maximum"
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith(
+        "This model's maximum context length is 1024 tokens. However, "
+    )
+
+
+def test_body_of_codex_is_taken(http, model):
+    model(TEMPLATE, tool_call_parser="hermes")
+    answer = http.post("/v1/responses", json=CODEX | {"max_output_tokens": 8})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["tools"]) == 4
+
+
+def test_calls_of_custom_tools_and_namespaces_come_in_their_own_form_and_go_back(http, model):
+    model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser="hermes")
+    for choice, name in ((2, "patch"), (1, "mcp__files__read")):
+        ask = {
+            "input": "hi",
+            "model": "smollm2",
+            "tools": [CODEX["tools"][choice]],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "seed": 5,
+            "max_output_tokens": 400,
+            "temperature": 0.7,
+            "store": False,
+        }
+        whole = http.post("/v1/responses", json=ask).json()
+        call = whole["output"][-1]
+        if choice == 2:
+            assert (call["type"], call["name"]) == ("custom_tool_call", name)
+            assert isinstance(call["input"], str)
+            result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "ok"}
+        else:
+            assert (call["type"], call["namespace"], call["name"]) == (
+                "function_call",
+                "mcp__files__",
+                "read",
+            )
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+        streamed = http.post("/v1/responses", json={**ask, "stream": True}).text
+        events = [
+            json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: {")
+        ]
+        done = next(e for e in events if e["type"] == "response.output_item.done")["item"]
+        assert {k: v for k, v in done.items() if "id" not in k} == {
+            k: v for k, v in call.items() if "id" not in k
+        }
+        again = {**ask, "input": ["x", call, result], "tool_choice": "auto"}
+        again["input"][0] = {"role": "user", "content": "hi"}
+        answer = http.post("/v1/responses", json=again)
+        assert answer.status_code == 200, answer.text
+
+
+def test_item_reference_stands_for_the_kept_item(http):
+    first = http.post(
+        "/v1/responses",
+        json={"model": "smollm2", "input": "one", "temperature": 0, "max_output_tokens": 4},
+    ).json()
+    item = first["output"][0]
+    question = {"role": "user", "content": "two"}
+
+    def tokens(items):
+        return http.post(
+            "/v1/responses/input_tokens", json={"model": "smollm2", "input": items}
+        ).json()
+
+    whole = tokens([item, question])
+    assert tokens([{"type": "item_reference", "id": item["id"]}, question]) == whole
+    assert tokens([{"id": item["id"]}, question]) == whole
+    http.delete(f"/v1/responses/{first['id']}")
+    error = tokens([{"type": "item_reference", "id": item["id"]}, question])["error"]
+    assert error["param"] == "input[0].id"
+
+
+@pytest.mark.parametrize("arguments", ["[", '{"city": "Par', "null", ""])
+def test_broken_arguments_of_a_call_are_taken_back(http, model, arguments):
+    model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser="hermes")
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    said = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "reasoning": "hm",
+            "annotations": [],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "no JSON"},
+    ]
+    answer = http.post(
+        "/v1/chat/completions", json={"model": "smollm2", "messages": said, "max_tokens": 4}
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def test_allowed_tools_are_the_only_ones_called(http, model):
+    model(TEMPLATE.replace("arguments.city", "arguments | tojson"), tool_call_parser="hermes")
+    tools = [{"type": "function", "name": n, "parameters": s} for n, s in SCHEMAS.items()]
+    name = tools[-1]["name"]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": name}],
+    }
+    ask = {
+        "model": "smollm2",
+        "input": "hi",
+        "tools": tools,
+        "tool_choice": choice,
+        "seed": 1,
+        "store": False,
+    }
+    called = [
+        i["name"]
+        for i in http.post("/v1/responses", json=ask).json()["output"]
+        if i["type"] == "function_call"
+    ]
+    assert called
+    assert set(called) == {name}
+
+
+def test_docs_name_every_hint():
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    kinds = [
+        kind
+        for module in (protocol, responses_body, messages, routes)
+        for kind in vars(module).values()
+    ]
+    named = [getattr(kind, "hints", ()) for kind in kinds if isinstance(kind, type)]
+    hints = {hint for one in named if isinstance(one, tuple) for hint in one}
+    assert len(hints) > 40
+    left = {hint for hint in hints if f"{hint}`" not in page}
+    assert left == set()
