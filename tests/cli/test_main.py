@@ -14,9 +14,9 @@ import pytest
 
 from slipstream import __version__, errors
 from slipstream.cli import main as cli
+from slipstream.cli.bench.measurements import deliver
 from slipstream.cli.console import print_json
 from slipstream.cli.main import main
-from slipstream.cli.measurements import deliver
 
 
 @pytest.fixture
@@ -230,20 +230,12 @@ def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {
-        "__init__",
-        "answer",
-        "bench_folder",
-        "bench_serve",
-        "console",
-        "main",
-        "measurements",
-        "parser",
-        "options",
-        "roofline",
-    }
+    others = {"__init__", "answer", "console", "main", "options", "parser"}
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
-    assert {module for module, _ in cli.VERBS.values()} == files - others
+    packages = {module.partition(".")[0] for module, _ in cli.VERBS.values() if "bench" in module}
+    assert packages == {"bench"}
+    modules = {module for module, _ in cli.VERBS.values() if not module.startswith("bench")}
+    assert modules == files - others
 
 
 def test_interrupt(fails_with):

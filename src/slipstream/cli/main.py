@@ -45,7 +45,7 @@ VERBS = {  # the verb: its file, and its line of the help
     "eval": ("evaluate", "perplexity of a model, or how far one is from another"),
     "bench": ("bench", "measure latency, throughput, a server"),
     "plan": ("plan", "what a model needs and carries, before buying or starting"),
-    "sweep": ("sweep", "measure engines, models and loads from one file, with a page"),
+    "sweep": ("bench.sweep", "measure engines, models and loads from one file, with a page"),
     "optimize": ("optimize", "search for the best compression and settings, by measuring"),
     "build": ("build", "a folder that starts fast: packed weights, tiles, settings"),
     "tune": ("tune", "measure the GPU kernels' tiles for a model"),

@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.power import Energy, EnergyMeter
-from slipstream.cli.console import phases, progress_bar, say
-from slipstream.cli.measurements import (
+from slipstream.cli.bench.measurements import (
     add_workload,
     bench_args,
     deliver,
@@ -23,6 +22,7 @@ from slipstream.cli.measurements import (
     settle,
     verdict,
 )
+from slipstream.cli.console import phases, progress_bar, say
 from slipstream.cli.options import MODEL_HELP
 from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
