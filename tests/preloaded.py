@@ -95,6 +95,16 @@ def load() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import slipstream.__main__
+    import slipstream.bench.adapters.slipstream
+    import slipstream.compress.run
+    import slipstream.evals.scorer
+    import slipstream.kernels.cpu.ops
+    import slipstream.worker.model_runner
+    import slipstream.worker.ranks.process_executor
+    import slipstream.worker.ranks.rank_process
+    import slipstream.worker.torch_loading  # noqa: F401
+
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -189,7 +189,7 @@ def extras_of(project: Path) -> set[str]:
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
     """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
     words, and so is what a container lacks."""
-    from slipstream.cli.main import ArgumentParser
+    from slipstream.cli.parser import ArgumentParser
     from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
     from slipstream.server.operations import manifests
