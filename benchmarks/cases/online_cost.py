@@ -45,7 +45,7 @@ from slipstream.server.openai.protocol import ChatRequest, decode
 from slipstream.server.run import bind, make_server
 from slipstream.server.state import ServerSettings
 from slipstream.spec.description import read_spec
-from slipstream.types import FinishReason, SamplingParams, TokenOutput
+from slipstream.types import FinishReason, RequestOptions, SamplingParams, TokenOutput
 
 TEXT = (HERE.parent / "docs" / "server" / "openai.md").read_text("utf-8")
 RUNS = 5
@@ -114,7 +114,9 @@ def stages(
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToParent)
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
     prepared = [
-        engine._input.prepare({"prompt_token_ids": [1, 2, 3]}, sampling, request_id=str(i))
+        engine._input.prepare(
+            {"prompt_token_ids": [1, 2, 3]}, sampling, RequestOptions(request_id=str(i))
+        )
         for i in range(num_streams)
     ]
     keys = [p.engine_requests[0].request_id for p in prepared]

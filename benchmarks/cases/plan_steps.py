@@ -16,10 +16,10 @@ from collections.abc import Callable
 import common
 
 from slipstream.bench.report import print_table
-from slipstream.cli.plan import measure_table
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
 from slipstream.hub import resolve_model
+from slipstream.optimize.step_table import measure_table
 from slipstream.spec.description import read_spec
 
 RECORD = "step_costs"

@@ -16,6 +16,7 @@ _PUBLIC = {
     "SamplingParams": "slipstream.types",
     "StructuredOutputsParams": "slipstream.types",
     "LoRARequest": "slipstream.types",
+    "RequestOptions": "slipstream.types",
     "BeamSearchParams": "slipstream.types",
     "RequestOutput": "slipstream.outputs",
     "CompletionOutput": "slipstream.outputs",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from slipstream.types import (
         BeamSearchParams,
         LoRARequest,
+        RequestOptions,
         SamplingParams,
         StructuredOutputsParams,
     )
@@ -42,6 +44,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "LoRARequest",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "SlipstreamError",

@@ -10,13 +10,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, Self, TypeAlias, TypedDict
 
-from slipstream.errors import AdapterError
+from slipstream.arguments import suggesting_init
+from slipstream.errors import AdapterError, RequestError
 from slipstream.sampling_params import MAX_CHOICES as MAX_CHOICES
 from slipstream.sampling_params import MAX_LOGPROBS as MAX_LOGPROBS
 from slipstream.sampling_params import BeamSearchParams as BeamSearchParams
@@ -107,6 +109,35 @@ class Share:
     weight: float = 1.0
 
 
+@suggesting_init
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How one request is served: all that is neither its prompt nor a parameter of its answer.
+
+    `reserve` is called before the request is queued; what it raises ends the request.
+    `answer_token_ids` continues an answer that another engine began; its sink gets these tokens
+    first.
+    """
+
+    request_id: str | None = None  # None: one is made up
+    priority: int = 0  # lower goes first
+    deadline_s: float | None = None  # from now
+    add_special_tokens: bool = True  # the tokenizer's own around a prompt that is text
+    cache_salt: str = ""  # requests share cached prefixes only within one salt
+    lora_request: LoRARequest | None = None
+    share: Share | None = None  # None: one more owner of weight 1
+    client: str = ""  # the grammars of one client are compiled one after the other
+    reserve: Reserve | None = None
+    answer_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise RequestError("deadline_s must be above 0", field="deadline_s")
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
     """A run of placeholders in a prompt, in whose place the embeddings of a picture stand, or of one of its tiles.
@@ -134,8 +165,10 @@ class ImageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence for the engine core. A request with n > 1 arrives as n of these: `fork_of` is the id of the first,
-    whose prompt blocks the others share. `eos_token_ids` is empty if the caller ignores end-of-sequence.
+    """One sequence for the engine core, with what `RequestOptions` says of it.
+
+    A request with n > 1 arrives as n of these: `fork_of` is the id of the first, whose prompt blocks the others share.
+    `eos_token_ids` is empty if the caller ignores end-of-sequence.
     `deadline` and `arrival` are in seconds of time.monotonic() of the machine; lower `priority` goes first.
     """
 
@@ -148,16 +181,14 @@ class EngineRequest:
     priority: int = 0
     deadline: float | None = None
     fork_of: str | None = None
-    cache_salt: str = ""  # requests share cached prefixes only within one salt
+    cache_salt: str = ""
     pooled: bool = False  # wanted is an embedding, or scores, and no token: max_tokens is 0
     encoder_token_ids: tuple[
         int, ...
     ] = ()  # an encoder-decoder's prompt; prompt_token_ids then begin its answer
     lora: LoRARequest | None = None
-    share: Share | None = (
-        None  # whose it is; None: nobody's in particular, who is one more owner of weight 1
-    )
-    client: str = ""  # who asks: the grammars of one client are compiled one after the other
+    share: Share | None = None
+    client: str = ""
     answer_token_ids: tuple[
         int, ...
     ] = ()  # of an answer that began elsewhere: it goes on behind them
@@ -165,6 +196,23 @@ class EngineRequest:
     beam_of: str | None = (
         None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
     )
+
+    @classmethod
+    def of(cls, options: RequestOptions, **own: Any) -> EngineRequest:
+        """A request that arrives now. `own` are the fields that `options` doesn't have."""
+        now = time.monotonic()
+        wait_s = options.deadline_s
+        return cls(
+            arrival=now,
+            priority=options.priority,
+            deadline=None if wait_s is None else now + wait_s,
+            cache_salt=options.cache_salt,
+            lora=options.lora_request,
+            share=options.share,
+            client=options.client,
+            answer_token_ids=tuple(options.answer_token_ids),
+            **own,
+        )
 
     @property
     def parent(self) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,9 +14,9 @@ import pytest
 
 from slipstream import __version__, errors
 from slipstream.cli import main as cli
+from slipstream.cli.bench.measurements import deliver
 from slipstream.cli.console import print_json
 from slipstream.cli.main import main
-from slipstream.cli.measurements import deliver
 
 
 @pytest.fixture
@@ -229,19 +230,12 @@ def test_an_option_that_is_not_missed_is_answered_with_why(capsys, words, told):
 def test_every_verb_is_listed_with_its_file():
     from slipstream.cli import __path__
 
-    others = {
-        "__init__",
-        "answer",
-        "bench_folder",
-        "bench_serve",
-        "console",
-        "main",
-        "measurements",
-        "options",
-        "roofline",
-    }
+    others = {"__init__", "answer", "console", "main", "options", "parser"}
     files = {f.removesuffix(".py") for f in os.listdir(__path__[0]) if f.endswith(".py")}
-    assert {module for module, _ in cli.VERBS.values()} == files - others
+    packages = {module.partition(".")[0] for module, _ in cli.VERBS.values() if "bench" in module}
+    assert packages == {"bench"}
+    modules = {module for module, _ in cli.VERBS.values() if not module.startswith("bench")}
+    assert modules == files - others
 
 
 def test_interrupt(fails_with):
@@ -307,6 +301,33 @@ def test_help_of_every_verb(capsys, verb):
     out = capsys.readouterr().out
     assert "usage: slipstream " + verb in out
     assert verb == "bench" or "--json" in out
+
+
+MANY = ("serve", "bench serve", "bench latency", "plan", "run", "chat", "info", "build")
+
+
+@pytest.mark.parametrize("verb", MANY)
+def test_help_shows_at_most_60_options_and_help_all_the_rest(capsys, verb):
+    def shown(option):
+        with pytest.raises(SystemExit) as end:
+            main([*verb.split(), option])
+        assert end.value.code == 0
+        return re.findall(r"^  (-[^ ,]+)", capsys.readouterr().out, re.MULTILINE)
+
+    few, all_ = shown("--help"), shown("--help-all")
+    assert len(few) <= 60
+    assert "--help-all" in few
+    assert len(all_) >= len(few) + 10
+    assert set(few) < set(all_)
+    for flag in ("--kernels", "--dense-copies", "--local-ranks", "--sequence-parallel"):
+        assert flag not in few
+        assert flag in all_
+
+
+def test_options_that_help_leaves_out_are_taken():
+    words = ["serve", "x", "--kernels", "cpu", "--max-body-bytes", "1MiB", "--block-size", "32"]
+    args = cli.build_parser(["serve"]).parse_args(words)
+    assert (args.kernels, args.max_body_bytes, args.block_size) == ("cpu", 2**20, 32)
 
 
 def test_help_lists_the_exit_codes():

@@ -114,12 +114,11 @@ def test_an_object_is_json(text, why, capsys):
 
 def test_every_option_stands_under_one_heading():
     """The commonest settings first; what is in no group is there all the same."""
-    named = [name for _, some in options.ENGINE_GROUPS for name in some]
+    named = [name for some in options.ENGINE_GROUPS.values() for name in some.split()]
     assert len(set(named)) == len(named)
     assert set(named) < set(options.ENGINE_HELP)
     parser = argparse.ArgumentParser()
-    options.add_engine_options(parser, part="first")
-    options.add_engine_options(parser, part="others")
+    options.add_engine_options(parser)
     text = parser.format_help()
     places = [
         text.index(f"\n  --{name.replace('_', '-')}")

@@ -284,6 +284,38 @@ def test_gptq_of_independent_inputs_is_rounding_to_nearest(fmt, act_order):
     torch.testing.assert_close(found.dequantized(), expected.dequantized())
 
 
+def test_later_group_has_the_scales_and_zeros_of_what_is_left_of_it():
+    """Input j + 32 goes with input j alone: no column of the second group changes once its turn has come."""
+    stats, weight = InputStats.empty(64, CPU), weights(6, 64) - 0.3
+    pair = torch.tensor([[1.0, 0.9], [0.9, 1.0]])
+    stats.hessian, stats.num_rows = torch.kron(pair, torch.eye(32)), 1
+    fmt = WeightFormat(bits=3, group_size=32, symmetric=False)
+    how = dict(damping=1e-6, act_order=False, clip=False)
+    made, compensated = gptq_trace(weight, fmt, F32, stats, **how)
+    first, before = (fit(w, fmt, F32, clip=False) for w in (compensated, weight))
+    torch.testing.assert_close(made.grid.scales, first.scales)
+    assert torch.equal(made.grid.zeros, first.zeros)
+    assert torch.equal(made.grid.zeros[:, 0], before.zeros[:, 0])
+    assert not torch.equal(made.grid.zeros[:, 1], before.zeros[:, 1])
+
+
+def test_zero_point_is_of_the_same_share_as_the_scale():
+    """Scales in 16 bits are off by up to 1/256, by which the zero point of 8 bits differs between shares."""
+    fmt, weight = WeightFormat(bits=8, group_size=16, symmetric=False), weights(400, 16) ** 3
+    grid = fit(weight, fmt, torch.bfloat16, clip=True)
+    made = numbers(grid.codes(weight), grid.scales, grid.zeros)
+    least = torch.full((400,), float("inf"))
+    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
+    for i in range(31):
+        share = 1.06 - 0.02 * i
+        scale = ((high - low) * share / 255).bfloat16().float()
+        zero = (-128 - low * share / scale).round()
+        codes = (weight / scale[:, None] + zero[:, None]).round().clamp(-128, 127)
+        back = (codes - zero[:, None]) * scale[:, None]
+        least = torch.minimum(least, (back - weight).square().sum(1))
+    assert ((made - weight).square().sum(1) <= least * 1.001 + 1e-12).all()
+
+
 def test_compensated_weights_are_what_gptq_rounded():
     """Rounding them on the grid gives the codes, and they are not the weights that were given."""
     weight, stats = weights(6, 64), inputs(400, 64)
@@ -291,6 +323,7 @@ def test_compensated_weights_are_what_gptq_rounded():
     made, compensated = gptq_trace(weight, fmt, F32, stats, damping=0.01, act_order=True, clip=True)
     same = made.grid.codes(compensated) == made.codes
     assert float(same.float().mean()) > 0.99
+    assert not torch.allclose(compensated, made.dequantized(), atol=1e-2)
     assert not torch.allclose(compensated, weight, atol=1e-2)
 
 
@@ -375,5 +408,8 @@ def test_numbers_of_codes():
     one = torch.tensor([[0.5]])
     assert numbers(codes, one, None).tolist() == [[-4.0, 3.5, 0.0, 0.5], [1.0, 1.5, 2.0, 2.5]]
     assert numbers(codes[:1], one, zeros[:1, :1]).tolist() == [[-4.5, 3.0, -0.5, 0.0]]
-    blocks = block_numbers(torch.ones(5, 7), torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), 3, 3)
-    assert blocks.tolist() == [[1, 1, 1, 2, 2, 2, 3]] * 3 + [[4, 4, 4, 5, 5, 5, 6]] * 2
+    scales = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    blocks = block_numbers(
+        torch.ones(5, 7), scales, 3, 2
+    )  # the last row and column of blocks are cut off
+    assert blocks.tolist() == [[1, 1, 2, 2, 3, 3, 4]] * 3 + [[5, 5, 6, 6, 7, 7, 8]] * 2

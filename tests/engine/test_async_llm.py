@@ -11,10 +11,11 @@ import time
 import pytest
 import pytest_asyncio
 
-from slipstream import LLM, AsyncLLM, SamplingParams
+from slipstream import LLM, AsyncLLM, RequestOptions, SamplingParams
 from slipstream.config import EngineArgs
 from slipstream.engine.streams import collect
 from slipstream.errors import ConfigError, EngineDeadError, EngineOverloadedError, RequestError
+from slipstream.types import DEFAULT_OPTIONS
 from tests import tiny_models
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -196,3 +197,15 @@ async def test_the_childs_config_error_is_raised_here(path):
     with pytest.raises(ConfigError) as caught:
         await AsyncLLM.start(EngineArgs(model=str(path), **{**SETTINGS, "block_size": 0}))
     assert caught.value.field == "block_size"
+
+
+async def test_options_are_one_object_or_its_fields_by_name(engine):
+    options = RequestOptions(request_id="mine", deadline_s=60.0)
+    for given, named in ((options, {}), (DEFAULT_OPTIONS, {"request_id": "mine"})):
+        answer = await collect(engine.generate(PROMPT, GREEDY, given, **named))
+        assert answer.request_id == "mine"
+    with pytest.raises(TypeError, match="no argument 'prioritty'; did you mean 'priority'"):
+        await collect(engine.generate(PROMPT, GREEDY, prioritty=1))
+    with pytest.raises(RequestError, match="deadline_s must be above 0"):
+        await collect(engine.generate(PROMPT, GREEDY, options, deadline_s=0))
+    assert engine.num_requests == 0

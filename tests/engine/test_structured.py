@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams, StructuredOutputsParams
 from slipstream.errors import RequestError
-from slipstream.types import FinishReason
+from slipstream.types import FinishReason, RequestOptions
 from slipstream.worker.model_runner import InFlightStep, ModelRunner
 from tests.waiting import PATIENCE_S
 
@@ -242,7 +242,9 @@ def test_what_turns_out_to_be_impossible(llm):
 
 def test_a_deadline_ends_a_request_whose_grammar_compiles(llm):
     request = llm._input.prepare(
-        "hello", sampling(StructuredOutputsParams(regex="(abc){1,9}")), deadline_s=1e-9
+        "hello",
+        sampling(StructuredOutputsParams(regex="(abc){1,9}")),
+        RequestOptions(deadline_s=1e-9),
     )
     llm.core.add(request.engine_requests)
     outputs = []

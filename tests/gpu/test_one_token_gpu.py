@@ -75,7 +75,7 @@ def test_a_step(tmp_path, monkeypatch, family, kind, scheme):
 def test_answers_of_an_engine(tmp_path, monkeypatch, family, scheme):
     """Through graphs, after steps of many sequences. gpt-oss' windows of 32 keys are shorter than the texts."""
     monkeypatch.setattr(
-        "slipstream.worker.graphs.step_graphs.PATIENCE", 1
+        "slipstream.worker.graphs.ladder.PATIENCE", 1
     )  # a prompt runs from a graph the first time, too
     sizes = {**steps.SIZES, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
     if family == "gpt_oss":

@@ -64,7 +64,7 @@ def test_answers_are_the_same(tmp_path, method, eager):
 
 
 def test_drafts_run_from_graphs(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.worker.graphs.step_graphs.PATIENCE", 1)
+    monkeypatch.setattr("slipstream.worker.graphs.ladder.PATIENCE", 1)
     tiny_models.write(tmp_path, "llama", initializer_range=0.1, **SHAPE)
     with LLM(
         str(tmp_path), speculative_config={"method": "suffix", "num_speculative_tokens": 4}, **SIZES

@@ -24,6 +24,7 @@ from slipstream.outputs import (
     Vectors,
 )
 from slipstream.stats import EngineStats, ExpertBalance
+from slipstream.types import DEFAULT_OPTIONS
 
 
 class ByteTokenizer:
@@ -112,27 +113,24 @@ class FakeEngine:
         prompt,
         sampling,
         sink,
-        *,
-        priority=0,
-        cache_salt="",
-        share=None,
-        reserve=None,
-        client="",
+        options=DEFAULT_OPTIONS,
     ):
         """`AsyncLLM.submit`, without `on_token`."""
-        self.salts.append(cache_salt)
-        if reserve is not None:
+        assert not options.answer_token_ids
+        assert options.lora_request is None
+        self.salts.append(options.cache_salt)
+        if options.reserve is not None:
             ids = (
                 self.tokenizer.encode(prompt)
                 if isinstance(prompt, str)
                 else prompt["prompt_token_ids"]
             )
-            reserve(
+            options.reserve(
                 len(ids),
                 sampling.n * (sampling.max_tokens or self.config.model.max_model_len - len(ids)),
             )
-        self.shares.append(share)
-        stream = self.answer(self._begin(prompt, sampling, priority), sampling)
+        self.shares.append(options.share)
+        stream = self.answer(self._begin(prompt, sampling, options.priority), sampling)
 
         async def pump():
             try:
@@ -214,8 +212,8 @@ class FakeEngine:
         if count:
             raise RequestError("this model takes no pictures; leave them out", field="image")
 
-    async def embed(self, prompts, *, priority=0, truncate_to=None, cache_salt="", reserve=None):
-        self.salts.append(cache_salt)
+    async def embed(self, prompts, options=DEFAULT_OPTIONS, *, truncate_to=None):
+        self.salts.append(options.cache_salt)
         if self.dead:
             raise EngineDeadError("the engine process is down")
         found, token_ids = [], []
@@ -234,8 +232,8 @@ class FakeEngine:
             await asyncio.sleep(self.delay_s)
             found.append(array.array("f", [len(ids), 0, 0, 0]).tobytes())
             token_ids.append(list(ids))
-        if reserve is not None:
-            reserve(sum(map(len, token_ids)), 0)
+        if options.reserve is not None:
+            options.reserve(sum(map(len, token_ids)), 0)
         return Vectors(
             prompts=[None] * len(found), prompt_token_ids=token_ids, data=b"".join(found)
         )

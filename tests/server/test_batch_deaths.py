@@ -113,11 +113,11 @@ def test_lines_that_kill_the_engine_get_errors_and_the_others_answers(serve, tmp
     died = []
     submit = engine.submit
 
-    async def mortal(prompt, sampling, sink, **more):
+    async def mortal(prompt, sampling, sink, options):
         if WORD.encode() in bytes(prompt["prompt_token_ids"]):
             died.append(prompt)
             raise EngineDeadError("the engine process was killed by signal 11 (SIGSEGV)")
-        return await submit(prompt, sampling, sink, **more)
+        return await submit(prompt, sampling, sink, options)
 
     engine.submit = mortal
     server = serve(engine, files_dir=str(tmp_path), batch_max_concurrent=4)

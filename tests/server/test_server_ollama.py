@@ -121,9 +121,9 @@ def test_options(http, tiny_server):
     }  # fmt: skip
     seen, engine = [], tiny_server.engine
 
-    def submit(prompt, sampling, sink, **more):
+    def submit(prompt, sampling, sink, options):
         seen.append(sampling)
-        return type(engine).submit(engine, prompt, sampling, sink, **more)
+        return type(engine).submit(engine, prompt, sampling, sink, options)
 
     engine.submit = submit
     try:

@@ -21,6 +21,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.costs.graph_sizes import GRAPH_BYTES, MIXED_PROMPTS
 from slipstream.kernels.cpu.native import PackedExperts
 from slipstream.kernels.reference import ReferenceOps
+from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Partition, one_of_each_kind
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import CudaGraphs
@@ -28,12 +29,12 @@ from slipstream.spec.description import read_spec
 from slipstream.spec.model import CacheGroup
 from slipstream.types import NewRequest, ScheduledRequest, StepPlan, TableUpdate
 from slipstream.worker.forward.forwards import NO_PLAN, InputBatch
+from slipstream.worker.graphs import ladder
 from slipstream.worker.graphs import step_graphs as module
 from slipstream.worker.graphs.greedy_ends import GreedyEnds
+from slipstream.worker.graphs.ladder import LONGER, PATIENCE
 from slipstream.worker.graphs.mixed_inputs import MixedInputs, mixed_inputs
 from slipstream.worker.graphs.step_graphs import (
-    LONGER,
-    PATIENCE,
     AdapterGraphs,
     SharedPrefixGraphs,
     StepGraphs,
@@ -67,8 +68,8 @@ SETTINGS = dict(
 
 @pytest.fixture(autouse=True)
 def captured_at_once(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 1)
-    monkeypatch.setattr(module, "LONGER", 0)
+    monkeypatch.setattr(ladder, "PATIENCE", 1)
+    monkeypatch.setattr(ladder, "LONGER", 0)
 
 
 class Replayed(StepGraphs):
@@ -350,8 +351,8 @@ def test_ranks_with_requests_of_their_own_replay_graphs_of_one_size(
         first, second = [runner.graphs for runner in made[0].runners]
         assert first.used == second.used
         assert kinds(first) == {"decodes", "mixed"}
-        assert first._ahead == second._ahead
-        assert first._wanted == second._wanted
+        assert first.ladder.ahead == second.ladder.ahead
+        assert first.ladder.wanted == second.ladder.wanted
     counts = [dict(runner.expert_load()) for runner in made[0].runners]
     assert counts[0] != counts[1]
 
@@ -374,7 +375,7 @@ def test_drafts_are_verified_by_graphs(tmp_path):
 def test_a_draft_is_a_row_of_a_decode_graph(tmp_path, monkeypatch, again):
     """Where the keys that it reads once more are few; else drafts are verified as a prompt's tokens are. Some requests of the
     steps have no drafts, and one draws."""
-    monkeypatch.setattr(module, "MAX_KEYS_AGAIN", again)
+    monkeypatch.setattr(ladder, "MAX_KEYS_AGAIN", again)
     tiny_models.write(tmp_path, "llama")
     sampling = [
         SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True, logprobs=1)
@@ -425,15 +426,15 @@ def test_graphs_with_adapters_are_forgotten_where_others_have_some():
         _parts=parts,
         adapters=SimpleNamespace(parts=parts),
         _captured={(8, 0): 1},
-        _wanted={(8, 0): 1},
+        ladder=SimpleNamespace(forget=lambda: waited.append("forgotten")),
     )
     held.platform = SimpleNamespace(synchronize=lambda: waited.append(dict(held._captured)))
     AdapterGraphs.adapters_changed(held)
     assert held._captured
     held.adapters.parts = parts | {("v", 0)}
     AdapterGraphs.adapters_changed(held)
-    assert (held._captured, held._wanted, held._parts) == ({}, {}, held.adapters.parts)
-    assert waited == [{(8, 0): 1}]
+    assert (held._captured, held._parts) == ({}, held.adapters.parts)
+    assert waited == [{(8, 0): 1}, "forgotten"]
 
 
 def test_what_has_no_graph(tmp_path):
@@ -509,7 +510,7 @@ def test_what_graphs_hold(tmp_path):
             graphs._graph((size, 0))
         for places in graphs._idle_decodes(7)[[1, 3]]:
             assert set(places.tolist()) == {runner.rows.capacity}
-        sizes = [(d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes]
+        sizes = [(d, p) for d in graphs.ladder.decode_sizes for p in graphs.ladder.prompt_sizes]
         for size in sizes:
             graphs._graph(size)
         outputs = [captured.output for captured in graphs._captured.values()]
@@ -567,7 +568,7 @@ def test_the_inputs_of_a_mixed_step():
 def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
     """A step whose graph is not captured takes a slightly larger one, and captures its own where that would waste much. All
     sizes are captured one by one, the smallest first."""
-    monkeypatch.setattr(module, "FIRST_DECODES", 16)
+    monkeypatch.setattr(ladder, "FIRST_DECODES", 16)
     tiny_models.write(tmp_path, "llama")
     with LLM(
         str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
@@ -576,20 +577,20 @@ def test_sizes_that_are_ready_stand_in_for_others(tmp_path, monkeypatch):
         graphs.capture()
         assert set(graphs._captured) == {*((n, 0) for n in (1, 2, 4, 8, 16)), (32, 192), (0, 128)}
         assert next(iter(graphs._captured)) == (32, 192)  # the largest
-        assert graphs._size_for(32) == 32
-        assert graphs._size_for(30) == 32
-        assert graphs._size_for(17) == 24  # 32 would be nearly twice as many
-        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        assert graphs.ladder.size_for(32) == 32
+        assert graphs.ladder.size_for(30) == 32
+        assert graphs.ladder.size_for(17) == 24  # 32 would be nearly twice as many
+        assert graphs.ladder.mixed_size_for(3, 50) == (8, 64)
         graphs._graph((16, 64))
-        assert graphs._mixed_size_for(7, 60) == (16, 64)
-        assert graphs._mixed_size_for(3, 50) == (8, 64)
+        assert graphs.ladder.mixed_size_for(7, 60) == (16, 64)
+        assert graphs.ladder.mixed_size_for(3, 50) == (8, 64)
         order = []
         while graphs.capture_next():
             order.append(list(graphs._captured)[-1])
         assert order[:3] == [(32, 0), (40, 0), (32, 128)]
         assert [max(size) for size in order[3:]] == sorted(max(size) for size in order[3:])
         assert set(graphs._captured) == {(n, 0) for n in graphs.sizes} | {
-            (d, p) for d in graphs.decode_sizes for p in graphs.prompt_sizes
+            (d, p) for d in graphs.ladder.decode_sizes for p in graphs.ladder.prompt_sizes
         }
         assert not graphs.capture_next()
 
@@ -605,7 +606,7 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
         graphs = runner.graphs = replay(runner)
         graphs.capture()
         monkeypatch.setattr(
-            module, "BESIDE_TOKENS", 30 * graphs.forwards.decoder.spec.hidden_size**2
+            ladder, "BESIDE_TOKENS", 30 * graphs.forwards.decoder.spec.hidden_size**2
         )
         assert (24, 0) not in graphs._captured
         llm.generate(
@@ -615,12 +616,12 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
         captured, now = [], [0.0]
 
         def capture_next():
-            captured.append(graphs._ahead.pop())
+            captured.append(graphs.ladder.ahead.pop())
             now[0] += 0.08 if len(captured) < 3 else 0.2
 
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
         monkeypatch.setattr(graphs, "capture_next", capture_next)
-        graphs._soon, graphs._ahead = (
+        graphs.ladder.soon, graphs.ladder.ahead = (
             {(n, 0) for n in range(9)},
             [(9, 0), *((n, 0) for n in range(6))],
         )
@@ -638,11 +639,10 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
             graphs.capture_beside(types.SimpleNamespace(scheduled=scheduled))
             assert len(captured) == count, counts
         assert captured == [(n, 0) for n in reversed(range(6))]
-        ranks = types.SimpleNamespace(group=types.SimpleNamespace(size=2))
-        first, soon = graphs._commonest()
-        monkeypatch.setattr(graphs.forwards.decoder, "partition", ranks)
+        first, soon = graphs.ladder.commonest()
+        monkeypatch.setattr(graphs.ladder, "num_ranks", 2)
         assert soon
-        assert graphs._commonest() == (
+        assert graphs.ladder.commonest() == (
             [*first, *sorted(soon)],
             set(),
         )  # how long one's capture took, others don't know
@@ -650,7 +650,7 @@ def test_sizes_are_captured_beside_long_prompts(tmp_path, monkeypatch):
 
 def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
     """Otherwise verifications would run in graphs of up to twice their rows, and take as long."""
-    monkeypatch.setattr(module, "FIRST_DECODES", 16)
+    monkeypatch.setattr(ladder, "FIRST_DECODES", 16)
     tiny_models.write(tmp_path, "llama", max_position_embeddings=1024)
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
     given = {
@@ -670,45 +670,61 @@ def test_rows_for_drafts_are_captured_at_the_start(tmp_path, monkeypatch):
 def test_a_rare_size_runs_in_a_larger_graph(tmp_path, monkeypatch):
     """A capture takes as long as many padded steps. So a size is captured when it was wanted LONGER times, or when idle."""
     for name, value in (("LONGER", LONGER), ("FIRST_DECODES", 32), ("FIRST_MIXED", ((64, 384),))):
-        monkeypatch.setattr(module, name, value)
+        monkeypatch.setattr(ladder, name, value)
     tiny_models.write(tmp_path, "llama")
     with LLM(
         str(tmp_path), **SETTINGS | {"max_num_seqs": 40, "max_num_batched_tokens": 512}
     ) as llm:
         graphs = replay(llm.core.executor.runner)
         graphs.capture()
-        assert graphs._size_for(17) == 32
+        assert graphs.ladder.size_for(17) == 32
         graphs._graph((16, 192))
-        assert graphs._mixed_size_for(7, 20) == (16, 192)
-        graphs._spare_tokens = (16 + 192) - (7 + 20) - 1
-        assert graphs._mixed_size_for(7, 20) == (8, 32)
+        assert graphs.ladder.mixed_size_for(7, 20) == (16, 192)
+        graphs.ladder.spare_tokens = (16 + 192) - (7 + 20) - 1
+        assert graphs.ladder.mixed_size_for(7, 20) == (8, 32)
         for n in range(LONGER):
-            assert graphs._size_for(17) == 32, n
-            graphs._note_wanted((24, 0))
-        assert graphs._size_for(17) == 24
+            assert graphs.ladder.size_for(17) == 32, n
+            graphs.ladder.note_wanted((24, 0))
+        assert graphs.ladder.size_for(17) == 24
         assert (
-            len(graphs._ahead)
-            < len(graphs.sizes) + len(graphs.decode_sizes) * len(graphs.prompt_sizes) + LONGER
+            len(graphs.ladder.ahead)
+            < len(graphs.sizes)
+            + len(graphs.ladder.decode_sizes) * len(graphs.ladder.prompt_sizes)
+            + LONGER
         )
-        graphs._note_wanted((24, 0))
+        graphs.ladder.note_wanted((24, 0))
         assert graphs.capture_next()
         assert list(graphs._captured)[-1] == (24, 0)
 
 
-def test_one_layer_of_each_kind_compiles(tmp_path):
+def test_one_layer_of_each_kind_compiles(tmp_path, monkeypatch):
     """A later capture's first run, which compiles its kernels, runs one layer of each kind."""
     tiny_models.write(tmp_path, "mistral", num_hidden_layers=3)
     with LLM(str(tmp_path), **SETTINGS) as llm:
         graphs = replay(llm.core.executor.runner)
-        layers, kv = graphs.forwards.decoder.layers, graphs.kv
-        graphs._captured = dict.fromkeys([(1, 0), (0, 32)])
-        for size, num_layers in (((1, 0), 3), ((2, 0), 1), ((8, 64), 1)):
+        decoder, ran = graphs.forwards.decoder, []
+        layers = decoder.layers
+
+        def hidden(token_ids, kv, meta, of):
+            ran.append((len(of.layers), len(kv)))
+            assert decoder.layers is layers  # other steps run all of them
+            return torch.zeros(1, 4)
+
+        monkeypatch.setattr(graphs.forwards, "hidden", hidden)
+
+        def num_layers(size):
             with graphs._compiling(size):
-                assert len(graphs.forwards.decoder.layers) == len(graphs.kv) == num_layers
-            assert (graphs.forwards.decoder.layers, graphs.kv) == (layers, kv)
+                graphs._forward(size, torch.zeros(1), graphs.kv, None)
+            graphs._forward(size, torch.zeros(1), graphs.kv, None)
+            compiled, captured = ran[-2:]
+            assert captured == (3, 3)
+            return compiled
+
+        graphs._captured = dict.fromkeys([(1, 0), (0, 32)])
+        for size, count in (((1, 0), 3), ((2, 0), 1), ((8, 64), 1)):
+            assert num_layers(size) == (count, count)
         graphs._captured = {(2, 0): None}
-        with graphs._compiling((8, 64)):
-            assert len(graphs.forwards.decoder.layers) == 3
+        assert num_layers((8, 64)) == (3, 3)
     other = dataclasses.replace(layers[1], group=1)
     assert one_of_each_kind(layers) == [0]
     assert one_of_each_kind([*layers, other, layers[2], other]) == [0, 3]
@@ -725,8 +741,8 @@ def test_one_layer_of_each_kind_compiles(tmp_path):
 
 def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch):
     """Until then its steps run op by op, and an idle moment captures it before all others."""
-    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
-    monkeypatch.setattr(module, "FIRST_MIXED", ())
+    monkeypatch.setattr(ladder, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(ladder, "FIRST_MIXED", ())
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS, enable_prefix_caching=False) as llm:
         runner = llm.core.executor.runner
@@ -750,7 +766,7 @@ def test_a_mixed_size_is_captured_when_it_is_wanted_again(tmp_path, monkeypatch)
 
 def test_to_ask_changes_nothing(tmp_path, monkeypatch):
     """A size is wanted by the steps that ran in another way, not by questions."""
-    monkeypatch.setattr(module, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(ladder, "PATIENCE", PATIENCE)
     tiny_models.write(tmp_path, "llama")
     with LLM(str(tmp_path), **SETTINGS) as llm:
         graphs = replay(llm.core.executor.runner)
@@ -814,7 +830,7 @@ def test_memory_that_runs_out_in_a_capture(tmp_path, caplog, room, idle):
         runner.graphs = graphs = StepGraphs(runner.forwards, runner.kv, runner.rows, runner.config)
         runner.forwards.add(graphs)
         recorder = graphs._recorder = Recorder(room)
-        graphs._ahead = [(8, 64), (2, 0), (0, 32), (4, 0), (1, 0)]
+        graphs.ladder.ahead = [(8, 64), (2, 0), (0, 32), (4, 0), (1, 0)]
         while idle and runner.capture_next():
             pass
         for _ in range(2):
@@ -842,7 +858,7 @@ def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
         graphs._graph((32, 0)), graphs._graph((16, 192))
 
         def sizes():
-            return graphs._size_for(17), graphs._mixed_size_for(7, 20)
+            return graphs.ladder.size_for(17), graphs.ladder.mixed_size_for(7, 20)
 
         def batch(num_decodes, *prompt):
             decodes = [ScheduledRequest(str(i), 5, 1, 1) for i in range(num_decodes)]
@@ -859,8 +875,8 @@ def test_without_memory_steps_run_in_larger_graphs(tmp_path, monkeypatch):
         assert [graphs.covers(x) for x in batches] == [None] * 4
         assert not graphs._has_captured((24, 0))
         assert sizes() == (32, (16, 192))
-        assert [graphs.covers(x) for x in batches] == [None, None, *2 * [module.NO_MEMORY]]
-        graphs._note_wanted((24, 0))
+        assert [graphs.covers(x) for x in batches] == [None, None, *2 * [ladder.NO_MEMORY]]
+        graphs.ladder.note_wanted((24, 0))
         assert not graphs.capture_next()
         assert recorder.asked == 3
         graphs.forwards.decoder.partition = (
@@ -1037,16 +1053,18 @@ def test_of_two_updates_of_a_place_the_later_holds(monkeypatch):
 def test_nothing_is_sent_while_a_stage_is_captured(kind):
     """A capture runs nothing, and the stage beside would wait for what it sends. Each kind of graph sends behind its replay."""
     graphs, seen, real = object.__new__(kind), [], object()
-    decoder = SimpleNamespace(pipe=real)
+    decoder = object.__new__(Decoder)
+    decoder.layers, decoder.pipe = [], real
 
     def hidden(*given):
-        seen.append(type(decoder.pipe))
+        seen.append(type(given[-1].pipe))
+        assert decoder.pipe is real  # the shared decoder stays as it is
         return torch.zeros(1, 4)
 
     graphs.forwards = SimpleNamespace(
         decoder=decoder, hidden=hidden, adapted=SimpleNamespace(hidden=hidden)
     )
-    graphs._pipe, graphs._incoming = real, None
+    graphs._pipe, graphs._incoming, graphs._compiled = real, None, None
     graphs._shared, graphs._tokens_of = (
         {(1, 0): torch.zeros(3, 1, dtype=torch.int32)},
         lambda size: None,

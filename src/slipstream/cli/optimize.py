@@ -12,26 +12,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import shlex
-import shutil
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.console import Progress, print_json, say, shown
 from slipstream.cli.options import MODEL_HELP, add_output_options
-from slipstream.config import EngineArgs
-from slipstream.errors import ConfigError
-from slipstream.files import sole_writer, writing
 
 if TYPE_CHECKING:
     from slipstream.optimize.candidates import Candidate, TrialResult
-    from slipstream.optimize.run import Measurer
-    from slipstream.optimize.search import Search
-
-COMPRESS_SHARE = 1 / 3
-"""Of the budget, for one compression at most. An interrupted one goes on when the command is run again."""
+    from slipstream.optimize.study import Found, Study
 
 MIN_AGAIN = 0.8
 """Of the candidate's throughput, that its folder has to reach; else a line says that the machine's speed has changed."""
@@ -148,305 +137,80 @@ def as_word(value: Any) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.bench.load import ClosedLoop, parse_arrivals
-    from slipstream.config import resolve
-    from slipstream.costs.metrics import parse_objectives
-    from slipstream.evals.text import TextSettings, check_text
-    from slipstream.hub import machine_folder, resolve_model
-    from slipstream.optimize import run as measuring
-    from slipstream.optimize.prior import simulated_prior
-    from slipstream.optimize.search import Search, load_optuna
-    from slipstream.optimize.traffic import parse_traffic
-    from slipstream.simulate.engines import this_hardware
-    from slipstream.spec.description import read_spec
-    from slipstream.spec.scheme import SCHEMES
-    from slipstream.worker.device import detect
+    from slipstream.optimize.study import StudyOptions, prepare
 
-    out = Path(args.out).expanduser().absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already; give another --out, or remove it", field="out")
-    if out.is_mount():
-        raise ConfigError(
-            f"{out} is a mount point, and DIR is renamed when it is whole; give a folder in it",
-            field="out",
-        )
-    budget_s, limits = (
-        measuring.parse_seconds(args.budget),
-        measuring.parse_quality_loss(args.max_quality_loss or "kl=0.05"),
-    )
-    if args.load_format == "dummy" and args.max_quality_loss is not None:
-        what = "max_quality_loss can't be kept with --load-format dummy: random weights have no quality; leave one of them out"
-        raise ConfigError(what, field="max_quality_loss")
-    objectives = parse_objectives(args.slo)
-    names = ("device", "download_dir", "max_model_len", "num_threads", "load_format")
-    base = EngineArgs(
-        model=args.model,
-        **{name: value for name in names if (value := getattr(args, name)) is not None},
-    )
-    description = read_spec(resolve_model(args.model, download_dir=args.download_dir))
-    if description.spec.kind != "a decoder":
-        raise ConfigError(
-            f"optimize is for models that answer; {args.model} is {description.spec.kind}",
-            field="model",
-        )
-    for name in ("eval_windows", "task_limit"):
-        if (count := getattr(args, name)) is not None and count < 1:
-            raise ConfigError(f"{name}={count} must be above 0", field=name)
-    if args.seed < 0:
-        raise ConfigError(f"seed={args.seed} must not be below 0", field="seed")
-    info = detect(args.device, machine_folder())
-    types = (
-        ("auto",)
-        if args.kv_cache_dtypes is None
-        else tuple(dict.fromkeys(args.kv_cache_dtypes.split(",")))
-    )
-    for kind in types:  # what no engine would take is said before one is measured
-        resolve(dataclasses.replace(base, kv_cache_dtype=kind), description, info)
-    forms = measuring.check_parallel(args.parallel.split(","), base, description, info)
-    context = min(512, description.spec.max_position)
-    text = TextSettings(
-        source=args.text, context=context, stride=context, num_windows=args.eval_windows
-    )
-    if args.load_format != "dummy":
-        check_text(text, download_dir=args.download_dir)
-    longest = args.max_model_len or description.spec.max_position
-    traffic = parse_traffic(
-        args.traffic, args.arrivals, num_requests=args.num_requests, longest=longest, seed=args.seed
-    )
-    if traffic.num_left_out:
-        say(
-            f"slipstream: {traffic.num_left_out} requests of the traffic are longer than {longest} tokens and were left out"
-        )
-    arrivals = parse_arrivals(args.arrivals)
-    users = min(
-        arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 32, len(traffic.lengths)
-    )
-    space = measuring.default_space(users=users, on_gpu=info.is_cuda)
-    if args.compressions is not None:
-        space = dataclasses.replace(
-            space, compressions=measuring.check_compressions(args.compressions.split(","))
-        )
-    if args.drafts is not None:
-        drafts = measuring.check_drafts(args.drafts.split(","))
-        space = dataclasses.replace(space, axes={**space.axes, "speculative_model": drafts})
-    if args.kv_cache_dtypes is not None:
-        space = dataclasses.replace(space, axes={**space.axes, "kv_cache_dtype": types})
-    space = dataclasses.replace(space, axes={**space.axes, "parallel": forms})
-    if limits.tasks:
-        from slipstream.evals.tasks import check_tasks
-
-        check_tasks([name for name, _ in limits.tasks])
-    if args.load_format == "dummy":
-        if args.compressions is not None and (
-            no := [c for c in space.compressions if c != "none" and c not in SCHEMES]
-        ):
-            raise ConfigError(
-                f"{no[0]} needs weights, and --load-format dummy has none", field="compressions"
-            )
-        kept = tuple(c for c in space.compressions if c == "none" or c in SCHEMES)
-        space = dataclasses.replace(space, compressions=kept)
-    refused = measuring.refusals(space, base, description, info)
-    space = dataclasses.replace(space, left_out=frozenset(refused))
-    reasons = "; ".join(dict.fromkeys(refused.values()))
-    if not space.candidates():
-        raise ConfigError(f"no engine starts with any candidate: {reasons}", field="parallel")
-    if refused:
-        say(f"slipstream: {len(refused)} combinations are left out: {reasons}")
-    load_optuna()  # what is missing is said before a folder is made
-    state = out.with_name(f"{out.name}.search")
-    with writing(state, "out"):
-        state.mkdir(parents=True, exist_ok=True)
-    named = [Path(name).expanduser() for name in (args.text, *(name for name, _ in limits.tasks))]
-    named += [
-        path
-        for d in space.axes.get("speculative_model", ())
-        if d and (path := measuring.draft_path(d)) is not None
-    ]
-    with sole_writer(out), shown(Progress(f"optimize {args.model}")) as progress:
-        measurer = measuring.Measurer(
-            base=base,
-            traffic=traffic,
-            objectives=objectives,
-            limits=limits,
-            folder=state,
-            text={
-                "source": text.source,
-                "context": context,
-                "stride": context,
-                "num_windows": text.num_windows,
-            },
-            task_limit=args.task_limit,
-            files=[path for path in named if path.exists()],
-            on_phase=progress.set_phase,
-        )
-        prior = simulated_prior(
-            base, description, traffic, this_hardware(args.device, args.num_threads)
-        )
-        known = measuring.read_results(measurer, space)
-        if known:
-            say(f"slipstream: {len(known)} candidates were measured before")
-        search = Search(
-            space, prior, measurer, known=known, seed=args.seed, kl_limit=limits.kl or 0.1
-        )
-
-        def on_result(result: TrialResult) -> None:
-            measurer.deadline = begin + budget_s  # from the first result on, so that there is one
-            measuring.append_result(result, measurer)
-            say(f"slipstream: {_line(result)}")
-
-        begin, measurer.compress_s = time.monotonic(), budget_s * COMPRESS_SHARE
-        if known:  # there is a result already
-            measurer.deadline = begin + budget_s
+    names = [field.name for field in dataclasses.fields(StudyOptions)]
+    study = prepare(StudyOptions(**{name: getattr(args, name) for name in names}), tell)
+    with shown(Progress(f"optimize {args.model}")) as progress:
         try:
-            search.run(budget_s=budget_s, on_result=on_result)
-            measurer.deadline = math.inf
-            chosen = measuring.choose(search.front(), objectives)
-            if chosen is None:
-                raise ConfigError(_nothing(search), field="max_quality_loss")
-            again = _write(chosen, measurer, out, search, progress)
-        except KeyboardInterrupt:
-            say(
-                "slipstream: interrupted; what was measured is kept, and the same command goes on from there"
+            found = study.run(
+                say=tell,
+                on_phase=progress.set_phase,
+                on_result=lambda result: tell(_line(result)),
             )
+        except KeyboardInterrupt:
+            tell("interrupted; what was measured is kept, and the same command goes on from there")
             raise
-    return _show(args, search, chosen, measurer, out, again)
+    return _show(args, study, found)
 
 
-def _nothing(search: Search) -> str:
-    reasons = dict.fromkeys(
-        f"{r.candidate.compression}: {r.error}" for r in search.results if r.error
-    )
-    return "no candidate keeps to the limits: " + (
-        "; ".join(reasons) or "none was measured in the time"
-    )
+def tell(text: str) -> None:
+    say(f"slipstream: {text}")
 
 
-def _write(
-    chosen: TrialResult, measurer: Measurer, out: Path, search: Search, progress: Progress
-) -> dict[str, Any] | None:
-    """The folder of the chosen candidate, with receipts and all that was measured; the figures of an engine from it. Of random
-    weights only what was measured, and None. It is made beside the results and appears whole: of a search that is killed
-    here nothing is in the way of the next."""
-    from slipstream.optimize.folder import build_folder
-    from slipstream.optimize.page import render
-    from slipstream.optimize.run import as_row
-
-    args, at_start = measurer.folder_args(chosen.candidate)
-    measured = {
-        "chosen": as_row(chosen),
-        "traffic": dataclasses.asdict(measurer.traffic),
-        "objectives": dict(measurer.objectives),
-    }
-    measured["traffic"]["lengths"] = len(measurer.traffic.lengths)
-    measured["limits"] = dataclasses.asdict(measurer.limits) | {
-        "text": dict(measurer.text),
-        "task_limit": measurer.task_limit,
-    }
-    measured["at_start"] = at_start
-    again, made = None, measurer.folder / "folder"
-    for left in (made, *measurer.folder.glob(".folder.*")):
-        shutil.rmtree(left, ignore_errors=True)
-    if measurer.base.load_format == "dummy":
-        made.mkdir()
-    else:
-        build_folder(args, made, measured=measured, progress=progress.set_phase)
-        progress.set_phase("measuring the folder")
-        again = measurer.speed(
-            dataclasses.asdict(EngineArgs(model=str(made), device=measurer.base.device, **at_start))
-        )
-    for name in ("slipstream-report.json", "slipstream-report.html", "slipstream-canary.json"):
-        if (receipt := measurer.receipt(chosen.candidate) / name).is_file():
-            shutil.copyfile(receipt, made / name)
-    document: dict[str, Any] = {
-        "front": [as_row(r) for r in search.front()],
-        "results": [as_row(r) for r in search.results],
-        **measured,
-    }
-    document |= {
-        "folder": again,
-        "why_ended": search.why_ended,
-        "traffic": dataclasses.asdict(measurer.traffic),
-    }
-    (made / "optimize.json").write_text(
-        json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    (made / "optimize.html").write_text(render(document, measurer.base.model), encoding="utf-8")
-    with writing(out, "out"):
-        if out.exists():
-            out.rmdir()
-        made.rename(out)
-    return again
-
-
-def _show(
-    args: argparse.Namespace,
-    search: Search,
-    chosen: TrialResult,
-    measurer: Measurer,
-    out: Path,
-    again: dict[str, Any] | None,
-) -> int:
-    from slipstream.bench.report import print_table
+def _show(args: argparse.Namespace, study: Study, found: Found) -> int:
+    """Print the outcome; the exit code: 1 if an objective is missed."""
     from slipstream.optimize.run import as_row, misses
 
-    missed = misses(chosen, measurer.objectives)
-    if args.json:
-        print_json(
-            {
-                "out": out,
-                "chosen": as_row(chosen),
-                "folder": again,
-                "missed": {
-                    name: {"measured": value, "wanted": most}
-                    for name, (value, most) in missed.items()
-                },
-                "front": [as_row(r) for r in search.front()],
-                "num_measured": len(search.points()),
-                "num_failed": sum(r.error is not None for r in search.results),
-                "num_candidates": len(search.space.candidates()),
-                "why_ended": search.why_ended,
-            }
-        )
-    else:
-        columns = (
-            "",
-            "out tok/s",
-            "predicted",
-            "TPOT p99, ms",
-            "TTFT p99, ms",
-            "KL",
-            "perplexity",
-            "",
-        )
-        rows = [_cells(r, r is chosen) for r in search.front()]
-        print_table(
-            f"front: {len(rows)} of {len(search.points())} measured, of {len(search.space.candidates())}",
-            columns,
-            rows,
-        )
-        print(f"\nended: {search.why_ended}")
-        if again is None:
-            print("KL and perplexity: –, since random weights have no quality to measure")
-            print(f"random weights: {out} holds what was measured, and no weights to serve")
-        else:
-            tpot_ms = again["tpot_s_p99"] * 1e3
-            print(
-                f"the folder itself: {again['output_throughput']:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms"
-            )
-            if again["output_throughput"] < MIN_AGAIN * (chosen.throughput or 0):
-                print(
-                    f"its candidate was faster: the machine was busier, or is. Again: slipstream bench folder {out}"
-                )
-            _, at_start = measurer.folder_args(chosen.candidate)
-            more = "".join(
-                f" --{name.replace('_', '-')} {as_word(value)}" for name, value in at_start.items()
-            )
-            print(f"serve it: slipstream serve {out}{more}")
+    search, missed = found.search, misses(found.chosen, study.objectives)
+    if not args.json:
+        _print(study, found)
         for name, (value, most) in missed.items():
-            say(
-                f"slipstream: {name} ≤ {most:g} can't be met; this is the nearest: {value:.4g} s at the 99th percentile"
+            tell(
+                f"{name} ≤ {most:g} can't be met; this is the nearest: {value:.4g} s at the 99th percentile"
             )
+        return 1 if missed else 0
+    print_json(
+        {
+            "out": study.out,
+            "chosen": as_row(found.chosen),
+            "folder": found.again,
+            "missed": {
+                name: {"measured": value, "wanted": most} for name, (value, most) in missed.items()
+            },
+            "front": [as_row(r) for r in search.front()],
+            "num_measured": len(search.points()),
+            "num_failed": sum(r.error is not None for r in search.results),
+            "num_candidates": len(search.space.candidates()),
+            "why_ended": search.why_ended,
+        }
+    )
     return 1 if missed else 0
+
+
+COLUMNS = ("", "out tok/s", "predicted", "TPOT p99, ms", "TTFT p99, ms", "KL", "perplexity", "")
+
+
+def _print(study: Study, found: Found) -> None:
+    from slipstream.bench.report import print_table
+
+    search, again, out = found.search, found.again, study.out
+    rows = [_cells(r, r is found.chosen) for r in search.front()]
+    count = len(search.space.candidates())
+    print_table(f"front: {len(rows)} of {len(search.points())} measured, of {count}", COLUMNS, rows)
+    print(f"\nended: {search.why_ended}")
+    if again is None:
+        print("KL and perplexity: –, since random weights have no quality to measure")
+        print(f"random weights: {out} holds what was measured, and no weights to serve")
+        return
+    rate, tpot_ms = again["output_throughput"], again["tpot_s_p99"] * 1e3
+    print(f"the folder itself: {rate:,.1f} tok/s, TPOT p99 {tpot_ms:,.2f} ms")
+    if rate < MIN_AGAIN * (found.chosen.throughput or 0):
+        print(
+            f"its candidate was faster: the machine was busier, or is. Again: slipstream bench folder {out}"
+        )
+    more = [f" --{name.replace('_', '-')} {as_word(x)}" for name, x in found.at_start.items()]
+    print(f"serve it: slipstream serve {out}{''.join(more)}")
 
 
 def _cells(result: TrialResult, is_chosen: bool) -> tuple[str, ...]:

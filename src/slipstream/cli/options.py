@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from slipstream.arguments import types_of
+from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs, setting_help
 from slipstream.files import parse_json
 from slipstream.types import SamplingParams
@@ -25,7 +26,11 @@ TEXT_ONLY = ("seed", "skip_tokenizer_init")
 
 SAMPLING_TITLE = "sampling (left out, it is the model's generation_config.json's, else as said here; `serve` does the same)"
 
-ENGINE_HELP = {setting.name: setting_help(setting) for setting in dataclasses.fields(EngineArgs)}
+ENGINE_HELP = {
+    declared.name: Rare(text) if declared.metadata.get("rare") else text
+    for declared in dataclasses.fields(EngineArgs)
+    for text in (setting_help(declared),)
+}
 MODEL_HELP = ENGINE_HELP["model"]
 
 SAMPLING_HELP = {
@@ -43,43 +48,19 @@ SAMPLING_HELP = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 
-ENGINE_GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (
-        "model and memory",
-        (
-            *(
-                "device",
-                "dtype",
-                "quantization",
-                "max_model_len",
-                "max_num_seqs",
-                "gpu_memory_utilization",
-                "kv_cache_bytes",
-            ),
-            *("weights_bytes", "cpu_layers", "host_experts", "hot_expert_bytes"),
-            *("kv_host_bytes", "kv_disk_bytes", "kv_disk_path"),
-            *("kv_cache_dtype", "tokenizer", "download_dir", "num_threads", "seed"),
-        ),
-    ),
-    (
-        "guessed tokens (speculation)",
-        ("speculative_config", "speculative_model", "num_speculative_tokens"),
-    ),
-    ("adapters", ADAPTERS),
-    (
-        "scheduling",
-        (
-            *(
-                "enable_prefix_caching",
-                "max_num_batched_tokens",
-                "max_num_mixed_tokens",
-                "target_itl_ms",
-                "max_queue",
-            ),
-            *("enable_chunked_prefill", "block_size", "scheduling_policy", "batch_window_s"),
-        ),
-    ),
-)
+ENGINE_GROUPS: dict[str, str] = {
+    "model and memory": "device dtype quantization max_model_len max_num_seqs gpu_memory_utilization "
+    "kv_cache_bytes kv_cache_dtype num_threads tokenizer download_dir seed load_format",
+    "a model or cache larger than the device's memory": "weights_bytes cpu_layers host_experts "
+    "hot_expert_bytes kv_host_bytes kv_disk_bytes kv_disk_path",
+    "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "
+    "sequence_parallel pipeline_layers rank_address local_ranks",
+    "guessed tokens (speculation)": "speculative_model num_speculative_tokens speculative_config",
+    "adapters": " ".join(ADAPTERS),
+    "pictures": "max_images image_cache_bytes",
+    "scheduling": "enable_prefix_caching max_num_batched_tokens max_num_mixed_tokens target_itl_ms "
+    "max_queue enable_chunked_prefill block_size",
+}
 """The engine's options as they stand in a verb's help, the commonest first. What is in no group stands in one of its own."""
 
 
@@ -88,18 +69,22 @@ def add_engine_options(
     *,
     without: tuple[str, ...] = (),
     note: str = "as in LLM(...)",
-    part: Literal["all", "first", "others"] = "all",
     adapters: bool = False,
 ) -> None:
-    """An option for each field of EngineArgs but `model` and those in `without`; those of adapters only with `adapters`. A
-    parser gets them in groups, of which the first has the `note`; `part`: only that one, or only the others."""
+    """An option for each field of EngineArgs but `model` and those in `without`; those of adapters only with `adapters`.
+
+    A parser gets them in groups, of which the first has the `note`.
+    """
     without = (*without, "lora_modules") if adapters else (*without, *ADAPTERS)
     names = [name for name in ENGINE_HELP if name not in ("model", *without)]
-    groups = [(title, [name for name in some if name in names]) for title, some in ENGINE_GROUPS]
+    groups = [
+        (title, [name for name in some.split() if name in names])
+        for title, some in ENGINE_GROUPS.items()
+    ]
     grouped = {name for _, some in groups for name in some}
     groups.append(("rarely needed", [name for name in names if name not in grouped]))
     for number, (title, some) in enumerate(groups):
-        if some and part in ("all", "others" if number else "first"):
+        if some:
             shown = f"engine: {title}" if number else f"engine: {title} ({note})"
             own = (
                 parser.add_argument_group(shown)
@@ -188,6 +173,6 @@ def _add(parser: argparse._ActionsContainer, name: str, text: str, owner: type) 
     parser.add_argument(
         "--" + name.replace("_", "-"),
         default=argparse.SUPPRESS,
-        help=text.replace("%", "%%"),
+        help=type(text)(text.replace("%", "%%")),
         **how,
     )

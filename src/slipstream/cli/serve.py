@@ -17,6 +17,7 @@ from slipstream.cli.options import (
     engine_args,
     parse_bytes,
 )
+from slipstream.cli.parser import Rare
 from slipstream.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -41,162 +42,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, help=text, **{"default": argparse.SUPPRESS, **how})
 
     def add_several(flag: str, metavar: str, text: str) -> None:
-        add(flag, f"{text}; may be repeated", action="append", default=[], metavar=metavar)
+        repeated = type(text)(f"{text}; may be repeated")
+        add(flag, repeated, action="append", default=[], metavar=metavar)
+
+    whole: dict[str, Any] = {"type": int, "metavar": "N"}
+    size: dict[str, Any] = {"type": parse_bytes, "metavar": "SIZE"}
+    seconds: dict[str, Any] = {"type": float, "metavar": "S"}
 
     add("--host", "address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", "port; 0 takes a free one and prints it (default: 8000)", type=int, metavar="N")
-    add(
-        "--grpc-port",
-        "speak KServe's protocol over gRPC there, too (extra kserve; default: no)",
-        type=int,
-        metavar="N",
-    )
+    add("--port", "port; 0 takes a free one and prints it (default: 8000)", **whole)
+    text = "speak KServe's protocol over gRPC there, too (extra kserve; default: no)"
+    add("--grpc-port", Rare(text), **whole)
     add_several("--served-model-name", "NAME", "name of the model (default: as it is given)")
-    add_engine_options(parser, part="first")
+    add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
+    add("--ssl-keyfile", "its key, if it is in a file of its own", metavar="FILE")
 
-    group = parser.add_argument_group("who may ask")
+    group = parser.add_argument_group("who may ask, and how much")
+    text = "ask for a key of `slipstream keys`, with its role and limits"
+    add("--keys-file", text, metavar="FILE")
     add("--api-key-file", "ask for a key; the file has one a line", default=None, metavar="FILE")
-    add(
-        "--keys-file",
-        "ask for a key of `slipstream keys`, with its role and limits",
-        metavar="FILE",
-    )
     add_several("--api-key", "KEY", "the same, where other users of the machine can see it")
-    add_several(
-        "--cors-origin",
-        "ORIGIN",
-        "whose pages may ask from a browser, such as https://chat.example; * for any",
-    )
-    text = "what a request's Host may say beside localhost, IP addresses and the machine's name, such as chat.example, "
+    text = "whose pages may ask from a browser, such as https://chat.example; * for any"
+    add_several("--cors-origin", "ORIGIN", text)
     add(
         "--allowed-hosts",
-        text + "*.chat.example or * (any); without keys others are refused",
+        "what a request's Host may say next to localhost, IP addresses and the machine's name, such as "
+        "chat.example, *.chat.example or * (any); without keys others are refused",
         nargs="+",
         action="extend",
         default=[],
         metavar="NAME",
     )
     text = "a host that pictures of requests may be fetched from (default: none; data URIs are always taken)"
-    add_several("--allowed-media-hosts", "HOST[:PORT]", text)
-    add("--ssl-certfile", "certificate chain (PEM): serve HTTPS", metavar="FILE")
-    add("--ssl-keyfile", "its key, if it is in a file of its own", metavar="FILE")
-    add(
-        "--enable-sleep-mode",
-        "let them give the model's memory back (POST /sleep, /wake_up)",
-        action="store_true",
-    )
-
-    group = parser.add_argument_group("answers")
-    add(
-        "--tool-call-parser",
-        "format of tool calls (default: as the chat template says); none: off",
-        metavar="NAME",
-    )
-    add(
-        "--reasoning-parser",
-        "format of reasoning (default: as the chat template says); none: off",
-        metavar="NAME",
-    )
-    text = "a function of an installed package (entry point of slipstream.logits_processors) that requests may name in "
-    add_several("--logits-processors", "NAME", text + "logits_processors; slow")
-    text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"
-    add("--context-model", text, default=None, metavar="MODEL")
-
-    group = parser.add_argument_group("state")
-    text = (
-        "folder for what outlives the server: answers of /v1/responses (default: they end with it)"
-    )
-    add("--state-dir", text, metavar="DIR")
-    add(
-        "--max-stored-responses",
-        "answers kept, the least used go first; 0: none (default: 1000)",
-        type=int,
-        metavar="N",
-    )
-    add("--max-stored-bytes", "of them together (default: 256 MiB)", type=int, metavar="N")
-
-    group = parser.add_argument_group("records of what was asked")
-    add(
-        "--audit-log",
-        "append who asked for what to a file, in a chain (`slipstream audit`)",
-        metavar="FILE",
-    )
-    add(
-        "--audit-max-bytes",
-        "of the file, before the next begins (default: 64MiB)",
-        type=parse_bytes,
-        metavar="N",
-    )
-    add("--audit-prompts", "write the requests' bodies, too", action="store_true")
-    text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
-    add("--audit-failure", text, choices=("refuse", "serve"))
-    text = "send traces and metrics to an OTLP receiver, such as http://127.0.0.1:4318 (extra otel; default: no)"
-    add("--otlp-endpoint", text, metavar="URL")
-
-    group = parser.add_argument_group("files and batches")
-    add(
-        "--files-dir",
-        "folder for /v1/files and /v1/batches, which outlive the server (default: none)",
-        metavar="DIR",
-    )
-    add("--max-files-bytes", "of all files together (default: 1GiB)", type=parse_bytes, metavar="N")
-    add("--max-file-bytes", "of one upload (default: 100MiB)", type=parse_bytes, metavar="N")
-    text = "lines of batches at once, when nobody else asks (default: half of --max-num-seqs)"
-    add("--batch-max-concurrent", text, type=int, metavar="N")
-    add(
-        "--batch-beside",
-        "how many of them run beside requests of clients (default: 0)",
-        type=int,
-        metavar="N",
-    )
+    add_several("--allowed-media-hosts", "HOST[:PORT]", Rare(text))
+    text = "let clients give the model's memory back (POST /sleep, /wake_up)"
+    add("--enable-sleep-mode", Rare(text), action="store_true")
+    add("--max-concurrent-requests", "requests at once; beyond it: 429 (default: 4096)", **whole)
+    text = "prompts times n, or texts to embed or to rerank (default: 2048)"
+    add("--max-choices-per-request", Rare(text), **whole)
+    add("--max-body-bytes", Rare("of a request; beyond it: 413 (default: 8MiB)"), **size)
+    text = "seconds for a body to arrive (default: 30)"
+    add("--body-timeout", Rare(text), dest="body_timeout_s", **seconds)
 
     group = parser.add_argument_group("processes and log")
     text = "processes that speak HTTP, over one port and one engine; auto: one on a CPU; with a GPU a quarter of the cores, "
     text += f"{MAX_API_SERVERS} at most (default: auto)"
     add("--api-servers", text, default=None, type=_number_or_auto, metavar="N")
-    add(
-        "--drain-timeout",
-        "seconds for requests in flight (default: 30)",
-        type=float,
-        metavar="S",
-        dest="drain_timeout_s",
-    )
-    add(
-        "--log-format",
-        "one line a request, on standard error (default: text)",
-        choices=("text", "json"),
-    )
-    add_output_options(group)
-
-    group = parser.add_argument_group("trouble")
+    text = "seconds for requests in flight when the server ends (default: 30)"
+    add("--drain-timeout", text, dest="drain_timeout_s", **seconds)
+    text = "one line a request, on standard error (default: text)"
+    add("--log-format", text, choices=("text", "json"))
+    text = "send traces and metrics to an OTLP receiver, such as http://127.0.0.1:4318 (extra otel; default: no)"
+    add("--otlp-endpoint", text, metavar="URL")
     text = "look for trouble (slow steps, cache, queue, errors, …), and tell it at /findings, /status, /metrics and in the log"
     add("--detect", f"{text} (extra detect)", action="store_true", default=False)
     add_several("--alert-url", "URL", "POST what is found there, as JSON; with --detect")
+    add_output_options(group)
 
-    group = parser.add_argument_group("limits")
-    add("--max-concurrent-requests", "beyond it: 429 (default: 4096)", type=int, metavar="N")
-    add(
-        "--max-choices-per-request",
-        "prompts times n, or texts to embed or to rerank (default: 2048)",
-        type=int,
-        metavar="N",
-    )
-    add("--max-body-bytes", "beyond it: 413 (default: 8MiB)", type=parse_bytes, metavar="N")
-    add(
-        "--body-timeout",
-        "seconds for a body to arrive (default: 30)",
-        type=float,
-        metavar="S",
-        dest="body_timeout_s",
-    )
-    add_engine_options(parser, part="others", adapters=True)
+    group = parser.add_argument_group("answers")
+    text = "(default: as the chat template says); none: off"
+    add("--tool-call-parser", f"format of tool calls {text}", metavar="NAME")
+    add("--reasoning-parser", f"format of reasoning {text}", metavar="NAME")
+    text = "a function of an installed package (entry point of slipstream.logits_processors) that requests may name in "
+    add_several("--logits-processors", "NAME", Rare(text + "logits_processors; slow"))
+    text = "a small model that shortens prompts for requests that ask (compress_prompt); MODEL itself may do it, too"
+    add("--context-model", Rare(text), default=None, metavar="MODEL")
 
-    group = parser.add_argument_group("adapters to serve (with --enable-lora)")
-    text = "an adapter that PEFT saved, served by this name; may be repeated"
-    add("--lora", text, nargs="+", action=_Adapters, metavar="NAME=PATH", dest="lora_modules")
-    add("--lora-modules", "vLLM's name for it", nargs="+", action=_Adapters, metavar="NAME=PATH")
+    group = parser.add_argument_group("files that outlive the server")
+    text = "folder for answers of /v1/responses (default: they end with the server)"
+    add("--state-dir", text, metavar="DIR")
+    text = "answers kept, the least used go first; 0: none (default: 1000)"
+    add("--max-stored-responses", Rare(text), **whole)
+    add("--max-stored-bytes", Rare("of them together (default: 256 MiB)"), **whole)
+    add("--files-dir", "folder for /v1/files and /v1/batches (default: none)", metavar="DIR")
+    add("--max-files-bytes", Rare("of all files together (default: 1GiB)"), **size)
+    add("--max-file-bytes", Rare("of one upload (default: 100MiB)"), **size)
+    text = "lines of batches at once, when nobody else asks (default: half of --max-num-seqs)"
+    add("--batch-max-concurrent", Rare(text), **whole)
+    text = "how many of them run next to requests of clients (default: 0)"
+    add("--batch-beside", Rare(text), **whole)
+    text = "append who asked for what to a file, in a chain (`slipstream audit`)"
+    add("--audit-log", text, metavar="FILE")
+    text = "of the file, before the next begins (default: 64MiB)"
+    add("--audit-max-bytes", Rare(text), **size)
+    add("--audit-prompts", Rare("write the requests' bodies, too"), action="store_true")
+    text = "while it cannot be written: refuse requests, or serve on (default: refuse)"
+    add("--audit-failure", Rare(text), choices=("refuse", "serve"))
+
+    add_engine_options(parser, adapters=True)
+    group = next(g for g in parser._action_groups if g.title == "engine: adapters")
+    text = "with --enable-lora: an adapter that PEFT saved, served by this name; may be repeated"
+    several: dict[str, Any] = {"nargs": "+", "action": _Adapters, "metavar": "NAME=PATH"}
+    add("--lora", text, dest="lora_modules", **several)
+    add("--lora-modules", Rare("vLLM's name for it"), **several)
     text = "the folder whose adapters may be loaded over HTTP (POST /v1/load_lora_adapter, /v1/unload_lora_adapter)"
-    add("--lora-folder", text, metavar="DIR")
+    add("--lora-folder", Rare(text), metavar="DIR")
 
 
 class _Adapters(argparse.Action):

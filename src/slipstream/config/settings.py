@@ -52,10 +52,20 @@ class DeviceInfo:
         return self.device.startswith("cuda")
 
 
-def setting(default: Any, text: str, *, choices: tuple[str, ...] = (), unset: str = "") -> Any:
-    """A field of `EngineArgs`. `text` is its help. If there are `choices`, other values are refused. `unset` says what None
-    stands for."""
-    return field(default=default, metadata={"help": text, "choices": choices, "unset": unset})
+def setting(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    unset: str = "",
+    rare: bool = False,
+) -> Any:
+    """A field of `EngineArgs`. `text` is its help. If there are `choices`, other values are refused.
+
+    `unset` says what None stands for. A command line shows a `rare` one only in --help-all.
+    """
+    about = {"help": text, "choices": choices, "unset": unset, "rare": rare}
+    return field(default=default, metadata=about)
 
 
 def setting_help(declared: dataclasses.Field[Any]) -> str:
@@ -83,7 +93,7 @@ class EngineArgs:
         kw_only=False,
         metadata={"help": "a folder, a GGUF file, or a name that `slipstream pull` knows"},
     )
-    tokenizer: str | None = setting(None, "another model's tokenizer, by name or path")
+    tokenizer: str | None = setting(None, "another model's tokenizer, by name or path", rare=True)
     dtype: str = setting(
         "auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16")
     )
@@ -92,7 +102,7 @@ class EngineArgs:
         None, f"round weights at load: {', '.join(SCHEMES)}; CPUs have int8 and int4 of these"
     )
     kv_cache_dtype: str = setting("auto", "auto (the checkpoint's), fp8 (GPU) or int8")
-    block_size: int | None = setting(None, "tokens in a block of KV cache", unset=AUTO)
+    block_size: int | None = setting(None, "tokens in a block of KV cache", unset=AUTO, rare=True)
     max_model_len: int | None = setting(None, "longest prompt with answer, in tokens", unset=AUTO)
     max_num_seqs: int | None = setting(None, "most sequences in one step", unset=AUTO)
     max_num_batched_tokens: int | None = setting(None, "most tokens in one step", unset=AUTO)
@@ -100,6 +110,7 @@ class EngineArgs:
         None,
         "most tokens in a step in which running sequences get their next; bounds the time between tokens",
         unset="max_num_batched_tokens",
+        rare=True,
     )
     target_itl_ms: float | None = setting(
         None,
@@ -117,20 +128,21 @@ class EngineArgs:
     )
     host_experts: str | int | None = setting(
         None,
-        "mixtures whose experts stay in the host's memory and are computed there, beside a GPU: a number of layers, all, or "
+        "mixtures whose experts stay in the host's memory and are computed there, next to a GPU: a number of layers, all, or "
         "auto (as many as don't fit); docs/offload.md",
         unset="none",
     )
     cpu_layers: str | int | None = setting(
         None,
-        "layers, the first ones, that the host's CPU holds and computes, beside a GPU: a number, or auto (as few as leave room "
-        "on the GPU); docs/offload.md",
+        "layers, the first ones, that the host's CPU holds and computes, next to a GPU: a number, or auto (as few as leave "
+        "room on the GPU); docs/offload.md",
         unset="none",
     )
     hot_expert_bytes: int | None = setting(
         None,
         "with host_experts: the GPU's memory for single experts, those that tokens choose most",
         unset="none",
+        rare=True,
     )
     kv_host_bytes: int | None = setting(
         None, "the host's memory for blocks that leave the GPU's cache", unset="none"
@@ -142,23 +154,25 @@ class EngineArgs:
         None, "the folder for kv_disk_bytes; conversations resume from it after a restart"
     )
     enable_prefix_caching: bool = setting(True, "reuse what prompts begin with alike")
-    enable_chunked_prefill: bool = setting(True, "split long prompts over several steps")
-    enforce_eager: bool = setting(False, "no CUDA graphs")
+    enable_chunked_prefill: bool = setting(True, "split long prompts over several steps", rare=True)
+    enforce_eager: bool = setting(False, "no CUDA graphs", rare=True)
     deterministic: bool = setting(
         False,
         "an answer depends on nothing but its request, whatever else is computed (GPU; slower)",
+        rare=True,
     )
     dense_copies: bool | None = setting(
         None,
         "for steps of many tokens keep dense as well: a GPU 4-bit weights, a CPU sparse int8 ones",
         unset="if a quarter of its memory holds them; on a CPU if more than 8 sequences may run",
+        rare=True,
     )
     tensor_parallel_size: int = setting(1, "devices that share each layer out; docs/parallelism.md")
     pipeline_parallel_size: int = setting(
         1, "devices, or groups of them, that have some of the layers each"
     )
     pipeline_layers: str | None = setting(
-        None, "layers of each pipeline stage, such as 10,20", unset="about even"
+        None, "layers of each pipeline stage, such as 10,20", unset="about even", rare=True
     )
     expert_parallel_size: int = setting(
         1,
@@ -166,15 +180,18 @@ class EngineArgs:
         "out, too, with their keys and values",
     )
     sequence_parallel: bool = setting(
-        False, "with tensor_parallel_size: long steps share norms and residuals out by tokens, too"
+        False,
+        "with tensor_parallel_size: long steps share norms and residuals out by tokens, too",
+        rare=True,
     )
     rank_address: str | None = setting(
         None,
         "HOST:PORT of this host, where ranks of other hosts come to; docs/parallelism.md",
         unset="all ranks are here",
+        rare=True,
     )
     local_ranks: int | None = setting(
-        None, "with rank_address: how many ranks this host has", unset="all"
+        None, "with rank_address: how many ranks this host has", unset="all", rare=True
     )
     speculative_config: dict[str, Any] | None = setting(
         None,
@@ -188,10 +205,12 @@ class EngineArgs:
         None, "with speculative_model: tokens to guess", unset="chosen at each step"
     )
     enable_lora: bool = setting(False, "take adapters (LoRA) with requests; docs/adapters.md")
-    max_loras: int | None = setting(None, "most adapters that a step computes with", unset="8")
-    max_lora_rank: int | None = setting(None, "highest rank of an adapter", unset="16")
+    max_loras: int | None = setting(
+        None, "most adapters that a step computes with", unset="8", rare=True
+    )
+    max_lora_rank: int | None = setting(None, "highest rank of an adapter", unset="16", rare=True)
     max_cpu_loras: int | None = setting(
-        None, "most adapters kept in the host's memory", unset="4 times max_loras"
+        None, "most adapters kept in the host's memory", unset="4 times max_loras", rare=True
     )
     lora_modules: dict[str, str] | None = setting(
         None, "adapters that are there from the start: folders by name", unset="none"
@@ -205,34 +224,46 @@ class EngineArgs:
         None,
         "embeddings of pictures that are kept, such as 64MiB",
         unset="256MiB on a GPU, else 64MiB",
+        rare=True,
     )
     download_dir: str | None = setting(None, "where models are kept, instead of the user's cache")
-    seed: int = setting(0, "seed of requests without their own, and of dummy weights")
+    seed: int = setting(0, "seed of requests without their own, and of dummy weights", rare=True)
     load_format: LoadFormat = setting(
-        "auto", "dummy makes random weights from a config.json", choices=get_args(LoadFormat)
+        "auto",
+        "dummy makes random weights from a config.json",
+        choices=get_args(LoadFormat),
+        rare=True,
     )
     weights_cache: WeightsCache = setting(
         "auto",
         "keep what a start rounds for the next one, where that is faster (CPU)",
         choices=get_args(WeightsCache),
+        rare=True,
     )
-    skip_tokenizer_init: bool = setting(False, "token ids only, no text")
+    skip_tokenizer_init: bool = setting(False, "token ids only, no text", rare=True)
     scheduling_policy: Policy = setting(
-        "inflight", "dynamic and static are baselines to compare with", choices=get_args(Policy)
+        "inflight",
+        "dynamic and static are baselines to compare with",
+        choices=get_args(Policy),
+        rare=True,
     )
     batch_window_s: float | None = setting(
-        None, "dynamic: seconds to wait for a batch to fill", unset=str(BATCH_WINDOW_S)
+        None, "dynamic: seconds to wait for a batch to fill", unset=str(BATCH_WINDOW_S), rare=True
     )
     max_queue: int | None = setting(None, "most requests that wait; beyond it they are refused")
     canary: str = setting(
         "warn",
         "what to do if the checkpoint's canary finds that it changed here",
         choices=("off", "warn", "refuse"),
+        rare=True,
     )
-    kernels: Kernels = setting("auto", "implementation of the ops", choices=get_args(Kernels))
+    kernels: Kernels = setting(
+        "auto", "implementation of the ops", choices=get_args(Kernels), rare=True
+    )
     tile_table: str = setting(
         "auto",
         "tiles of the GPU's kernels: auto (yours over those shipped), shipped, none, or a file",
+        rare=True,
     )
     num_threads: int | None = setting(
         None,

@@ -22,6 +22,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_options
 from typing import Any, TypeVar
 
 from slipstream.config import EngineArgs, EngineConfig
@@ -81,13 +82,13 @@ from slipstream.outputs import RequestOutput, Vectors
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.stats import CanaryResult, EngineStats
 from slipstream.types import (
+    DEFAULT_OPTIONS,
     BeamSearchParams,
     BeamsOutput,
     LoRARequest,
     Prompt,
-    Reserve,
+    RequestOptions,
     SamplingParams,
-    Share,
     TokenOutput,
     VectorOutput,
 )
@@ -178,29 +179,17 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool = True,
-        cache_salt: str = "",
-        lora_request: LoRARequest | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        **named: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Deltas, until one is `finished`. A RequestError or EngineDeadError comes before anything is queued, and
+        """Deltas, until one is `finished`. `named` are fields of `options`.
+
+        A RequestError or EngineDeadError comes before anything is queued, and
         EngineOverloadedError if the queue is full. Closing the iterator cancels the request."""
         refuse_best_of(sampling)
         stream = OutputStream()
-        cancel = await self.submit(
-            prompt,
-            sampling,
-            stream,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            add_special_tokens=add_special_tokens,
-            cache_salt=cache_salt,
-            lora=lora_request,
-        )
+        options = replace_options(options, **named)
+        cancel = await self.submit(prompt, sampling, stream, options)
         try:
             finished = False
             while not finished:
@@ -215,43 +204,17 @@ class AsyncLLM:
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Sink,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool = True,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
-        reserve: Reserve | None = None,
-        client: str = "",
-        answer_token_ids: Sequence[int] = (),
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Callable[[], None]:
         """`generate` with a callback instead of an iterator: new output is passed to `sink`. Returns a function that cancels
-        the request; it does nothing once the request has ended. Errors before the request is queued are raised here. So are
-        those of `reserve`, which gets the number of prompt tokens to compute and the longest answer's number of tokens.
-        `client` is who asks: the grammars of one client are compiled one after the other.
-
-        `answer_token_ids` continues an answer that another engine began. `sink` gets these tokens before this returns."""
+        the request; it does nothing once the request has ended. Errors before the request is queued are raised here. `sink`
+        gets the tokens of an answer that another engine began before this returns."""
 
         def prepare() -> PreparedRequest:
-            return self._input.prepare(
-                prompt,
-                sampling,
-                request_id=request_id,
-                priority=priority,
-                deadline_s=deadline_s,
-                add_special_tokens=add_special_tokens,
-                cache_salt=cache_salt,
-                lora=lora,
-                share=share,
-                client=client,
-                answer_token_ids=answer_token_ids,
-                grammar_checked=True,
-            )
+            return self._input.prepare(prompt, sampling, options, grammar_checked=True)
 
         if sampling.structured_outputs is not None and self.tokenizer is not None:
-            await check_in_thread(sampling.structured_outputs, client, cache_salt)
+            await check_in_thread(sampling.structured_outputs, options.client, options.cache_salt)
         looks_at_all = (
             INLINE_CHARS if sampling.takes("dry") else 0
         )  # tokens of the vocabulary, for its sequence breakers
@@ -261,9 +224,9 @@ class AsyncLLM:
             self.tokenizer,
         )
         child = self._running_child()
-        if reserve is not None:
+        if options.reserve is not None:
             own, *_ = engine = request.engine_requests
-            reserve(
+            options.reserve(
                 len(own.prompt_token_ids) + len(own.encoder_token_ids),
                 sum(one.max_tokens for one in engine),
             )
@@ -277,8 +240,8 @@ class AsyncLLM:
                 self._forget(request.request_id)
 
         try:
-            if answer_token_ids:
-                begun = TokenOutput(request.engine_requests[0].request_id, tuple(answer_token_ids))
+            if begun_ids := options.answer_token_ids:
+                begun = TokenOutput(request.engine_requests[0].request_id, tuple(begun_ids))
                 for delta in self._output.process([begun])[0]:
                     self._deliver(delta)
                 if request.request_id not in self._sinks:
@@ -314,20 +277,16 @@ class AsyncLLM:
     async def embed(
         self,
         prompts: Sequence[Prompt | tuple[str, str]],
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: int = 0,
         truncate_to: int | None = None,
-        cache_salt: str = "",
-        reserve: Reserve | None = None,
     ) -> Vectors:
         """The vector of each text, or a classifier's scores of a text or a pair (see `engine.pooled`). `truncate_to` cuts texts
         at so many tokens; −1 means the context. The texts are one request: a RequestError comes before it is queued, an error
         of one text is an error of all, and cancelling the caller cancels the request."""
 
         def prepare() -> PreparedTexts:
-            return self._input.texts.prepare(
-                prompts, priority=priority, truncate_to=truncate_to, cache_salt=cache_salt
-            )
+            return self._input.texts.prepare(prompts, options, truncate_to=truncate_to)
 
         prepared = await in_thread_if_long(
             prepare, sum(map(_num_characters, prompts)), self.tokenizer
@@ -336,8 +295,8 @@ class AsyncLLM:
         if not prepared.prompts:
             return waiting.answer.vectors()
         child = self._running_child()
-        if reserve is not None:
-            reserve(sum(map(len, prepared.token_ids)), 0)
+        if options.reserve is not None:
+            options.reserve(sum(map(len, prepared.token_ids)), 0)
         request_id = prepared.request.request_id
         self._texts[request_id] = waiting
         try:
@@ -352,33 +311,23 @@ class AsyncLLM:
         self,
         prompt: Prompt,
         params: BeamSearchParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: int = 0,
-        add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
-        reserve: Reserve | None = None,
     ) -> BeamSearchOutput:
         """`LLM.beam_search` of one prompt. The search runs in the engine's process; cancelling the caller cancels it.
-        `share` and `reserve` as in `submit`; each beam's tokens count."""
+        Each beam's tokens count, for its owner's share and for `options.reserve`."""
 
         def prepare() -> PreparedBeams:
             return self._input.prepare_beams(
-                prompt,
-                params,
-                priority=priority,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                cache_salt=cache_salt,
-                lora=lora,
-                share=share,
+                prompt, params, options, truncate_prompt_tokens=truncate_prompt_tokens
             )
 
         prepared = await in_thread_if_long(prepare, _num_characters(prompt), self.tokenizer)
-        if reserve is not None:
-            reserve(len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens)
+        if options.reserve is not None:
+            options.reserve(
+                len(prepared.request.prompt_token_ids), params.beam_width * params.max_tokens
+            )
         child = self._running_child()
         request_id, done = prepared.request.request_id, asyncio.get_running_loop().create_future()
         self._beams[request_id] = done

@@ -72,6 +72,7 @@ from slipstream.types import (
     EngineOutput,
     LoRARequest,
     Prompt,
+    RequestOptions,
     SamplingParams,
     tokens_of,
     vectors_of,
@@ -241,9 +242,10 @@ class LLM:
         assert prompts is not None
         prompts = _listed(prompts)
         shown = progress if use_tqdm is None else use_tqdm
-        return self._run(
-            prompts, sampling_params, progress=shown, add_special_tokens=True, lora=lora_request
-        )
+        options = [
+            RequestOptions(lora_request=a) for a in self._adapters(lora_request, len(prompts))
+        ]
+        return self._run(prompts, sampling_params, options, progress=shown)
 
     @suggesting
     def chat(
@@ -316,9 +318,11 @@ class LLM:
             for how, own in zip(readings, each, strict=True)
         ]
         shown = progress if use_tqdm is None else use_tqdm
-        answers = self._run(
-            prompts, each, progress=shown, add_special_tokens=False, lora=lora_request
-        )
+        options = [
+            RequestOptions(lora_request=a, add_special_tokens=False)
+            for a in self._adapters(lora_request, len(prompts))
+        ]
+        answers = self._run(prompts, each, options, progress=shown)
         for how, answer in zip(readings, answers, strict=True):
             for output in answer.outputs:
                 output.message = (
@@ -342,7 +346,7 @@ class LLM:
         prompts = _listed(prompts)
         adapters = self._adapters(lora_request, len(prompts))
         searches = [
-            self._input.prepare_beams(p, params, lora=a)
+            self._input.prepare_beams(p, params, RequestOptions(lora_request=a))
             for p, a in zip(prompts, adapters, strict=True)
         ]
         found: dict[str, BeamsOutput] = {}
@@ -455,8 +459,7 @@ class LLM:
         request = self._input.prepare(
             prompt,
             sampling_params or self.get_default_sampling_params(),
-            add_special_tokens=add_special_tokens,
-            lora=lora_request,
+            RequestOptions(add_special_tokens=add_special_tokens, lora_request=lora_request),
         )
         core = self.core  # an error before anything is queued
         with self._exclusive():
@@ -539,22 +542,16 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: Sequence[RequestOptions],
         *,
         progress: bool,
-        add_special_tokens: bool,
-        lora: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        each = self._each(sampling_params, len(prompts))
-        adapters = self._adapters(lora, len(prompts))
+        each = zip(self._each(sampling_params, len(prompts)), options, strict=True)
         requests = []
         prompts = self._input.prompts.with_prepared(prompts)
-        for i, (prompt, sampling, adapter) in enumerate(zip(prompts, each, adapters, strict=True)):
+        for i, (prompt, how) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests.append(
-                    self._input.prepare(
-                        prompt, sampling, add_special_tokens=add_special_tokens, lora=adapter
-                    )
-                )
+                requests.append(self._input.prepare(prompt, *how))
             except RequestError as error:
                 error.add_note(f"in prompt {i} of {len(prompts)}")
                 raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,15 +35,15 @@ from slipstream.hub import resolve_model
 from slipstream.spec.description import ModelDescription
 from slipstream.stats import CanaryResult
 from slipstream.types import (
+    DEFAULT_OPTIONS,
     BeamSearchParams,
     BeamsOutput,
     BeamsRequest,
     EngineRequest,
     FinishReason,
-    LoRARequest,
     Prompt,
+    RequestOptions,
     SamplingParams,
-    Share,
 )
 
 _logger = logging.getLogger("slipstream.engine")
@@ -221,16 +220,8 @@ class InputProcessor:
         self,
         prompt: Prompt,
         sampling: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        add_special_tokens: bool = True,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
-        client: str = "",
-        answer_token_ids: Sequence[int] = (),
         grammar_checked: bool = False,
     ) -> PreparedRequest:
         """Check and tokenise. RequestError names the field; ContextLengthError if prompt or answer do not fit. With
@@ -246,20 +237,22 @@ class InputProcessor:
                 f"this model ({spec.family}) is {spec.kind} and writes no text; use {use}",
                 field="model",
             )
-        if lora is not None and not self.takes_adapters:
+        if options.lora_request is not None and not self.takes_adapters:
             raise AdapterError("adapters are off; start with enable_lora", field="lora_request")
         prompt, pictures = self.prompts.parted(prompt)
         any_length = sampling.truncate_prompt_tokens is not None
+        special = options.add_special_tokens
         text, tokens = self.prompts.tokens(
-            prompt, add_special_tokens, any_length=any_length, pictures=pictures
+            prompt, special, any_length=any_length, pictures=pictures
         )
-        images = placed(tokens, pictures, self.prompts.vision, cache_salt) if pictures else ()
+        salt = options.cache_salt
+        images = placed(tokens, pictures, self.prompts.vision, salt) if pictures else ()
         if images and any_length:
             raise RequestError(
                 "a prompt with pictures can't be cut", field="truncate_prompt_tokens"
             )
         if sampling.truncate_prompt_tokens is not None:
-            tokens = self.prompts.last(tokens, sampling, text is not None and add_special_tokens)
+            tokens = self.prompts.last(tokens, sampling, text is not None and special)
         encoded: tuple[int, ...] = ()
         if spec is not None and spec.encoder is not None:
             encoded, tokens = tokens, (spec.encoder.start_token_id,)
@@ -288,7 +281,7 @@ class InputProcessor:
                 message = "structured outputs need a tokenizer (skip_tokenizer_init is set)"
                 raise RequestError(message, field="structured_outputs")
             if not grammar_checked:
-                check(sampling.structured_outputs, cache_salt)
+                check(sampling.structured_outputs, salt)
         sampling = with_functions(
             self._breakers.put(self._with_words(sampling)), in_process=self.in_process
         )
@@ -296,38 +289,26 @@ class InputProcessor:
             raise RequestError(
                 "stop strings need a tokenizer (skip_tokenizer_init is set)", field="stop"
             )
-        if deadline_s is not None and not deadline_s > 0:
-            raise RequestError("deadline_s must be above 0", field="deadline_s")
         hides_logprobs = sampling.best_of is not None and sampling.logprobs is None
         if hides_logprobs:  # they say which answers are the best
             sampling = dataclasses.replace(sampling, logprobs=0)
-        if answer_token_ids:
-            self._check_answer(answer_token_ids, sampling, max_tokens)
-        key = next(self._ids)
-        now = time.monotonic()
-        first = EngineRequest(
-            request_id=key,
+        if options.answer_token_ids:
+            self._check_answer(options.answer_token_ids, sampling, max_tokens)
+        first = EngineRequest.of(
+            options,
+            request_id=next(self._ids),
             prompt_token_ids=tokens,
             sampling=sampling
             if sampling.num_drawn == 1
             else dataclasses.replace(sampling, n=1, best_of=None),
             eos_token_ids=() if sampling.ignore_eos else self.eos_token_ids,
             max_tokens=max_tokens,
-            arrival=now,
-            priority=priority,
-            deadline=None if deadline_s is None else now + deadline_s,
-            cache_salt=cache_salt,
             encoder_token_ids=encoded,
-            lora=lora,
-            share=share,
-            client=client,
-            answer_token_ids=tuple(answer_token_ids),
             images=images,
         )
         others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
-        return PreparedRequest(
-            request_id or f"request-{key}", text, sampling, (first, *others), hides_logprobs
-        )
+        request_id = options.request_id or f"request-{first.request_id}"
+        return PreparedRequest(request_id, text, sampling, (first, *others), hides_logprobs)
 
     def _check_answer(
         self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
@@ -347,13 +328,9 @@ class InputProcessor:
         self,
         prompt: Prompt,
         params: BeamSearchParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: int = 0,
-        add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
     ) -> PreparedBeams:
         """A beam search over one prompt. Errors as of `prepare`."""
         ends = () if params.ignore_eos else self.eos_token_ids
@@ -364,9 +341,7 @@ class InputProcessor:
             max_tokens=params.max_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
-        made = self.prepare(
-            prompt, sampling, priority=priority, add_special_tokens=add_special_tokens, lora=lora
-        )
+        made = self.prepare(prompt, sampling, options)
         (first,) = made.engine_requests
         if first.images:
             raise RequestError("beam search takes no pictures", field="multi_modal_data")
@@ -376,10 +351,10 @@ class InputProcessor:
             params=params,
             eos_token_ids=ends,
             arrival=first.arrival,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora=lora,
-            share=share,
+            priority=first.priority,
+            cache_salt=first.cache_salt,
+            lora=first.lora,
+            share=first.share,
         )
         return PreparedBeams(request, made.prompt)
 

@@ -19,7 +19,7 @@ from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import RequestError
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.pooling import PoolingSpec
-from slipstream.types import Prompt, TextsRequest
+from slipstream.types import DEFAULT_OPTIONS, Prompt, RequestOptions, TextsRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,9 @@ class TextsProcessor:
     def prepare(
         self,
         texts: Sequence[Prompt | tuple[str, str]],
+        options: RequestOptions = DEFAULT_OPTIONS,
         *,
-        priority: int = 0,
         truncate_to: int | None = None,
-        cache_salt: str = "",
     ) -> PreparedTexts:
         """A request for the embeddings of texts, or for a classifier's scores of texts or pairs. The model's own prompt stands
         before a text. What is longer than the context, or than `truncate_to` tokens (−1: the context), is refused, or cut at
@@ -100,8 +99,8 @@ class TextsProcessor:
             lengths=lengths.tobytes(),
             num_first=array("i", num_first).tobytes(),
             arrival=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
         )
         return PreparedTexts(request, prompts, token_ids)
 

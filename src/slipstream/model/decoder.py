@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slipstream.model.device_stream import DeviceStream
     from slipstream.model.layer_stream import LayerStream
     from slipstream.model.layers import Pending
-    from slipstream.platform.collectives import RankGroup
+    from slipstream.platform.collectives import Pipe, RankGroup
 
 
 class Decoder:
@@ -295,4 +295,14 @@ class Decoder:
         """Returns a decoder with the same weights and other ops."""
         other = copy.copy(self)
         other.ops = ops
+        return other
+
+    def with_(self, *, layers: list[Layer] | None = None, pipe: Pipe | None = None) -> Decoder:
+        """Returns a decoder with the same weights that runs these layers and uses this pipe.
+
+        None keeps this decoder's own. Both share all tensors.
+        """
+        other = copy.copy(self)
+        other.layers = self.layers if layers is None else layers
+        other.pipe = self.pipe if pipe is None else pipe
         return other

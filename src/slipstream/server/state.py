@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError
 from slipstream.outputs import Vectors
 from slipstream.server.http.load import ServerLoad
 from slipstream.stats import CanaryResult, EngineStats
-from slipstream.types import BeamSearchParams, LoRARequest, Prompt, Reserve, SamplingParams, Share
+from slipstream.types import BeamSearchParams, LoRARequest, Prompt, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.engine.beams import BeamSearchOutput
@@ -98,27 +98,16 @@ class EngineProtocol(Protocol):
         prompt: Prompt,
         sampling: SamplingParams,
         sink: Sink,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
-        reserve: Reserve | None = None,
-        client: str = "",
-        answer_token_ids: Sequence[int] = (),
+        options: RequestOptions = ...,
     ) -> Callable[[], None]: ...
     def watch_cache(self, watcher: Callable[[CacheEvents], None]) -> Callable[[], None]: ...
     async def beam_search(
         self,
         prompt: Prompt,
         params: BeamSearchParams,
+        options: RequestOptions = ...,
         *,
-        priority: int = 0,
         truncate_prompt_tokens: int | None = None,
-        cache_salt: str = "",
-        lora: LoRARequest | None = None,
-        share: Share | None = None,
-        reserve: Reserve | None = None,
     ) -> BeamSearchOutput: ...
     @property
     def adapters(self) -> dict[str, LoRARequest]: ...
@@ -132,11 +121,9 @@ class EngineProtocol(Protocol):
     async def embed(
         self,
         prompts: Sequence[Prompt | tuple[str, str]],
+        options: RequestOptions = ...,
         *,
-        priority: int = 0,
         truncate_to: int | None = None,
-        cache_salt: str = "",
-        reserve: Reserve | None = None,
     ) -> Vectors: ...
     async def stats(self) -> EngineStats: ...
     @property

@@ -43,7 +43,7 @@ from slipstream.server.http.replies import JSON_HEADERS, send_whole
 from slipstream.server.openai.models import served_model
 from slipstream.server.openai.protocol import GenerationRequest, decode
 from slipstream.server.state import ServerState
-from slipstream.types import BeamSearchParams, Prompt, SamplingParams, Share
+from slipstream.types import BeamSearchParams, Prompt, RequestOptions, SamplingParams, Share
 
 logger = logging.getLogger("slipstream.server")
 encode = msgspec.json.Encoder().encode
@@ -269,28 +269,23 @@ class Answer:
         served_model(
             self.state, self.body.model
         )  # 404 if it was an adapter that has been unloaded since the body was read
-        lora = self.state.engine.adapters.get(self.body.model or "")
-        more: dict[str, Any] = {} if lora is None else {"lora": lora}
-        priority = effective_priority(self.record, self.body.priority)
-        if salt := prefix_salt(self.record.key, self.body.cache_salt):
-            more["cache_salt"] = salt
-        if self.record.key is not None:
-            more["share"] = Share(self.record.key.id, self.record.key.weight)
-        if self.record.grant is not None:
-            more["reserve"] = self.record.grant.reserve
-        if self.sampling.structured_outputs is not None:
-            more["client"] = self.record.client
+        key, grant = self.record.key, self.record.grant
+        options = RequestOptions(
+            priority=effective_priority(self.record, self.body.priority),
+            cache_salt=prefix_salt(key, self.body.cache_salt),
+            lora_request=self.state.engine.adapters.get(self.body.model or ""),
+            share=None if key is None else Share(key.id, key.weight),
+            client="" if self.sampling.structured_outputs is None else self.record.client,
+            reserve=None if grant is None else grant.reserve,
+            answer_token_ids=self.begun,
+        )
+        submit = self.state.engine.submit
         try:
             if self.beams is not None:
-                await self._search(self.beams, priority, more)
+                await self._search(self.beams, options)
             for part in self.parts if self.beams is None else ():
-                if self.begun:
-                    self._replays, more["answer_token_ids"] = True, self.begun
-                cancels.append(
-                    await self.state.engine.submit(
-                        part.prompt, self.sampling, part, priority=priority, **more
-                    )
-                )
+                self._replays = bool(self.begun)
+                cancels.append(await submit(part.prompt, self.sampling, part, options))
                 self._replays = False
             while self._num_running:
                 await self._news.wait()
@@ -309,17 +304,11 @@ class Answer:
         metrics.prompt_length.observe(self.record.num_prompt_tokens)
         metrics.answer_length.observe(self.record.num_output_tokens)
 
-    async def _search(
-        self, beams: BeamSearchParams, priority: int, adapted: dict[str, Any]
-    ) -> None:
+    async def _search(self, beams: BeamSearchParams, options: RequestOptions) -> None:
         """Search for the answers of all prompts, and take them in. An error of one ends the others."""
-        more: dict[str, Any] = {
-            "priority": priority,
-            "truncate_prompt_tokens": self.sampling.truncate_prompt_tokens,
-            **adapted,
-        }
+        begin, cut = self.state.engine.beam_search, self.sampling.truncate_prompt_tokens
         searches = [
-            asyncio.ensure_future(self.state.engine.beam_search(part.prompt, beams, **more))
+            asyncio.ensure_future(begin(part.prompt, beams, options, truncate_prompt_tokens=cut))
             for part in self.parts
         ]
         try:

@@ -40,7 +40,7 @@ from slipstream.server.openai.protocol import (
     decode,
 )
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, Prompt, TokensPrompt
+from slipstream.types import FinishReason, Prompt, RequestOptions, TokensPrompt
 
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
 SCORE_PATHS = ("/score", "/v1/score")
@@ -174,12 +174,11 @@ async def embed(
             f"{field} makes {len(texts)} texts for the model; this server takes at most {limit}",
             field,
         )
-    more: dict[str, Any] = {} if record.grant is None else {"reserve": record.grant.reserve}
-    if salt := prefix_salt(record.key, body.cache_salt):
-        more["cache_salt"] = salt
-    priority = effective_priority(record, body.priority)
-    answer = await state.engine.embed(
-        texts, priority=priority, truncate_to=body.truncate_prompt_tokens, **more
+    options = RequestOptions(
+        priority=effective_priority(record, body.priority),
+        cache_salt=prefix_salt(record.key, body.cache_salt),
+        reserve=None if record.grant is None else record.grant.reserve,
     )
+    answer = await state.engine.embed(texts, options, truncate_to=body.truncate_prompt_tokens)
     state.metrics.finished[FinishReason.STOP] += len(texts)
     return answer

@@ -1,6 +1,6 @@
 """Measures step times of dummy sequences with 0, 1, … drafts each, before the first request.
 
-The number of drafts is chosen by the cost of steps (`core/speculation.py`). With requests arriving
+The number of drafts is chosen by the cost of steps (`core/participants/speculation.py`). With requests arriving
 at random, each number of sequences occurs for only a few steps, too few to learn from.
 
 1. Steps follow one another as in the engine. Two steps without drafts may be in flight. A step with

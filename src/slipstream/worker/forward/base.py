@@ -220,7 +220,8 @@ class Forward(ABC):
         """Notification that `Forwards` ran `batch` another way, because `covers` gave this reason."""
 
     @abstractmethod
-    def run(self, batch: InputBatch) -> Output | BegunStep: ...
+    def run(self, batch: InputBatch) -> Output | BegunStep | None:
+        """Run the step. None if memory ran out before it began; then the next path is asked."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

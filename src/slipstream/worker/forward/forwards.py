@@ -140,11 +140,20 @@ class Adapted(Variant):
         )
 
     def hidden(
-        self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata, tokens: LoRATokens
+        self,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        tokens: LoRATokens,
+        decoder: Decoder | None = None,
     ) -> Tensor:
-        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens."""
-        ops = cast("OpSet", AdapterOps(self.decoder.ops, self.adapters.weights, tokens))
-        return Eager(self.decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
+        """Compute hidden states [T, E] of token ids [T]; `tokens` has the adapters of these tokens.
+
+        `decoder` is a view of this path's, which is the default.
+        """
+        decoder = decoder or self.decoder
+        ops = cast("OpSet", AdapterOps(decoder.ops, self.adapters.weights, tokens))
+        return Eager(decoder.with_ops(ops), self.states)._hidden(token_ids, kv, meta)
 
 
 class WithImages(Variant):
@@ -266,12 +275,26 @@ class Forwards:
         for path in self.paths:
             reason = path.covers(batch)
             if reason is None:
-                return path.run(batch)
-            path.passed_over(batch, reason)
+                output = path.run(batch)
+                if output is not None:
+                    return output
+            else:
+                path.passed_over(batch, reason)
         raise AssertionError("the last way covers every batch")
 
-    def hidden(self, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata) -> Tensor:
-        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache."""
+    def hidden(
+        self,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
+        decoder: Decoder | None = None,
+    ) -> Tensor:
+        """Compute hidden states [T, E] after the final norm from token ids [T]; fills the cache.
+
+        A `decoder` that is a view of the shared one runs op by op.
+        """
+        if decoder is not None and decoder is not self.decoder:
+            return Eager(decoder, self.states)._hidden(token_ids, kv, meta)
         output = self.run(InputBatch.of(token_ids, kv, meta))
         assert isinstance(output, Output)
         return output.hidden

@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,23 +39,15 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.costs.graph_sizes import (
-    MIXED_TOKENS,
-    VERIFIED_ROWS,
-    decode_rows,
-    mixed_decodes,
-    mixed_prompts,
-    mixed_sequences,
-)
 from slipstream.kernels.adapters import LoRATokens, most_tiles, sort_tokens, tile_tokens
 from slipstream.kernels.metadata import NO_ADAPTER, AttentionMetadata, LayerKV, SharedPrefixes
+from slipstream.model.decoder import Decoder
 from slipstream.model.layers import one_of_each_kind
 from slipstream.platform import Graph, platform_of
 from slipstream.platform.collectives import Pipe
 from slipstream.spec.reason import Reason
-from slipstream.types import StepPlan, StepShape
+from slipstream.types import StepPlan
 from slipstream.worker.adapters import Adapters
-from slipstream.worker.forward.base import BegunStep
 from slipstream.worker.forward.forwards import (
     HAS_ADAPTERS,
     NO_PLAN,
@@ -66,6 +57,7 @@ from slipstream.worker.forward.forwards import (
     Output,
 )
 from slipstream.worker.graphs.greedy_ends import GreedyEnds
+from slipstream.worker.graphs.ladder import NOT_CAPTURED, STALL_S, GraphLadder
 from slipstream.worker.graphs.mixed_inputs import (
     MixedInputs,
     Size,
@@ -78,93 +70,6 @@ from slipstream.worker.rows import RowTable
 from slipstream.worker.step_shape import num_leading_decodes
 
 _logger = logging.getLogger("slipstream.engine")
-
-SLACK = 1.3
-"""Maximum size of a larger graph, as a multiple of a step's tokens, until its own is captured."""
-
-LONGER = 16
-"""Number of times a size is wanted before it is captured.
-
-Until then its steps may run in a graph that is larger still: with `LARGER` times its decodes, or
-with `_spare_tokens` more in a mixed step. On an H200 a capture takes 30 to 60 ms, for which all
-requests wait. Such padding takes a few ms at most.
-"""
-
-LARGER = 2.0
-
-PATIENCE = 2
-"""Number of times a mixed size is wanted before it is captured.
-
-Until then its steps run op by op if no captured graph holds them. On an H200 that takes 9 ms
-longer.
-"""
-
-LONG_PATIENCE = 6
-"""The same for a step of more than MIXED_TOKENS prompt tokens.
-
-A graph saves about 15 ms there, and its capture takes 100 to 200.
-"""
-
-FIRST_DECODES = 64
-"""Largest power of two captured at the start as a decode size. Rows for drafts are captured, too.
-
-Next come the sizes between them, since a batch that ends passes through each, then larger powers of
-two and the largest.
-"""
-
-FIRST_MIXED = ((64, 1024), (64, 384), (0, 128))
-"""Upper bounds of the mixed sizes captured at the start.
-
-Many steps fit into them until their own size is captured. The last is for a short prompt alone: on
-an H200 64 decodes of padding take 1 ms.
-"""
-
-NEXT_MIXED = (64, 128)
-
-BESIDE_TOKENS = 2**37
-"""Tokens of a step, times the squared model width, that hide the capture of one graph.
-
-An H200 computes them in twice the time in which its host captures a graph. 8,192 tokens of
-Llama-3-8B take 100 ms in FP8, and a capture takes 40 to 50.
-"""
-
-STALL_S = 0.1
-"""Seconds after which a capture must have waited for the GPU.
-
-One in seven does, when the driver makes room for graphs.
-"""
-
-FIRST_VERIFIED = ((8, 1024), (8, 768), (8, 512), (8, 256))
-"""Further mixed sizes captured at the start where drafts are verified.
-
-With a prompt in the step, sequences with drafts use the room for prompts, and few have no drafts.
-In (64, 1024) such a step takes about 2 ms longer on an H200.
-"""
-
-FIRST_LONG = ((1024, 7680), (512, 8192), (256, 8192), (64, 8192))
-"""Further mixed sizes captured at the start where a layer's ranks have longer graphs.
-
-They serve steps of 8,192 tokens, with 3 % of padding on average. Such a step of Llama-3-8B takes 80
-to 100 ms over two H200s op by op, and 63 in a graph.
-"""
-
-MAX_PADDING = 2**33
-"""Maximum tokens of padding in a mixed step, times the squared model width.
-
-On an H200 they take half as long as the overhead of running op by op. A layer has about 12 numbers
-for each unit of that square, and about 12 kernels.
-"""
-
-MAX_KEYS_AGAIN = 2**18
-"""Maximum keys that a decode graph's rows beyond each sequence's first MIXED_ROWS may read again.
-
-In a decode graph each row of a sequence reads its keys again. A mixed graph's kernel reads them in
-the time of MIXED_ROWS rows, but its larger tiles cost about 3 ms a step. This was measured with
-Llama-3-8B on an H200 (`verified_steps`). Both grow with the layers.
-"""
-
-NOT_CAPTURED = Reason("its graph is not captured yet")
-NO_MEMORY = Reason("there is no memory for its graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,32 +143,30 @@ class StepGraphs(Graphs, Forward):
         self.kv = kv
         self.rows = rows
         self.max_model_len = config.model.max_model_len
-        self.sizes, self._verifies = decode_rows(config), config.speculation is not None
-        self.decode_sizes = mixed_decodes(config.scheduling.max_num_seqs)
         decoder = forwards.decoder
-        self.prompt_sizes = mixed_prompts(config, decoder.spec)
-        self.most_prompts = mixed_sequences(config, decoder.spec)
-        largest = max(self.sizes[-1], self.decode_sizes[-1] + max(self.prompt_sizes, default=0))
+        part = decoder.partition  # ranks draw together, except those with requests of their own
+        num_ranks = 0 if part is None else part.group.size
+        self.ladder = GraphLadder(config, decoder.spec, self._captured.keys(), num_ranks)
+        self.sizes = self.ladder.sizes
+        self.most_prompts = self.ladder.most_prompts
         # All graphs share one buffer. It is not read after the next replay, and one per graph would
         # never be freed.
         self._hidden = torch.empty(
-            largest, decoder.spec.hidden_size, dtype=decoder.dtype, device=rows.device
+            self.ladder.max_tokens,
+            decoder.spec.hidden_size,
+            dtype=decoder.dtype,
+            device=rows.device,
         )
         self._ends: GreedyEnds | None = None
-        part = decoder.partition  # ranks draw together, except those with requests of their own
         if self._recorder is not None and (
             part is None or (part.shard.deals_requests and part.pipe is None)
         ):
             self._ends = GreedyEnds(forwards, rows, self._hidden, self.sizes, self._record)
         self._pipe = decoder.pipe
+        # indices of the layers that a run to compile kernels takes; None: all
+        self._compiled: list[int] | None = None
         # input from the previous stage
         self._incoming = None if decoder.spec.has_first else torch.zeros_like(self._hidden)
-        self._ahead: list[Size] = []  # sizes to be captured, the next one last
-        self._soon: set[Size] = set()  # sizes that come first among them
-        self._is_full = False  # a capture ran out of memory; captured graphs remain
-        # number of times a size was wanted before it was captured
-        self._wanted: Counter[Size] = Counter()
-        self._spare_tokens = min(1024, MAX_PADDING // decoder.spec.hidden_size**2)
         # query_start_loc of decodes
         self._starts = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=rows.device)
 
@@ -274,54 +177,18 @@ class StepGraphs(Graphs, Forward):
         `capture_next`, during long steps, or by the first step that needs it, which takes about 40
         ms longer.
         """
-        if self.prompt_sizes:
-            self._graph((self.decode_sizes[-1], self.prompt_sizes[-1]))
-        first, self._soon = self._commonest()
+        ladder = self.ladder
+        if ladder.prompt_sizes:
+            self._graph((ladder.decode_sizes[-1], ladder.prompt_sizes[-1]))
+        first, ladder.soon = ladder.commonest()
         for size in first:
             self._graph(size)
-        # Small sizes come first: they are the commonest, and a capture delays a small step the
-        # most.
-        wanted = [(n, 0) for n in self.sizes] + [
-            (d, p) for d in self.decode_sizes for p in self.prompt_sizes
-        ]
-        wanted.sort(key=lambda size: (size not in self._soon, max(size), sum(size)))
-        self._ahead = [size for size in reversed(wanted) if size not in self._captured]
-
-    def _commonest(self) -> tuple[list[Size], set[Size]]:
-        """Sizes to capture at the start, and soon after it.
-
-        Ranks capture together, so they capture all of these at the start.
-        """
-        partition = self.forwards.decoder.partition
-        powers = [n for n in self.sizes if n.bit_count() == 1]
-        decodes = {n for n in powers if n <= FIRST_DECODES}
-        if self._verifies:
-            decodes.update(n for n in self.sizes if n in VERIFIED_ROWS or n == self.sizes[-1])
-        mixed = FIRST_MIXED + (FIRST_VERIFIED if self._verifies else ())
-        is_shared = partition is not None and partition.group.size > 1
-        if is_shared and self.prompt_sizes and self.prompt_sizes[-1] > MIXED_TOKENS:
-            mixed = FIRST_LONG + mixed
-        first = [(n, 0) for n in sorted(decodes, reverse=True)]
-        soon = {
-            (n, 0)
-            for n in (*powers, self.sizes[-1], *(n for n in self.sizes if n <= FIRST_DECODES))
-        }
-        if self.prompt_sizes:
-            first += [self._mixed_within(*most) for most in mixed]
-            soon.add(self._mixed_within(*NEXT_MIXED))
-        soon.difference_update(first)
-        return (first, soon) if partition is None else ([*first, *sorted(soon)], set())
-
-    def _mixed_within(self, num_decodes: int, num_prompt: int) -> Size:
-        """The largest mixed size within these limits."""
-        return max(n for n in self.decode_sizes if n <= num_decodes), max(
-            n for n in self.prompt_sizes if n <= num_prompt
-        )
+        ladder.queue()
 
     def capture_next(self) -> bool:
         """Capture the next size that is not captured yet. False if there is none."""
-        while self._ahead:
-            size = self._ahead.pop()
+        while self.ladder.ahead:
+            size = self.ladder.ahead.pop()
             if size not in self._captured:
                 return self._has_captured(size)
         return False
@@ -332,14 +199,13 @@ class StepGraphs(Graphs, Forward):
         True if any was captured. If decodes are in the step, at most one is captured, because
         requests wait for their tokens.
         """
-        num_tokens = sum(s.num_tokens for s in plan.scheduled)
-        if not self._soon:
+        ladder = self.ladder
+        if not ladder.soon:
             return False
-        count = num_tokens * self.forwards.decoder.spec.hidden_size**2 // BESIDE_TOKENS
-        if plan.scheduled[0].num_tokens == 1:
-            count = min(count, 1)
+        num_tokens = sum(s.num_tokens for s in plan.scheduled)
+        count = ladder.num_beside(num_tokens, has_decodes=plan.scheduled[0].num_tokens == 1)
         num_cold = self.num_cold
-        while count and self._ahead and self._ahead[-1] in self._soon:
+        while count and ladder.ahead and ladder.ahead[-1] in ladder.soon:
             begin = time.monotonic()
             self.capture_next()
             count = count - 1 if time.monotonic() - begin < STALL_S else 0
@@ -356,8 +222,7 @@ class StepGraphs(Graphs, Forward):
         except torch.OutOfMemoryError:
             if self.forwards.decoder.partition is not None:
                 raise
-            self._is_full = True
-            self._ahead.clear()
+            self.ladder.stop()
             count, remedy = (
                 len(self._captured),
                 "lower gpu_memory_utilization, or max_num_batched_tokens",
@@ -380,24 +245,7 @@ class StepGraphs(Graphs, Forward):
                 if batch.has_adapters
                 else Reason("no request of the step has an adapter")
             )
-        step = batch.shape
-        if self._by_rows(step):
-            is_there = not self._is_full or (self._size_for(step.num_tokens), 0) in self._captured
-            return None if is_there else NO_MEMORY
-        if not step.num_prompts:
-            return Reason("more sequences than a graph holds")
-        if not self.prompt_sizes or step.num_prompt_tokens > self.prompt_sizes[-1]:
-            return Reason("more prompt tokens than a graph holds")
-        if step.num_decodes > self.decode_sizes[-1] or step.num_prompts >= self.most_prompts:
-            return Reason("more sequences than a mixed graph holds")
-        size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
-        if size not in self._captured and self._is_full:
-            return NO_MEMORY
-        if size not in self._captured and self._wanted[size] + 1 < (
-            LONG_PATIENCE if size[1] > MIXED_TOKENS else PATIENCE
-        ):
-            return NOT_CAPTURED
-        return None
+        return self.ladder.refusal(batch.shape)
 
     @contextlib.contextmanager
     def _compiling(self, size: Size) -> Iterator[None]:
@@ -406,18 +254,17 @@ class StepGraphs(Graphs, Forward):
         The first graphs run all layers, because an op creates what it keeps for a weight in that
         run. Graphs of one token also run all layers, for the one-token kernel.
         """
-        decoder, kv = self.forwards.decoder, self.kv
+        decoder = self.forwards.decoder
         is_first = all(bool(known[1]) != bool(size[1]) for known in self._captured)
         is_special = any(x is not None for x in (decoder.tap, decoder.stream, decoder.partition))
         if is_first or is_special or sum(size) == 1:
             yield
             return
-        layers, chosen = decoder.layers, self._of_each_kind
-        decoder.layers, self.kv = [layers[i] for i in chosen], [kv[i] for i in chosen]
+        self._compiled = self._of_each_kind
         try:
             yield
         finally:
-            decoder.layers, self.kv = layers, kv
+            self._compiled = None
 
     @cached_property
     def _of_each_kind(self) -> list[int]:
@@ -427,19 +274,19 @@ class StepGraphs(Graphs, Forward):
         """Count how often a mixed size is wanted, and capture it next."""
         if reason is not NOT_CAPTURED or batch.plan is None:
             return
-        self._note_wanted(
-            self._mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
+        self.ladder.note_wanted(
+            self.ladder.mixed_size_for(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
         )
         self.num_cold += 1
 
-    def run(self, batch: InputBatch) -> Output | BegunStep:
-        step, by_rows = batch.shape, self._by_rows(batch.shape)
+    def run(self, batch: InputBatch) -> Output | None:
+        step, by_rows = batch.shape, self.ladder.by_rows(batch.shape)
         if by_rows:
-            size = self._size_for(step.num_tokens), 0
+            size = self.ladder.size_for(step.num_tokens), 0
         else:
-            size = self._mixed_size_for(step.num_decodes, step.num_prompt_tokens)
-        if not self._has_captured(size):
-            return self.forwards.run(batch)  # in another graph, or by another path
+            size = self.ladder.mixed_size_for(step.num_decodes, step.num_prompt_tokens)
+        if not self._has_captured(size):  # there may be a larger graph
+            return None if self.covers(batch) is not None else self.run(batch)
         return self._run_decodes(batch, size) if by_rows else self._run_mixed(batch, size)
 
     def _greedy_end(self, batch: InputBatch, count: int, size: Size) -> Tensor | None:
@@ -459,14 +306,6 @@ class StepGraphs(Graphs, Forward):
 
     def greedy(self, hidden: Tensor) -> Tensor | None:
         return self.forwards.base.greedy(hidden)
-
-    def _by_rows(self, step: StepShape) -> bool:
-        """True if a step of only decodes and drafts fits a decode graph, with a row per token."""
-        return (
-            step.only_drafts
-            and step.num_tokens <= self.sizes[-1]
-            and step.num_keys_again <= MAX_KEYS_AGAIN
-        )
 
     def _replay(self, captured: Captured, num_decodes: int, num_behind: int, first: int) -> None:
         """Replay a graph of `num_decodes` tokens, and `num_behind` more from row `first` on."""
@@ -490,55 +329,13 @@ class StepGraphs(Graphs, Forward):
             return known
         return self._mixed_graph(size) if size[1] else self._decode_graph(size[0])
 
-    def _size_for(self, num_seqs: int) -> int:
-        """The smallest decode graph for `num_seqs`; if not captured, a larger one that is."""
-        size = next(n for n in self.sizes if n >= num_seqs)
-        ready = (n for n in self.sizes if n >= size and (n, 0) in self._captured)
-        other, slack = (
-            next(ready, None),
-            LARGER if self._is_full or self._wanted[size, 0] < LONGER else SLACK,
-        )
-        return other if other is not None and other <= slack * num_seqs else size
-
-    def _mixed_size(self, num_decodes: int, num_prompt: int) -> Size:
-        return (
-            next(n for n in self.decode_sizes if n >= num_decodes),
-            next(n for n in self.prompt_sizes if n >= num_prompt),
-        )
-
-    def _mixed_size_for(self, num_decodes: int, num_prompt: int) -> Size:
-        """`_size_for` for a mixed step."""
-        size, num_tokens = self._mixed_size(num_decodes, num_prompt), num_decodes + num_prompt
-        if size in self._captured:
-            return size
-        slack = self._spare_tokens
-        if self._wanted[size] >= LONGER and not self._is_full:
-            slack = min(slack, round((SLACK - 1) * num_tokens))
-        most = num_tokens + slack
-        ready = [
-            s
-            for s in self._captured
-            if s[1] and s[0] >= num_decodes and s[1] >= num_prompt and sum(s) <= most
-        ]
-        return min(ready, key=sum, default=size)
-
-    def _note_wanted(self, size: Size) -> None:
-        """Count a wanted size, and queue it for capture at an idle moment."""
-        if (
-            size not in self._captured
-            and not self._is_full
-            and self._wanted[size] < max(LONGER, PATIENCE)
-        ):
-            self._wanted[size] += 1
-            self._ahead.append(size)
-
     # --- Decodes ------------------------------------------------------------------------------------------------------
 
     def _run_decodes(self, batch: InputBatch, size: Size) -> Output:
         plan, num_tokens = batch.plan, batch.num_tokens
         assert plan is not None
         scheduled = plan.scheduled
-        self._note_wanted((next(n for n in self.sizes if n >= batch.shape.num_tokens), 0))
+        self.ladder.note_wanted((self.ladder.decode_size(batch.shape.num_tokens), 0))
         table = self.rows.rows
         host = self._idle_decodes(size[0])
         index, sample_rows, sample_positions, of_tokens, at, lens = host
@@ -630,7 +427,9 @@ class StepGraphs(Graphs, Forward):
         assert plan is not None
         num_decodes = num_leading_decodes(plan.scheduled)
         num_behind = batch.num_tokens - num_decodes
-        self._note_wanted(self._mixed_size(batch.shape.num_decodes, batch.shape.num_prompt_tokens))
+        self.ladder.note_wanted(
+            self.ladder.mixed_size(batch.shape.num_decodes, batch.shape.num_prompt_tokens)
+        )
         captured = self._captured[size]
         host, sequences, count = mixed_inputs(self.rows, plan.scheduled, size, self.most_prompts)
         self.platform.upload_into(captured.inputs, host)
@@ -663,19 +462,27 @@ class StepGraphs(Graphs, Forward):
     def _forward(
         self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
-        """Run a stage's part without receiving or sending, which happens around the replay."""
+        """Run a stage's part without receiving or sending, which happens around the replay.
+
+        The shared decoder stays as it is: other layers and another pipe are those of a view.
+        """
         decoder = self.forwards.decoder
         if self._pipe is not None:
-            decoder.pipe = StagePipe(self._incoming)
-        try:
-            return self._hidden_states(size, token_ids, kv, meta)
-        finally:
-            decoder.pipe = self._pipe
+            decoder = decoder.with_(pipe=StagePipe(self._incoming))
+        if self._compiled is not None:
+            decoder = decoder.with_(layers=[decoder.layers[i] for i in self._compiled])
+            kv = [kv[i] for i in self._compiled]
+        return self._hidden_states(size, decoder, token_ids, kv, meta)
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
-        return self.forwards.hidden(token_ids, kv, meta)
+        return self.forwards.hidden(token_ids, kv, meta, decoder)
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         """Upload inputs of captured work in addition to those of every step."""
@@ -709,18 +516,14 @@ class SharedPrefixGraphs(StepGraphs):
         if scheduled[-1].num_tokens > 1:
             return Reason("the step has prompts")
         reason = super().covers(batch)
-        size = self._size_for(len(scheduled)) if reason is None else 0
-        if (
-            reason is None
-            and (size, 0) not in self._captured
-            and self._wanted[size, 0] + 1 < PATIENCE
-        ):
+        size = self.ladder.size_for(len(scheduled)) if reason is None else 0
+        if reason is None and (size, 0) not in self._captured and not self.ladder.is_due((size, 0)):
             return NOT_CAPTURED
         return reason
 
     def passed_over(self, batch: InputBatch, reason: Reason) -> None:
         if reason is NOT_CAPTURED and batch.plan is not None:
-            self._wanted[self._size_for(len(batch.plan.scheduled)), 0] += 1
+            self.ladder.wanted[self.ladder.size_for(len(batch.plan.scheduled)), 0] += 1
 
     def capture(self) -> None:
         """Capture nothing before it is wanted."""
@@ -732,10 +535,15 @@ class SharedPrefixGraphs(StepGraphs):
         return super()._capture(size, idle, forward)
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
         shared = SharedPrefixes(*self._shared[size].unbind(0))
-        return super()._hidden_states(size, token_ids, kv, meta.sharing(shared))
+        return super()._hidden_states(size, decoder, token_ids, kv, meta.sharing(shared))
 
     def _before_replay(self, size: Size, plan: StepPlan) -> None:
         host = shared_prefixes(plan.shared, size[0])
@@ -771,8 +579,7 @@ class AdapterGraphs(StepGraphs):
             self._parts = self.adapters.parts
             self.platform.synchronize()  # the last replay
             self._captured.clear()
-            self._wanted.clear()
-            self._is_full = False
+            self.ladder.forget()
 
     def capture(self) -> None:
         """Capture the commonest sizes now, if there are adapters from the start."""
@@ -780,9 +587,14 @@ class AdapterGraphs(StepGraphs):
             super().capture()
 
     def _hidden_states(
-        self, size: Size, token_ids: Tensor, kv: Sequence[LayerKV], meta: AttentionMetadata
+        self,
+        size: Size,
+        decoder: Decoder,
+        token_ids: Tensor,
+        kv: Sequence[LayerKV],
+        meta: AttentionMetadata,
     ) -> Tensor:
-        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size))
+        return self.forwards.adapted.hidden(token_ids, kv, meta, self._tokens_of(size), decoder)
 
     def _capture(
         self, size: Size, idle: npt.NDArray[np.int32], forward: Callable[[Tensor], Tensor]

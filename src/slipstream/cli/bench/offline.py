@@ -1,9 +1,4 @@
-"""`slipstream bench latency|throughput|serve|folder|roofline`: measure, with the definitions printed beside every result.
-
-Decoding is greedy and ignores the end of the sequence. Prompts are random token ids and there is no prefix cache, unless
-options say otherwise. docs/benchmarking.md explains each number. An option without effect on the chosen workload or engine is
-refused: the result would show it as if it had been measured.
-"""
+"""`slipstream bench latency|throughput`: an engine in this process."""
 
 from __future__ import annotations
 
@@ -12,10 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.bench_folder import add_arguments as add_folder
-from slipstream.cli.bench_serve import add_arguments as add_serve
-from slipstream.cli.console import phases, say
-from slipstream.cli.measurements import (
+from slipstream.cli.bench.measurements import (
     PEERS,
     add_workload,
     bench_args,
@@ -29,19 +21,15 @@ from slipstream.cli.measurements import (
     verdict,
     vocab_size,
 )
+from slipstream.cli.console import phases, say
 from slipstream.cli.options import MODEL_HELP
-from slipstream.cli.roofline import add_arguments as add_roofline
-from slipstream.cli.roofline import run as run_roofline
 from slipstream.config import EngineArgs
 
 if TYPE_CHECKING:
     from slipstream.costs.metrics import RequestTiming
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(title="what to measure", metavar="KIND", required=True)
-
-    latency = kinds.add_parser("latency", help="time to first token and decode step, by batch size")
+def add_latency(latency: argparse.ArgumentParser) -> None:
     latency.add_argument("model", help=MODEL_HELP)
     latency.add_argument(
         "--batch-sizes", default="1,2,4,8", metavar="N,…", help="(default: 1,2,4,8)"
@@ -61,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     finish(latency, run_latency)
 
-    throughput = kinds.add_parser("throughput", help="all requests at once, offline")
+
+def add_throughput(throughput: argparse.ArgumentParser) -> None:
     throughput.add_argument("model", help=MODEL_HELP)
     throughput.add_argument("--engine", choices=("slipstream", *PEERS), default="slipstream")
     throughput.add_argument(
@@ -80,24 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_workload(throughput)
     finish(throughput, run_throughput)
-
-    roofline = kinds.add_parser(
-        "roofline", help="a CPU's ceilings, and each operator's share of them", description=__doc__
-    )
-    add_roofline(roofline)
-    finish(roofline, run_roofline)
-
-    add_serve(
-        kinds.add_parser("serve", help="requests over time, to servers or an engine started here")
-    )
-    add_folder(
-        kinds.add_parser(
-            "folder", help="whether a folder of `slipstream optimize` keeps here what it promised"
-        )
-    )
-
-
-# --- Two of the kinds --------------------------------------------------------------------------------------------------
 
 
 def run_latency(args: argparse.Namespace) -> int:
@@ -232,9 +203,6 @@ def offline_engine(
         settings={name: getattr(settings, name) for name in ENGINES[args.engine].settings or ()},
     )
     return make_engine(setup, on_phase)
-
-
-# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 def latency_of(runs: list[list[RequestTiming]]) -> dict[str, float | None]:

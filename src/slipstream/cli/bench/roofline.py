@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import document
-    from slipstream.cli.measurements import bench_args, deliver, parse_sizes, positive
+    from slipstream.cli.bench.measurements import bench_args, deliver, parse_sizes, positive
     from slipstream.worker.local_executor import LocalExecutor
     from slipstream.worker.start.roofline import measure_roofline
 

@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from slipstream.bench.power import Energy, EnergyMeter
-from slipstream.cli.console import phases, progress_bar, say
-from slipstream.cli.measurements import (
+from slipstream.cli.bench.measurements import (
     add_workload,
     bench_args,
     deliver,
@@ -23,7 +22,9 @@ from slipstream.cli.measurements import (
     settle,
     verdict,
 )
+from slipstream.cli.console import phases, progress_bar, say
 from slipstream.cli.options import MODEL_HELP
+from slipstream.cli.parser import Rare
 from slipstream.config import EngineArgs
 from slipstream.costs.environment import plain
 from slipstream.errors import ConfigError
@@ -57,14 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--compare-model",
-            {"metavar": "NAME", "help": "the model's name there (default: the first it lists)"},
+            {
+                "metavar": "NAME",
+                "help": Rare("the model's name there (default: the first it lists)"),
+            },
         ),
-        ("--compare-api-key", {"metavar": "KEY", "help": "the key there"}),
+        ("--compare-api-key", {"metavar": "KEY", "help": Rare("the key there")}),
         (
             "--clients",
             {
                 "metavar": "N",
-                "help": "processes that send requests (default: auto, by the load and the cores)",
+                "help": Rare(
+                    "processes that send requests (default: auto, by the load and the cores)"
+                ),
             },
         ),
         (
@@ -85,7 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--find-rate-runs",
-            {"type": int, "metavar": "N", "help": "runs that the search may take (default: 10)"},
+            {
+                "type": int,
+                "metavar": "N",
+                "help": Rare("runs that the search may take (default: 10)"),
+            },
         ),
     ):
         parser.add_argument(name, default=argparse.SUPPRESS, **how)

@@ -1,0 +1,167 @@
+"""The parser of the command line: argparse, with what this program adds. It imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any, NoReturn
+
+from slipstream.errors import SlipstreamError
+
+MANY_OPTIONS = 12
+"""With more of them the usage names none: the help has them under headings."""
+
+SHORT = {
+    "-m": "--model",
+    "-c": "--ctx-size",
+    "-t": "--threads",
+    "-np": "--parallel",
+    "-ngl": "--n-gpu-layers",
+}
+SHORT |= {"-tp": "--tp", "-pp": "--pp", "-dp": "--dp", "-ep": "--ep"}
+"""Options of llama.cpp and SGLang that have a letter or two."""
+
+
+class Rare(str):
+    """The help of an option that few set: `--help-all` shows it, `--help` doesn't."""
+
+    __slots__ = ()
+
+
+class _HelpAll(argparse.Action):
+    """`--help`, with the rare options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, ArgumentParser)
+        parser.shows_all = True
+        parser.print_help()
+        parser.exit()
+
+
+class UsageError(SlipstreamError):
+    """The command line itself is wrong; `usage` is the verb's."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message, field="command line")
+        self.usage = usage
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with these differences.
+
+    1. An error is raised like every other, so that --json and the exit codes hold for it.
+    2. An option is never guessed from its beginning.
+    3. A verb's file is imported, and its arguments added, when they are needed.
+    4. Options may stand between words.
+    5. `--help` leaves out options whose help is `Rare`; `--help-all` shows them, too.
+    """
+
+    def __init__(self, *, module: str | None = None, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+        self._module = module
+        self.shows_all = False
+
+    def _complete(self) -> None:
+        if self._module is not None:
+            verb, self._module = importlib.import_module(f"slipstream.cli.{self._module}"), None
+            self.description = verb.__doc__
+            if hasattr(verb, "run"):  # else each kind of the verb sets its own handler
+                self.set_defaults(handler=verb.run)
+            verb.add_arguments(self)
+        if "--help-all" not in self._option_string_actions and (rare := self._rare()):
+            text = f"the same with {len(rare)} more options, rarely needed"
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+            self._optionals._group_actions.insert(1, self._optionals._group_actions.pop())
+        if (
+            self.usage is None
+            and sum(bool(action.option_strings) for action in self._actions) > MANY_OPTIONS
+        ):
+            words = self._get_formatter()
+            words.add_usage(None, self._get_positional_actions(), [])
+            self.usage = words.format_help().removeprefix("usage: ").strip() + " [options]"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what a verb does not know with that verb's usage; argparse would leave it to the parser above."""
+        self._complete()
+        found, unknown = super().parse_known_args(args, namespace)
+        several = next(
+            (action for action in self._get_positional_actions() if action.nargs in ("+", "*")),
+            None,
+        )
+        if several is not None and unknown[:1] == ["--"]:
+            getattr(found, several.dest).extend(unknown[1:])  # words after it are no options
+            unknown = []
+        if several is not None and all(word == "-" or not word.startswith("-") for word in unknown):
+            getattr(found, several.dest).extend(
+                unknown
+            )  # argparse takes words only up to the first option between them
+            unknown = []
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def _rare(self) -> list[argparse.Action]:
+        """Options that only --help-all shows."""
+        return [action for action in self._actions if isinstance(action.help, Rare)]
+
+    def format_help(self) -> str:
+        self._complete()
+        hidden = [] if self.shows_all else [(action, action.help) for action in self._rare()]
+        try:
+            for action, _ in hidden:
+                action.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            for action, text in hidden:
+                action.help = text
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message + self._hint(message), self.format_usage().strip())
+
+    def _hint(self, message: str) -> str:
+        """What was likely meant by an unknown option, verb or choice that is named in argparse's message."""
+        import difflib
+        import re
+
+        if message.startswith("unrecognized arguments"):
+            from slipstream.arguments import NEEDLESS, SETTINGS
+
+            words, known = (
+                [SHORT.get(w, w) for w in re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", message)],
+                self._all_options(),
+            )
+            if "--model" in words:  # the verbs that know this option take several words
+                return f"; the model stands without it: {self.prog} MODEL"
+            others = {
+                f"--{name}".replace("_", "-"): f"--{ours}".replace("_", "-")
+                for name, ours in SETTINGS.items()
+            }
+            reasons = {f"--{name}".replace("_", "-"): reason for name, reason in NEEDLESS.items()}
+            if "--max-model-len" in known and (
+                needless := [reasons[word] for word in words if word in reasons]
+            ):
+                return f"; {needless[0]}"
+            words = [others[word] if others.get(word) in known else word for word in words]
+        elif "ignored explicit argument" in message:
+            return "; it takes no value"
+        else:
+            words = re.findall(r"invalid choice: '(.*)' \(choose from", message)
+            known = set(re.findall(r"[\w.:-]+", message.partition("(choose from")[2]))
+        bare = {
+            option.removeprefix("--"): option for option in sorted(known)
+        }  # the dashes are alike in all
+        near = [
+            bare[found]
+            for word in words
+            for found in difflib.get_close_matches(word.removeprefix("--"), bare, n=1)
+        ]
+        return f"; did you mean {', '.join(near)}?" if near else ""
+
+    def _all_options(self) -> set[str]:
+        self._complete()
+        found = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    found |= parser._all_options()
+        return found
