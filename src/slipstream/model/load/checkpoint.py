@@ -257,10 +257,17 @@ def filled_arrays(
     """Returns parameters, as arrays of `dtype`, that are read when they are taken."""
 
     def made(name: str) -> Array:
-        value = np.empty(shapes[name], _kept_type(name, dtype))
-        for fill in fills[name]:
-            own = fill.read().reshape(fill.shape)
-            place(value, fill.placement)[...] = transformed(own, fill.placement.transform)
+        kind = _kept_type(name, dtype)
+        parts = (
+            (transformed(f.read().reshape(f.shape), f.placement.transform), f.placement)
+            for f in fills[name]
+        )
+        if len(fills[name]) == 1:  # its array is the parameter, unless it has to be converted
+            value, _ = next(parts)
+            return np.ascontiguousarray(value.reshape(shapes[name]), kind)
+        value = np.empty(shapes[name], kind)
+        for part, placement in parts:
+            place(value, placement)[...] = part
         return value
 
     return Pulled({name: partial(made, name) for name in shapes})
