@@ -112,8 +112,8 @@ def slipstream(path: Path, threads: int, env: Mapping[str, str]) -> dict[str, fl
 def write_checkpoint(config: Path, path: Path) -> None:
     import torch
 
+    from slipstream.model.load.weights import dummy_parameters
     from slipstream.model.save import stored_tensors, write_tensors
-    from slipstream.model.weights import dummy_parameters
     from slipstream.spec.description import read_spec
 
     path.mkdir()
@@ -127,7 +127,7 @@ def load_child(path: Path, scheme: str, folder: Path | None) -> None:
     import torch
 
     from slipstream.kernels.select import select_ops
-    from slipstream.model.loader import load_model
+    from slipstream.model.load.loader import load_model
     from slipstream.spec.scheme import SCHEMES
 
     threads, device = available_cores(), torch.device("cpu")

@@ -28,7 +28,7 @@ PATCHED = "slipstream.worker.ranks.children.subprocess"
 IMPORTED = (
     "slipstream.worker.ranks.rank_process",
     "slipstream.worker.torch_loading",
-    "slipstream.model.loader",
+    "slipstream.model.load.loader",
 )
 
 

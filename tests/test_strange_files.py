@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.cli.main import main
 from slipstream.errors import CheckpointError, ModelError
-from slipstream.model.checkpoint import safetensors_files
+from slipstream.model.load.checkpoint import safetensors_files
 from slipstream.spec.description import read_spec
 from tests.model.test_gguf_models import LEAST, write
 

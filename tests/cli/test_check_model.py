@@ -20,8 +20,8 @@ from slipstream.compress.recipe import parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.model.check import compare
-from slipstream.model.packing import tensor_numbers
-from slipstream.model.stored_weights import expanded
+from slipstream.model.stored.packing import tensor_numbers
+from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.model.harness import load

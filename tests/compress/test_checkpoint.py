@@ -22,7 +22,7 @@ from slipstream.compress.checkpoint import (
 from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
-from slipstream.model.packing import unpack_words
+from slipstream.model.stored.packing import unpack_words
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models

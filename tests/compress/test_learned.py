@@ -146,3 +146,22 @@ def test_what_is_no_better_is_not_taken_and_said(tmp_path, caplog, monkeypatch):
     ]
     products = json.loads((tmp_path / "out" / run_module.PRODUCTS_NAME).read_text())
     assert all(p["learned"] == 1.0 for p in products.values())
+
+
+def test_step_goes_by_its_rate_against_the_gradient_and_within_bounds():
+    weight = weights(2, 32)
+    own = Offsets.fitted(weight, FORMATS["symmetric"], torch.float32, clip=False)
+    for rate, offset, factor in ((0.1, -0.1, 1.1), (9.0, -0.5, 1.25)):
+        own.offset.grad, own.factor.grad = torch.ones_like(own.offset), -torch.ones_like(own.factor)
+        own.step(rate)
+        torch.testing.assert_close(own.offset.detach(), torch.full_like(weight, offset))
+        torch.testing.assert_close(own.factor.detach(), torch.full_like(own.factor, factor))
+        own.step(0.1)  # without new gradients nothing moves
+        assert float(own.factor.detach().max()) == pytest.approx(factor)
+    begun = Offsets.of(
+        weight, own.grid
+    )  # from GPTQ's result steps are half as large, and scales stay
+    begun.offset.grad = torch.ones_like(weight)
+    begun.step(0.1)
+    torch.testing.assert_close(begun.offset.detach(), torch.full_like(weight, -0.05))
+    assert not begun.factor.requires_grad

@@ -12,7 +12,7 @@ from slipstream.compress.quantize.rounding import nearest
 from slipstream.compress.recipe import QAT, parse
 from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
-from slipstream.model.weights import load_parameters
+from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models

@@ -23,7 +23,7 @@ from slipstream.compress.run import compress
 from slipstream.errors import ConfigError
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.model.decoder import Decoder
-from slipstream.model.weights import load_parameters
+from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from tests import tiny_models
 from tests.compress.test_quantize import WINDOWS

@@ -19,7 +19,7 @@ from slipstream.compress.quantize.rounding import (
     round_weight,
 )
 from slipstream.compress.recipe import parse
-from slipstream.model.packing import block_numbers, numbers, pack_words, unpack_words
+from slipstream.model.stored.packing import block_numbers, numbers, pack_words, unpack_words
 from slipstream.spec.scheme import WeightFormat
 
 F32, CPU = torch.float32, torch.device("cpu")
@@ -394,7 +394,7 @@ def test_rows_of_several_weights_join():
 def test_words_of_many_rows_are_made_some_at_a_time(monkeypatch):
     codes = torch.randint(-4, 4, (10, 40), generator=torch.Generator().manual_seed(0))
     whole = pack_words(codes, 3)
-    monkeypatch.setattr("slipstream.model.packing.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("slipstream.model.stored.packing.ROWS_AT_ONCE", 3)
     assert torch.equal(pack_words(codes, 3), whole)
     assert torch.equal(unpack_words(whole, 3, 40), codes.to(torch.int8))
 

@@ -20,7 +20,7 @@ from slipstream.compress.sparsify import (
 )
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
-from slipstream.model.weights import load_parameters
+from slipstream.model.load.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import WeightFormat
 from tests import tiny_models

@@ -78,7 +78,7 @@ def test_beside_a_cache_of_a_given_size_all_that_is_free_is_theirs():
 
 
 def test_it_is_refused_before_it_is_loaded(tiny_model, monkeypatch):
-    from slipstream.model import loader
+    from slipstream.model.load import loader
     from slipstream.worker import device, host_loading
 
     monkeypatch.setattr(device, "host_memory", lambda: (GIB, 1000))

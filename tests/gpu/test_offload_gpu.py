@@ -16,7 +16,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.device_stream import layer_bytes
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.scheme import SCHEMES
 from slipstream.worker.start.dummy_steps import dummy_prefill

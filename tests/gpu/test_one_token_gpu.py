@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.spec.reason import Reason
 from slipstream.spec.scheme import SCHEMES

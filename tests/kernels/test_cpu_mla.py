@@ -22,7 +22,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.metadata import LayerKV
 from slipstream.kernels.ops import AttentionParams, MLAParams
 from slipstream.kernels.reference import ReferenceOps
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.kernels.cases import Shape, Step, attention_options, edge_shapes, rms_norm, step

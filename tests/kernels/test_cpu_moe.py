@@ -20,8 +20,8 @@ from slipstream.kernels.quantize import dequantize as numbers
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.reference import ReferenceOps, route
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, Linear
-from slipstream.model.gguf_quants import dequantize
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
+from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec, OwnActivation
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

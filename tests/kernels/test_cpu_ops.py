@@ -39,7 +39,7 @@ from slipstream.kernels.quantize import pack4, round_linear
 from slipstream.kernels.reference import ReferenceOps, to_cache
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import BlockLinear, BlockRows, GroupedLinear, ScaledLinear, chunk_of
-from slipstream.model.gguf_quants import dequantize
+from slipstream.model.stored.gguf_quants import dequantize
 from slipstream.spec.scheme import CPU_BLOCK_BYTES, SCHEMES
 from tests.kernels.cases import (
     Shape,

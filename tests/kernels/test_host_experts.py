@@ -21,7 +21,7 @@ from slipstream.kernels.layouts import Experts
 from slipstream.kernels.metadata import ExpertCounters
 from slipstream.kernels.quantize import round_linear
 from slipstream.kernels.weights import Linear
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.host_experts import host_weights, mixtures
 from slipstream.spec.model import DenseSpec, MoESpec

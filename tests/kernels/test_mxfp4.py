@@ -22,7 +22,7 @@ from slipstream.kernels.triton import TritonOps
 from slipstream.kernels.triton.experts import mxfp4
 from slipstream.kernels.triton.experts.mxfp4 import Mxfp4Linear, Tile, pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import ClampedSwiglu, DenseSpec, MoESpec

@@ -19,7 +19,7 @@ from slipstream.kernels.triton import TritonOps, one_token
 from slipstream.kernels.triton.experts.mxfp4 import pack_mxfp4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear
 from slipstream.model.layers import Partition
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.trace import named_decoder, trace
 from slipstream.spec.model import GroupLimit

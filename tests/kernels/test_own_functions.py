@@ -18,7 +18,7 @@ from slipstream.errors import UnsupportedModelError
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
-from slipstream.model import loader
+from slipstream.model.load import loader
 from slipstream.spec.model import OwnActivation, OwnNorm, SequentialBlock
 from tests import tiny_models
 from tests.model.harness import CPU, run

@@ -8,7 +8,7 @@ import torch
 from slipstream.kernels.layouts import NormParams
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import JoinedTap
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import CPU, run

@@ -12,8 +12,8 @@ import torch
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
-from slipstream.model.loaded import LoadedModel
-from slipstream.model.loader import load_model
+from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.loader import load_model
 from slipstream.model.one_token import compile_one_token
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.reason import Reason

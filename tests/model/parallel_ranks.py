@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.kernels.select import select_ops
 from slipstream.model.layers import Partition
-from slipstream.model.loader import LoadedModel, load_model
+from slipstream.model.load.loader import LoadedModel, load_model
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits
 from tests.model.harness import CPU
 from tests.waiting import PATIENCE_S

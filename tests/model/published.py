@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from slipstream.errors import SlipstreamError
 from slipstream.kernels.select import select_ops
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from tests.model.checkpoints import CONFIGS
 from tests.model.harness import CPU, run, states, written

@@ -17,7 +17,7 @@ from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelErro
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.select import select_ops
 from slipstream.kernels.weights import Linear, TileScaledLinear
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

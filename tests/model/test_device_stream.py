@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from slipstream.kernels.select import select_ops
-from slipstream.model import device_loader, device_stream
+from slipstream.model import device_stream
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors
-from slipstream.model.loader import load_model
+from slipstream.model.load import device_loader
+from slipstream.model.load.loader import load_model
 from slipstream.platform.cpu import CpuPlatform
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

@@ -369,7 +369,7 @@ def test_a_sharded_checkpoint_is_the_same(tmp_path):
 
 def test_dummy_weights_need_only_a_config(tiny):
     from slipstream.kernels.select import select_ops
-    from slipstream.model.loader import load_model
+    from slipstream.model.load.loader import load_model
 
     (tiny / "model.safetensors").unlink()
     cpu = torch.device("cpu")

@@ -17,7 +17,7 @@ from slipstream.config import DeviceInfo, EngineArgs, resolve
 from slipstream.costs.memory import block_bytes, weights_bytes
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.kernels.select import select_ops
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import (
     AlibiSpec,

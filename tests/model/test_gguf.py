@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.arrays import to_tensor
-from slipstream.model.gguf_quants import dequantize, dequantize_tensor
+from slipstream.model.stored.gguf_quants import dequantize, dequantize_tensor
 from slipstream.spec.gguf import TYPES, GGUFFile
 
 QUANTS = {t.name: number for number, t in TYPES.items()}
@@ -61,7 +61,7 @@ def test_every_type_agrees_with_the_gguf_package_bit_for_bit(kind: str) -> None:
 def test_chunks_join_seamlessly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = random_blocks(kind, 37, seed=1)
     whole = dequantize(blocks, kind, np.float32)
-    monkeypatch.setattr("slipstream.model.gguf_quants._CHUNK_VALUES", 1024)
+    monkeypatch.setattr("slipstream.model.stored.gguf_quants._CHUNK_VALUES", 1024)
     assert np.array_equal(dequantize(blocks, kind, np.float32), whole)
 
 

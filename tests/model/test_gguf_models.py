@@ -21,7 +21,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps, PackedLinear
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.kernels.positions import rope_table
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family

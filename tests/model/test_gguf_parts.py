@@ -14,7 +14,7 @@ from slipstream.compress.report import model_bytes
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError
 from slipstream.hub import resolve_model
-from slipstream.model.packed_cache import checkpoint_stamps
+from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import read_spec
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.gguf_parts import model_files, parts_of

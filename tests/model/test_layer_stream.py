@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
 from slipstream.kernels.select import select_ops
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.offload import NUM_SLOTS, plan_offload
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

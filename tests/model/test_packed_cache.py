@@ -18,8 +18,8 @@ from slipstream.hub import resolve_model
 from slipstream.kernels.cpu.native import instruction_sets
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.cpu.torch_ops import CpuOps
-from slipstream.model import packed_cache
-from slipstream.model.loader import load_model
+from slipstream.model.load import packed_cache
+from slipstream.model.load.loader import load_model
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models
 from tests.model.harness import run

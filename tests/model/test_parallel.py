@@ -249,7 +249,7 @@ def test_random_weights_are_the_same_ones(tmp_path):
     build(tmp_path, "qwen2_moe")
     wanted = run(load(tmp_path), TOKENS)
     from slipstream.kernels.select import select_ops
-    from slipstream.model.loader import load_model
+    from slipstream.model.load.loader import load_model
     from tests.model.harness import CPU
 
     whole = load_model(

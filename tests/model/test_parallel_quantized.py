@@ -9,7 +9,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.kernels.quantize import dequantize
 from slipstream.kernels.reference import ROUNDED
-from slipstream.model.sharding import cut_whole
+from slipstream.model.load.sharding import cut_whole
 from slipstream.spec.description import read_spec
 from slipstream.spec.families import find_gguf_family
 from slipstream.spec.parallel import ONE_UNIT, Shard, SplitUnits, cuts, split_shapes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.kernels.select import select_ops
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.description import read_spec
 from slipstream.spec.model import parameters
 from slipstream.spec.parallel import Shard, even_stages, split_shapes

@@ -16,7 +16,8 @@ from slipstream.cli.main import main
 from slipstream.engine.text.tokenizer import Tokenizer
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
 from slipstream.hub import list_cached, resolve_model
-from slipstream.model.checkpoint import transformed
+from slipstream.model.load.checkpoint import transformed
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import (
     check_writable,
     copy_surroundings,
@@ -26,7 +27,6 @@ from slipstream.model.save import (
     write_config,
     write_tensors,
 )
-from slipstream.model.weights import load_parameters
 from slipstream.spec.description import huggingface_config, read_spec
 from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup, Unpermute
 from tests import tiny_models

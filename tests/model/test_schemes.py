@@ -15,7 +15,7 @@ from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.kernels.triton import TritonOps
 from slipstream.model.layers import LatentAttention
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
 from slipstream.spec.model import MoESpec
 from slipstream.spec.parameters import parameters
 from slipstream.spec.scheme import SCHEMES

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.autograd import AutogradOps
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.sequences import SequenceBatch, WholeModel
-from slipstream.model.weights import load_parameters
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

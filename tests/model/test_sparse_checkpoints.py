@@ -14,8 +14,8 @@ from slipstream import LLM
 from slipstream.errors import CheckpointError, UnsupportedModelError
 from slipstream.kernels.arrays import to_array, to_tensor
 from slipstream.kernels.cpu import native
-from slipstream.model.bitmasks import made_dense
-from slipstream.model.loader import load_model
+from slipstream.model.load.loader import load_model
+from slipstream.model.stored.bitmasks import made_dense
 from slipstream.spec.description import read_spec
 from slipstream.spec.scheme import SCHEMES
 from tests import tiny_models

@@ -37,7 +37,7 @@ SETTINGS = {
 @pytest.fixture
 def packing(monkeypatch):
     """Small models pack their weights, too."""
-    monkeypatch.setattr("slipstream.model.packed_cache.MIN_BYTES", 0)
+    monkeypatch.setattr("slipstream.model.load.packed_cache.MIN_BYTES", 0)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from slipstream import LLM
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu import native
-from slipstream.model.packing import pack_words, tensor_numbers
-from slipstream.model.stored_weights import (
+from slipstream.model.stored.packing import pack_words, tensor_numbers
+from slipstream.model.stored.parts import (
     array_numbers,
     expanded,
     stored_parts,

@@ -21,8 +21,9 @@ from slipstream.config import EngineArgs
 from slipstream.costs.estimate import estimate
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu import native
-from slipstream.model.checkpoint import dummy_arrays
+from slipstream.model.load.checkpoint import random_arrays
 from slipstream.spec.description import read_spec
+from slipstream.spec.parameters import parameters
 from slipstream.worker.forward.forward_paths import torch_reason
 from slipstream.worker.host_loading import HostLoaded
 from slipstream.worker.thread_governor import ThreadGovernor
@@ -228,7 +229,7 @@ def test_random_weights(config_only):
     assert found[0] == found[1] != found[2]
     norms, products = (
         runner.model.decoder.final_norm,
-        dummy_arrays(runner.model.description, "float32", 2),
+        random_arrays(parameters(runner.model.description.spec), "float32", 2).values,
     )
     assert (norms.weight == 1).all()
     assert np.std(products["layers.0.mlp.down.weight"]) == pytest.approx(0.02, rel=0.1)

@@ -24,8 +24,8 @@ from slipstream.kernels.weights import Activations, Linear
 from slipstream.model.building import build_layer
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Attention, Layer, MoE
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.sequences import SequenceBatch, layer_output
-from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.scheme import FORMAT_MAX, InputFormat
 

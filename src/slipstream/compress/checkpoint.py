@@ -23,11 +23,11 @@ from slipstream.compress.quantize.rounding import QuantGrid, Rounded
 from slipstream.compress.recipe import RECIPE_NAME
 from slipstream.errors import ConfigError, UnsupportedModelError
 from slipstream.files import digest, write_whole
-from slipstream.model.checkpoint import place
-from slipstream.model.packing import pack_words, tensor_numbers, unpack_words
+from slipstream.model.load.checkpoint import place
+from slipstream.model.load.weights import transform
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
-from slipstream.model.stored_weights import expanded
-from slipstream.model.weights import transform
+from slipstream.model.stored.packing import pack_words, tensor_numbers, unpack_words
+from slipstream.model.stored.parts import expanded
 from slipstream.spec.description import ModelDescription, huggingface_config
 from slipstream.spec.native_formats import is_product
 from slipstream.spec.parameters import Placement, Transpose, parameters

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.model.load.weights import dummy_parameters, load_parameters
 from slipstream.model.save import (
     check_writable,
     copy_surroundings,
@@ -18,7 +19,6 @@ from slipstream.model.save import (
     write_config,
     write_tensors,
 )
-from slipstream.model.weights import dummy_parameters, load_parameters
 from slipstream.spec.description import ModelDescription, huggingface_config, read_spec
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import ModelSpec

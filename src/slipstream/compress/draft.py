@@ -45,8 +45,8 @@ from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.states import TextStates
 from slipstream.model.draft_heads import as_model
+from slipstream.model.load.weights import load_parameters
 from slipstream.model.save import new_folder, stored, write_config, write_tensors
-from slipstream.model.weights import load_parameters
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import LayeredSpec, MedusaSpec
 from slipstream.spec.model import RopeSpec

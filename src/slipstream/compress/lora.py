@@ -47,9 +47,9 @@ from slipstream.evals.text import Document, Part, read_documents
 from slipstream.kernels.autograd import AutogradOps
 from slipstream.kernels.quantize import dequantize, round_linear
 from slipstream.kernels.weights import Activations, Linear
+from slipstream.model.load.weights import load_parameters, transform
 from slipstream.model.save import new_folder
 from slipstream.model.sequences import SequenceBatch, WholeModel, attention_of
-from slipstream.model.weights import load_parameters, transform
 from slipstream.spec.adapters import CONFIG_NAME, WEIGHTS_NAME
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement, Transpose, parameters

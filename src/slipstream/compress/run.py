@@ -40,7 +40,7 @@ from slipstream.compress.sparsify import layer_ratios, outlier_share
 from slipstream.compress.steps import Sparsify
 from slipstream.errors import ConfigError
 from slipstream.files import digest
-from slipstream.model.weights import load_parameters
+from slipstream.model.load.weights import load_parameters
 from slipstream.platform import num_gpus
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.parameters import parameters

@@ -21,8 +21,8 @@ from slipstream.kernels.adapters import LoRAWeights
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import MLP, Attention, MoE
-from slipstream.model.sharding import part_of
-from slipstream.model.weights import transform
+from slipstream.model.load.sharding import part_of
+from slipstream.model.load.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
 from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from slipstream.spec.description import ModelDescription

@@ -4,7 +4,7 @@ lays out. No torch."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 def build_layer(
     spec: LayerSpec,
-    parameters: dict[str, Tensor],
+    parameters: MutableMapping[str, Tensor],
     ops: OpSet,
     tables: PositionTables,
     *,
     name: str = "",
     scheme: Scheme | None = None,
-    products: dict[str, Linear] | None = None,
+    products: MutableMapping[str, Linear] | None = None,
     partition: Partition | None = None,
 ) -> Layer:
     """Builds a layer of a `Decoder` from the `parameters` whose names begin with `name`, and
@@ -142,7 +142,7 @@ def build_layer(
     )
 
 
-def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> NormParams:
+def build_norm(spec: NormSpec, name: str, parameters: MutableMapping[str, Tensor]) -> NormParams:
     weight, bias = parameters.pop(f"{name}.weight"), parameters.pop(f"{name}.bias", None)
     return NormParams(
         kind=spec.kind, weight=weight, eps=spec.eps, bias=bias, offset=spec.weight_offset
@@ -151,10 +151,10 @@ def build_norm(spec: NormSpec, name: str, parameters: dict[str, Tensor]) -> Norm
 
 def build_linear(
     name: str,
-    parameters: dict[str, Tensor],
+    parameters: MutableMapping[str, Tensor],
     ops: OpSet,
     scheme: Scheme | None,
-    products: dict[str, Linear],
+    products: MutableMapping[str, Linear],
 ) -> Linear:
     return _product(
         name,
@@ -188,10 +188,10 @@ def _heads(
 
 def _experts(
     name: str,
-    parameters: dict[str, Tensor],
+    parameters: MutableMapping[str, Tensor],
     ops: OpSet,
     scheme: Scheme | None,
-    products: dict[str, Linear],
+    products: MutableMapping[str, Linear],
     num_experts: int,
 ) -> Linear:
     return _product(
@@ -205,8 +205,8 @@ def _experts(
 
 def _product(
     name: str,
-    parameters: dict[str, Tensor],
-    products: dict[str, Linear],
+    parameters: MutableMapping[str, Tensor],
+    products: MutableMapping[str, Linear],
     pack: Callable[[Linear], Linear],
     quantize: Callable[[Tensor, Tensor | None], Linear],
 ) -> Linear:

@@ -1,5 +1,6 @@
-"""Compares a loaded model with another implementation of the same checkpoint, layer by layer. The first difference shows the
-faulty layer.
+"""Compares a loaded model with another implementation of the same checkpoint, layer by layer.
+
+The first difference shows the faulty layer.
 
 1. The other model is a torch module that takes `input_ids` [1, T], with its layers in a ModuleList, like those of
    transformers. It returns `.logits` [1, T, V]; an encoder `.last_hidden_state`, a classifier a text's logits.
@@ -25,8 +26,8 @@ from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensor
 from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers, whole
-from slipstream.model.loaded import LoadedModel
-from slipstream.model.loader import load_model
+from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.loader import load_model
 from slipstream.model.program import CpuProgram, compile_program
 from slipstream.spec.description import ModelDescription, read_spec
 from slipstream.spec.model import ModelSpec
@@ -47,8 +48,12 @@ ENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """`where`: embeddings, layer 0, layer 1, …, logits (an encoder's states, a classifier's scores), as one program. With an
-    encoder-decoder "encoder: embeddings", "encoder: layer 0", … come first."""
+    """The error at one point of the model.
+
+    `where` is one of: embeddings, layer 0, layer 1, …, logits (an encoder's states, a classifier's
+    scores), as one program. In an encoder-decoder "encoder: embeddings", "encoder: layer 0", … come
+    first.
+    """
 
     where: str
     error: float
@@ -81,8 +86,11 @@ def check(
     kernels: str,
     tolerance: float,
 ) -> CheckReport:
-    """`compare` with the checkpoint at `path`, loaded here in float32. With `unrounded_inputs` both have dense
-    weights."""
+    """Loads the checkpoint at `path` in float32 and compares it with `theirs`.
+
+    Both get dense weights if the inputs of quantized products can't be compared
+    (`unrounded_inputs`).
+    """
     place, description = torch.device(device), read_spec(path)
     ops = select_ops(place, kernels)
     if unrounded_inputs(description):
@@ -95,15 +103,19 @@ def check(
 
 
 def unrounded_inputs(description: ModelDescription) -> bool:
-    """Whether the inputs of a checkpoint's products can't be compared if they are rounded. transformers divides int8's range
-    into 255 steps, and takes static scales; the engine scales each token, to 254 steps."""
+    """Tells whether the quantized inputs of a checkpoint's products can't be compared.
+
+    transformers divides int8's range into 255 steps, and uses static scales. The engine scales each
+    token, to 254 steps.
+    """
     stored = description.quantization
     groups = () if stored is None or stored.formats is None else stored.formats.groups
     return any(fmt.inputs == "int8" or fmt.static_inputs for _, fmt in groups)
 
 
 def padding_tokens(theirs: nn.Module) -> set[int]:
-    """Tokens that the other model takes for padding: RoBERTa's kind counts positions without them."""
+    """Returns the tokens that the other model takes for padding. Models like RoBERTa count positions
+    without them."""
     tables = [m for m in theirs.modules() if isinstance(m, nn.Embedding)]
     return {m.padding_idx for m in tables if m.padding_idx is not None}
 
@@ -112,8 +124,10 @@ def padding_tokens(theirs: nn.Module) -> set[int]:
 def compare(
     ours: LoadedModel, theirs: nn.Module, tokens: Sequence[int], *, tolerance: float
 ) -> CheckReport:
-    """Compare the states behind the embeddings and each layer, and the head's result. If the engine computes a step as one
-    program (`model.program`), compare its result, too."""
+    """Compares the states after the embeddings and each layer, and the head's result.
+
+    If the engine computes a step as one program (`model.program`), that result is compared too.
+    """
     found = _our_states(ours.decoder, tokens)
     expected = dict(_their_states(theirs, tokens, ours.spec))
     if isinstance(program := compile_program(ours.decoder), CpuProgram):
@@ -140,7 +154,8 @@ def compare(
 
 
 def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, AttentionMetadata]:
-    """One sequence in blocks of its own, and its encoder's text of the same length in the blocks after them."""
+    """Returns the metadata of one sequence, and of its encoder's text, which has the same length and
+    the blocks after the sequence's."""
     meta = AttentionMetadata.single_sequence(0, count, block_size=BLOCK_SIZE, device=decoder.device)
     num_blocks = meta.block_table.shape[1]
     read = dataclasses.replace(
@@ -154,7 +169,7 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
-    """A cache for each layer. An encoder's layers share one, which they use in turn."""
+    """Makes a cache for each layer. An encoder's layers share one, which they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     num_blocks, specs = (
         2 * meta.block_table.shape[1] + 1,
@@ -168,7 +183,8 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """The residuals [T, E] by name. The last is the logits [T, V], an encoder's states [T, E] or a classifier's scores."""
+    """Returns the residuals [T, E] by name. The last is the logits [T, V], an encoder's states
+    [T, E] or a classifier's scores."""
     meta, read = _metadata(decoder, len(tokens))
     kv, ids = _caches(decoder, meta), torch.tensor(tokens, dtype=torch.int32, device=decoder.device)
 
@@ -212,7 +228,7 @@ def _whole_step(decoder: Decoder, program: CpuProgram, tokens: Sequence[int]) ->
 def _their_states(
     model: Any, tokens: Sequence[int], spec: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
-    """The other model's states by the same names."""
+    """Yields the other model's states by the same names."""
     found: dict[str, Tensor] = {}
     hooks: list[Any] = []
 

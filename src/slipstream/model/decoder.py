@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.model.building import build_layer, build_linear, build_norm
@@ -51,12 +51,12 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        parameters: dict[str, Tensor],
+        parameters: MutableMapping[str, Tensor],
         ops: OpSet,
         *,
         max_model_len: int,
         scheme: Scheme | None = None,
-        products: dict[str, Linear] | None = None,
+        products: MutableMapping[str, Linear] | None = None,
         layers: Sequence[Layer] | None = None,
         partition: Partition | None = None,
     ) -> None:

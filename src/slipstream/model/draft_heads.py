@@ -11,7 +11,7 @@ values of a recording, so a pass is one program on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +28,7 @@ from slipstream.kernels.weights import Linear
 from slipstream.model.building import build_layer, build_linear, build_norm
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import AnyTap, Attention, JoinedTap, Layer, Tap, whole
-from slipstream.model.loaded import tensor_bytes
+from slipstream.model.load.loaded import tensor_bytes
 from slipstream.model.step_program import CompiledOps, Floats, compiled
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.draft_heads import WRAPPED, HeadDescription, HeadSpec, LayeredSpec, MedusaSpec
@@ -453,7 +453,7 @@ class LoadedHead:
 
 def build_head(
     spec: HeadSpec,
-    values: dict[str, Tensor],
+    values: MutableMapping[str, Tensor],
     decoder: Decoder,
     *,
     max_model_len: int,

@@ -1,4 +1,4 @@
-"""Writes checkpoints, as `weights.py` reads them, into a folder that appears complete or not at
+"""Writes checkpoints, as `load/weights.py` reads them, into a folder that appears complete or not at
 all.
 
 A checkpoint is safetensors with the family's own names, and the config and tokenizer of the model
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, UnsupportedModelError
-from slipstream.model.checkpoint import place
+from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec

@@ -11,7 +11,7 @@ Shapes: N patches of all pictures, E the encoder's hidden size, C channels, P a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -105,7 +105,7 @@ class ImageTower:
         self,
         spec: VisionSpec,
         processing: ImageProcessing,
-        parameters: dict[str, Tensor],
+        parameters: MutableMapping[str, Tensor],
         ops: OpSet,
     ) -> None:
         self.spec, self.ops = spec, ops
@@ -306,7 +306,7 @@ def pass_ends(counts: Sequence[int], most: int) -> list[int]:
     return [*ends, len(counts)] if counts else []
 
 
-def pad_units(parameters: dict[str, Tensor], name: str, spec: DenseSpec) -> None:
+def pad_units(parameters: MutableMapping[str, Tensor], name: str, spec: DenseSpec) -> None:
     """Pads the hidden units of an MLP to a multiple of ROW with zeros, which add nothing."""
     size, parts = spec.intermediate_size, 2 if spec.gated else 1
     if more := -size % ROW:

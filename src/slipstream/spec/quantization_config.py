@@ -107,7 +107,7 @@ class StoredQuantization:
     method: Method
     scheme: str | None
     kv_cache: RowFormat | None = None  # there are scales for a cache of this form
-    sparse: bool = False  # some weights are held without their zeros (model/bitmasks.py)
+    sparse: bool = False  # some weights are held without their zeros (model/stored/bitmasks.py)
     formats: StoredFormats | None = None
     zeros: float | None = None  # the share of zeros in its products, where the config says it
 

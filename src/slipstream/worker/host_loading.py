@@ -12,9 +12,9 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
-from slipstream.model.host_head import load_host_head
-from slipstream.model.host_model import load_host_model
-from slipstream.model.loaded import LoadedModel
+from slipstream.model.load.host_head import load_host_head
+from slipstream.model.load.host_model import load_host_model
+from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription

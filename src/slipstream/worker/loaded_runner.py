@@ -22,7 +22,7 @@ from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.metadata import LayerKV
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead
-from slipstream.model.loaded import LoadedModel
+from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.draft_heads import HeadDescription

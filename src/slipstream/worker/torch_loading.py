@@ -18,10 +18,10 @@ from slipstream.kernels.select import select_ops
 from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream
 from slipstream.model.draft_heads import LoadedHead
-from slipstream.model.draft_loader import load_head
 from slipstream.model.layers import Partition
-from slipstream.model.loaded import LoadedModel
-from slipstream.model.loader import load_model
+from slipstream.model.load.draft_loader import load_head
+from slipstream.model.load.loaded import LoadedModel
+from slipstream.model.load.loader import load_model
 from slipstream.platform import platform_of
 from slipstream.platform.cuda import hash_triton
 from slipstream.spec.adapter_slots import ALONE

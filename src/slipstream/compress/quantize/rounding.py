@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.compress.calibrate import InputStats
 from slipstream.compress.recipe import Quantize
 from slipstream.kernels.quantize import SMALLEST
-from slipstream.model.packing import numbers
+from slipstream.model.stored.packing import numbers
 from slipstream.spec.scheme import WeightFormat
 
 SHRINKS = tuple(1.06 - 0.02 * i for i in range(31))

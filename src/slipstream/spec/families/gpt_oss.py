@@ -1,5 +1,5 @@
 """gpt-oss: mixtures of experts with biases and a clamped activation, attention with learned sinks, windows in every other
-layer, and YaRN. Checkpoints store the experts in MXFP4 (`model.mxfp4`)."""
+layer, and YaRN. Checkpoints store the experts in MXFP4 (`model.stored.mxfp4`)."""
 
 from __future__ import annotations
 

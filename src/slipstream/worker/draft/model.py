@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from slipstream.config import EngineConfig
 from slipstream.costs.graph_sizes import model_chain_bytes
 from slipstream.kernels.metadata import AttentionMetadata
-from slipstream.model.loaded import LoadedModel
+from slipstream.model.load.loaded import LoadedModel
 from slipstream.types import ScheduledRequest, StepPlan
 from slipstream.worker.draft.drafter import Chain
 from slipstream.worker.draft.memory import DraftMemory

@@ -13,7 +13,7 @@ from slipstream.costs.hardware import available_cores
 from slipstream.kernels.cpu.ops import NativeOps
 from slipstream.kernels.host_experts import HostExpertOps
 from slipstream.model.layers import MoE
-from slipstream.model.loaded import LoadedModel
+from slipstream.model.load.loaded import LoadedModel
 from slipstream.platform import Platform
 
 if TYPE_CHECKING:

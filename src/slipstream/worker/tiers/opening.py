@@ -17,7 +17,7 @@ from slipstream.config import EngineConfig
 from slipstream.costs.hardware import host_memory
 from slipstream.costs.memory import staged_blocks
 from slipstream.errors import ConfigError
-from slipstream.model.packed_cache import checkpoint_stamps
+from slipstream.model.load.packed_cache import checkpoint_stamps
 from slipstream.spec.description import ModelDescription
 from slipstream.worker.tiers.block_store import HostBlockStore
 from slipstream.worker.tiers.disk_tier import IDENTITY_BYTES, DiskTier

@@ -3,7 +3,7 @@
 1. A product is taken if the op set knows the types of all tensors that fill it. The types may
    differ, as files keep some tensors in more bits.
 2. Nothing is read here. The blocks stay mapped until the op set lays them out.
-3. `weights.py` dequantizes everything else (norms, other types, transposed weights).
+3. `load/weights.py` dequantizes everything else (norms, other types, transposed weights).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.checkpoint import placed_shape
+from slipstream.model.load.checkpoint import placed_shape
 from slipstream.spec.gguf import GGUFFile
 from slipstream.spec.native_formats import is_product, rounds
 from slipstream.spec.parameters import Placement, Shape, Unpermute

@@ -5,7 +5,7 @@ In place of `weight` in the model's type, a product has from compressed-tensors:
   fp8, int8   weight [out, in] of float8_e4m3fn or int8, weight_scale [out, 1] (or one for all rows)
   fp8-block   the same with weight_scale [out / 128, in / 128], or weight_scale_inv as DeepSeek V3
               and Qwen 3 write it (the codes are multiplied by it, whatever its name says)
-  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.packing`),
+  int4        weight_packed int32 [out, in · bits / 32], codes of 2 to 4 bits (`model.stored.packing`),
               weight_scale [out, groups], and if asymmetric weight_zero_point, codes packed down the
               rows
 from GPTQ's tools:
@@ -25,7 +25,9 @@ with inputs of the model's type) is expanded when it is read (`stored_weights.ex
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,9 +42,10 @@ from slipstream.kernels.weights import (
     TileScaledLinear,
     chunk_of,
 )
-from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.packing import unpack_words
-from slipstream.model.stored_weights import SCALES, stored_parts, stored_shape
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.load.pulled import Pulled
+from slipstream.model.stored.packing import unpack_words
+from slipstream.model.stored.parts import SCALES, stored_parts, stored_shape
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
@@ -61,15 +64,17 @@ PARTS = (
 REFUSED = ("weight_g_idx", "input_zero_point")
 
 
+_Taken: TypeAlias = tuple[str, str, Placement, Callable[[], Tensor]]
+"""A tensor of the checkpoint: its name, the part of a weight that it is, its place, its reader."""
+
+
 @dataclass(slots=True)
 class _Weight:
-    """Codes and scales of one product, filled by slices of rows. `filled` holds (first row, part
-    name)."""
+    """Codes and scales of one product, filled by slices of rows."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
-    filled: set[tuple[int, str]] = field(default_factory=set)
 
 
 class RoundedWeights:
@@ -87,42 +92,23 @@ class RoundedWeights:
         columns: Mapping[str, tuple[int, ...]] | None = None,
         on_host: Container[str] = (),
     ) -> None:
-        """Allocates the weights of `formats`, a mapping from names in `shapes`.
+        """Prepares for the weights of `formats`, a mapping from names in `shapes`.
 
         `columns` lists for some of them the inputs that keep the model's type. Weights in `on_host`
         are held in host memory.
         """
         self.method, self.dtype, self.formats, self.columns = method, dtype, formats, columns or {}
-        self._weights: dict[str, _Weight] = {}
-        given = device
-        for name, fmt in formats.items():
-            outer, inner = shapes[name]
-            device = torch.device("cpu") if name in on_host else given
-            zeros = None  # what no tensor fills (a rank's padding heads) stays zero
-            if fmt.inputs is not None:
-                codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
-                blocks = (
-                    (-(-outer // fmt.block_rows), fmt.groups(inner))
-                    if fmt.block_rows > 1
-                    else (outer,)
-                )
-                scales = torch.zeros(blocks, dtype=torch.float32, device=device)
-            else:
-                size = native_group_size(fmt, outer, inner)
-                assert size, "`check_scheme` and `native_formats` see to it"
-                codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
-                scales = torch.zeros(inner // size, outer, dtype=dtype, device=device)
-                zeros = torch.zeros_like(scales) if method == "awq" or not fmt.symmetric else None
-            self._weights[name] = _Weight(codes, scales, zeros)
+        self._shapes, self._device, self._on_host = shapes, device, on_host
+        self._taken: dict[str, list[_Taken]] = {name: [] for name in formats}
 
     def __contains__(self, target: str) -> bool:
-        return target in self._weights
+        return target in self._taken
 
     def take(
         self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Reads the tensor `name` into its place if it belongs to a quantized weight, and returns
-        whether it does.
+        """Notes the tensor `name` if it belongs to a quantized weight, and returns whether it
+        does.
 
         `find` gives the place of a product's weight by the checkpoint's name for it.
         """
@@ -130,7 +116,7 @@ class RoundedWeights:
         if part in PASSED_OVER:
             return True
         placement = find(f"{stem}.weight")
-        if placement is None or placement.target not in self._weights:
+        if placement is None or placement.target not in self._taken:
             return False
         if part in REFUSED or (
             part == "weight_zero_point" and self.formats[placement.target].symmetric
@@ -144,7 +130,35 @@ class RoundedWeights:
             raise CheckpointError(
                 f"{name}: rounded weights in this order of rows are not supported", field=name
             )
-        into, fmt = self._weights[placement.target], self.formats[placement.target]
+        self._taken[placement.target].append((name, part, placement, read))
+        return True
+
+    def _empty(self, name: str) -> _Weight:
+        """Allocates a weight. What no tensor fills (a rank's padding heads) stays zero."""
+        fmt, (outer, inner) = self.formats[name], self._shapes[name]
+        device = torch.device("cpu") if name in self._on_host else self._device
+        if fmt.inputs is not None:
+            codes = torch.zeros(outer, inner, dtype=DTYPES[fmt.inputs], device=device)
+            blocks = (
+                (-(-outer // fmt.block_rows), fmt.groups(inner)) if fmt.block_rows > 1 else (outer,)
+            )
+            return _Weight(codes, torch.zeros(blocks, dtype=torch.float32, device=device), None)
+        size = native_group_size(fmt, outer, inner)
+        assert size, "`check_scheme` and `native_formats` see to it"
+        codes = torch.zeros(outer, inner // 4, dtype=torch.int16, device=device)
+        scales = torch.zeros(inner // size, outer, dtype=self.dtype, device=device)
+        has_zeros = self.method == "awq" or not fmt.symmetric
+        return _Weight(codes, scales, torch.zeros_like(scales) if has_zeros else None)
+
+    def _put(
+        self,
+        into: _Weight,
+        name: str,
+        part: str,
+        placement: Placement,
+        read: Callable[[], Tensor],
+    ) -> None:
+        fmt = self.formats[placement.target]
         rows = into.codes.shape[0] - placement.start if placement.rows is None else placement.rows
         at = slice(placement.start, placement.start + rows)
         if part == "qzeros" and into.zeros is not None:
@@ -186,8 +200,6 @@ class RoundedWeights:
             into.codes[at] = pack4(
                 codes, chunk_of(inner, native_group_size(fmt, rows, inner) or inner)
             )
-        into.filled.add((placement.start, part))
-        return True
 
     def _check_plain(self, name: str, part: str, fmt: WeightFormat, value: Tensor) -> None:
         """Checks that every zero point is 8, or that the inputs of a group are neighbours.
@@ -234,28 +246,32 @@ class RoundedWeights:
         return [
             name.removesuffix("weight") + part
             for name, place in names.items()
-            if place.target in self._weights
+            if place.target in self._taken
             for part in parts(place.target)
-            if (place.start, part) not in self._weights[place.target].filled
+            if all(
+                (place.start, part) != (p.start, own) for _, own, p, _ in self._taken[place.target]
+            )
         ]
 
-    def linears(self) -> dict[str, Linear]:
+    def linears(self) -> Mapping[str, Linear]:
         """Returns the weights, without biases, by the names of `spec.parameters`."""
-        made: dict[str, Linear] = {}
-        for name, w in self._weights.items():
-            rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
-            if self.formats[name].block_rows > 1:
-                made[name] = TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
-            elif size := native_group_size(self.formats[name], rows, inner):
-                chunk = chunk_of(inner, size)
-                made[name] = GroupedLinear(
-                    weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk
-                )
-            elif self.formats[name].split:
-                made[name] = SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
-            else:
-                made[name] = ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
-        return made
+        return Pulled({name: partial(self._linear, name) for name in self._taken})
+
+    def _linear(self, name: str) -> Linear:
+        w, fmt = self._empty(name), self.formats[name]
+        for taken in self._taken[name]:
+            self._put(w, *taken)
+        rows, inner = w.codes.shape[0], w.codes.shape[1] * 4
+        if fmt.block_rows > 1:
+            return TileScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
+        if size := native_group_size(fmt, rows, inner):
+            chunk = chunk_of(inner, size)
+            return GroupedLinear(
+                weight=w.codes, scales=w.scales, zeros=w.zeros, group_size=size, chunk=chunk
+            )
+        if fmt.split:
+            return SplitLinear.of(w.codes, w.scales, self.columns[name], self.dtype)
+        return ScaledLinear(weight=w.codes, scales=w.scales, out_dtype=self.dtype)
 
 
 def _nibbles(words: Tensor) -> list[Tensor]:

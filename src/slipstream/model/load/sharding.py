@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.weights import BlockLinear, BlockRows, Linear
-from slipstream.model.checkpoint import placed_shape, stored_shape
-from slipstream.model.compressed import PARTS
-from slipstream.model.stored_weights import Stored
-from slipstream.model.weights import transform
+from slipstream.model.load.checkpoint import placed_shape, stored_shape
+from slipstream.model.load.pulled import Pulled
+from slipstream.model.load.weights import transform
+from slipstream.model.stored.compressed import PARTS
+from slipstream.model.stored.parts import Stored
 from slipstream.spec.families.names import canonical
 from slipstream.spec.gguf import TYPES
 from slipstream.spec.model import ModelSpec, Shape, parameters
@@ -188,13 +190,15 @@ class Sharded:
             columns = tuple(
                 (_units_before(a, 32, name), _units_before(b, 32, name)) for a, b in cut.columns
             )
-        value = read()[cut.first : cut.first + cut.count]
-        if isinstance(place.transform, Deinterleave):
-            value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
-        made = part_of(
-            value, own, columns, 1, fill=127 if value.dim() == 3 else 0
-        )  # as a scale, 127 means 1
-        return name, tuple(made.shape), lambda: made
+
+        def part(value: Tensor) -> Tensor:
+            value = value[cut.first : cut.first + cut.count]
+            if isinstance(place.transform, Deinterleave):
+                value = torch.cat((value[:, ::2], value[:, 1::2]), dim=1)
+            # As a scale, 127 means 1.
+            return part_of(value, own, columns, 1, fill=127 if value.dim() == 3 else 0)
+
+        return name, tuple(part(torch.empty(shape, device="meta")).shape), lambda: part(read())
 
 
 def part_of(
@@ -307,15 +311,17 @@ def check_formats(local: Sharded) -> None:
             raise _no_boundary(name, fmt.group_size or 16)
 
 
-def split_blocks(linears: Mapping[str, Linear], local: Sharded) -> dict[str, Linear]:
+def split_blocks(linears: Mapping[str, Linear], local: Sharded) -> Pulled[Linear]:
     """Returns a rank's part of weights in GGUF types. Their blocks stay mapped as long as rows are
     cut in one piece."""
-    return {
-        name: _split_linear(name, w, local.cuts[name], local.shapes[name])
-        if isinstance(w, BlockLinear) and name in local.cuts
-        else w
-        for name, w in linears.items()
-    }
+
+    def own(name: str) -> Linear:
+        w = linears[name]
+        if not isinstance(w, BlockLinear) or name not in local.cuts:
+            return w
+        return _split_linear(name, w, local.cuts[name], local.shapes[name])
+
+    return Pulled({name: partial(own, name) for name in linears if name in local.shapes})
 
 
 def _split_linear(name: str, w: BlockLinear, cut: ParameterShard, shape: Shape) -> BlockLinear:

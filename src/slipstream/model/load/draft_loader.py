@@ -8,7 +8,10 @@ from torch import Tensor
 from slipstream.errors import OutOfMemoryError
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
-from slipstream.model.weights import fill, random_values, stored_tensors_of
+from slipstream.model.load.checkpoint import head_fills
+from slipstream.model.load.pulled import Pulled
+from slipstream.model.load.random_weights import TensorDraws, random_weights, seed_of
+from slipstream.model.load.weights import filled_tensors, stored_tensors_of
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
@@ -50,11 +53,12 @@ def load_head(
 
 def _load(
     description: HeadDescription, *, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor | None]:
+) -> tuple[Pulled[Tensor], Tensor | None]:
     """Returns (parameters, the model's token for each of the head's or None)."""
     spec, maps = description.spec, dict[str, Tensor]()
     stored = head_tensors(description, stored_tensors_of(description.path), maps)
-    values = fill(spec.shapes, description.names, stored, dtype=dtype, device=device)
+    fills = head_fills(spec.shapes, description.names, stored)
+    values = filled_tensors(spec.shapes, fills, lambda name: device, dtype)
     ids = (
         target_ids(spec, {name: x.numpy() for name, x in maps.items()})
         if isinstance(spec, LayeredSpec)
@@ -65,11 +69,13 @@ def _load(
 
 def _dummy(
     spec: HeadSpec, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    values = dict(random_values(spec.shapes, dtype=dtype, device=device, seed=seed))
+) -> tuple[Pulled[Tensor], Tensor | None]:
+    found = random_weights(
+        spec.shapes, lambda name: TensorDraws(dtype, seed_of(name, seed), device), None
+    )
     ids = (
         None
         if spec.draft_vocab_size == spec.vocab_size
         else torch.arange(spec.draft_vocab_size, device=device)
     )
-    return values, ids
+    return found.values, ids

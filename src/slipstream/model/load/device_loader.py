@@ -11,23 +11,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import OutOfMemoryError
 from slipstream.kernels.ops import OpSet
-from slipstream.kernels.weights import Linear
-from slipstream.model.building import build_layer
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import StoredWeights
-from slipstream.model.decoder import Decoder
 from slipstream.model.device_stream import DeviceStream, layer_bytes, with_tensors, without_data
 from slipstream.model.layers import Layer
-from slipstream.model.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
-from slipstream.model.weights import by_layer, dummy_values, load_parameters
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.loaded import LoadedModel, decoder_bytes, decoder_forms, tensor_bytes
+from slipstream.model.load.pieces import layer_prefix, load_ends, load_layer
+from slipstream.model.load.pulled import Weights
 from slipstream.platform import platform_of
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.offload import plan_offload
@@ -38,33 +34,26 @@ _logger = logging.getLogger("slipstream.engine")
 
 
 class DeviceLoader:
-    """Makes the layers of a checkpoint, or random ones.
-
-    `held_of` gives the objects that take the quantized weights among the wanted ones.
-    """
+    """Lays out the layers of a model one by one."""
 
     def __init__(
         self,
         description: ModelDescription,
+        weights: Weights,
         *,
         ops: OpSet,
         device: torch.device,
-        dtype: torch.dtype,
         max_model_len: int,
-        is_dummy: bool,
-        seed: int,
         scheme: Scheme | None,
-        held_of: Callable[[Callable[[str], bool]], StoredWeights | None],
         cache_scales: CacheScales | None,
     ) -> None:
-        self.description, self.ops, self.device, self.dtype = description, ops, device, dtype
-        self.max_model_len, self.is_dummy, self.seed, self.scheme = (
-            max_model_len,
-            is_dummy,
-            seed,
-            scheme,
-        )
-        self.held_of, self.cache_scales = held_of, cache_scales
+        self.description = description
+        self.weights = weights
+        self.ops = ops
+        self.device = device
+        self.max_model_len = max_model_len
+        self.scheme = scheme
+        self.cache_scales = cache_scales
         self.tables = ops.position_tables(max_model_len, device)
 
     def load(self, budget: int) -> LoadedModel:
@@ -78,7 +67,7 @@ class DeviceLoader:
 
     def _load(self, budget: int) -> LoadedModel:
         spec, stream = self.description.spec, DeviceStream(platform_of(self.device))
-        decoder = self._ends()
+        decoder = load_ends(spec, self.weights, self.ops, self.max_model_len, self.scheme)
         sizes, small = self._sizes()
         others = decoder_bytes(decoder) + tensor_bytes(vars(self.tables)) + small
         plan = plan_offload(sizes, others, budget)
@@ -121,7 +110,7 @@ class DeviceLoader:
 
     def _kind(self, index: int) -> Any:
         """Returns a key of the layer's kind. Layers of one kind are laid out alike."""
-        description, prefix = self.description, _prefix(index)
+        description, prefix = self.description, layer_prefix(index)
         formats, columns = description.native_formats(self.ops.rounded), description.split_columns()
         shapes = {n: s for n, s in parameters(description.spec).items() if n.startswith(prefix)}
         of_weights = tuple(
@@ -130,62 +119,8 @@ class DeviceLoader:
         )
         return description.spec.layers[index], of_weights
 
-    # --- Reading ---
-
-    def _ends(self) -> Decoder:
-        """Makes the decoder without layers."""
-        values, products = self._values("", self.cache_scales)
-        how = dict(
-            max_model_len=self.max_model_len, scheme=self.scheme, products=products, layers=()
-        )
-        return Decoder(self.description.spec, values, self.ops, **how)  # type: ignore[arg-type]
-
     def _layers(self, wanted: Collection[int]) -> Iterator[tuple[int, Layer]]:
-        """Yields these layers one by one, laid out on the device. Random ones are the same as in a
-        whole model."""
-        if not self.is_dummy:
-            for i in sorted(wanted):
-                yield i, self._made(i, *self._values(_prefix(i)))
-            return
-        following = iter(sorted(wanted))
-        at = next(following, None)
-        for prefix, own in by_layer(self._random()):
-            if at is None:
-                return
-            if prefix == _prefix(at):
-                yield at, self._made(at, dict(own), {})
-                at = next(following, None)
-
-    def _made(self, index: int, values: dict[str, Tensor], products: dict[str, Linear]) -> Layer:
-        how: dict[str, Any] = dict(name=_prefix(index), scheme=self.scheme, products=products)
-        return build_layer(
-            self.description.spec.layers[index], values, self.ops, self.tables, **how
-        )
-
-    def _values(
-        self, prefix: str, scales: CacheScales | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Linear]]:
-        """Returns the parameters whose names begin with `prefix`, and the quantized ones among
-        them.
-
-        The prefix "" stands for the parameters outside the layers.
-        """
-
-        def wanted(name: str) -> bool:
-            return name.startswith(prefix) if prefix else not name.startswith("layers.")
-
-        if self.is_dummy:
-            return {name: value for name, value in self._random() if wanted(name)}, {}
-        held = self.held_of(wanted)
-        how: dict[str, Any] = dict(
-            dtype=self.dtype, device=self.device, held=held, cache_scales=scales, wanted=wanted
-        )
-        values = load_parameters(self.description, **how)
-        return values, {} if held is None else held.linears()
-
-    def _random(self) -> Iterator[tuple[str, Tensor]]:
-        return dummy_values(self.description, dtype=self.dtype, device=self.device, seed=self.seed)
-
-
-def _prefix(layer: int) -> str:
-    return f"layers.{layer}."
+        """Yields these layers one by one, laid out on the device."""
+        layers = self.description.spec.layers
+        for i in sorted(wanted):
+            yield i, load_layer(layers[i], i, self.weights, self.ops, self.tables, self.scheme)

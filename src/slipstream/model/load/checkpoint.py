@@ -1,8 +1,9 @@
-"""A checkpoint's tensors and their places in a model: reading them as arrays, and filling parameters from any stream of them.
+"""A checkpoint's tensors and their places in a model, and weights read from them as arrays.
 
-Every parameter is allocated once, in its final type; each checkpoint tensor is read, transformed, copied into its rows and
-dropped. What a checkpoint lacks, has too many of, or has in another shape stops the load by name. No torch: `weights.py` fills
-tensors by the same lines.
+Each parameter is read when it is taken (`pulled.py`): allocated once, in its final type; each
+tensor that fills it is read, transformed, copied into its rows and dropped. What a checkpoint
+lacks, has too many of, or has in another shape stops the load by name, before anything is read. No
+torch: `load/weights.py` makes tensors with the same table of places.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -21,9 +24,11 @@ import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import Linear
-from slipstream.model.bitmasks import made_dense
-from slipstream.model.gguf_quants import dequantize_tensor
-from slipstream.model.stored_weights import Stored, expanded
+from slipstream.model.load.pulled import Pulled, Weights
+from slipstream.model.load.random_weights import ArrayDraws, random_weights, seed_of
+from slipstream.model.stored.bitmasks import made_dense
+from slipstream.model.stored.gguf_quants import dequantize_tensor
+from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_BUFFERS
 from slipstream.spec.families.names import canonical, without_prefix
@@ -42,13 +47,12 @@ from slipstream.spec.parameters import (
     parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
+from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
-    from slipstream.model.cache_scales import CacheScales
+    from slipstream.model.load.cache_scales import CacheScales
 
 Array: TypeAlias = npt.NDArray[Any]
-Read: TypeAlias = Stored
-
 Value = TypeVar("Value", bound=Any)
 
 PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scale")
@@ -56,25 +60,26 @@ PASSED_OVER = ("weight_shape", "input_scale", "output_scale", "k_scale", "v_scal
 
 
 class StoredWeights(Protocol):
-    """Weights that are not filled as parameters: they take a checkpoint's tensors as these are, or in their stead."""
+    """Quantized weights that stay quantized. They collect a checkpoint's tensors, or replace them."""
 
     def __contains__(self, target: str) -> bool:
-        """Whether the weight of that name (ours) is held."""
+        """Tells whether the weight `target`, by our name, is held here."""
 
     def take(
         self, name: str, read: Callable[[], Any], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Whether the tensor `name` (the checkpoint's) belongs to one of them; `find` gives a tensor's place."""
+        """Notes the tensor `name` of the checkpoint if it belongs to one of them, and returns
+        whether it does. `find` gives a tensor's place."""
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
-        """The checkpoint's names of what has not come."""
+        """Lists the names of the checkpoint's tensors that are missing. `names` has all places."""
 
-    def linears(self) -> dict[str, Linear]:
-        """The weights by our names, when all was taken."""
+    def linears(self) -> Mapping[str, Linear]:
+        """Returns the weights by our names. Each is made from its tensors when it is read."""
 
 
 def names_of(description: ModelDescription) -> Mapping[str, Placement]:
-    """The family's table for the tensors of the checkpoint."""
+    """Returns the family's table of places for this checkpoint's format."""
     if description.format == "gguf":
         assert description.family.gguf is not None
         return description.family.gguf.names(description.spec)
@@ -84,7 +89,7 @@ def names_of(description: ModelDescription) -> Mapping[str, Placement]:
 def finder(
     description: ModelDescription, names: Mapping[str, Placement]
 ) -> Callable[[str], Placement | None]:
-    """The place of a tensor by the checkpoint's name for it."""
+    """Returns a function that finds a tensor's place by the checkpoint's name for it."""
 
     def find(name: str) -> Placement | None:
         key = canonical(name, description.family.prefixes, names)
@@ -93,33 +98,33 @@ def finder(
     return find
 
 
-def fill_parameters(
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A checkpoint's tensor that fills a part of a parameter."""
+
+    placement: Placement
+    shape: Shape  # the shape that the transform takes
+    read: Callable[[], Any]
+
+
+def parameter_fills(
     description: ModelDescription,
     names: Mapping[str, Placement],
-    stored: Iterable[Read],
-    values: Mapping[str, Value],
-    assign: Callable[[Value, Value, Transform | None, Shape], None],
+    stored: Iterable[Stored],
+    shapes: Mapping[str, Shape],
     *,
     held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
-) -> None:
-    """Fill `values`, by our names, with the checkpoint's tensors, but those that `held` and `cache_scales` take.
-    `assign(into, value, transform, shape)` writes a tensor of that shape to its place. CheckpointError names the tensor at
-    fault."""
+) -> dict[str, list[Fill]]:
+    """Finds the checkpoint's tensors that fill the parameters of `shapes`, by our names. Reads
+    none of them.
+
+    Tensors that `held` and `cache_scales` take are left out. CheckpointError names a tensor that is
+    unknown, missing, there twice, or of another shape.
+    """
     prefixes, find = description.family.prefixes, finder(description, names)
-    if description.format == "gguf":
-        assert description.family.gguf is not None
-        ignored = (
-            *map(re.escape, GGUF_FREQUENCIES),
-            *GGUF_UNREAD,
-            *description.family.gguf.ignored,
-        )
-    else:
-        ignored = (*ROTARY_BUFFERS, *description.family.ignored)
-        if description.spec.tied_embeddings:  # a head that is written although it is the embeddings
-            ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
-        if description.family.mtp:
-            ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
+    ignored = _ignored(description)
+    found: dict[str, list[Fill]] = {name: [] for name in shapes}
     filled: set[str] = set()
     for name, shape, read in stored:
         if cache_scales is not None and cache_scales.take(name, read, find):
@@ -139,10 +144,10 @@ def fill_parameters(
         if key in filled:
             raise CheckpointError(f"the checkpoint has the tensor {name!r} twice", field=name)
         placement = names[key]
-        if placement.target not in values:
+        if placement.target not in shapes:
             continue
-        into = place(values[placement.target], placement)
-        expected = stored_shape(tuple(into.shape), placement.transform)
+        into = placed_shape(shapes[placement.target], placement)
+        expected = stored_shape(into, placement.transform)
         if (
             tuple(shape) != expected and (1, *shape) != expected
         ):  # GGUF writes a single row without its first dimension
@@ -150,9 +155,9 @@ def fill_parameters(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
                 field=name,
             )
-        assign(into, read(), placement.transform, expected)
+        found[placement.target].append(Fill(placement, expected, read))
         filled.add(key)
-    missing = [n for n, place in names.items() if n not in filled and place.target in values]
+    missing = [n for n, place in names.items() if n not in filled and place.target in shapes]
     if held is not None:
         missing += held.missing(names)
     if missing:
@@ -160,12 +165,27 @@ def fill_parameters(
             f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         )
         raise CheckpointError(f"the checkpoint lacks {some}", field=missing[0])
+    return found
+
+
+def _ignored(description: ModelDescription) -> tuple[str, ...]:
+    """Returns patterns of tensors that a checkpoint may have and the model has no place for."""
+    if description.format == "gguf":
+        assert description.family.gguf is not None
+        return (*map(re.escape, GGUF_FREQUENCIES), *GGUF_UNREAD, *description.family.gguf.ignored)
+    ignored: tuple[str, ...] = (*ROTARY_BUFFERS, *description.family.ignored)
+    if description.spec.tied_embeddings:  # some write the head although it is the embeddings
+        ignored = (*ignored, rf"(.*\.)?{re.escape(description.head_name)}")
+    if description.family.mtp:
+        ignored = (*ignored, rf"model\.layers\.{description.spec.num_layers}\..*")
+    return ignored
 
 
 def expands(
     find: Callable[[str], Placement | None], values: Container[str]
 ) -> Callable[[str], bool]:
-    """Whether a module's rounded weight, by the checkpoint's name, is one of `values` and so to be expanded."""
+    """Returns a function that tells whether a module's quantized weight is among `values`, and so
+    has to be expanded. The module has the checkpoint's name."""
 
     def is_wanted(module: str) -> bool:
         place = find(f"{module}.weight")
@@ -174,19 +194,20 @@ def expands(
     return is_wanted
 
 
-def read_parameters(
+def array_weights(
     description: ModelDescription,
     dtype: str,
     held: StoredWeights | None = None,
     cache_scales: CacheScales | None = None,
-) -> dict[str, Array]:
-    """All parameters of the description's model by our names, but those that `held` and `cache_scales` take: arrays of `dtype`
-    ("bfloat16", "float32", "float16"). Weights that are stored without their zeros, or rounded and not held so, are put
-    together. CheckpointError names the tensor at fault."""
+) -> Weights:
+    """Returns a checkpoint's weights as arrays of `dtype` ("bfloat16", "float32", "float16").
+
+    `held` holds those that stay quantized. Other weights that are stored quantized, or without
+    their zeros, are expanded. CheckpointError names the tensor at fault.
+    """
     shapes = {
         n: s for n, s in parameters(description.spec).items() if held is None or n not in held
     }
-    values = {name: np.empty(shape, _kept_type(name, dtype)) for name, shape in shapes.items()}
     stored = (
         gguf_arrays(description, dtype)
         if description.format == "gguf"
@@ -196,24 +217,20 @@ def read_parameters(
     if q is not None and q.sparse:
         stored = made_dense(stored)
     if q is not None and q.formats is not None:
-        stored = expanded(stored, q.formats, expands(finder(description, names), values))
-
-    def assign(into: Array, value: Array, how: Transform | None, shape: Shape) -> None:
-        assign_array(into, value.reshape(shape), how)
-
-    fill_parameters(
-        description, names, stored, values, assign, held=held, cache_scales=cache_scales
+        stored = expanded(stored, q.formats, expands(finder(description, names), shapes))
+    fills = parameter_fills(
+        description, names, stored, shapes, held=held, cache_scales=cache_scales
     )
-    return values
+    products = {} if held is None else held.linears()
+    return Weights(filled_arrays(shapes, fills, dtype), Pulled.of(products))
 
 
-def fill_named(
-    values: Mapping[str, Value],
-    names: Mapping[str, Placement],
-    stored: Iterable[Read],
-    assign: Callable[[Value, Value, Transform | None], object],
-) -> None:
-    """Fill `values` with a draft head's tensors, whose places are `names`. CheckpointError names the tensor at fault."""
+def head_fills(
+    shapes: Mapping[str, Shape], names: Mapping[str, Placement], stored: Iterable[Stored]
+) -> dict[str, list[Fill]]:
+    """Finds the tensors that fill a draft head's parameters, whose places are `names`.
+    CheckpointError names the tensor at fault."""
+    found: dict[str, list[Fill]] = {name: [] for name in shapes}
     filled: set[str] = set()
     for name, shape, read in stored:
         if name not in names:
@@ -221,72 +238,86 @@ def fill_named(
                 f"the checkpoint has a tensor {name!r} that the draft head has no place for",
                 field=name,
             )
-        into = place(values[names[name].target], names[name])
-        if tuple(shape) != tuple(into.shape):
+        expected = placed_shape(shapes[names[name].target], names[name])
+        if tuple(shape) != expected:
             raise CheckpointError(
-                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(into.shape)}",
+                f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
                 field=name,
             )
-        assign(into, read(), names[name].transform)
+        found[names[name].target].append(Fill(names[name], expected, read))
         filled.add(name)
     if missing := [name for name in names if name not in filled]:
         raise CheckpointError(f"the checkpoint lacks {', '.join(missing[:10])}", field=missing[0])
+    return found
 
 
-def assign_array(into: Array, value: Array, how: Transform | None) -> None:
-    into[...] = transformed(value, how)
+def filled_arrays(
+    shapes: Mapping[str, Shape], fills: Mapping[str, Sequence[Fill]], dtype: str
+) -> Pulled[Array]:
+    """Returns parameters, as arrays of `dtype`, that are read when they are taken."""
+
+    def made(name: str) -> Array:
+        value = np.empty(shapes[name], _kept_type(name, dtype))
+        for fill in fills[name]:
+            own = fill.read().reshape(fill.shape)
+            place(value, fill.placement)[...] = transformed(own, fill.placement.transform)
+        return value
+
+    return Pulled({name: partial(made, name) for name in shapes})
 
 
-def dummy_arrays(description: ModelDescription, dtype: str, seed: int) -> dict[str, Array]:
-    """Random weights of the true shapes by our names."""
-    return random_arrays(parameters(description.spec), dtype, seed)
-
-
-def random_arrays(shapes: Mapping[str, Shape], dtype: str, seed: int) -> dict[str, Array]:
-    """Parameters of these shapes, of `dtype`: std 0.02, norms 1, biases 0. NumPy draws them, so torch's of the same seed are
-    others."""
-    generator, values = np.random.default_rng(seed), dict[str, Array]()
-    for name, shape in shapes.items():
-        kind = _kept_type(name, dtype)
-        if name.endswith(".bias"):
-            values[name] = np.zeros(shape, kind)
-        elif len(shape) == 1 or name.endswith("norm.weight"):
-            values[name] = np.ones(shape, kind)
-        else:
-            values[name] = (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(
-                kind
-            )
-    return values
+def random_arrays(
+    shapes: Mapping[str, Shape], dtype: str, seed: int, scheme: Scheme | None = None
+) -> Weights:
+    """Returns random weights of these shapes (`random_weights`)."""
+    return random_weights(shapes, lambda n: ArrayDraws(dtype, seed_of(n, seed)), scheme)
 
 
 def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
-    """The type of a parameter. What is added to the scores that experts are chosen by decides among near ones."""
+    """Returns the type of a parameter. Corrections of the scores that choose experts stay in
+    float32, since they decide between near scores."""
     return np.dtype("float32" if name.endswith(".correction.weight") else dtype)
 
 
-def safetensors_arrays(path: Path) -> Iterator[Read]:
-    """The tensors of a folder, file by file."""
-    from safetensors import SafetensorError, safe_open
+def safetensors_arrays(path: Path) -> Iterator[Stored]:
+    """Yields the tensors of a folder, file by file. A file stays open as long as one of its
+    tensors may be read."""
+    from safetensors import safe_open
+
+    def read(opened: Any, name: str, file: Path) -> Array:
+        with reading(file):
+            found: Array = opened.get_tensor(name)
+            return found
 
     for file in safetensors_files(path):
-        try:
-            with safe_open(file, framework="np") as opened:
-                float8: dict[str, Callable[[], Array]] = {}
-                for name in opened.keys():  # noqa: SIM118 (no dict)
-                    own = opened.get_slice(name)
-                    if own.get_dtype() == "F8_E4M3" and not float8:
-                        float8 = _float8_tensors(file)
-                    yield (
-                        name,
-                        tuple(own.get_shape()),
-                        float8.get(name) or partial(opened.get_tensor, name),
-                    )
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
+        with reading(file):
+            opened: Any = safe_open(file, framework="np")
+            names = list(opened.keys())
+            slices = {name: opened.get_slice(name) for name in names}
+        float8: dict[str, Callable[[], Array]] = {}
+        for name, own in slices.items():
+            if own.get_dtype() == "F8_E4M3" and not float8:
+                float8 = _float8_tensors(file)
+            yield (
+                name,
+                tuple(own.get_shape()),
+                float8.get(name) or partial(read, opened, name, file),
+            )
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns errors of reading a safetensors file into CheckpointError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}", field=file.name) from error
 
 
 def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
-    """How to read a file's tensors of float8_e4m3fn, a type that safetensors does not give NumPy."""
+    """Returns readers of a file's float8_e4m3fn tensors, which safetensors can't give NumPy."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -303,8 +334,8 @@ def _float8_tensors(file: Path) -> dict[str, Callable[[], Array]]:
     }
 
 
-def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
-    """A GGUF file's tensors, as numbers of `dtype`."""
+def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
+    """Yields a GGUF file's tensors, dequantized to `dtype` when they are read."""
     file, names = description.gguf, names_of(description)
     assert file is not None
 
@@ -317,7 +348,7 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Read]:
 
 
 def place(target: Value, placement: Placement) -> Value:
-    """The part of a parameter that a tensor fills."""
+    """Returns a view of the part of a parameter that a tensor fills."""
     rows = slice(
         placement.start, None if placement.rows is None else placement.start + placement.rows
     )
@@ -330,7 +361,7 @@ def place(target: Value, placement: Placement) -> Value:
 
 
 def placed_shape(shape: Shape, placement: Placement) -> Shape:
-    """The shape of what a tensor fills of a parameter of `shape`."""
+    """Returns the shape of the part that a tensor fills of a parameter of `shape`."""
     copies = () if placement.copies is None else (placement.copies,)
     rows = (
         shape[0] // (placement.copies or 1) - placement.start
@@ -341,7 +372,7 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
 
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
-    """How a checkpoint stores what becomes `shape`."""
+    """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
     turned = isinstance(transform, Transpose) or (
@@ -351,7 +382,7 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
 
 
 def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
-    """`value` as the decoder has it. `xp`: NumPy or torch, whose array it is."""
+    """Returns `value` in the decoder's order. `xp` is the module of its array, NumPy or torch."""
     match how:
         case None:
             return value

@@ -2,7 +2,7 @@
 their values. No torch.
 
 A weight that the op set has no product for (on a CPU fp8, or more than 4 bits with inputs of the
-model's type) is expanded to the model's type when it is read (`expanded`). `packing.py` packs codes
+model's type) is expanded to the model's type when it is read (`expanded`). `stored/packing.py` packs codes
 of 2 to 8 bits into 32-bit words.
 """
 
@@ -98,7 +98,7 @@ def expanded(
 
     The expanded weight replaces its parts. CheckpointError if a part is missing.
     """
-    waiting: dict[str, dict[str, Any]] = {}
+    waiting: dict[str, dict[str, tuple[Shape, Callable[[], Any]]]] = {}
     for name, shape, read in stored:
         module, _, part = name.rpartition(".")
         fmt = formats.of(module)
@@ -106,7 +106,7 @@ def expanded(
             yield name, shape, read
             continue
         parts = waiting.setdefault(module, {})
-        parts[part] = read()
+        parts[part] = tuple(shape), read
         if len(parts) == len(stored_parts(fmt)) + fmt.packed:
             yield _expanded(module, fmt, waiting.pop(module), numbers)
     for module, parts in waiting.items():
@@ -119,15 +119,20 @@ def expanded(
 def _expanded(
     module: str,
     fmt: WeightFormat,
-    parts: Mapping[str, Any],
+    parts: Mapping[str, tuple[Shape, Callable[[], Any]]],
     numbers: Callable[[WeightFormat, Mapping[str, Any], int, int], Any],
 ) -> Stored:
-    rows, inner = (int(n) for n in (parts["weight_shape"] if fmt.packed else parts["weight"].shape))
+    shape = parts["weight_shape"][1]() if fmt.packed else parts["weight"][0]
+    rows, inner = (int(n) for n in shape)
     for part in stored_parts(fmt):
-        own = tuple(parts[part].shape)
+        own = parts[part][0]
         one_scale = part in SCALES and fmt.groups(inner) == 1 and math.prod(own) == 1
         if own != stored_shape(fmt, part, rows, inner) and not one_scale:
             raise CheckpointError(
                 f"{module}.{part} has the shape {list(own)}", field=f"{module}.{part}"
             )
-    return f"{module}.weight", (rows, inner), lambda: numbers(fmt, parts, rows, inner)
+
+    def read() -> Any:
+        return numbers(fmt, {part: parts[part][1]() for part in stored_parts(fmt)}, rows, inner)
+
+    return f"{module}.weight", (rows, inner), read

@@ -9,19 +9,19 @@ from typing import Any
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.host_ops import HostOps
 from slipstream.kernels.cpu.native import stand_in
-from slipstream.model.cache_scales import CacheScales
-from slipstream.model.checkpoint import StoredWeights, dummy_arrays, read_parameters
 from slipstream.model.decoder import Decoder
-from slipstream.model.gguf_blocks import BlockWeights
-from slipstream.model.host_compressed import HostRoundedWeights
-from slipstream.model.loaded import (
+from slipstream.model.load.cache_scales import CacheScales
+from slipstream.model.load.checkpoint import StoredWeights, array_weights, random_arrays
+from slipstream.model.load.loaded import (
     LoadedModel,
     check_scheme,
     decoder_bytes,
     decoder_forms,
     dummy_scheme,
 )
-from slipstream.model.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.load.packed_cache import CachedWeights, PackedCacheFile
+from slipstream.model.stored.gguf_blocks import BlockWeights
+from slipstream.model.stored.host_compressed import HostRoundedWeights
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.native_formats import rounds, scheme_formats
 from slipstream.spec.parameters import parameters
@@ -91,15 +91,19 @@ def load_host_model(
         held = HostRoundedWeights(parameters(spec), formats, stored.method, dtype)
     if stored is not None and stored.kv_cache is not None:
         cache_scales = CacheScales(spec, description.family.names(spec))
-    values: Any = (
-        dummy_arrays(description, dtype, seed)
+    weights = (
+        random_arrays(parameters(spec), dtype, seed, scheme)
         if dummy
-        else read_parameters(description, dtype, held, cache_scales)
+        else array_weights(description, dtype, held, cache_scales)
     )
-    products = held.linears() if held is not None else {}
     own: Any = ops
     decoder = Decoder(
-        spec, values, own, max_model_len=max_model_len, scheme=scheme, products=products
+        spec,
+        weights.values,
+        own,
+        max_model_len=max_model_len,
+        scheme=scheme,
+        products=weights.products,
     )
     if description.gguf is not None:
         description.gguf.let_go()
@@ -107,7 +111,7 @@ def load_host_model(
     if file is not None and kept is None:
         ours = {
             n: w
-            for n, w in products.items()
+            for n, w in weights.products.items()
             if (n in formats if scheme is None else rounds(scheme, n))
         }
         writer = file.write(ours, num_bytes)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from slipstream import __version__
 from slipstream.errors import CheckpointError
 from slipstream.kernels.weights import Linear
-from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.gguf_blocks import BlockWeights
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.stored.gguf_blocks import BlockWeights
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import Placement
 from slipstream.spec.safetensors import safetensors_files

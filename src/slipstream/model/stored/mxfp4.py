@@ -10,6 +10,8 @@ Everything else is in the model's type.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +19,15 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.kernels.quantize import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, chunk_of
+from slipstream.model.load.pulled import Pulled
 from slipstream.spec.parameters import Deinterleave, Placement, Shape
 from slipstream.spec.scheme import Scheme
 
 EXPERTS = (".experts.up.weight", ".experts.down.weight")
 PARTS = ("blocks", "scales")
+
+
+_Taken: TypeAlias = tuple[str, Callable[[], Tensor], Placement]
 
 
 class Mxfp4Weights:
@@ -37,38 +43,57 @@ class Mxfp4Weights:
         device: torch.device,
         on_host: Container[str] = (),
     ) -> None:
-        """Allocates the weights; those in `on_host` are in host memory."""
+        """Prepares for the weights of experts in `shapes`; those in `on_host` are in host memory."""
         assert scheme.group_size is not None
         self.scheme, self.size, self.dtype = scheme, scheme.group_size, dtype
-        self._weights: dict[str, GroupedLinear] = {}
-        self._filled: set[tuple[str, str]] = set()
-        for name, (outer, inner) in ((n, s) for n, s in shapes.items() if n.endswith(EXPERTS)):
-            place = torch.device("cpu") if name in on_host else device
-            self._weights[name] = GroupedLinear(
-                weight=torch.zeros(outer, inner // 4, dtype=torch.int16, device=place),
-                scales=torch.zeros(inner // self.size, outer, dtype=dtype, device=place),
-                group_size=self.size,
-                chunk=chunk_of(inner, self.size),
-                codes="e2m1",
-            )
+        self._shapes = {n: s for n, s in shapes.items() if n.endswith(EXPERTS)}
+        self._device, self._on_host = device, on_host
+        self._taken: dict[tuple[str, str], _Taken] = {}
 
     def __contains__(self, target: str) -> bool:
-        return target in self._weights
+        return target in self._shapes
 
     def take(
         self, name: str, read: Callable[[], Tensor], find: Callable[[str], Placement | None]
     ) -> bool:
-        """Reads the tensor `name` into its place if it belongs to an expert's weight, and returns
-        whether it does.
+        """Notes the tensor `name` if it belongs to an expert's weight, and returns whether it
+        does."""
+        stem, _, part = name.rpartition("_")
+        placement = find(stem) if part in PARTS else None
+        if placement is None or placement.target not in self._shapes:
+            return False
+        self._taken[placement.target, part] = name, read, placement
+        return True
+
+    def _linear(self, target: str) -> GroupedLinear:
+        """Makes a weight from its tensors.
 
         CheckpointError names a tensor of another shape, or a scale that the model's type can't
         hold.
         """
-        stem, _, part = name.rpartition("_")
-        placement = find(stem) if part in PARTS else None
-        if placement is None or placement.target not in self._weights:
-            return False
-        into, copies = self._weights[placement.target], placement.copies
+        outer, inner = self._shapes[target]
+        place = torch.device("cpu") if target in self._on_host else self._device
+        made = GroupedLinear(
+            weight=torch.zeros(outer, inner // 4, dtype=torch.int16, device=place),
+            scales=torch.zeros(inner // self.size, outer, dtype=self.dtype, device=place),
+            group_size=self.size,
+            chunk=chunk_of(inner, self.size),
+            codes="e2m1",
+        )
+        for part in PARTS:
+            if (taken := self._taken.get((target, part))) is not None:  # else a rank's of zeros
+                self._put(made, part, *taken)
+        return made
+
+    def _put(
+        self,
+        into: GroupedLinear,
+        part: str,
+        name: str,
+        read: Callable[[], Tensor],
+        placement: Placement,
+    ) -> None:
+        copies = placement.copies
         assert copies is not None
         value, rows, groups = read(), into.weight.shape[0] // copies, into.scales.shape[0]
         expected = (copies, rows, groups, 16) if part == "blocks" else (copies, rows, groups)
@@ -93,21 +118,19 @@ class Mxfp4Weights:
             raise CheckpointError(
                 f"{name} holds scales beyond {self.dtype}; use dtype='bfloat16'", field=name
             )
-        self._filled.add((placement.target, part))
-        return True
 
     def missing(self, names: Mapping[str, Placement]) -> list[str]:
         """Lists the checkpoint's missing tensors. `names` has the places of dense weights."""
         held = (
-            (name, place.target) for name, place in names.items() if place.target in self._weights
+            (name, place.target) for name, place in names.items() if place.target in self._shapes
         )
         return [
             f"{name}_{part}"
             for name, target in held
             for part in PARTS
-            if (target, part) not in self._filled
+            if (target, part) not in self._taken
         ]
 
-    def linears(self) -> dict[str, Linear]:
+    def linears(self) -> Mapping[str, Linear]:
         """Returns the weights, without biases, by the names of `spec.parameters`."""
-        return dict(self._weights)
+        return Pulled({name: partial(self._linear, name) for name in self._shapes})

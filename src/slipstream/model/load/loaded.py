@@ -20,7 +20,7 @@ from slipstream.spec.scheme import SCHEMES, Scheme, WeightForm
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.host_ops import HostOps
     from slipstream.kernels.ops import OpSet
-    from slipstream.model.cache_scales import CacheScales
+    from slipstream.model.load.cache_scales import CacheScales
     from slipstream.model.vision import ImageTower
 
 LEFT_ALONE = "leave the weights as they are"

@@ -13,7 +13,7 @@ Values are NumPy arrays, even with torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import CheckpointError
-from slipstream.model.stored_weights import Stored
+from slipstream.model.stored.parts import Stored
 
 Array: TypeAlias = npt.NDArray[Any]
 PARTS = ("shape", "bitmask", "compressed")
@@ -32,7 +32,7 @@ def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
 
     CheckpointError names a part that is missing or does not fit.
     """
-    waiting: dict[str, dict[str, Array]] = {}
+    waiting: dict[str, dict[str, Callable[[], Array]]] = {}
     for name, shape, read in stored:
         stem, _, part = name.rpartition(".")
         stem = stem.removesuffix(".weight")
@@ -42,25 +42,30 @@ def made_dense(stored: Iterable[Stored]) -> Iterator[Stored]:
             yield name, shape, read
             continue
         parts = waiting.setdefault(stem, {})
-        parts[part] = read()  # its file may be closed before the others come
+        parts[part] = read
         if len(parts) == len(PARTS):
-            yield _dense(stem, **waiting.pop(stem))
+            whole = waiting.pop(stem)
+            own = whole["shape"]()
+            rows, inner = (int(n) for n in own.reshape(-1)) if own.size == 2 else (0, 0)
+            dense = partial(_dense, stem, (rows, inner), whole["bitmask"], whole["compressed"])
+            yield f"{stem}.weight", (rows, inner), dense
     for stem, parts in waiting.items():
         lacking = ", ".join(f"{stem}.{part}" for part in PARTS if part not in parts)
         raise CheckpointError(f"the checkpoint lacks {lacking}", field=f"{stem}.weight")
 
 
-def _dense(stem: str, shape: Array, bitmask: Array, compressed: Array) -> Stored:
-    rows, inner = (int(n) for n in shape.reshape(-1)) if shape.size == 2 else (0, 0)
+def _dense(
+    stem: str,
+    shape: tuple[int, int],
+    read_mask: Callable[[], Array],
+    read_numbers: Callable[[], Array],
+) -> Array:
+    bitmask, compressed, (rows, inner) = read_mask(), read_numbers(), shape
     if bitmask.dtype != np.uint8 or bitmask.shape != (rows, -(-inner // 8)):
         raise CheckpointError(
-            f"{stem}.bitmask is {list(bitmask.shape)} of {bitmask.dtype}, which does not fit a shape of {shape.tolist()}",
+            f"{stem}.bitmask is {list(bitmask.shape)} of {bitmask.dtype}, which does not fit a shape of {list(shape)}",
             field=f"{stem}.bitmask",
         )
-    return f"{stem}.weight", (rows, inner), partial(_spread, stem, inner, bitmask, compressed)
-
-
-def _spread(stem: str, inner: int, bitmask: Array, compressed: Array) -> Array:
     mask = np.unpackbits(bitmask, axis=-1, count=inner, bitorder="little").view(bool)
     if (count := np.count_nonzero(mask)) != compressed.size:
         raise CheckpointError(

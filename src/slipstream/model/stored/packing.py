@@ -3,7 +3,7 @@ dequantizes them.
 
 The codes of a row follow each other from the low bits of its first word up, without gaps: 32 codes
 are `bits` words, and a code of 3, 5, 6 or 7 bits may lie across two. A code is stored with 2^(bits
-− 1) added, so that it is never negative. The parts that need no torch are in `stored_weights.py`.
+− 1) added, so that it is never negative. The parts that need no torch are in `stored/parts.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from slipstream.model.stored_weights import stored_parts
+from slipstream.model.stored.parts import stored_parts
 from slipstream.spec.scheme import WeightFormat
 
 ROWS_AT_ONCE = 1024

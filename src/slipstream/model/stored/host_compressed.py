@@ -1,6 +1,6 @@
 """Quantized weights of a checkpoint, packed for the CPU's kernels without torch.
 
-`model/compressed.py` does the same with torch, and describes the layouts.
+`model/stored/compressed.py` does the same with torch, and describes the layouts.
 
 1. Packed as they are: int8 with a scale per row, and 2 to 4 bits in groups, with or without zero
    points, as the tools of compressed-tensors, GPTQ and AWQ write them.
@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import ml_dtypes  # noqa: F401 (NumPy knows "bfloat16" by it)
 import numpy as np
@@ -21,14 +22,17 @@ import numpy.typing as npt
 from slipstream.errors import CheckpointError
 from slipstream.kernels.cpu.moe import pack4
 from slipstream.kernels.weights import GroupedLinear, Linear, ScaledLinear, chunk_of
-from slipstream.model.checkpoint import PASSED_OVER
-from slipstream.model.stored_weights import stored_parts, stored_shape, unpack_words
+from slipstream.model.load.checkpoint import PASSED_OVER
+from slipstream.model.load.pulled import Pulled
+from slipstream.model.stored.parts import stored_parts, stored_shape, unpack_words
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parameters import Placement, Shape
 from slipstream.spec.quantization_config import AWQ_COLUMNS, PLAIN_ZEROS, Method
 from slipstream.spec.scheme import WeightFormat
 
 Array = npt.NDArray[Any]
+_Taken: TypeAlias = tuple[str, str, Placement, Callable[[], Array]]
+"""A tensor of the checkpoint: its name, the part of a weight that it is, its place, its reader."""
 
 
 @dataclass(slots=True)
@@ -37,7 +41,6 @@ class _Weight:
     scales: Array  # float32 [out], or with 4 bits in the model's type [groups, out]
     zeros: Array | None  # same layout as the scales
     chunk: int = 0  # of 4-bit codes; 0 for int8
-    filled: set[tuple[int, str]] = field(default_factory=set)  # (first row, part name)
 
     @property
     def inner(self) -> int:
@@ -59,24 +62,21 @@ class HostRoundedWeights:
         dtype: str,
     ) -> None:
         self._formats, self._method, self._dtype = formats, method, np.dtype(dtype)
-        self._weights: dict[str, _Weight] = {}
-        for name, fmt in formats.items():
-            rows, inner = shapes[name]
-            if fmt.inputs is not None:
-                self._weights[name] = _Weight(
-                    np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None
-                )
-                continue
-            size = native_group_size(fmt, rows, inner)
-            assert size, "`check_scheme` and `native_formats` see to it"
-            scales = np.empty((inner // size, rows), self._dtype)
-            zeros = np.empty_like(scales) if method == "awq" or not fmt.symmetric else None
-            self._weights[name] = _Weight(
-                np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size)
-            )
+        self._shapes = shapes
+        self._taken: dict[str, list[_Taken]] = {name: [] for name in formats}
 
     def __contains__(self, target: str) -> bool:
-        return target in self._weights
+        return target in self._taken
+
+    def _empty(self, name: str) -> _Weight:
+        fmt, (rows, inner) = self._formats[name], self._shapes[name]
+        if fmt.inputs is not None:
+            return _Weight(np.empty((rows, inner), np.int8), np.empty(rows, np.float32), None)
+        size = native_group_size(fmt, rows, inner)
+        assert size, "`check_scheme` and `native_formats` see to it"
+        scales = np.empty((inner // size, rows), self._dtype)
+        zeros = np.empty_like(scales) if self._method == "awq" or not fmt.symmetric else None
+        return _Weight(np.empty((rows, inner // 4), np.int16), scales, zeros, chunk_of(inner, size))
 
     def take(
         self, name: str, read: Callable[[], Array], find: Callable[[str], Placement | None]
@@ -85,10 +85,9 @@ class HostRoundedWeights:
         if part in PASSED_OVER:
             return True
         place = find(f"{stem}.weight")
-        if place is None or place.target not in self._weights:
+        if place is None or place.target not in self._taken:
             return False
-        into, fmt = self._weights[place.target], self._formats[place.target]
-        parts = self._parts(fmt)
+        parts = self._parts(self._formats[place.target])
         if part not in (*parts, *(("qzeros", "g_idx") if "qweight" in parts else ())):
             if part.startswith("weight_"):
                 raise _unsupported(name)
@@ -97,6 +96,13 @@ class HostRoundedWeights:
             raise CheckpointError(
                 f"{name}: rounded weights in this order of rows are not supported", field=name
             )
+        self._taken[place.target].append((name, part, place, read))
+        return True
+
+    def _put(
+        self, into: _Weight, name: str, part: str, place: Placement, read: Callable[[], Array]
+    ) -> None:
+        fmt = self._formats[place.target]
         rows = len(into.codes) - place.start if place.rows is None else place.rows
         at, inner, groups = (
             slice(place.start, place.start + rows),
@@ -140,8 +146,6 @@ class HostRoundedWeights:
                     f"{name} holds {len(scales)} scales for {rows} rows", field=name
                 )
             into.scales[at] = scales
-        into.filled.add((place.start, part))
-        return True
 
     def _check_plain(self, name: str, part: str, group: int, value: Array) -> None:
         """Checks that GPTQ's zero points are 8, or that the inputs of a group are neighbours.
@@ -162,23 +166,25 @@ class HostRoundedWeights:
         return [
             name.removesuffix("weight") + part
             for name, place in names.items()
-            if place.target in self._weights
+            if place.target in self._taken
             for part in self._parts(self._formats[place.target])
-            if (place.start, part) not in self._weights[place.target].filled
+            if all(
+                (place.start, part) != (p.start, own) for _, own, p, _ in self._taken[place.target]
+            )
         ]
 
-    def linears(self) -> dict[str, Linear]:
-        made: dict[str, Linear] = {}
-        given: dict[str, Any]
-        for name, w in self._weights.items():
-            if self._formats[name].inputs is not None:
-                given = dict(weight=w.codes, scales=w.scales, out_dtype=self._dtype)
-                made[name] = ScaledLinear(**given)
-                continue
-            given = dict(weight=w.codes, scales=w.scales, zeros=w.zeros)
-            made[name] = GroupedLinear(**given, group_size=w.inner // len(w.scales), chunk=w.chunk)
-        self._weights.clear()
-        return made
+    def linears(self) -> Mapping[str, Linear]:
+        return Pulled({name: partial(self._linear, name) for name in self._taken})
+
+    def _linear(self, name: str) -> Linear:
+        w, given = self._empty(name), dict[str, Any]()
+        for taken in self._taken[name]:
+            self._put(w, *taken)
+        if self._formats[name].inputs is not None:
+            given = dict(weight=w.codes, scales=w.scales, out_dtype=self._dtype)
+            return ScaledLinear(**given)
+        given = dict(weight=w.codes, scales=w.scales, zeros=w.zeros)
+        return GroupedLinear(**given, group_size=w.inner // len(w.scales), chunk=w.chunk)
 
 
 def _unsupported(name: str) -> CheckpointError:

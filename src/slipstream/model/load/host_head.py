@@ -7,9 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.model.checkpoint import assign_array, fill_named, random_arrays, safetensors_arrays
 from slipstream.model.decoder import Decoder
 from slipstream.model.draft_heads import LoadedHead, build_head, head_tensors, target_ids
+from slipstream.model.load.checkpoint import (
+    filled_arrays,
+    head_fills,
+    random_arrays,
+    safetensors_arrays,
+)
+from slipstream.model.load.pulled import Pulled
 from slipstream.spec.draft_heads import HeadDescription, HeadSpec, LayeredSpec
 from slipstream.spec.scheme import Scheme
 
@@ -40,18 +46,15 @@ def load_host_head(
 
 def _load(
     description: HeadDescription, dtype: str
-) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
+) -> tuple[Pulled[Array], npt.NDArray[np.int64] | None]:
     spec, maps = description.spec, dict[str, Array]()
     stored = head_tensors(description, safetensors_arrays(description.path), maps)
-    values: dict[str, Array] = {
-        name: np.empty(shape, np.dtype(dtype)) for name, shape in spec.shapes.items()
-    }
-    fill_named(values, description.names, stored, assign_array)
+    values = filled_arrays(spec.shapes, head_fills(spec.shapes, description.names, stored), dtype)
     return values, target_ids(spec, maps) if isinstance(spec, LayeredSpec) else None
 
 
 def _dummy(
     spec: HeadSpec, dtype: str, seed: int
-) -> tuple[dict[str, Array], npt.NDArray[np.int64] | None]:
+) -> tuple[Pulled[Array], npt.NDArray[np.int64] | None]:
     ids = None if spec.draft_vocab_size == spec.vocab_size else np.arange(spec.draft_vocab_size)
-    return random_arrays(spec.shapes, dtype, seed), ids
+    return random_arrays(spec.shapes, dtype, seed).values, ids

@@ -1,0 +1,50 @@
+"""Builds a model piece by piece: a layer at a time, and what is outside the layers. The loaders of
+models that are not all on the device use it."""
+
+from __future__ import annotations
+
+from slipstream.kernels.ops import OpSet
+from slipstream.kernels.positions import PositionTables
+from slipstream.model.building import build_layer
+from slipstream.model.decoder import Decoder
+from slipstream.model.layers import Layer
+from slipstream.model.load.pulled import Weights
+from slipstream.spec.model import LayerSpec, ModelSpec
+from slipstream.spec.scheme import Scheme
+
+
+def layer_prefix(index: int) -> str:
+    """Returns the beginning of the names of a layer's parameters."""
+    return f"layers.{index}."
+
+
+def load_layer(
+    spec: LayerSpec,
+    index: int,
+    weights: Weights,
+    ops: OpSet,
+    tables: PositionTables,
+    scheme: Scheme | None,
+) -> Layer:
+    """Lays out the layer `index`. `weights` can make it again."""
+    prefix = layer_prefix(index)
+    own = weights.layer(prefix)
+    return build_layer(
+        spec, own.values, ops, tables, name=prefix, scheme=scheme, products=own.products
+    )
+
+
+def load_ends(
+    spec: ModelSpec, weights: Weights, ops: OpSet, max_model_len: int, scheme: Scheme | None
+) -> Decoder:
+    """Lays out the decoder without its layers."""
+    own = weights.ends()
+    return Decoder(
+        spec,
+        own.values,
+        ops,
+        max_model_len=max_model_len,
+        scheme=scheme,
+        products=own.products,
+        layers=(),
+    )

@@ -1,0 +1,184 @@
+"""Random weights, made in the form in which they are kept. They need no checkpoint, only a config.
+
+A dense parameter is normal with std 0.02; norms are 1 and biases 0. A quantized product is made of
+random codes, with scales that give its values a std near 0.02. So a dummy model never exists
+unquantized. Each parameter is drawn with a seed of its own, by its name, so that the order in which
+they are made does not matter.
+
+`xp` is NumPy, or torch with a device. NumPy's draws and torch's differ.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from slipstream.kernels.weights import (
+    GroupedLinear,
+    Linear,
+    ScaledLinear,
+    TileScaledLinear,
+    chunk_of,
+)
+from slipstream.model.load.pulled import Pulled, Weights
+from slipstream.spec.native_formats import rounds
+from slipstream.spec.parameters import Shape
+from slipstream.spec.scheme import FP8_TILE, Scheme
+
+if TYPE_CHECKING:
+    import torch
+
+STD = 0.02
+E4M3_STD = 0.6
+"""Root mean square of e4m3 codes whose exponent's high bit is 0."""
+INT8_STD = 73.9
+"""Root mean square of the odd numbers from −127 to 127."""
+INT4_STD = 4.64
+"""Root mean square of −8 … 7."""
+E2M1_SCALE = 2.0**-7
+"""Scale of mxfp4, a power of two. The root mean square of all e2m1 codes is 2.9."""
+
+ROWS_AT_ONCE = 1024
+"""Rows of an array that are drawn at once. NumPy draws float32."""
+
+E4M3_MASK = 0xBF
+"""Bits of a random e4m3 code: without the exponent's high bit there is no NaN."""
+
+
+class Draws(Protocol):
+    """Makes tensors or arrays of random numbers for one parameter."""
+
+    dtype: Any  # the model's type
+
+    def normal(self, shape: Shape) -> Any:
+        """Normal numbers with std 0.02 in the model's type."""
+
+    def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
+        """A constant, in the model's type unless another is named."""
+
+    def codes(self, shape: Shape, dtype: str) -> Any:
+        """Random bits as int8 (odd, so that there is no −128), int16 or float8_e4m3fn."""
+
+
+class ArrayDraws:
+    """Draws NumPy arrays."""
+
+    def __init__(self, dtype: str, seed: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self._generator = np.random.default_rng(seed)
+
+    def normal(self, shape: Shape) -> Any:
+        made = np.empty(shape, self.dtype)
+        for at in range(0, shape[0], ROWS_AT_ONCE):
+            rows = made[at : at + ROWS_AT_ONCE]
+            rows[...] = self._generator.standard_normal(rows.shape, np.float32) * np.float32(STD)
+        return made
+
+    def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
+        return np.full(shape, value, dtype or self.dtype)
+
+    def codes(self, shape: Shape, dtype: str) -> Any:
+        size = np.dtype(np.int16 if dtype == "int16" else np.int8).itemsize
+        octets = self._generator.integers(0, 256, (*shape[:-1], shape[-1] * size), dtype=np.uint8)
+        if dtype == "int16":
+            return octets.view(np.int16)
+        if dtype == "int8":
+            octets |= 1
+            return octets.view(np.int8)
+        octets &= E4M3_MASK
+        return octets.view(ml_dtypes.float8_e4m3fn)
+
+
+class TensorDraws:
+    """Draws torch tensors on a device."""
+
+    def __init__(self, dtype: torch.dtype, seed: int, device: torch.device) -> None:
+        import torch
+
+        self.dtype, self._device, self._torch = dtype, device, torch
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, shape: Shape) -> Any:
+        drawn = self._torch.empty(shape, dtype=self.dtype, device=self._device)
+        return drawn.normal_(0.0, STD, generator=self._generator)
+
+    def full(self, shape: Shape, value: float, dtype: str | None = None) -> Any:
+        kind = self.dtype if dtype is None else getattr(self._torch, dtype)
+        return self._torch.full(shape, value, dtype=kind, device=self._device)
+
+    def codes(self, shape: Shape, dtype: str) -> Any:
+        size = 2 if dtype == "int16" else 1
+        octets = self._torch.empty(
+            (*shape[:-1], shape[-1] * size), dtype=self._torch.uint8, device=self._device
+        ).random_(0, 256, generator=self._generator)
+        if dtype == "int8":
+            octets |= 1
+        elif dtype == "float8_e4m3fn":
+            octets &= E4M3_MASK
+        return octets.view(getattr(self._torch, dtype))
+
+
+def random_weights(
+    shapes: Mapping[str, Shape], draws: Callable[[str], Draws], scheme: Scheme | None
+) -> Weights:
+    """Returns random weights of these shapes; those that `scheme` quantizes are products.
+    `draws(name)` draws a parameter's numbers."""
+    dense, products = dict[str, Callable[[], Any]](), dict[str, Callable[[], Any]]()
+    for name, shape in shapes.items():
+        if (
+            scheme is not None
+            and rounds(scheme, name)
+            and name.startswith(("layers.", "encoder.layers.", "head."))
+        ):
+            products[name] = partial(_product, name, shape, draws, scheme)
+        else:
+            dense[name] = partial(_dense, name, shape, draws)
+    return Weights(Pulled(dense), Pulled(products))
+
+
+def seed_of(name: str, seed: int) -> int:
+    """Returns the seed of the parameter `name`."""
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
+def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
+    made = draws(name)
+    kind = "float32" if name.endswith(".correction.weight") else None
+    if name.endswith(".bias"):
+        return made.full(shape, 0.0, kind)
+    if len(shape) == 1 or name.endswith("norm.weight"):
+        return made.full(shape, 1.0, kind)
+    return made.normal(shape)
+
+
+def _product(name: str, shape: Shape, draws: Callable[[str], Draws], scheme: Scheme) -> Linear:
+    made, (rows, inner) = draws(name), shape
+    if scheme.inputs is None:
+        size = scheme.group_size
+        assert size is not None
+        floats = scheme.name == "mxfp4"
+        return GroupedLinear(
+            weight=made.codes((rows, inner // 4), "int16"),
+            scales=made.full((inner // size, rows), E2M1_SCALE if floats else STD / INT4_STD),
+            group_size=size,
+            chunk=chunk_of(inner, size),
+            codes="e2m1" if floats else "int4",
+        )
+    if scheme.inputs == "fp8-block":
+        tiles = -(-rows // FP8_TILE), inner // FP8_TILE
+        return TileScaledLinear(
+            weight=made.codes(shape, "float8_e4m3fn"),
+            scales=made.full(tiles, STD / E4M3_STD, "float32"),
+            out_dtype=made.dtype,
+        )
+    is_int = scheme.inputs == "int8"
+    return ScaledLinear(
+        weight=made.codes(shape, "int8" if is_int else "float8_e4m3fn"),
+        scales=made.full((rows,), STD / (INT8_STD if is_int else E4M3_STD), "float32"),
+        out_dtype=made.dtype,
+    )
