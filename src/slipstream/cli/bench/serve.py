@@ -43,91 +43,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", help=f"{MODEL_HELP}; with --url: whose tokenizer and vocabulary to use"
     )
-    parser.add_argument(
-        "--url", help="an endpoint with OpenAI's API; without it an engine is started here"
-    )
-    for name, how in (
-        (
-            "--served-model-name",
-            {"metavar": "NAME", "help": "its name at --url (default: the first it lists)"},
-        ),
-        ("--api-key", {"metavar": "KEY", "help": "the endpoint's key"}),
-        (
-            "--compare",
-            {"metavar": "URL", "help": "a second endpoint, which takes turns with the first"},
-        ),
-        (
-            "--compare-model",
-            {
-                "metavar": "NAME",
-                "help": Rare("the model's name there (default: the first it lists)"),
-            },
-        ),
-        ("--compare-api-key", {"metavar": "KEY", "help": Rare("the key there")}),
-        (
-            "--clients",
-            {
-                "metavar": "N",
-                "help": Rare(
-                    "processes that send requests (default: auto, by the load and the cores)"
-                ),
-            },
-        ),
-        (
-            "--vocab-size",
-            {
-                "type": int,
-                "metavar": "X",
-                "help": "random token ids below this (default: as the server says)",
-            },
-        ),
-        (
-            "--rounds",
-            {
-                "type": int,
-                "metavar": "N",
-                "help": "runs of each, of which the median counts (default: 1)",
-            },
-        ),
-        (
-            "--find-rate-runs",
-            {
-                "type": int,
-                "metavar": "N",
-                "help": Rare("runs that the search may take (default: 10)"),
-            },
-        ),
+    group = parser.add_argument_group("servers (left out, an engine is started here)")
+    group.add_argument("--url", help="a server with OpenAI's API")
+    for flag, metavar, text in (
+        ("--served-model-name", "NAME", "its name at --url (default: the first it lists)"),
+        ("--api-key", "KEY", "the server's key"),
+        ("--compare", "URL", "a second server, which takes turns with the first"),
+        ("--compare-model", "NAME", Rare("the model's name there (default: the first it lists)")),
+        ("--compare-api-key", "KEY", Rare("the key there")),
+        ("--clients", "N", Rare("processes that send requests (default: auto, by load and cores)")),
     ):
-        parser.add_argument(name, default=argparse.SUPPRESS, **how)
-    parser.add_argument(
+        group.add_argument(flag, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
-        help="ask the endpoint for answers of full length, an extension that vLLM has too (default: yes)",
+        help="ask for answers of full length, an extension that vLLM has too (default: yes)",
     )
-    arrivals = parser.add_mutually_exclusive_group()
-    for name, metavar, kind, text in (
-        (
-            "--arrivals",
-            "HOW",
-            str,
-            "burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS (default: burst)",
-        ),
-        ("--concurrency", "USERS", "closed:{}".format, "the same as --arrivals closed:USERS"),
-        ("--request-rate", "RATE", "poisson:{}".format, "the same as --arrivals poisson:RATE"),
+    group = parser.add_argument_group("load and objectives")
+    arrivals = group.add_mutually_exclusive_group()
+    text = (
+        "burst, closed:USERS, poisson:RATE, gamma:RATE:CV or ramp:FROM:TO:SECONDS (default: burst)"
+    )
+    arrivals.add_argument("--arrivals", metavar="HOW", help=text)
+    for flag, metavar, kind in (
+        ("--concurrency", "USERS", "closed"),
+        ("--request-rate", "RATE", "poisson"),
     ):
-        arrivals.add_argument(name, dest="arrivals", type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--slo",
-        metavar="NAME=S,…",
-        default="",
-        help="objectives for goodput: ttft_s, tpot_s, e2e_s",
-    )
-    parser.add_argument(
-        "--find-rate",
-        metavar="NAME=S,…",
-        help="search the highest rate at which these hold, such as ttft_p99=0.2,tpot_p99=0.02, from --request-rate on",
-    )
+        made, text = f"{kind}:{{}}".format, f"the same as --arrivals {kind}:{metavar}"
+        arrivals.add_argument(flag, dest="arrivals", type=made, metavar=metavar, help=text)
+    text = "objectives for goodput: ttft_s, tpot_s, e2e_s"
+    group.add_argument("--slo", metavar="NAME=S,…", default="", help=text)
+    text = "search the highest rate at which these hold, such as ttft_p99=0.2,tpot_p99=0.02, from --request-rate on"
+    group.add_argument("--find-rate", metavar="NAME=S,…", help=text)
+    for flag, metavar, text in (
+        ("--rounds", "N", "runs of each, of which the median counts (default: 1)"),
+        ("--find-rate-runs", "N", Rare("runs that the search may take (default: 10)")),
+        ("--vocab-size", "X", "random token ids below this (default: as the server says)"),
+    ):
+        group.add_argument(flag, type=int, default=argparse.SUPPRESS, metavar=metavar, help=text)
     add_workload(parser)
     finish(parser, run)
 
