@@ -591,7 +591,8 @@ def _listed(data: Any) -> list[Any]:
 
 
 def _num_characters(prompt: Prompt | tuple[str, str]) -> int:
-    """That are to be tokenised."""
+    """Number of characters to tokenise, 0 for token ids. A prompt with pictures that are not
+    prepared yet counts as a long text, so that their preparation runs in a thread."""
     if isinstance(prompt, dict):
         if not all(isinstance(x, PreparedPicture) for x in _listed(prompt.get("multi_modal_data"))):
             return INLINE_CHARS + 1  # pictures are waited for

@@ -62,7 +62,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """Of one prompt, the best first."""
+    """Result of a beam search for one prompt. The best sequence comes first."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -72,7 +72,8 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An answer: a token behind the beam at `place` of its group, which has one token less."""
+    """A finished answer: a beam and one token more. The beam stands at `place` in its group and has
+    `length` − 1 new tokens."""
 
     length: int  # new tokens
     place: int
@@ -96,7 +97,8 @@ class BeamGroup:
     ]  # of the open beams in the table of `BeamSearches`; none: it is done. Two groups may have the same beam
     sums: list[float] = field(default_factory=lambda: [0.0])  # theirs
     steps: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Of each step, for each beam that went on: the place of the one before it, and its token."""
+    """History of the beams, one entry for each step. An entry holds, for each beam that goes on,
+    the place of its predecessor and its new token."""
     answers: list[Ended] = field(default_factory=list)  # the best first
 
     @property
@@ -104,7 +106,7 @@ class BeamGroup:
         return self.params.beam_width // self.params.num_beam_groups
 
     def tokens(self, length: int, place: int) -> tuple[int, ...]:
-        """The new ones of a beam, which has so many."""
+        """New tokens of the beam at `place` after `length` steps."""
         found = list[int]()
         for places, tokens in reversed(self.steps[:length]):
             found.append(tokens[place])
@@ -169,7 +171,7 @@ class PromptSearch:
     num_cached_tokens: int = 0
 
     def output(self) -> BeamsOutput:
-        """When it is done."""
+        """Result of a search that is done: the answers of all groups, best first."""
         answers = [(ended.score, group, ended) for group in self.groups for ended in group.answers]
         answers.sort(key=lambda answer: -answer[0])
         return BeamsOutput(
@@ -180,14 +182,14 @@ class PromptSearch:
 
 
 def num_wanted(params: BeamSearchParams, num_ends: int) -> int:
-    """How many next tokens of a beam are needed: end tokens among them, and tokens that other groups have taken, leave as many
-    others as a group has beams."""
+    """Number of likeliest next tokens that each beam needs. Some may be end tokens, and some may be
+    taken by other groups. Those that are left suffice for all beams of a group."""
     return params.beam_width + num_ends
 
 
 @dataclass(frozen=True, slots=True)
 class BeamUpdates:
-    """What a step's outputs mean for the searches."""
+    """Effects of a step's outputs on the searches."""
 
     outputs: list[EngineOutput] = field(
         default_factory=list
@@ -231,7 +233,8 @@ class BeamSearches:
         return self._beam(search, rows[0])
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """The requests to end where some of these are searches, which are forgotten."""
+        """Forget those of these requests that are searches. Returns the engine requests to end: the
+        others, and the beams of the searches."""
         found: list[str] = []
         for request_id in request_ids:
             search = self._running.pop(request_id, None)
@@ -425,7 +428,7 @@ class BeamSearches:
 
 
 def _along(values: npt.NDArray[Any], which: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """For each row, the entries of `values` at the indices in the same row of `which`."""
+    """Entries of `values` at the indices `which`, row by row."""
     return values[np.arange(len(values))[:, None], which]
 
 

@@ -23,13 +23,14 @@ from slipstream.errors import EngineOverloadedError
 T = TypeVar("T")
 
 STACK_BYTES = 256 * 2**20
-"""Of address space; memory is what is used of it."""
+"""Address space of a thread's stack. Memory is taken only for the part in use."""
 
 MAX_WAITING = 64
-"""Calls of one client."""
+"""Calls of one client that may wait."""
 
 MIN_TURN_S = 5.0
-"""So long a call waits for its turn at least, however short calls may be."""
+"""Seconds that a call may wait for its turn before it is refused, even if the time limit of a call
+is shorter."""
 
 _starting = threading.Lock()  # the size of stacks is one setting for the process
 
@@ -42,7 +43,8 @@ class _Call(NamedTuple, Generic[T]):
 
 
 class BoundedThreads(Generic[T]):
-    """At most `most` calls at a time; `seconds` says how long one may take, from when it begins."""
+    """Threads that run at most `most` calls at a time. `seconds` returns the time limit of a call,
+    which counts from its beginning."""
 
     def __init__(
         self, seconds: Callable[[], float], *, most: int, most_stuck: int, name: str
@@ -60,9 +62,17 @@ class BoundedThreads(Generic[T]):
             return self._stuck.total()
 
     def submit(self, run: Callable[[], T], client: str | None = None) -> Future[T]:
-        """What the call gives, or its exception; TimeoutError if it takes too long. EngineOverloadedError, here or later, if so
-        many calls are stuck that no more are begun, or the client has too many, or if its turn does not come in time.
-        Calls of no client in particular run beside each other, and wait as long as it takes."""
+        """Queue a call. The future holds its result or its exception, and TimeoutError if it takes
+        too long.
+
+        EngineOverloadedError, raised here or set later, has one of three reasons:
+
+        1. No more calls are begun, because too many are stuck.
+        2. The client has too many calls that are stuck or wait.
+        3. The call's turn does not come in time.
+
+        Calls without a client run at the same time and wait as long as it takes.
+        """
         future: Future[T] = Future()
         with self._lock:
             self._refuse(client)
@@ -90,7 +100,8 @@ class BoundedThreads(Generic[T]):
             )
 
     def _next(self) -> _Call[T] | None:
-        """Of the client who has waited longest for a turn, of those who have no call running."""
+        """Remove and return the next call to begin, None if none may begin. Its client is the one
+        that has waited longest for a turn among those with no running call."""
         running = set(self._running.values()) - {None}
         is_full = len(self._running) >= self._most and self._stuck.total() < self._most_stuck
         client = next((c for c in self._waiting if c not in running), ...)

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 Method: TypeAlias = Literal["selective", "iterative"]
 Unit: TypeAlias = Literal["token", "word", "sentence"]
 Score: TypeAlias = Callable[[list[int]], list[float]]
-"""From token ids to the self-information in nats of all but the first."""
+"""Function from token ids to the self-information, in nats, of all but the first."""
 
 Steps: TypeAlias = Generator[list[int], list[float], "Compressed"]
-"""Yields token ids, is sent their scores, and returns the result."""
+"""Generator that yields token ids, is sent their scores, and returns the result."""
 
 _WORD = re.compile(r"\S+\s*|\s+")
 _SENTENCE = re.compile(r".+?(?:[.!?…]+[\"'”’)\]]*\s+|\n+|\Z)", re.DOTALL)
 
 
 class TextEncoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that compression uses."""
 
     @property
     def bos_token_id(self) -> int | None: ...

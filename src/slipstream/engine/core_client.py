@@ -214,13 +214,13 @@ class CoreSource:
 
 
 def resolved_config(args: EngineArgs, description: ModelDescription, ready: Ready) -> EngineConfig:
-    """What a core runs with."""
+    """Configuration that a core runs with. Its memory limits are those of the core's own ledger."""
     config, ledger = resolve(args, description, ready.device), ready.ledger
     return config.with_memory_limits(ledger.num_blocks - 1, ledger.block_bytes)
 
 
 class Owner(Protocol):
-    """Who has a CoreClient."""
+    """Interface of the object that owns a CoreClient."""
 
     def core_ready(self, ready: Ready) -> None: ...
     def core_said(self, message: ToParent) -> None: ...

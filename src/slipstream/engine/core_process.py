@@ -134,14 +134,15 @@ class WatchCache(msgspec.Struct, tag=True):
 
 
 class Attach(msgspec.Struct, tag=True):
-    """From now on, who listens at `path` may send requests."""
+    """Connect to the client that listens at `path`. It may send requests from now on. `number`
+    names it in later messages."""
 
     number: int
     path: str
 
 
 class Detach(msgspec.Struct, tag=True):
-    """Who has the number is gone: all its requests are cancelled. An unknown number is ignored."""
+    """Cancel all requests of a client that is gone. An unknown number is ignored."""
 
     number: int
 
@@ -157,7 +158,7 @@ ToChild: TypeAlias = (
 
 
 class Ready(Started, tag=True):
-    """After the start, and after each time that it woke up."""
+    """The core can take requests. Sent after the start, and each time after it woke up."""
 
     adapters: list[LoRARequest] = msgspec.field(default_factory=list)
     processes: tuple[int, ...] = ()  # the ids of the engine's process and of its ranks on this host
@@ -340,7 +341,7 @@ class CoreProcess:
             self._context.destroy()
 
     def _prepare(self) -> None:
-        """Of a new core: what requests need. Then everyone may send some."""
+        """Prepare a new core for requests, then tell all clients that they may send some."""
         core = self._core
         assert core is not None
         core.warm(WARM_S)
@@ -425,7 +426,8 @@ class CoreProcess:
             self._last_report = now
 
     def _send_cache_events(self, whole_to: Iterable[int] = ()) -> None:
-        """What changed, to those that watch; before that all there is to `whole_to`."""
+        """Send the changes of the prefix cache to the clients that watch it. Those in `whole_to`
+        get its whole content instead."""
         core = self._core
         assert core is not None
         changes = core.cache_changes()

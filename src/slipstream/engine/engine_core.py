@@ -57,11 +57,12 @@ COMPILING_S = 0.001
 
 
 LAST_BLOCKS = 128
-"""At most so many blocks are stored before the last answer is returned, so that it does not wait for the rest. A prompt of
-32,000 tokens leaves a thousand blocks, which take the host some 5 ms."""
+"""Blocks that may be stored before the last answer is returned. The rest are stored after it, so
+that the answer does not wait for them. A prompt of 32,000 tokens leaves a thousand blocks, which
+take the host some 5 ms."""
 
 FLUSH_S = 10.0
-"""So long an end waits for blocks that are not stored yet."""
+"""Seconds that a core's end waits for blocks that are not stored yet."""
 
 
 class EngineCore:
@@ -212,13 +213,14 @@ class EngineCore:
 
     @property
     def can_step(self) -> bool:
-        """`step()` may do something now."""
+        """Whether `step()` may do something now."""
         return bool(self._in_flight or self._planned) or (
             self.scheduler.has_requests and not self._stalled
         )
 
     def next_wakeup(self) -> float | None:
-        """When, in time.monotonic(), a step may become possible without a new request; None if never."""
+        """Time, in time.monotonic(), at which a step may become possible without a new request.
+        None if there is none."""
         wakeup = self.scheduler.next_wakeup()
         if any(listener.is_waiting for listener in self._listeners):
             soon = time.monotonic() + COMPILING_S
@@ -234,14 +236,17 @@ class EngineCore:
     # --- The prefix cache, for who routes requests by what it holds; it stays empty here ------------------------------
 
     def listen_to_cache(self, *, on: bool) -> None:
-        """Note from now on what changes, or no more, which costs nothing."""
+        """Begin (`on`) or stop to note changes of the prefix cache. While that is off it costs
+        nothing."""
 
     def cache_identity(self) -> tuple[int, bytes, dict[str, bytes]]:
-        """The size of a block, and the keys that prefixes begin with: without adapter, and of adapters by name."""
+        """Block size, and the keys that prefixes begin with: without an adapter, and by the
+        adapter's name."""
         return self.config.cache.block_size, b"", {}
 
     def cached_keys(self) -> bytes:
-        """Of the first group of layers."""
+        """Keys of all blocks in the prefix cache, joined. Layers after the first group are left
+        out."""
         return b""
 
     def cache_changes(self) -> tuple[bytes, bytes] | None:
@@ -251,7 +256,8 @@ class EngineCore:
     # --- From start to end --------------------------------------------------------------------------------------------
 
     def warm(self, seconds: float) -> None:
-        """Before there are requests: compile, then prepare the commonest sizes of steps for so long."""
+        """Compile, then prepare the commonest sizes of steps for `seconds`. Call it before there
+        are requests."""
         self._expect(self.executor.warm_up())
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.executor.capture_next():

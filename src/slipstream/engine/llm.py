@@ -560,7 +560,7 @@ class LLM:
     def _adapters(
         self, lora: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
     ) -> list[LoRARequest | None]:
-        """Of each prompt."""
+        """LoRA adapter of each prompt, None for the base model."""
         adapters = (
             [lora] * num_prompts if lora is None or isinstance(lora, LoRARequest) else list(lora)
         )
@@ -628,7 +628,7 @@ class LLM:
     def _finish_all(
         self, requests: Sequence[PreparedRequest], *, progress: bool
     ) -> list[RequestOutput]:
-        """Their complete answers, in order."""
+        """Run requests to their end. Returns their complete answers, in order."""
         done: dict[str, RequestOutput] = {}
         core = self.core  # an error before anything is queued
         with self._exclusive():

@@ -142,10 +142,11 @@ class OutputProcessor:
     def process(
         self, outputs: Sequence[TokenOutput], *, until_done: bool = False
     ) -> tuple[list[RequestOutput], list[str]]:
-        """What is new for each request, and the engine requests that a stop string ended and that must be aborted.
+        """Take the outputs of engine requests. Returns what is new for each request, and the engine
+        requests that a stop string ended and that must be aborted.
 
-        `until_done`: nobody looks at an answer before it is complete. Its tokens after the first (whose time counts) are then
-        decoded together, unless a stop string could end it.
+        `until_done` says that nobody looks at an answer before it is complete. Its tokens after the
+        first (whose time counts) are then decoded together, unless a stop string could end it.
         """
         now = time.monotonic()
         news: dict[str, RequestOutput] = {}
@@ -343,7 +344,7 @@ def merge(whole: RequestOutput | None, delta: RequestOutput) -> RequestOutput:
 
 
 def mean_logprob(logprobs: Sequence[PositionLogprobs] | None) -> float:
-    """Of an answer's tokens; by it `best_of` chooses."""
+    """Mean log-probability of an answer's tokens, by which `best_of` chooses; −inf without any."""
     return sum(p.chosen.logprob for p in logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
@@ -369,7 +370,7 @@ def refuse_best_of(sampling: SamplingParams | None) -> None:
 
 
 def extend(whole: CompletionOutput, new: CompletionOutput) -> None:
-    """What is new of a choice behind what was before."""
+    """Append what is new of a choice to what was there before."""
     whole.text += new.text
     whole.token_ids += new.token_ids
     whole.num_drafted += new.num_drafted

@@ -142,7 +142,7 @@ class EncodingOutput:
 
     @property
     def outputs(self) -> EncodingOutput:
-        """As vLLM has it: `outputs.data`."""
+        """This object, so that `output.outputs.data` works as in vLLM."""
         return self
 
 
@@ -184,7 +184,8 @@ def score_texts(
 def scores(
     model: ModelDescription, num_first: int, vectors: Vectors
 ) -> tuple[npt.NDArray[np.float64], list[int]]:
-    """Of the answer to `score_texts`: each pair's score, and how many tokens were computed for it."""
+    """Scores from the answer to `score_texts`. Returns each pair's score, and the number of tokens
+    that were computed for it."""
     found, counts = rows(vectors).astype(np.float64), [len(ids) for ids in vectors.prompt_token_ids]
     if scores_pairs(model):
         logits = found[:, 0]
@@ -203,7 +204,8 @@ def scores(
 def rank(
     model: ModelDescription, documents: Sequence[str], vectors: Vectors, top_n: int | None = None
 ) -> list[RerankResult]:
-    """Of the answer to `rerank_texts`: documents, best first, equals in their order; the best `top_n` if given."""
+    """Ranking from the answer to `rerank_texts`: documents, best first, those with equal scores in
+    their order. `top_n` limits it to the best."""
     if top_n is not None and top_n < 1:
         raise RequestError(f"top_n must be at least 1, got {top_n}", field="top_n")
     found, counts = scores(model, 1, vectors)

@@ -56,8 +56,8 @@ _T = TypeVar("_T")
 
 _CLIENT_THREADS = max(2, NUM_CORES)
 MAX_CHARS = 16 * 2**20
-"""That are tokenised or rendered at a time, of one client half as many. A character that is a token of its own takes some 270
-bytes."""
+"""Characters that are tokenised or rendered at a time, half of them for one client. A character
+that is a token of its own takes some 270 bytes."""
 
 _texts = FairThreads(
     "texts",
@@ -72,8 +72,9 @@ _texts = FairThreads(
 async def in_thread_if_long(
     work: Callable[[], _T], num_characters: int, tokenizer: Any = None
 ) -> _T:
-    """What `work` gives, which renders or tokenises so many characters. Other requests' tokens don't wait for much of it. A
-    `tokenizer` with a time limit always works in a thread: a short text can take all of that time."""
+    """Result of `work`, which renders or tokenises `num_characters` characters. Long work runs in a
+    thread, so that the tokens of other requests hardly wait for it. With a `tokenizer` that has a
+    time limit all work does: a short text can take all of that time."""
     if num_characters <= INLINE_CHARS and not getattr(tokenizer, "has_time_limit", False):
         return work()
     return await _texts.run(work, weight=num_characters)
@@ -105,7 +106,7 @@ class PreparedBeams:
     prompt: str | None
 
     def answer(self, output: BeamsOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-        """What a user gets. EngineError if the engine failed."""
+        """Answer for the user. EngineError if the engine failed."""
         if output.error is not None or not output.answers:
             raise EngineError(output.error or f"the search ended with {output.finish_reason}")
         prompt = list(self.request.prompt_token_ids)
@@ -144,7 +145,8 @@ def end_tokens(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[in
 
 
 def default_sampling(model: ModelDescription) -> SamplingParams:
-    """As the model's generation config has it. UnsupportedModelError if that can't be."""
+    """Default sampling parameters from the model's generation config. UnsupportedModelError if they
+    are not valid."""
     try:
         return SamplingParams(**dict(model.sampling))  # type: ignore[arg-type]
     except RequestError as error:
@@ -173,9 +175,10 @@ class InputProcessor:
         in_process: bool = True,
         pictures: PictureProcessor | None = None,
     ) -> None:
-        """Without a description the model is a decoder that is not asked for vectors. `ids` are those of engine requests.
-        `in_process`: the model runs in this process, so that a request can hold functions. `pictures`: of a model that takes
-        some."""
+        """Prepares requests for one model. Without a `description` the model is a decoder that is
+        not asked for vectors. `ids` yields the ids of engine requests. `in_process` says that the
+        model runs in this process, so that a request can hold functions. `pictures` is None for a
+        model that takes none."""
         self.tokenizer = tokenizer
         self.description = description
         self.vocab_size = vocab_size
@@ -313,7 +316,7 @@ class InputProcessor:
     def _check_answer(
         self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
     ) -> None:
-        """That an answer can go on behind the tokens that are there."""
+        """RequestError if an answer can't go on after the tokens that are there."""
         self.prompts.check_ids("answer_token_ids", begun)
         if len(begun) >= max_tokens:
             raise RequestError(
@@ -373,7 +376,8 @@ class InputProcessor:
         return error
 
     def _with_words(self, sampling: SamplingParams) -> SamplingParams:
-        """Its bad words as tokens. RequestError if no allowed token is left."""
+        """Sampling parameters with their bad words as tokens. RequestError if no allowed token is
+        left."""
         words = sampling.bad_words_token_ids
         if sampling.bad_words:
             if self.tokenizer is None:

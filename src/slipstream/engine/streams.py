@@ -13,7 +13,8 @@ from slipstream.outputs import RequestOutput
 
 
 class OutputStream:
-    """What is new of one request, on its way to the consumer. Later deltas are merged into a pending one."""
+    """New output of one request, on its way to the consumer. Later deltas are merged into a pending
+    one."""
 
     on_token = None
 

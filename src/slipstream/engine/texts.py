@@ -107,7 +107,8 @@ class TextsProcessor:
     def _pairs(
         self, pairs: list[tuple[str, str]], how: PoolingSpec, room: int | None
     ) -> tuple[list[list[int]], list[int]]:
-        """Their tokens, and how many of each are the first text's."""
+        """Tokens of pairs of texts, and the number of them that belong to the first text, for each
+        pair."""
         if self._tokenizer is None:
             raise RequestError(
                 "pairs of texts need a tokenizer (skip_tokenizer_init is set)", field="prompt"

@@ -24,16 +24,18 @@ from slipstream.errors import RequestError
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FILE_BYTES = 32 * 2**20
 MAX_PIXELS = 64 * 2**20
-"""Of a picture before it is scaled. Phones take 50 million."""
+"""Pixels of a picture before it is scaled. Phones take pictures of 50 million."""
 
 MAX_REQUEST_PIXELS = MAX_PIXELS
-"""Of all pictures of a request together."""
+"""Pixels of all pictures of a request together."""
 
 MAX_SIDE = 65_535
-"""As JPEG has it. Scaling a longer side takes a table of gigabytes."""
+"""Longest side of a picture, which is JPEG's own bound. Scaling a longer side takes a table of
+gigabytes."""
 
 MAX_SCANS = 100
-"""Of a progressive JPEG, each of which is a pass over all pixels. Cameras and programs write some 10."""
+"""Scans of a progressive JPEG, each of which is a pass over all pixels. Cameras and programs write
+some 10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +51,14 @@ class PictureFile:
 
     @property
     def num_pixels(self) -> int:
-        """As the bounds count them: twice in a progressive JPEG, three times in a WebP, whose decoders take so much more
-        memory."""
+        """Number of pixels as the bounds count them. Each counts twice in a progressive JPEG and
+        three times in a WebP: their decoders take that much more memory."""
         return self.width * self.height * self.weight
 
 
 def measured(data: bytes) -> PictureFile:
-    """RequestError (field "image") if the file can't be a picture within the bounds."""
+    """The file with its format and size, found without decoding it. RequestError (field "image") if
+    it can't be a picture within the bounds."""
     if len(data) > MAX_FILE_BYTES:
         raise bad(f"the file has {len(data)} bytes, more than {MAX_FILE_BYTES}")
     for mark, read in _READERS.items():
@@ -208,7 +211,7 @@ _READERS: dict[bytes, Callable[[bytes], PictureFile]] = {
 
 
 def _orientation(exif: bytes) -> int:
-    """From 1 to 8; 1 if there is none."""
+    """EXIF orientation, from 1 to 8. It is 1 if the file names none."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

@@ -65,8 +65,8 @@ _NO_PILLOW = (
 )
 
 MAX_DECODED_PIXELS = 96 * 2**20
-"""In decoding at a time: of one client at most the pixels of a request, so that there is room for another's. A pixel takes some
-6 bytes."""
+"""Pixels in decoding at a time. One client may have at most the pixels of one request, so that
+there is room for another client. A pixel takes some 6 bytes."""
 
 _STRIP_PIXELS = 2**20
 KEY_BYTES = 16
@@ -119,7 +119,8 @@ class DetailedPicture:
 
 
 class PictureProcessor:
-    """For the pictures of a model. Without Pillow text is served, a warning says so, and pictures are refused."""
+    """Reader of pictures for one model. Without Pillow a warning is logged, text is served, and
+    pictures are refused."""
 
     def __init__(
         self,
@@ -147,7 +148,8 @@ class PictureProcessor:
         self._pool.close()
 
     def measure(self, data: bytes) -> Future[PictureFile]:
-        """What `submit` takes in place of a file's bytes, so that its pixels are known before it is decoded."""
+        """Measure a file without decoding it, so that its pixels are known beforehand. `submit`
+        takes the result in place of the file's bytes."""
         return self._pool.submit(partial(measured, data))
 
     def submit(self, source: Any, detail: str = "auto") -> Future[PreparedPicture]:
@@ -160,7 +162,8 @@ class PictureProcessor:
         return self._pool.submit(partial(self.prepare, source, detail), weight=_num_pixels(source))
 
     def prepare_all(self, sources: Sequence[Any]) -> list[PreparedPicture]:
-        """In the pool, but for those that are prepared already. RequestError (field "image") for the first that can't be."""
+        """Prepare pictures in the pool, and pass those through that are prepared already.
+        RequestError (field "image") for the first that can't be prepared."""
         begun = [x if isinstance(x, PreparedPicture) else self.submit(x) for x in sources]
         try:
             return [x if isinstance(x, PreparedPicture) else x.result() for x in begun]
@@ -265,7 +268,8 @@ class OpenPicture:
         self.width, self.height = (height, width) if orientation > 4 else (width, height)
 
     def scaled(self, height: int | None = None, width: int | None = None, how: Any = None) -> Image:
-        """In RGB and upright, in the given size or its own."""
+        """The picture in RGB, turned upright. Its size is `height` by `width` if both are given,
+        else its own."""
         import PIL.Image
 
         planes = []
@@ -390,7 +394,7 @@ def _with_file(source: Any) -> Any:
 
 
 def _num_pixels(source: Any) -> int:
-    """As the bounds count them, of what `_with_file` gives."""
+    """Number of pixels, as the bounds count them, of a source that `_with_file` returned."""
     match source:
         case DetailedPicture(source=inner):
             return _num_pixels(inner)
@@ -537,8 +541,9 @@ def placed(
     vision: VisionSpec,
     cache_salt: str = "",
 ) -> tuple[ImageSpan, ...]:
-    """Where the pieces of the pictures stand in a prompt that has all placeholders. RequestError if they don't go together.
-    With a salt, embeddings that the worker keeps are shared only with requests that have it, too."""
+    """Places of the pictures' pieces in a prompt that has all its placeholders. RequestError if
+    placeholders and pictures do not match. With a salt, the worker's cached embeddings are shared
+    only with requests of the same salt."""
     places = [i for i, token in enumerate(tokens) if token == vision.token_id]
     spans, start = list[ImageSpan](), 0
     for piece in (piece for picture in pictures for piece in picture.pieces):
