@@ -175,7 +175,7 @@ class _Document:
     def __init__(self, root: Any) -> None:
         self.root = root
         self.weights: dict[int, int] = {id(root): 1}
-        """Of objects and lists: 1 if it is a schema, else 0."""
+        """Weight of each object and list by its identity: 1 for a schema, else 0."""
         self.parts: dict[int, Any] = {id(root): root}
         self._resources: dict[str, list[Any]] = {}  # by the end of their $id
         self._anchors: dict[str, list[Any]] = {}
@@ -222,7 +222,8 @@ class _Document:
                         yield id(target), 1
 
     def _targets(self, reference: str) -> Iterable[Any]:
-        """What a reference may mean. Where `$id` changes what it is relative to there may be several."""
+        """Parts that a reference may name. There may be several where an `$id` changes what it is
+        relative to."""
         base, _, fragment = reference.partition("#")
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -233,7 +234,7 @@ class _Document:
 
 
 def _last(uri: str) -> str:
-    """What two spellings of one URI have in common."""
+    """Last segment of a URI's path, which is the same in an absolute and a relative spelling."""
     return uri.partition("#")[0].rstrip("/").rpartition("/")[2]
 
 
@@ -262,7 +263,12 @@ def _schema_depth(schema: Any) -> int:
 def _rule_edges(
     text: str,
 ) -> tuple[Mapping[Hashable, list[tuple[Hashable, int]]], Mapping[Hashable, int]]:
-    """By rule and terminal: those that it names, with how deep they stand; and how many optional parts it has itself."""
+    """Read a grammar's rules and terminals. Returns two mappings by rule or terminal:
+
+    1. The rules, terminals and schemas that it names, each with its depth: the groups around it,
+       and one more, or the schema's own depth.
+    2. The number of its own optional parts.
+    """
     form = _LARK_TOKEN if is_lark(text) else _GBNF_TOKEN
     edges: dict[Hashable, list[tuple[Hashable, int]]] = {}
     optional = Counter[Hashable]()

@@ -60,22 +60,24 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_CHARACTERS = 256 * 1024
-"""Of a schema, a regular expression, a grammar, or all choices."""
+"""Characters of a schema, a regular expression, a grammar, or all choices together."""
 
 MAX_SECONDS = 10.0
-"""Of a compilation. What the limits below allow takes under a second."""
+"""Seconds that a compilation may take. What the limits below allow takes under one."""
 
 MAX_STUCK = 4
-"""Compilations that take longer and go on. With more of them no other grammar is begun."""
+"""Compilations beyond their time that still run. With this many of them no other grammar is
+begun."""
 
 SMALL_CHARACTERS = 8 * 1024
-"""Of a grammar that waits for no larger one: nearly all compile in milliseconds, and large ones take seconds."""
+"""Characters of a small grammar, which waits for no larger one. Nearly all small ones compile in
+milliseconds, large ones take seconds."""
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
 
 MAX_WHITESPACE = 1000
-"""Characters of a request's own pattern of it."""
+"""Characters of a request's own pattern of whitespace."""
 
 _SPACE = r"(?:[ \t\n\r]|\\[tnrs ]|\\x(?:20|0[9AaDd]))"
 _ONLY_SPACE = re.compile(rf"(?:{_SPACE}|\[{_SPACE}+\]|\((?:\?:)?|[)|?*+]|\{{\d+(?:,\d*)?\}})*")
@@ -85,7 +87,7 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(_CHARACTER + times for times in ("{1,10}", "
 
 CACHED_GRAMMARS = 64
 PARALLEL_ROWS = 8
-"""From so many masks on, several threads compute them."""
+"""Number of masks from which on several threads compute them."""
 
 Bits = npt.NDArray[np.int32]
 T = TypeVar("T")
@@ -181,7 +183,8 @@ def json_grammar(schema: str, **options: Any) -> str:
 
 
 def _library(call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """What llguidance gives. Its panics, which are no `Exception`, are a ValueError, too."""
+    """Call llguidance and return its result. Its panics are no `Exception`; they are raised as
+    ValueError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -222,7 +225,8 @@ class GrammarThreads(Generic[T]):
     def submit(
         self, call: Callable[[], T], params: StructuredOutputsParams, client: str
     ) -> Future[T]:
-        """As of `BoundedThreads`. `client` is empty for nobody in particular."""
+        """Run `call` in the threads for the grammar's size, as `BoundedThreads.submit` does. An
+        empty `client` stands for nobody in particular."""
         given = (params.json, params.regex, params.grammar, params.around, *(params.choice or ()))
         size = sum(len(text) for text in given if isinstance(text, str))
         threads = self._small if size <= SMALL_CHARACTERS else self._large
@@ -365,7 +369,7 @@ def _invalid(grammar: str) -> str | None:
 
 
 def _readable(message: str) -> str:
-    """What llguidance says, where it does not say what is wrong."""
+    """Error message of llguidance, replaced where it does not say what is wrong."""
     if "NoExtensionBias" in message:
         return "the grammar has no end: it refers to itself before any text, or allows none; give it an alternative that ends"
     if "exceed" in message and "nest" in message:  # regex-syntax repeats the whole pattern
@@ -433,9 +437,10 @@ class GrammarError(Exception):
 
 
 class GrammarState:
-    """Where one answer stands in its grammar. `ends`: the tokens that end it; of `never`, none is allowed anywhere. `sampling`
-    says what else the request rules out, so that it is known where nothing is left. `lengths`: the same answer by the
-    lengths of its strings, where that is enough."""
+    """Position of one answer in its grammar. `ends` are the tokens that end the answer. Tokens of
+    `never` are not allowed anywhere. `sampling` says what else the request rules out, so that an
+    answer for which nothing is left is noticed here. `lengths` follows the same answer by the
+    lengths of its strings, where these are enough."""
 
     def __init__(
         self,
@@ -457,13 +462,17 @@ class GrammarState:
         return other
 
     def mask(self, into: Bits) -> bool:
-        """Write which tokens may come next into int32 [words]. Whether some may: none, if the answer is complete. GrammarError
-        if it can't go on."""
+        """Write which tokens may come next into int32 [words]. Returns False if none may, because
+        the answer is complete. GrammarError if it can't go on."""
         self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
         return self.finish_mask(into)
 
     def finish_mask(self, into: Bits) -> bool:
-        """Which end tokens may end the answer: the grammar has no rule for them."""
+        """Complete a mask that the matcher has written. Returns and raises what `mask` does.
+
+        1. End tokens are allowed where the answer may end. The grammar has no rule for them.
+        2. Tokens that the model or the request rules out are taken away.
+        """
         self._check()
         accepts = self._matcher.is_accepting()
         for token in self._never:
@@ -488,7 +497,7 @@ class GrammarState:
         return True
 
     def _rule_out(self, into: Bits) -> None:
-        """What the request's other fields do not allow."""
+        """Clear the tokens that the request's `allowed_token_ids` and bad words do not allow."""
         sampling, answer = self._sampling, self._answer
         if sampling.allowed_token_ids is not None:
             if self._allowed is None:
@@ -515,8 +524,8 @@ class GrammarState:
             self._answer += tokens
 
     def forced(self, num_pending: int = 0) -> tuple[int, ...]:
-        """The tokens that must follow `num_pending` ones which its masks have forced, up to one behind which the answer is not
-        complete. () if not even those are known."""
+        """Tokens that must follow `num_pending` forced ones. They stop before a token that
+        completes the answer. () if not even the pending ones are known."""
         if self._limited:
             return ()  # what is forced may be ruled out
         tokens: list[int] = self._matcher.compute_ff_tokens()
@@ -541,8 +550,9 @@ class GrammarState:
         del self._answer[len(self._answer) - num_tokens :]
 
     def mask_drafts(self, masks: Bits, drafts: Sequence[int]) -> None:
-        """Of int32 [1 + drafts, words], where the first is written: the masks behind each guessed token. Behind a wrong one
-        anything is allowed, since nothing that is drawn there counts."""
+        """Write the masks after each guessed token into int32 [1 + drafts, words]. The first row is
+        written already. Rows after a wrong guess stay as they are: nothing that is drawn there
+        counts."""
         assert len(masks) == 1 + len(drafts), "guessed tokens are not known"
         ahead = (
             self.copy() if drafts else self
@@ -701,7 +711,8 @@ class Grammars:
         return bool(self._states)
 
     def forced(self, request_id: str, num_pending: int) -> tuple[int, ...]:
-        """What must follow the tokens that a request has accepted and `num_pending` drawn ones that it has not."""
+        """Tokens that must follow the accepted tokens of a request and `num_pending` drawn ones
+        that it has not accepted yet. () if none are known."""
         state = self._states.get(request_id)
         try:
             return () if state is None else state.forced(num_pending)
@@ -709,8 +720,9 @@ class Grammars:
             return ()
 
     def accept(self, request_id: str, tokens: Sequence[int]) -> int | None:
-        """Advance a request by its new tokens. How many complete its answer, if they do: behind right guesses something may
-        have been drawn that is no part of it. GrammarError if it can't go on."""
+        """Advance a request by its new tokens. Returns how many of them complete its answer, None
+        if it goes on. Tokens drawn after its end are no part of it. GrammarError if it can't go
+        on."""
         state = self._states[request_id]
         for i, token in enumerate(tokens, 1):
             state.accept([token])
@@ -721,9 +733,13 @@ class Grammars:
     def masks(
         self, plan: StepPlan, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
     ) -> tuple[TokenMask, dict[str, str | None]]:
-        """Of the tokens that a step samples, once all tokens of the steps before it are accepted; and which requests can't go
-        on: what is wrong with them, or None if they are complete. `drafts`: the forced and guessed tokens of requests that have
-        some. Behind the last of their forced ones something is sampled first."""
+        """Masks of the tokens that a step samples, and the requests that can't go on. The latter
+        have the reason, or None if they are complete. All tokens of earlier steps must be accepted
+        before.
+
+        `drafts` are the forced tokens, then the guessed ones, of requests that have some. The first
+        token is sampled after the last forced one.
+        """
         first = itertools.accumulate((s.num_sampled for s in plan.scheduled), initial=0)
         found = [
             (s, i)

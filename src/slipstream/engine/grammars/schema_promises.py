@@ -32,7 +32,7 @@ MAX_INTEGER = 2**63 - 1024
 """The largest double that fits in 64 bits with a sign. Bounds beyond it are replaced by it."""
 
 MAX_DECIMALS = 20
-"""Of an exclusive bound that becomes inclusive: above 0 begins at 1e-20."""
+"""Decimals of the inclusive bound that stands for an exclusive one: above 0 begins at 1e-20."""
 
 SHORT_STEP = 1e-4
 """Numbers with as many digits behind the point are told apart from each other and from any bound."""
@@ -105,7 +105,8 @@ def promise(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _Path = tuple["_Path", str] | None
-"""Of a part: that of the one around it, and a name. As texts, the paths in a part with a long name would take gigabytes."""
+"""Path of a part: the path of the part around it, and a name. Whole texts would take gigabytes for
+the paths below a part with a long name."""
 
 
 def _where(path: _Path) -> str:
@@ -169,8 +170,10 @@ class _Walk:
     def _target(
         self, reference: str, path: _Path, base: dict[str, Any]
     ) -> tuple[Any, _Path, dict[str, Any]]:
-        """What a `$ref` names, if its place is said. llguidance takes what is in it as if it stood where the `$ref` does, which
-        is wrong if that has another base and names something relative to it."""
+        """Part that a `$ref` names by its place, with its path and its base. It is None if the
+        place is not given or holds nothing. llguidance reads the part as if it stood where the
+        `$ref` does. That is wrong if the part has another base and names something relative to it,
+        so both conditions are noted here."""
         address, fragment = urldefrag(reference)
         own = urldefrag(str(self._root.get(self._id_key, ""))).url
         is_strange = base is not self._root or urljoin(own, address) != own
@@ -195,7 +198,7 @@ class _Walk:
         return found, (None, ".".join(names)) if names else None, base
 
     def check_references(self) -> None:
-        """Once all parts were looked at."""
+        """Raise what `_target` noted. Call it once all parts were looked at."""
         if self._strange and self._relative:
             reference, path = self._strange
             raise ValueError(
@@ -408,8 +411,9 @@ def _strings(value: Any) -> list[str]:
 
 
 def _before_line_end(pattern: str) -> str | None:
-    """For a translated pattern whose `$` comes after a character: the same with a line end before it. For Python the pattern
-    matches such a name and for ECMA-262 it does not, so no such name is drawn. None if there is no such pattern."""
+    """A translated pattern whose `$` follows a character, with a line end put before the `$`. It
+    stands for the names that the pattern matches in Python and not in ECMA-262, which are not
+    drawn. None if there is no such pattern."""
     found = re.fullmatch(
         r"[^|]*?(\[(?:[^\[\]\\]|\\.)+\]|\\[^a-zA-Z0-9]|[\w/-])(\+|\{[1-9]\d*(?:,\d*)?\})?\$",
         pattern,
@@ -470,7 +474,7 @@ FORMATS: dict[str, tuple[str, int | None]] = {
     ),
     "hostname": (rf"^{_LABEL}(?:\.{_LABEL})*$", 253),
 }
-"""What a format is replaced by: a pattern, and how long a string may be."""
+"""Replacement of each format: a pattern, and the longest string, None without a limit."""
 
 
 # --- Patterns -------------------------------------------------------------------------------------------------------
@@ -482,7 +486,8 @@ _WORD, _ANY_WORD = "0-9A-Za-z_", r"_\p{L}\p{N}"
 _DIGIT, _ANY_DIGIT = "0-9", r"\p{Nd}"
 
 _SETS = {"s": (_BOTH_SPACE, _ANY_SPACE), "w": (_WORD, _ANY_WORD), "d": (_DIGIT, _ANY_DIGIT)}
-"""What both ECMA-262 and Python count in a class, and what either does."""
+"""Characters of each class letter: those that both ECMA-262 and Python count, and those that either
+does."""
 
 _ECMA = {"s": _ECMA_SPACE, "w": _WORD, "d": _DIGIT}
 _LINE = r"[^\n\r\u2028\u2029]"

@@ -86,8 +86,8 @@ class CountedStrings(enum.Enum):
 
 
 def counts_only(schema: Any) -> CountedStrings | None:
-    """What holds of a schema; None: nothing, or nothing that helps. It may list strings (`enum`) where no other string can
-    stand in their place."""
+    """Strings of a schema of which only the length counts. None if there are none, or if it would
+    not help. Strings may be listed (`enum`) where no other string can stand in their place."""
     keywords: set[str] = set()
     if not _known(schema, keywords) or (keywords & _LISTED and keywords & _COMBINED):
         return None
@@ -97,8 +97,8 @@ def counts_only(schema: Any) -> CountedStrings | None:
 
 
 def _known(schema: Any, keywords: set[str]) -> bool:
-    """Whether it has known keywords alone, which are added to `keywords`; and "open", if it names properties (`required` does,
-    too) and may have others beside them."""
+    """Whether a schema has known keywords alone. They are added to `keywords`, and "open" with them
+    if the schema names properties (by `required`, too) and may have others."""
     if isinstance(schema, bool):
         return True
     if not isinstance(schema, dict) or not schema.keys() <= KNOWN:
@@ -198,7 +198,7 @@ class LengthVocabulary:
 
 
 def _characters(text: bytes) -> int:
-    """Of whole UTF-8."""
+    """Number of characters in whole UTF-8."""
     return sum(byte & 0xC0 != 0x80 for byte in text)
 
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 MAX_WORK = 64 * 2**20
-"""Characters (4 bytes each at most) and steps."""
+"""Work that a template may do: characters (4 bytes each at most) and steps."""
 
 WORK_PER_CHARACTER, MAX_EXTRA_WORK = 1024, 2**30
-"""On top of it, for each character of the messages: some templates put a text together message by message, and copy it for
-each."""
+"""Extra work for each character of the messages, and the most that is added. Some templates build a
+text message by message, and copy it for each."""
 
 MAX_SECONDS = 1.0
-"""Of this thread's processor time."""
+"""Processor time of this thread that a template may take."""
 
 MAX_TEMPLATE, MAX_WORDS = 2**18, 25_000
 """Characters of a template, and words as Jinja reads it. Compiling takes some 30 µs a word, within the first request. Templates
@@ -189,7 +189,8 @@ def _size(value: Any, budget: _Budget | None = None) -> int:
 
 
 def _attributes(item: Any) -> Any:
-    """What a namespace holds. Not by getattr: an undefined name raises at that, and may be printed."""
+    """Attributes of a Jinja namespace; None for other objects. getattr won't do: an undefined name
+    raises at that, and may be printed."""
     try:
         return object.__getattribute__(item, "_Namespace__attrs")
     except AttributeError:

@@ -70,7 +70,8 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """What was held back; the end of an unfinished character is a replacement character."""
+        """Text that was held back. The end of an unfinished character becomes a replacement
+        character."""
         if self.stop_reason is not None:
             return ""
         text = self._add(self._decoder.decode(b"", True))

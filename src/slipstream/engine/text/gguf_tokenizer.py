@@ -96,11 +96,11 @@ _SPLITS: dict[tuple[str, ...], Split] = {
     ("default",): Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 SPLITS = {name: split for names, split in _SPLITS.items() for name in names}
-"""By `tokenizer.ggml.pre`."""
+"""Splits by the name in `tokenizer.ggml.pre`."""
 
 
 def read(file: GGUFFile) -> TokenizerParts:
-    """CheckpointError or UnsupportedModelError if it can't be."""
+    """Tokenizer of a GGUF file. CheckpointError or UnsupportedModelError if it can't be read."""
     with reading(file.path):
         return _read(file)
 

@@ -22,7 +22,7 @@ from slipstream.errors import CheckpointError, UnsupportedModelError
 
 
 class Kind(IntEnum):
-    """What a token is. The numbers are SentencePiece's, and GGUF's."""
+    """Kind of a token. The numbers are SentencePiece's, and GGUF's."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -83,7 +83,8 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequ
 
 
 def from_file(path: Path) -> tokenizers.Tokenizer:
-    """From SentencePiece's model file, a protocol buffer: ModelProto{1: pieces, 2: trainer, 3: normaliser}."""
+    """Read SentencePiece's model file. It is a protocol buffer: ModelProto{1: pieces, 2: trainer,
+    3: normaliser}."""
     tokens, scores, kinds = [], [], []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}

@@ -31,11 +31,13 @@ PREFIXES = {
     "ChatGLM4Tokenizer": ("[gMASK]", "<sop>"),
     "PreTrainedTokenizerFast": ("<|begin_of_text|>",),
 }
-"""By `tokenizer_class`, what stands before every text: GLM-4's, and what Llama 3's folders name. Both cut by CL100K."""
+"""Tokens that stand before every text, by `tokenizer_class`: that of GLM-4, and the one that Llama
+3's folders name. Both classes split texts by CL100K."""
 
 
 MAX_SQUARES = 2**27
-"""Of the lengths of all tokens, summed up. Vocabularies of 256,000 tokens have some 2**24."""
+"""Largest sum of the squared lengths of all tokens. Vocabularies of 256,000 tokens have some
+2**24."""
 
 
 def is_tiktoken(path: Path) -> bool:
@@ -101,7 +103,8 @@ def check_lengths(tokens: Collection[str | bytes]) -> None:
 
 
 def join(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """What the tokens of lesser rank leave of a token's bytes: itself, for one byte."""
+    """Parts of a token's bytes after all merges of lesser rank. A token of one byte is its own
+    part."""
     parts, least = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 1:
         found = [(ranks.get(parts[i] + parts[i + 1], least), i) for i in range(len(parts) - 1)]

@@ -114,8 +114,9 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
-        """From a .gguf file, or from a folder with tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's
-        or tiktoken's tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
+        """Load a tokenizer from a .gguf file or from a folder. The folder has one of these:
+        tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece's or tiktoken's
+        tokenizer.model, T5's spiece.model, or BERT's vocab.txt."""
         path = Path(path)
         if path.is_dir() and not any((path / name).is_file() for name in tokenizer_folder.FILES):
             path = next(iter(model_files(path)), path)
@@ -176,8 +177,9 @@ class Tokenizer:
     def _encoded(
         self, texts: Sequence[Any], *, add_special_tokens: bool
     ) -> list[tokenizers.Encoding]:
-        """Of texts, or of pairs of them. The library holds Python's lock over one text, unless it comes as a batch. That is
-        faster for a short one. A long one would stop the whole process for seconds."""
+        """Encodings of texts, or of pairs of texts. The library holds Python's lock over one text,
+        unless it comes as a batch. A short text is faster under the lock. A long one would stop the
+        whole process for seconds."""
         if self.has_time_limit:
             return in_time(
                 self._backend.encode_batch_fast, list(texts), add_special_tokens=add_special_tokens
@@ -209,12 +211,12 @@ class Tokenizer:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What stands before every text that is encoded with special tokens."""
+        """Tokens before every text that is encoded with special tokens."""
         return self._special.prefix
 
     @property
     def suffix(self) -> tuple[int, ...]:
-        """What stands after every text that is encoded with special tokens."""
+        """Tokens after every text that is encoded with special tokens."""
         return self._special.suffix
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -233,14 +235,16 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, also where that is part of a character; nothing for an id without a token."""
+        """Bytes that one token stands for, which may be part of a character. Empty for an id
+        without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._spelled(self.id_to_token(token_id) or "")
         return known
 
     def texts(self, skip_special_tokens: bool) -> dict[int, str]:
-        """What tokens stand for between two characters, to be filled as they are met. Empty where they are skipped."""
+        """Cache of texts by token, for tokens with no unfinished character before or after them.
+        The detokenizer fills it. With `skip_special_tokens` a special token's text is empty."""
         return self._texts[skip_special_tokens]
 
     def _spelled(self, token: str) -> bytes:
@@ -362,7 +366,8 @@ _BYTE_OF = {character: bytes([b]) for b, character in spelling().items()}
 def _decoding(
     backend: tokenizers.Tokenizer,
 ) -> tuple[Literal["bytes", "sentencepiece", "wordpiece"], bool]:
-    """From the backend's decoder: (how tokens spell text, is a space at the beginning taken off?)."""
+    """Properties of the backend's decoder: how tokens spell text, and whether a space at the
+    beginning is taken off."""
     state = {} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     parts = state.get("decoders", [state])
     match [part.get("type") for part in parts]:
@@ -382,7 +387,8 @@ def _decoding(
 
 
 def _cut_pair(encoding: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
-    """Its tokens, at most `max_length`, and how many are of the first part."""
+    """Tokens of a pair, at most `max_length`, and how many of them are of the first part. The
+    second text is cut first. RequestError if there is no room for a pair."""
     ids, kinds = encoding.ids, encoding.type_ids
     if max_length is None or len(ids) <= max_length:
         return ids, kinds.count(0)

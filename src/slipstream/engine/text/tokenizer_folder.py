@@ -28,12 +28,12 @@ FILES = (
     "config.json",
 )
 TEMPLATES_FOLDER = "additional_chat_templates"
-"""Of a folder: where transformers puts the templates that have a name."""
+"""Folder in which transformers puts the templates that have a name."""
 _GPT2_END = "<|endoftext|>"
 
 
 def read(path: Path) -> TokenizerParts:
-    """CheckpointError or UnsupportedModelError if it can't be."""
+    """Tokenizer of a folder. CheckpointError or UnsupportedModelError if it can't be read."""
     with reading(path):
         return _read(path)
 
@@ -87,7 +87,8 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """What a class does where its config is silent is put into `config`."""
+    """Backend made of the folder's tokenizer files. Defaults that the tokenizer's class sets where
+    its config is silent are put into `config`."""
     if (path / "tokenizer.json").is_file():
         with reading(path / "tokenizer.json"):
             return tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -117,11 +118,12 @@ _CHATGLM = (
     "<|assistant|>",
     "<|observation|>",
 )
-"""What ChatGLM 2 and 3 have behind their pieces (the roles: 3)."""
+"""Tokens that ChatGLM 2 and 3 have after their pieces. Only 3 uses those of roles."""
 
 
 def _model_backend(file: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """tokenizer.model, of SentencePiece or of tiktoken, and what its class puts before a text."""
+    """Backend made of tokenizer.model, which is SentencePiece's or tiktoken's, with what its class
+    puts before a text."""
     if tiktoken.is_tiktoken(file):
         backend, prefix = (
             tiktoken.from_file(file, config),
@@ -273,8 +275,8 @@ def _mark_special(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> N
 def _surroundings(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands before and after a text: what the post-processor puts there, or what add_bos_token and add_eos_token
-    say instead."""
+    """Tokens before and after a text. The post-processor says which, or add_bos_token and
+    add_eos_token instead."""
     bare: list[int] = backend.encode("a", add_special_tokens=False).ids
     full: list[int] = backend.encode("a", add_special_tokens=True).ids
     at = next(i for i in range(len(full) + 1) if full[i : i + len(bare)] == bare)
@@ -310,7 +312,7 @@ def _ids(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files of their own go before the config's entry, which then counts for no name."""
+    """Chat templates by name. Files of templates go first, the config's entry is then ignored."""
     files = {file.stem: file for file in sorted((path / TEMPLATES_FOLDER).glob("*.jinja"))}
     if (own := path / "chat_template.jinja").is_file():
         files = {"default": own, **files}

@@ -38,10 +38,11 @@ from slipstream.errors import (
 T = TypeVar("T")
 
 MAX_GROWTH = 8
-"""How much longer all replacements of a normaliser together may make a text."""
+"""Factor by which all replacements of a normaliser together may lengthen a text."""
 
 MAX_SECONDS = 5.0
-"""Of a text, where a tokenizer has patterns of its own. A prompt of a million tokens takes about one."""
+"""Seconds for one text, where a tokenizer has patterns of its own. A prompt of a million tokens
+takes about one."""
 
 MAX_STUCK = 2
 """Texts that took longer and are still computed; each has a core. Of one client there is one at most."""
@@ -53,7 +54,7 @@ MAX_LOCKED_CHARS = 16_384
 """The longest text that is tokenised under Python's lock."""
 
 MAX_STEPS = 64
-"""Of a normaliser and a pre-tokeniser together."""
+"""Steps of a normaliser and a pre-tokeniser together."""
 
 _texts: BoundedThreads[Any] = BoundedThreads(
     lambda: MAX_SECONDS, most=4, most_stuck=MAX_STUCK, name="tokenizer"
@@ -74,8 +75,9 @@ MAX_MAPPED_BYTES = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialTokens:
-    """What a model's files say of them. `prefix` and `suffix` stand around every text that is encoded with special
-    tokens. `texts` are the names that chat templates use: bos_token, eos_token, …"""
+    """Special tokens that a model's files name. `prefix` and `suffix` stand around every text that
+    is encoded with special tokens. `texts` are the names that chat templates use: bos_token,
+    eos_token, …"""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -107,7 +109,8 @@ def reading(path: Path, field: str = "tokenizer") -> Iterator[None]:
 
 
 def on_text(call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """What the library gives for a text. RequestError if it can't."""
+    """Call the library for a text, and return its result. RequestError if it can't take the
+    text."""
     try:
         return call(*args, **options)
     except TypeError as error:  # no str, or one that UTF-8 can't write

@@ -40,7 +40,7 @@ Choice = Literal["auto", "none", "required"]
 
 
 class GrammarTokenizer(Protocol):
-    """What grammars need of a tokenizer."""
+    """The part of a tokenizer's interface that grammars use."""
 
     @property
     def special_ids(self) -> Collection[int]: ...
@@ -81,7 +81,8 @@ class OfferedTools:
 def offer(
     tools: Sequence[Any] | None, choice: Any = None, parallel: bool | None = None
 ) -> OfferedTools:
-    """Of OpenAI's fields, as Python has them. RequestError names what is wrong with them."""
+    """Tools of a request, from OpenAI's fields as Python objects. RequestError names what is wrong
+    with them."""
     made, strict = [], False
     for i, spec in enumerate(tools or ()):
         function = (
@@ -235,7 +236,8 @@ class Formats:
         reasoning_markers(self.reasoning, None)
 
     def of(self, template: str | None) -> tuple[ToolFormat | None, tuple[str, str] | None]:
-        """Of calls, and the markers of reasoning where that is no part of it."""
+        """Formats for a chat template: that of calls, and the markers of reasoning unless they are
+        part of the former."""
         form, think = (
             tool_format(self.tool_calls, template),
             reasoning_markers(self.reasoning, template),
@@ -311,7 +313,7 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
 
 
 def finish_reason(reason: str, num_calls: int) -> str:
-    """Of an answer with so many calls."""
+    """Finish reason of an answer with `num_calls` calls, as OpenAI names it."""
     return "tool_calls" if reason == FinishReason.STOP and num_calls else reason
 
 

@@ -319,7 +319,7 @@ class Parser:
 
 
 def drop(text: str) -> None:
-    """Where text goes that is nothing."""
+    """Receiver of text that is dropped."""
 
 
 def is_name(text: str) -> bool:
@@ -401,9 +401,10 @@ class ToolFormat(ABC):
     markers: ClassVar[tuple[str, ...]]
     """Texts that the parser looks for. Where they are special tokens, they must not be left out of the text."""
     trigger: ClassVar[str] = ""
-    """What calls begin with; the text before them is free."""
+    """Text that calls begin with. Text before it is free."""
     other: ClassVar[str] = ""
-    """Without a trigger, where calls are the whole answer: a regular expression of all other answers."""
+    """Regular expression of all answers without calls, for formats without a trigger, where calls
+    are the whole answer."""
 
     reasons: ClassVar[bool] = False
     """Reasoning is part of the format."""
@@ -427,7 +428,8 @@ class ToolFormat(ABC):
         """The grammar of a call."""
 
     def between(self, writer: Writer) -> str:
-        """What stands before each call but the first; empty: there is only one."""
+        """Grammar of the text before each call but the first. Empty if there can be only one
+        call."""
         return f'"\\n" {writer.text(self.trigger)}'
 
     def whole(self, calls: str, writer: Writer) -> str:
@@ -439,7 +441,7 @@ class ToolFormat(ABC):
         return ""
 
     def final(self, writer: Writer) -> str:
-        """What an answer without calls begins with."""
+        """Grammar of the text that an answer without calls begins with."""
         return ""
 
     def free(self, writer: Writer) -> str:

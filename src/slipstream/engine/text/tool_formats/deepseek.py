@@ -51,7 +51,7 @@ class DeepSeekV3(ToolFormat):
                 yield from parser.value_after("{", parser.arguments)
 
     def function(self, head: str) -> str:
-        """Of what stands before the arguments."""
+        """Name of a function, from the text between the beginning of its call and its arguments."""
         return head.rpartition(SEP)[2].strip()
 
 

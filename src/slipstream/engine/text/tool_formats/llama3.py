@@ -118,7 +118,8 @@ class Pythonic(ToolFormat):
 
 
 def _parentheses(parser: Parser, out: Any) -> Script:
-    """From "(" to the ")" that belongs to it; strings of Python are passed over."""
+    """Pass the text from "(" to its matching ")" on to `out`. Brackets in Python strings do not
+    count."""
     depth = 0
     while c := (yield from parser.char()):
         out(c)
