@@ -253,7 +253,7 @@ class AsyncLLM:
         return cancel
 
     def check_pictures(self, count: int) -> None:
-        """RequestError if a prompt can't have so many pictures."""
+        """Raise RequestError if a prompt can't have `count` pictures."""
         self._input.prompts.check_pictures(count)
 
     async def measure_picture(self, data: bytes) -> PictureFile:
@@ -558,7 +558,8 @@ class AsyncLLM:
                 texts.end()
 
     def _note_progress(self, stats: EngineStats) -> None:
-        """Only steps count as progress, since a stuck scheduler still answers and sends heartbeats."""
+        """Note the time of progress. Only steps count, since a stuck scheduler still answers and
+        sends heartbeats."""
         idle = not self.num_requests and stats.num_running == stats.num_waiting == 0
         if idle or stats.num_steps != self._num_steps:
             self._last_progress = self._last_heard

@@ -156,7 +156,8 @@ class BeamGroup:
 
 @dataclass(slots=True, eq=False)
 class PromptSearch:
-    """One prompt's. It has a row in the table of `BeamSearches` for each request that it may need."""
+    """State of the beam search for one prompt. It has a row in the table of `BeamSearches` for each
+    request that it may need."""
 
     request: BeamsRequest
     kind: tuple[
@@ -444,7 +445,8 @@ def _answer(group: BeamGroup, ended: Ended) -> BeamAnswer:
 
 
 def check(params: BeamSearchParams, num_ends: int, spec: ModelSpec) -> None:
-    """RequestError: a search with this model and so many end tokens can't be had."""
+    """Raise RequestError if the model, or the number of its end tokens, does not allow such a
+    search."""
     if num_wanted(params, num_ends) > MAX_LOGPROBS:
         message = f"with the model's {num_ends} end tokens beam_width may be {MAX_LOGPROBS - num_ends} at most"
         raise RequestError(message, field="beam_width")

@@ -37,7 +37,7 @@ MAX_FAST_DEATHS = 3
 MAX_RESTART_PAUSE_S = 30.0
 
 LOOK_S = 0.2
-"""How often to check whether the core has ended: no message reports that."""
+"""Seconds between two checks whether the core has ended. No message reports that."""
 
 _SOCKET_PATH_BYTES = 103
 """The longest path of a Unix socket that every system takes: macOS has 104 bytes with the final zero, Linux 108."""
@@ -70,7 +70,7 @@ class CoreLink(ABC):
 
     @abstractmethod
     def death(self) -> EngineDeadError | None:
-        """How the core ended; None while it runs."""
+        """Error that says how the core ended. None while it runs."""
 
     def send(self, message: ToChild) -> bool:
         """Queue a message without waiting; the queue has no bound. False if the core is not connected yet, or not any more;

@@ -53,20 +53,20 @@ if TYPE_CHECKING:
     from slipstream.engine.engine_core import Asleep, EngineCore
 
 WARM_S = 12.0
-"""At most so many seconds of a start are spent on preparing sizes of steps: some 200 of an 8B model on an H200. What is left
-follows whenever there is nothing to do."""
+"""Seconds of a start that are spent on preparing sizes of steps at most. They suffice for some 200
+sizes of an 8B model on an H200. The others follow whenever there is nothing to do."""
 
 HEARTBEAT_S = 1.0
-KNOW_S = 10.0
-"""How long a front end has to say that it knows of a change of adapters."""
+"""Seconds between two reports of the child, with and without work. A child that is silent hangs."""
 
-"""The child reports this often, between steps and without work. If it is silent, it hangs."""
+KNOW_S = 10.0
+"""Seconds that a front end has to say that it knows of a change of adapters."""
 
 TEND_MS = 2
-"""How often to look what has been stored while there are no requests."""
+"""Milliseconds between two looks at what has been stored, while there are no requests."""
 
 PARENT = 0
-"""The number of who started the child."""
+"""Number of the process that started the child, as a client."""
 
 
 class Start(msgspec.Struct, tag=True):
@@ -406,7 +406,8 @@ class CoreProcess:
         return True
 
     def _take_messages(self) -> bool:
-        """All that wait are taken before a step, so that a cancelled request frees its blocks first. False: it is to stop."""
+        """Take all messages that wait. Returns False if the core is to stop. All are taken before a
+        step, so that a cancelled request frees its blocks first."""
         while ready := dict(self._poller.poll(self._patience_ms())):
             for number in [n for n, socket in self._sockets.items() if socket in ready]:
                 if number not in self._sockets:
@@ -463,7 +464,8 @@ class CoreProcess:
                 self._send(Outputs.of(some), number)
 
     def _patience_ms(self) -> int:
-        """How long to wait for a message: 0 while steps can be made, else until the next wake-up or heartbeat."""
+        """Milliseconds to wait for a message: 0 while steps can be made, else until the next
+        wake-up or heartbeat."""
         core = self._core
         if self._to_wake or (self._to_sleep and core is not None and not core.has_work):
             return 0

@@ -53,7 +53,7 @@ from slipstream.types import (
 from slipstream.worker.executor import Executor, Launched, build_executor
 
 COMPILING_S = 0.001
-"""How often to look whether a grammar is compiled while there is nothing else to do."""
+"""Seconds between two looks whether a grammar is compiled, while there is nothing else to do."""
 
 
 LAST_BLOCKS = 128
@@ -267,8 +267,8 @@ class EngineCore:
         """Use step times that were measured before there are requests."""
 
     def tend(self, at_once: int | None = None) -> bool:
-        """Between requests: go on storing blocks in the tiers below the device's cache, with `at_once` of them at most. Whether
-        there is more to do."""
+        """Go on storing blocks in the tiers below the device's cache, between requests. At most
+        `at_once` blocks are stored. Returns whether there is more to do."""
         return False
 
     def flush(self) -> None:
@@ -455,7 +455,7 @@ class Asleep:
 
     @staticmethod
     def check(core: EngineCore, level: int) -> None:
-        """RequestError if the level can't be had."""
+        """Raise RequestError if the core can't sleep at this level."""
         if level not in (1, 2):
             raise RequestError(
                 f"level must be 1 (the KV cache) or 2 (the weights, too), got {level!r}",

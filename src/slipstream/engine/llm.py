@@ -133,7 +133,7 @@ def _read_by(how: Reading, sampling: SamplingParams, tokenizer: Tokenizer) -> Sa
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several. RequestError if it is neither."""
+    """List of prompts from one prompt or several. RequestError if it is neither."""
     if not isinstance(prompts, Iterable):
         raise RequestError(
             f"a prompt is a text or its token ids, got {type(prompts).__name__}", field="prompts"
@@ -652,7 +652,8 @@ class LLM:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Only one caller may step the engine, since that caller gets everything the engine returns."""
+        """Take the engine for one caller. Only one may step it, since that caller gets everything
+        the engine returns."""
         if not self._turn.acquire(blocking=False):
             raise RequestError(
                 "this LLM is in the middle of a stream or of another thread's call: finish or close that first, or use AsyncLLM"

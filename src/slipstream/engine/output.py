@@ -37,7 +37,8 @@ class Sink(Protocol):
 
     @property
     def on_token(self) -> OnToken | None:
-        """If set, it may be called for tokens between the first and the last, instead of `put`."""
+        """Function for single tokens, None if there is none. It may be called for tokens between
+        the first and the last, instead of `put`."""
 
     def put(self, delta: RequestOutput) -> None: ...
     def fail(self, error: Exception) -> None:
@@ -304,8 +305,13 @@ class OutputProcessor:
 
 
 def raise_on_error(output: RequestOutput) -> RequestOutput:
-    """EngineError if the engine failed while it worked on a choice, RequestError if the request turned out to be impossible,
-    EngineOverloadedError if there was no room for it; the message is the choice's stop_reason."""
+    """Return `output`, or raise the error of one of its choices, with the choice's stop_reason as
+    message:
+
+    1. RequestError if the request turned out to be impossible.
+    2. EngineOverloadedError if there was no room for it.
+    3. EngineError if the engine failed while it worked on the choice.
+    """
     for choice in output.outputs:
         if choice.finish_reason == FinishReason.INVALID:
             error = str(choice.stop_reason)
@@ -362,7 +368,7 @@ def best_of(output: RequestOutput, request: PreparedRequest) -> RequestOutput:
 
 
 def refuse_best_of(sampling: SamplingParams | None) -> None:
-    """RequestError: which answers are the best is known at their end."""
+    """Raise RequestError for a stream with `best_of`: the best answers are known at their end."""
     if sampling is not None and sampling.best_of is not None:
         raise RequestError(
             "a stream can't have best_of above n: the best are known at the end", field="best_of"

@@ -35,7 +35,7 @@ def refuse_classifier(model: ModelDescription) -> None:
 
 
 def check_dimensions(model: ModelDescription, dimensions: int | None) -> None:
-    """RequestError if the model was not trained to give vectors of that length."""
+    """Raise RequestError if the model was not trained to give vectors of that length."""
     whole, known = model.spec.hidden_size, model.pooling.dimensions
     if dimensions is None or dimensions == whole:
         return
@@ -110,7 +110,7 @@ def as_embeddings(vectors: Vectors, dimensions: int | None = None) -> list[Embed
 
 
 def check_task(model: ModelDescription, task: str | None) -> None:
-    """RequestError if the model does not do what vLLM calls so."""
+    """Raise RequestError if the model does not do the task that vLLM calls so."""
     own = ("classify", "score") if scores_pairs(model) else ("embed",)
     if task is not None and task not in own:
         raise RequestError(

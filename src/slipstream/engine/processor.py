@@ -316,7 +316,7 @@ class InputProcessor:
     def _check_answer(
         self, begun: Sequence[int], sampling: SamplingParams, max_tokens: int
     ) -> None:
-        """RequestError if an answer can't go on after the tokens that are there."""
+        """Raise RequestError if an answer can't go on after the tokens that are there."""
         self.prompts.check_ids("answer_token_ids", begun)
         if len(begun) >= max_tokens:
             raise RequestError(

@@ -76,7 +76,7 @@ class TooDeepError(ValueError):
 
 
 def check_json_text(text: str) -> None:
-    """TooDeepError if objects and lists are in each other too deeply."""
+    """Raise TooDeepError if objects and lists are in each other too deeply."""
     depth = 0
     for found in _BRACKETS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
@@ -87,7 +87,7 @@ def check_json_text(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """TooDeepError if a schema is too deep, or a regular expression in it."""
+    """Raise TooDeepError if a schema is too deep, or a regular expression in it."""
     if _schema_depth(schema) > MAX_DEPTH:
         raise TooDeepError(
             f"schemas in each other, and behind $ref, are deeper than {MAX_DEPTH}; shorten the chain of references"
@@ -95,7 +95,8 @@ def check_schema(schema: Any) -> None:
 
 
 def check_regex(pattern: str) -> int:
-    """TooDeepError if groups are in each other too deeply, or too much is optional. Returns the number of optional parts."""
+    """Count the optional parts of a regular expression. TooDeepError if they are too many, or if
+    groups are in each other too deeply."""
     depth = optional = 0
     before, end = "open", 0
     for found in _REGEX_PART.finditer(pattern):
@@ -122,7 +123,7 @@ def _check_optional(optional: int) -> None:
 
 
 def check_grammar(text: str) -> None:
-    """TooDeepError if a grammar in Lark's form, or llama.cpp's, is too deep."""
+    """Raise TooDeepError if a grammar in Lark's form, or llama.cpp's, is too deep."""
     edges, optional = _rule_edges(text)
     if _longest(edges, lambda rule: edges[rule]) > MAX_DEPTH:
         raise TooDeepError(
@@ -325,8 +326,9 @@ def _rule_edges(
 def _check_terminals(
     edges: Mapping[Hashable, list[tuple[Hashable, int]]], own: Mapping[Hashable, int], lark: bool
 ) -> None:
-    """TooDeepError if a terminal has too many optional parts, with those that it names, however often. llama.cpp's grammars do
-    not tell terminals from rules: all are terminals that are not recursive."""
+    """Raise TooDeepError if a terminal has too many optional parts. The parts of terminals that it
+    names count each time. llama.cpp's grammars do not tell terminals from rules: all that are not
+    recursive are terminals."""
     found: dict[Hashable, int | None] = {}  # None: it is none
     begun: set[Hashable] = set()
 

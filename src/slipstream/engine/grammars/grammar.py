@@ -74,7 +74,8 @@ SMALL_CHARACTERS = 8 * 1024
 milliseconds, large ones take seconds."""
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between two tokens of JSON. Without a bound a model that has lost its way writes spaces until max_tokens."""
+"""Whitespace between two tokens of JSON. Without a bound a model that has lost its way writes
+spaces until max_tokens."""
 
 MAX_WHITESPACE = 1000
 """Characters of a request's own pattern of whitespace."""
@@ -269,8 +270,8 @@ class _PendingCheck:
 
 
 def check(params: StructuredOutputsParams, cache_salt: str = "") -> None:
-    """RequestError if the grammar can't be enforced; of a schema it names the part. EngineOverloadedError if too many
-    compilations are stuck."""
+    """Raise RequestError if the grammar can't be enforced. It names the part of a schema.
+    EngineOverloadedError if too many compilations are stuck."""
     try:
         if (pending := _begin_check((cache_salt, params))) is not None:
             with pending as future:

@@ -138,7 +138,8 @@ class _Walk:
         self.factors = set[Fraction]()
 
     def parts(self) -> Iterator[tuple[dict[str, Any], _Path]]:
-        """Each once, before what is in it: its parts may be changed meanwhile. A stack, since schemas may be deep."""
+        """Visit each part once, before the parts in it, which may be changed meanwhile. It uses a
+        stack, since schemas may be deep."""
         stack: list[tuple[Any, _Path, dict[str, Any]]] = [(self._root, None, self._root)]
         seen = set[int]()
         while stack:

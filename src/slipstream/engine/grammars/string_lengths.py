@@ -77,7 +77,7 @@ KNOWN = _STRUCTURE | _VALUES | _WORDS | _LISTED | _COMBINED
 
 
 class CountedStrings(enum.Enum):
-    """Inside which strings of a schema only their length counts."""
+    """Strings of a schema inside which only their length counts."""
 
     BOUNDED = (
         "those that have a maxLength"  # others may be names of properties, which must stay distinct

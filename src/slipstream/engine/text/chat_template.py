@@ -95,7 +95,8 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """RequestError (field "messages") with what the template said, if it refused, or if it went over its budget."""
+    """Render a chat template. RequestError (field "messages") if the template refused, with what it
+    said, or if it went over its budget."""
     token = _budget.set(_Budget(variables))
     try:
         compiled = _compile(template)

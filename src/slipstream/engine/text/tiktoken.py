@@ -72,7 +72,8 @@ def from_file(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def read(path: Path) -> dict[bytes, int]:
-    """Each token's rank. CheckpointError if the ranks are not 0, 1, 2, … or a byte has none."""
+    """Read each token's rank. CheckpointError if the ranks are not 0, 1, 2, … or a byte has
+    none."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -93,8 +94,8 @@ def read(path: Path) -> dict[bytes, int]:
 
 
 def check_lengths(tokens: Collection[str | bytes]) -> None:
-    """CheckpointError if the tokens are so long that finding their merges, of which each takes time with the square of its
-    length, would take minutes."""
+    """Raise CheckpointError if the tokens are so long that finding their merges would take minutes.
+    Each merge takes time with the square of its token's length."""
     if sum(len(token) ** 2 for token in tokens) > MAX_SQUARES:
         raise CheckpointError(
             f"the tokenizer's tokens are too long: the longest has {max(map(len, tokens))} characters",

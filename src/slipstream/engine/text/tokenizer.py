@@ -103,7 +103,7 @@ class Tokenizer:
         return max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """RequestError if the embedding has no row for one of them."""
+        """The ids themselves. RequestError if the embedding has no row for one of them."""
         if self._num_rows is not None and ids and max(ids) >= self._num_rows:
             token = self.id_to_token(max(ids))
             raise RequestError(

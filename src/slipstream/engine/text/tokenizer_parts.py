@@ -171,7 +171,8 @@ def is_panic(error: BaseException) -> bool:
 
 
 def check_steps(backend: tokenizers.Tokenizer, path: Path) -> None:
-    """CheckpointError if the normaliser and the pre-tokeniser can make a text much longer, or have very many steps."""
+    """Raise CheckpointError if the normaliser and the pre-tokeniser can make a text much longer, or
+    have very many steps."""
     parts = (backend.normalizer, backend.pre_tokenizer)
     left: list[Any] = [json.loads(part.__getstate__()) for part in parts if part is not None]
     growth, num_steps = 1.0, 0

@@ -59,7 +59,7 @@ class OfferedTools:
     strict: bool = False  # of some tool
 
     def __post_init__(self) -> None:
-        """RequestError names what can't be."""
+        """Raise RequestError for fields that do not go together."""
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("two tools have the same name", field="tools")
@@ -74,7 +74,7 @@ class OfferedTools:
 
     @property
     def is_made(self) -> bool:
-        """The model is told of the tools."""
+        """Whether the model is told of the tools."""
         return bool(self.tools) and self.choice != "none"
 
 
@@ -125,7 +125,8 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How the answers of a request are read. `offered` are the tools that the model may call."""
+    """Settings by which the answers of a request are read. `offered` are the tools that the model
+    may call."""
 
     form: ToolFormat | None
     think: tuple[str, str] | None
@@ -169,7 +170,7 @@ class Reading:
         )
 
     def check(self) -> None:
-        """RequestError names a tool's part that can't be enforced."""
+        """Raise RequestError for a tool's part that can't be enforced."""
         for field, schema in self.enforced_schemas:
             try:
                 check(schema)
@@ -253,8 +254,9 @@ def reading(
     *,
     to_name: str,
 ) -> Reading | None:
-    """How answers behind a prompt are read that ends with the text `end()`. None: the answer is its text. RequestError if the
-    model can't call tools; `to_name` is what names its format."""
+    """Settings for reading the answers to a prompt that ends with the text `end()`. None if the
+    answer is its text and nothing else. RequestError if the model can't call tools. It tells the
+    user to name a format with `to_name`."""
     form, think = formats.of(template)
     tail = end().rstrip() if think is not None else ""
     opened, closed = (tail.endswith(marker) for marker in think or ("\0", "\0"))

@@ -327,7 +327,7 @@ def is_name(text: str) -> bool:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How much of the end of `text` may be the beginning of `marker`."""
+    """Length of the end of `text` that may be the beginning of `marker`."""
     return next(
         (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
     )
