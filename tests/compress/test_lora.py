@@ -71,7 +71,9 @@ def test_what_is_trained_is_what_peft_and_we_load(family, tmp_path, texts, monke
     hf = tiny_models.build_with_tokenizer(tmp_path / "model", family)
     source = read_spec(tmp_path / "model")
     kept = {}
-    monkeypatch.setattr(lora, "Training", lambda *a: kept.setdefault("training", LoraTraining(*a)))
+    monkeypatch.setattr(
+        lora, "LoraTraining", lambda *a: kept.setdefault("training", LoraTraining(*a))
+    )
     receipt = train_adapter(source, settings(texts, rslora=True), tmp_path / "out", device=CPU)
     assert receipt["training"]["num_steps"] == 4
     assert receipt["held_out"]["perplexity_after"] < receipt["held_out"]["perplexity_before"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.kernels.blocks import BlockTensors
-from slipstream.kernels.metadata import LayerKV, SamplingTensors
+from slipstream.kernels.metadata import LayerKV, SamplingTensors, cache_parts
 from slipstream.kernels.ops import AttentionParams, QKVLayout
 from slipstream.kernels.reference import (
     ReferenceOps,
@@ -160,7 +160,7 @@ def test_heads_are_normed_before_the_rotation() -> None:
 def test_copy_blocks() -> None:
     kv = step(Shape(sequences=((40, 0),))).kv
     before = kv.k.clone()
-    rows = BlockTensors.of_layers([kv])
+    rows = BlockTensors.of(cache_parts([kv]))
     ops.copy_blocks(rows, rows, torch.tensor([1, 2]), torch.tensor([4, 3]))
     assert torch.equal(kv.k, before[[0, 1, 2, 2, 1, *range(5, len(before))]])
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from slipstream.errors import ConfigError
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.cpu.ops import CpuOps, NativeOps
-from slipstream.kernels.metadata import LayerKV, SamplingTensors, SharedPrefixes, by_dim
+from slipstream.kernels.metadata import (
+    LayerKV,
+    SamplingTensors,
+    SharedPrefixes,
+    by_dim,
+    cache_parts,
+)
 from slipstream.kernels.ops import AttentionParams, MLAParams, QKVLayout
 from slipstream.kernels.quantize import dequantize, numbers, quantize_rows, round_linear
 from slipstream.kernels.reference import (
@@ -248,7 +254,7 @@ def test_latent_attention(data, splits):
             close(mine, theirs)
     copied = [found[0][1].clone() for _ in range(2)]
     for ops, k in zip((OURS, REFERENCE), copied, strict=True):
-        rows = BlockTensors.of_layers([LayerKV(k, k[..., rotary:])])
+        rows = BlockTensors.of(cache_parts([LayerKV(k, k[..., rotary:])]))
         ops.copy_blocks(rows, rows, torch.tensor([0]), torch.tensor([1]))
         assert torch.equal(k[1], found[0][1][0])
     assert torch.equal(*copied)

@@ -321,8 +321,8 @@ def test_anthropics_pictures_are_named_by_their_own_place(server):
                 "messages[0].content[1]: 4 pictures",
             ),
             (
-                [*past, {"role": "user", "content": [{**result, "content": [whole]}]}],
-                "a block of a tool's result is",
+                [*past, {"role": "user", "content": [{**result, "content": [image("AAAA")]}]}],
+                "messages[2].content[0].content[0].source: a picture",
             ),
         ):
             answer = plain.post(

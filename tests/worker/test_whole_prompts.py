@@ -7,7 +7,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.kernels.reference import ReferenceOps
 from slipstream.worker import torch_loading
-from slipstream.worker.forward import forwards as forward
+from slipstream.worker.forward import base as forward
 from slipstream.worker.start.probe_steps import compiled_steps
 from tests import tiny_models
 

@@ -73,7 +73,7 @@ class StepsInFlight:
         self.by_id: dict[int, InFlight] = {}
         self.last_id = 0
         self.num_certain = 0  # certain tokens in all results so far
-        self._participants = participants
+        self.participants = participants
         self._requests, self._tiers, self._block_size = (
             requests,
             requests.kv.tiers,
@@ -188,7 +188,7 @@ class StepsInFlight:
                 request.kv.register(request, self.last_id)
         if extras is not None:
             outputs += self._without_tokens(extras)
-        for part in self._participants:
+        for part in self.participants:
             outputs += part.step_done(plan, result, extras, now)
         return outputs
 

@@ -252,6 +252,10 @@ class Scheduler:
             times.append(self._clock() + COPYING_S)
         return min([*times, window]) if window is not None else min(times, default=None)
 
+    def close(self) -> None:
+        """Let go of the participants, which refer to the requests and to the executor. No other call comes after it."""
+        self.participants = self.requests.participants = self.in_flight.participants = ()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and what participants have kept of ended requests."""
         for pool in self.pools:

@@ -281,6 +281,7 @@ class EngineCore:
         """End what the executor started. No other call comes after it."""
         self.flush()
         self.executor.shutdown()
+        self._listeners = ()  # they refer to this core, and would keep the model's memory
 
     @property
     def release_unused(self) -> Callable[[], None] | None:
@@ -382,6 +383,10 @@ class DecoderCore(EngineCore):
 
     def add_texts(self, request: TextsRequest) -> None:
         self.add(self._texts.split(request))
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.scheduler.close()
 
     def add_beams(self, request: BeamsRequest) -> None:
         self.add([self._searches.begin(request)])

@@ -394,7 +394,7 @@ class MedusaHead:
         return as_model(self._products(hidden, place), self._model)
 
     def _products(self, hidden: Any, place: int) -> Any:
-        x = hidden
+        x = _floats(hidden) if isinstance(hidden, np.ndarray) else hidden
         for block in self.blocks[place]:
             y = self._product(x, block)
             if isinstance(y, np.ndarray):

@@ -377,16 +377,20 @@ class Writer:
 
     def schema(self, schema: Mapping[str, Any]) -> str:
         text = json.dumps(schema)
-        self._num_characters += len(text)  # $defs are written again for each argument
+        self.count(len(text))  # $defs are written again for each argument
+        own = json.loads(text)
+        options = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **promise(own)}
+        return "%json " + json.dumps({"x-guidance": options, **own}, ensure_ascii=False)
+
+    def count(self, num_characters: int) -> None:
+        """Add characters of schemas. Raise a RequestError if all of them are more than `MAX_GRAMMAR`."""
+        self._num_characters += num_characters
         if self._num_characters > MAX_GRAMMAR:
             raise RequestError(
                 f"the schemas of the functions' arguments, each with its $defs, have more than {MAX_GRAMMAR} characters; offer "
                 "fewer tools, or write smaller $defs",
                 field="tools",
             )
-        own = json.loads(text)
-        options = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}", **promise(own)}
-        return "%json " + json.dumps({"x-guidance": options, **own}, ensure_ascii=False)
 
     def lark(self, start: str) -> str:
         return "\n".join(

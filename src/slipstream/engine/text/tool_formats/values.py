@@ -148,9 +148,9 @@ def _text_rule(schema: Mapping[str, Any], writer: Writer, where: str, end: str) 
         )
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if options is not None:
-        return (
-            f"({' | '.join(json.dumps(o, ensure_ascii=False) for o in options)}) {writer.text(end)}"
-        )
+        written = " | ".join(json.dumps(o, ensure_ascii=False) for o in options)
+        writer.count(len(written))
+        return f"({written}) {writer.text(end)}"
     if "pattern" in schema:
         try:
             pattern = translate(str(schema["pattern"]))
