@@ -20,13 +20,12 @@ BARE = re.compile(
 """Prepositions, pronouns and conjunctions: a docstring that begins with one has no subject."""
 
 NOT_YET = {
-    "engine": 114,
-    "fleet": 92,
-    "server": 80,
+    "fleet": 90,
+    "server": 78,
     "spec": 45,
     "kernels/triton": 35,
     "optimize": 25,
-    "cli": 23,
+    "cli": 21,
     "compress": 21,
     "bench": 16,
 }

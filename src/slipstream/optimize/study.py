@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyOptions:
-    """What a user asks of a study: the options of `slipstream optimize`, as text where it parses."""
+    """Options of a study, as `slipstream optimize` has them. Those that are parsed later are text."""
 
     model: str
     out: str
@@ -228,7 +228,7 @@ def _without_recipes(space: Space, *, chosen: bool) -> Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What `prepare` made of the options: the space that is searched, and what is measured in it."""
+    """A prepared study: the space that is searched, and the measurements made in it."""
 
     options: StudyOptions
     out: Path
