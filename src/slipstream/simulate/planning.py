@@ -34,7 +34,7 @@ from slipstream.spec.description import ModelDescription, read_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What a user asks of a plan: the options of `slipstream plan`, as text where it parses."""
+    """Options of a plan, as `slipstream plan` has them, as text where it parses."""
 
     workload: str = "sharegpt"
     rate: float | None = None
@@ -106,7 +106,7 @@ def parse_prices(text: str | None, count: int) -> list[float | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStudy:
-    """What `prepare` made of the options."""
+    """A prepared plan."""
 
     settings: EngineArgs
     options: PlanOptions
@@ -154,7 +154,7 @@ class PlanStudy:
         return {**self._head(), "devices": rows, "refused": refused, "measured": measured}
 
     def _head(self) -> dict[str, Any]:
-        """What was asked."""
+        """The question, as the answer repeats it."""
         load, spec = self.load, self.description.spec
         n_in, n_out = load.workload.mean_lengths
         return {
