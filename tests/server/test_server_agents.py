@@ -283,3 +283,13 @@ def test_docs_name_every_hint():
     assert len(hints) > 40
     left = {hint for hint in hints if f"{hint}`" not in page}
     assert left == set()
+
+
+def test_top_p_of_zero_is_the_likeliest_token(http):
+    ask = {"model": "smollm2", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+    greedy = http.post("/v1/chat/completions", json=ask | {"temperature": 0}).json()
+    for seed in (1, 2):
+        drawn = http.post(
+            "/v1/chat/completions", json=ask | {"temperature": 1, "top_p": 0, "seed": seed}
+        ).json()
+        assert drawn["choices"][0]["message"] == greedy["choices"][0]["message"]

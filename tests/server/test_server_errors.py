@@ -72,7 +72,7 @@ def test_a_body_in_another_coding_is_told_so(http, coded, told):
         ({"n": 100, "prompt": ["a"] * 21}, "n"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": 2**40}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"presence_penalty": 3}, "presence_penalty"),

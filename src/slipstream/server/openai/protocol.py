@@ -197,6 +197,8 @@ class GenerationRequest(Structured, forbid_unknown_fields=True, kw_only=True):
             for name in _SAMPLING_FIELDS
             if getattr(self, name) is not None
         }
+        if given.get("top_p") == 0:  # the smallest set of tokens holds the likeliest alone
+            given |= {"top_p": 1.0, "temperature": 0.0}
         if self.logit_bias is not None:
             given["logit_bias"] = _token_map(self.logit_bias)
         special.setdefault("structured_outputs", structured(self))
