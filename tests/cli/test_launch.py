@@ -59,6 +59,7 @@ def test_agent_is_started_with_its_arguments(url, capsys, tmp_path, monkeypatch)
     [
         (["--url", "http://127.0.0.1:9"], "no server answers"),
         (["--model", "other"], "serves fake"),
+        (["--serve", "smollm2"], "leave --serve out"),
     ],
 )
 def test_what_is_missing_is_named(url, capsys, words, said):

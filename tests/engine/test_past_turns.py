@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from slipstream.engine.text.past_turns import past_turns
-from slipstream.engine.text.tool_formats.base import Tool
-from slipstream.engine.text.tool_formats.values import value_of
+from slipstream.engine.text.tool_formats.base import Tool, Writer
+from slipstream.engine.text.tool_formats.values import (
+    MAX_ALTERNATIVES,
+    alternatives,
+    is_text,
+    text_rule,
+    value_of,
+)
 
 MISTRAL = "{% if tool_call.id|length != 9 %}{{ raise_exception('ids') }}{% endif %}"
 LLAMA = "{{ raise_exception('This model only supports single tool-calls at once!') }}"
@@ -40,7 +46,10 @@ def test_ids_are_nine_letters_and_digits_and_the_same_in_call_and_result():
 
 
 def test_each_further_call_is_a_message_of_its_own_with_its_results():
-    made = past_turns(LLAMA, [calls("a", "b", reasoning_content="hm"), *results("b", "a")])
+    thoughts = {"reasoning_content": "hm", "thinking": "hm"}
+    made = past_turns(LLAMA, [calls("a", "b", **thoughts), *results("b", "a")])
+    assert [message.get("thinking") for message in made] == ["hm", None, None, None]
+    assert "reasoning_content" not in made[2]
     assert [(m["role"], len(m.get("tool_calls", ())), m.get("tool_call_id")) for m in made] == [
         ("assistant", 1, None),
         ("tool", 0, "a"),
@@ -87,3 +96,11 @@ def test_argument_has_the_type_that_its_schema_allows(schema, text, value):
     tool = Tool("f", {"type": "object", "properties": {"x": schema}, "$defs": defs})
     found = value_of(text, [tool], "f", "x")
     assert (found, type(found)) == (value, type(value))
+
+
+def test_every_string_of_a_union_of_literals_can_be_written():
+    union = {"anyOf": [{"const": f"word {i}"} for i in range(200)]}
+    assert len(alternatives(union)) == 200
+    assert is_text(union)
+    assert '"word 199"' in text_rule(union, Writer(lambda text: None), "f.x", "</x>")
+    assert not is_text({"anyOf": [{"const": str(i)} for i in range(MAX_ALTERNATIVES + 1)]})

@@ -79,9 +79,12 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def served(model: str, url: str) -> Iterator[None]:
-    """A server of the model while the code inside runs. ConfigError if it ends before it serves."""
+    """A server of the model while the code inside runs. ConfigError if another one answers there, or if it ends
+    before it serves."""
     import httpx
 
+    if _is_ready(url):
+        raise ConfigError(f"a server answers at {url} already; leave --serve out", field="serve")
     address = httpx.URL(url)
     place = ["--host", address.host, "--port", str(address.port or 8000)]
     command = [sys.executable, "-m", "slipstream", "serve", model, *place]

@@ -58,7 +58,7 @@ def _one_call_each(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]
             results.append(messages[i])
             i += 1
         for k, call in enumerate(calls):
-            said = message if k == 0 else {**message, "content": "", "reasoning_content": None}
+            said = message if k == 0 else {"role": message["role"], "content": ""}
             found.append({**said, "tool_calls": [call]})
             own = [r for r in results if r.get("tool_call_id") == call.get("id")]
             found += own

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -137,8 +137,9 @@ class DocumentPart(AnthropicPart, forbid_unknown_fields=True, kw_only=True):
             said = decode_raw(self.source.get("data", Raw(b"null")), f"{path}.source.data")
         elif kind == "content":
             content = decode_raw(self.source.get("content", Raw(b"null")), f"{path}.source.content")
-            parts = content if isinstance(content, list) else [content]
-            said = "".join(p.get("text", "") if isinstance(p, dict) else str(p) for p in parts)
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            given = [{k: Raw(encode(v)) for k, v in part.items()} for part in parts]
+            said, _ = _texts_and_pictures(given, "a document", f"{path}.source.content")
         else:
             raise bad_request(
                 "a document is text or content here; send its text, or its pages as pictures",
@@ -210,6 +211,7 @@ _PARTS: dict[str, dict[str, type[AnthropicPart]]] = {
         "tool_reference": ToolReferencePart,
     },
     "a search result": {"text": TextBlock},
+    "a document": {"text": TextBlock},
 }
 
 
@@ -269,7 +271,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     hints: ClassVar[tuple[str, ...]] = ("task_budget",)
 
 
-class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """POST /v1/messages/count_tokens"""
 
     model: str | None
@@ -341,6 +343,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             index -= len(made)
         return "messages"
 
+    @cached_property
     def functions(self) -> tuple[list[AnthropicTool], list[str]]:
         """Returns the tools that the model can call, and the hints in the list: fields of tools, and types of hosted ones."""
         found, hints = list[AnthropicTool](), list[str]()
@@ -371,7 +374,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
     def more_hints(self) -> list[str]:
-        return self.functions()[1]
+        return self.functions[1]
 
     def chat(self, state: ServerState, **more: Any) -> ChatRequest:
         """The same as a chat."""
@@ -386,9 +389,7 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
             chosen = _CHOICES.get(choice.type) or NamedChoice(
                 type="function", function=NamedFunction(name=choice.name or "")
             )
-        tools = [
-            ToolSpec(type="function", function=_function(tool)) for tool in self.functions()[0]
-        ]
+        tools = [ToolSpec(type="function", function=_function(tool)) for tool in self.functions[0]]
         one_call = choice is not None and choice.disable_parallel_tool_use and bool(tools)
         return ChatRequest(
             model=self.model,
@@ -647,11 +648,11 @@ class MessageAnswer(BlockAnswer):
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
-            **({"context_management": {"applied_edits": []}} if self.record_edits else {}),
+            **({"context_management": {"applied_edits": []}} if self.asks_for_edits else {}),
         }
 
     @property
-    def record_edits(self) -> bool:
+    def asks_for_edits(self) -> bool:
         """Tells whether the body asks that its conversation be edited, which it never is."""
         return "context_management" in self.record.hints
 

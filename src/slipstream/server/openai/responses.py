@@ -67,7 +67,7 @@ class ResponseAnswer(BlockAnswer):
         self.asked, self.items, self.owner = asked, items, owner
         self.keeps = self.state.responses is not None and asked.store is not False
         self._sequence = 0
-        self._tools = asked.functions()[0]
+        self._tools = asked.functions[0]
 
     # --- The stream -----------------------------------------------------------------------------------------------------
 

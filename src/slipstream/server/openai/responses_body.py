@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -44,6 +45,18 @@ from slipstream.server.openai.protocol import (
 )
 
 MAX_ITEMS = 8192
+
+Included = Literal[
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""OpenAI's values of `include`. All but the first are about tools that the provider runs, or are in the answer anyhow."""
 
 
 class ResponseTool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -140,7 +153,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
     """POST /v1/responses/input_tokens"""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {  # what chats call it
@@ -181,6 +194,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
             if getattr(choice, wanted) is None:
                 raise bad_request(f"{choice.type} needs {wanted}", f"tool_choice.{wanted}")
 
+    @cached_property
     def functions(self) -> tuple[dict[str, CallableTool], list[str]]:
         """Returns the tools that the model can call, by the name it knows them by, and the hints in the list."""
         found, hints = dict[str, CallableTool](), list[str]()
@@ -191,7 +205,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
         return found, list(dict.fromkeys(hints))
 
     def more_hints(self) -> list[str]:
-        return self.functions()[1]
+        return [*self.functions[1], *(["truncation"] if self.truncation == "auto" else ())]
 
     def _choice(
         self, tools: dict[str, CallableTool]
@@ -244,7 +258,7 @@ class ResponseInput(Struct, forbid_unknown_fields=True, kw_only=True):
                     strict=form.strict,
                 )
             named = ResponseFormat(type=form.type, json_schema=asked)
-        tools, chosen = self._choice(self.functions()[0])
+        tools, chosen = self._choice(self.functions[0])
         return ChatRequest(
             model=self.model,
             messages=messages,
@@ -283,7 +297,7 @@ class ResponsesRequest(ResponseInput, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     # Log-probabilities are included. The rest is of tools that the provider runs, or encrypts reasoning, which is text here
-    include: Annotated[list[str], Meta(max_length=32)] | None = None
+    include: list[Included] | None = None
     # vLLM's extensions
     top_k: Int | None = None
     min_p: float | None = None
@@ -389,6 +403,8 @@ def _add_tool(
         )
         made = CallableTool(function, custom.name, namespace, is_custom=True)
         hints += given_hints(custom, "tools.")
+        if (custom.format or {}).get("type") == "grammar":
+            hints.append("tools.format")  # the model is told of it, and not held to it
     elif kind == "function":
         own = decode(ResponseTool, raw, f"{path}.")
         known = full_name(own.name, namespace)

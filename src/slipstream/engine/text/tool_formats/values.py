@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,15 +80,18 @@ def _with(schema: Any, defs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defs, **schema} if isinstance(schema, dict) else defs
 
 
-MAX_ALTERNATIVES = 64
+MAX_ALTERNATIVES = 1024
+"""Schemas that are looked at to take one apart. One with more is written and read as JSON."""
 
 
 def alternatives(schema: Any) -> list[Mapping[str, Any]]:
     """The simple schemas of which a value fits one: those of `anyOf`, `oneOf`, a list of types and `$ref`, taken apart."""
-    found, todo, seen = list[Mapping[str, Any]](), [(schema, 0)], 0
-    while todo and seen < MAX_ALTERNATIVES:
-        part, depth = todo.pop(0)
+    found, todo, seen = list[Mapping[str, Any]](), deque([(schema, 0)]), 0
+    while todo:
+        part, depth = todo.popleft()
         seen += 1
+        if seen > MAX_ALTERNATIVES:
+            return []
         if not isinstance(part, dict) or depth > 8:
             continue
         rest = {k: v for k, v in part.items() if k not in ("anyOf", "oneOf", "$ref")}
