@@ -25,8 +25,8 @@ NOT_YET = {
     "spec": 45,
     "kernels/triton": 35,
     "optimize": 25,
-    "cli": 21,
-    "compress": 21,
+    "cli": 17,
+    "compress": 15,
     "bench": 16,
 }
 """Packages with docstrings that begin so, and how many at most. A package that is clean leaves the list."""

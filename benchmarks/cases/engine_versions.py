@@ -1,7 +1,9 @@
-"""Two versions of Slipstream on a CPU, in turns: start, one stream, 16 requests, a prompt, memory.
+"""Two versions of Slipstream in turns: on a CPU start, one stream, 16 requests, a prompt, memory; on a GPU throughput.
 
     python benchmarks/engine.py --study versions --before OTHER/.venv/bin/python [--model smollm2] [--rounds 5]
+    python benchmarks/engine.py --study versions --before … --config llama-3-8b [--quantization fp8 --kv-cache-dtype fp8]
 
+With `--config` random weights of that shape run on a GPU.
 `--before` is the interpreter of an environment with the other version. Each turn is a process of its own, and both run the same
 lines over public names alone. Greedy, no prefix cache; of a process the best of several runs counts, of the rounds the median.
 """
@@ -15,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import common
 
 RECORD = "versions_cpu"
 
@@ -41,19 +45,53 @@ found["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 
 print(json.dumps(found))
 """
 
+GPU_FIGURES = """
+import json, statistics, sys, time
+from slipstream import LLM, SamplingParams
+
+begin = time.perf_counter()
+settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 8192, "max_num_seqs": 256}
+llm = LLM(sys.argv[1], **settings, **json.loads(sys.argv[2]))
+found = {"start_s": time.perf_counter() - begin}
+
+def rate(num_seqs, num_tokens, answer, run):
+    ids = [[(131 * s + 7 * i + 17 * run) % 30000 + 10 for i in range(num_tokens)] for s in range(num_seqs)]
+    prompts = [{"prompt_token_ids": x} for x in ids]
+    at = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), progress=False)
+    return num_seqs * answer / (time.perf_counter() - at)
+
+loads = {"one": (1, 128, 256), "64_of_128_128": (64, 128, 128)}
+loads |= {"256_of_512_128": (256, 512, 128), "256_of_16_128": (256, 16, 128)}
+for name, load in loads.items():
+    first, *others = [rate(*load, run) for run in range(5)]
+    found[f"{name}_first_tokens_per_s"] = first
+    found[f"{name}_tokens_per_s"] = statistics.median(others)
+print(json.dumps(found))
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", required=True, metavar="PYTHON")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--config", help="a folder of benchmarks/configs: on a GPU, with random weights"
+    )
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
 
 
 def run(args: argparse.Namespace, save: Callable[..., None]) -> None:
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    words = [FIGURES, args.model]
+    if args.config:
+        settings = {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+        words = [GPU_FIGURES, str(common.CONFIGS / args.config), json.dumps(settings)]
     for _ in range(args.rounds):
         for version, python in (("before", args.before), ("after", sys.executable)):
             done = subprocess.run(
-                [python, "-c", FIGURES, args.model], check=True, capture_output=True, text=True
+                [python, "-c", *words], check=True, capture_output=True, text=True
             )
             runs[version].append(
                 json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

@@ -213,8 +213,8 @@ def package_version(name: str) -> str | None:
 
 
 def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
-    """Which tile table an engine takes on each kind of GPU; and those that can't be used, though nothing runs until they are
-    out of the way."""
+    """Return the tile table that an engine takes on each kind of GPU, and the tables that can't be used. An engine does not
+    start until those are removed."""
     from slipstream.errors import ConfigError
     from slipstream.hub import tiles_folder
     from slipstream.spec.autotune_table import load_tiles

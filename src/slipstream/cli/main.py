@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def note_file(error: SlipstreamError, args: argparse.Namespace) -> None:
-    """Of a setting that an engine folder's file holds, and the command line does not, a note says which file."""
+    """Name the engine folder's file in the error, if the setting at fault stands there and not on the command line."""
     field, model = error.field, getattr(args, "model", None)
     if not field or hasattr(args, field) or not isinstance(model, str):
         return

@@ -169,7 +169,7 @@ def _number_or_auto(text: str) -> int | None:
 
 
 def choose_api_servers(device: str) -> int:
-    """With a GPU, whose engine one process that speaks HTTP can't keep up with, a quarter of the cores; else one."""
+    """Return the number of front ends: a quarter of the cores with a GPU, whose engine is faster than one of them; else one."""
     from slipstream.costs.hardware import available_cores, gpus
 
     if device == "cpu" or (device == "auto" and not gpus()):

@@ -221,7 +221,7 @@ class Stream:
         self.catch_up, self.original = 0.0, list[Tensor]()
 
     def keep_original(self, catch_up: float) -> None:
-        """From now on keep the original layers' outputs as well, if compressed layers compensate a share `catch_up` > 0 of
+        """Keep the original layers' outputs as well from now on, if compressed layers compensate a share `catch_up` > 0 of
         the difference."""
         self.catch_up, self.original = catch_up, list(self.states) if catch_up else []
 

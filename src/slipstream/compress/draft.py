@@ -248,7 +248,7 @@ class HeadTraining:
         )
 
     def is_read(self, name: str) -> bool:
-        """Of the model's parameters those that a head begins with, or is to agree with."""
+        """Tell whether a head begins with this parameter of the model, or is to agree with it."""
         last = f"layers.{self.source.spec.num_layers - 1}."
         return name.startswith(("embed.", "head.", "final_norm.", last))
 
@@ -258,7 +258,8 @@ class HeadTraining:
 
     @torch.no_grad()
     def states(self, indices: Sequence[int]) -> list[Tensor]:
-        """Of these examples: [L, E of the final state, then of each aux layer], bfloat16 (of a cache: on the CPU)."""
+        """Return the states of these examples: [L, E of the final state, then of each aux layer], bfloat16. Cached ones are
+        on the CPU."""
         if self.cache is not None and all(self.cache[i] is not None for i in indices):
             return [t for i in indices if (t := self.cache[i]) is not None]
         assert self.model is not None
@@ -444,7 +445,7 @@ def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Of so many runs of drafts, how often each place was right."""
+    """Counts of right drafts by place, over a number of runs of drafts."""
 
     num_prompts: int
     num_runs: int
@@ -525,7 +526,7 @@ def _texts(llm: LLM, questions: Sequence[str], max_tokens: int) -> list[str]:
 
 
 def kind_of(text: str) -> str:
-    """Of an answer: it has code, or several numbered or marked lines, or is prose."""
+    """Return the kind of an answer: code, a list (several numbered or marked lines), or prose."""
     if "```" in text:
         return "code"
     return "lists" if len(re.findall(r"(?m)^\s*(?:\d+[.)]|[-*])\s", text)) >= 3 else "prose"

@@ -185,7 +185,7 @@ def _prepare(
     train, held = work / "examples.jsonl", work / "held-out.jsonl"
 
     def windows(part: Part, count: int) -> list[Example]:
-        """Also windows of short documents, since examples may differ in length."""
+        """Cut windows, of short documents too, since examples may differ in length."""
         asked = TextSettings(
             source=settings.text, part=part, context=context, stride=context, num_windows=count
         )

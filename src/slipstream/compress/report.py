@@ -90,7 +90,7 @@ class Report:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Why the compressed model is broken; empty if it is not."""
+        """Reasons why the compressed model is broken; empty if it is not."""
         return self.limits.faults(self.divergence)
 
     @property

@@ -471,7 +471,9 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Over how many ranks, a process each, a model is split. Where `tensor` and `experts` are above 1 they are the same ranks.
+    """Numbers of ranks, a process each, that a model is split over.
+
+    Where `tensor` and `experts` are above 1 they are the same ranks.
     `stages`: the number of layers of each stage of a pipeline; each stage has as many ranks, which are neighbours."""
 
     tensor: int = 1

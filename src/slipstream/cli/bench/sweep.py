@@ -179,7 +179,7 @@ def _show(
 
 
 def measured_ceilings() -> dict[str, float] | None:
-    """Of this machine's CPU: bytes a second that it reads, and operations a second by type. None without its kernels."""
+    """Measure this machine's CPU: bytes read a second, and operations a second by type. None without the C++ kernels."""
     from slipstream.costs.hardware import available_cores
     from slipstream.kernels.cpu.native import ThreadPool
     from slipstream.worker.start.roofline import measure_ceilings
