@@ -188,6 +188,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "tie_word_embeddings": True,
     },
+    "seed_oss": {**_LLAMA, "model_type": "seed_oss", "head_dim": 16},
+    "arcee": {**_LLAMA, "model_type": "arcee"},
+    "helium": {**_LLAMA, "model_type": "helium", "head_dim": 8},
+    "exaone4": {**_LLAMA, "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 6},
+    "ernie4_5": {**_LLAMA, "model_type": "ernie4_5", "head_dim": 16},
+    "ernie4_5_moe": {
+        **_LLAMA,
+        **dict(model_type="ernie4_5_moe", num_hidden_layers=3, moe_intermediate_size=32),
+        **dict(moe_k=3, moe_num_experts=8, initializer_range=0.2),
+    },
+    "minimax_m2": {
+        **_LLAMA,
+        **dict(model_type="minimax_m2", head_dim=16, rotary_dim=8, rope_theta=None),
+        **dict(num_local_experts=8, num_experts_per_tok=3, initializer_range=0.2),
+    },
+    "glm4_moe_lite": {
+        **_LATENT,
+        "model_type": "glm4_moe_lite",
+        "n_shared_experts": 1,
+        "first_k_dense_replace": None,
+    },
+    "dots1": {
+        **_LLAMA,
+        **dict(model_type="dots1", head_dim=16, num_hidden_layers=3, initializer_range=0.2),
+        **dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3),
+        **dict(moe_intermediate_size=32, first_k_dense_replace=1, n_group=4, topk_group=2),
+        **dict(sliding_window=7, max_window_layers=2),
+    },
+    "olmoe": {**_LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
+    "flex_olmo": {**_LLAMA, "model_type": "flex_olmo", "num_experts": 6, "num_experts_per_tok": 2},
+    "granitemoe": {
+        **_LLAMA,
+        **dict(model_type="granitemoe", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(embedding_multiplier=3.0, logits_scaling=4.0, num_local_experts=6),
+    },
+    "granitemoeshared": {
+        **_LLAMA,
+        **dict(model_type="granitemoeshared", attention_multiplier=0.2, residual_multiplier=0.4),
+        **dict(num_local_experts=6, shared_intermediate_size=48),
+    },
 }
 
 
@@ -197,9 +237,8 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**FAMILIES[family], **overrides}
-    for key in [
-        k for k, v in settings.items() if v is None and k not in ("pad_token_id", "q_lora_rank")
-    ]:
+    nulls = ("pad_token_id", "q_lora_rank", *settings.pop("nulls", ()))
+    for key in [k for k, v in settings.items() if v is None and k not in nulls]:
         del settings[key]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)

@@ -254,6 +254,33 @@ def test_keys_of_hubs_that_change_nothing(tmp_path, family):
     assert read_spec(tmp_path).spec == plain
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "family", "more"),
+    [
+        ("kimi_k2", "DeepseekV3ForCausalLM", "deepseek_v3", {"num_nextn_predict_layers": 0}),
+        (
+            "mimo",
+            "MiMoForCausalLM",
+            "qwen2",
+            {"attention_bias": True, "num_nextn_predict_layers": 1, "use_mrope": False},
+        ),
+    ],
+)
+def test_a_family_under_its_authors_name(tmp_path, model_type, architecture, family, more):
+    theirs = tiny_models.build(tmp_path, family)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    if model_type == "mimo":
+        tensors = load_file(file)
+        save_file(
+            {**tensors, "model.mtp_layers.0.input_proj.weight": torch.ones(2, 2)},
+            file,
+            metadata={"format": "pt"},
+        )
+    config = json.loads(path.read_text()) | {"model_type": model_type, **more}
+    path.write_text(json.dumps({**config, "architectures": [architecture]}))
+    assert close(run(load(tmp_path), TOKENS, (9, 1, 30)), logits_of(theirs))
+
+
 def test_blocks_are_told_apart(tmp_path):
     falcon = {**NEOX, "intermediate_size": None, "alibi": True, "bias": True}
     rw = spec_of(

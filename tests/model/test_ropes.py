@@ -99,6 +99,8 @@ FAMILIES = [
     *("gemma", "gemma2", "gemma3_text", "phi", "phi3", "falcon", "starcoder2", "gpt_neox", "gpt_oss"),
     *("glm", "glm4", "glm4_moe", "granite", "olmo2", "olmo3", "cohere", "cohere2"),
     *("deepseek_v2", "deepseek_v3", "modernbert", "eurobert"),
+    *("seed_oss", "arcee", "helium", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2"),
+    *("glm4_moe_lite", "dots1", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared"),
 ]  # fmt: skip
 ROPES = {"rope_theta", "rope_parameters", "rope_scaling"}
 

@@ -25,7 +25,17 @@ BUILD = {
     **dict.fromkeys(tiny_models.ENCODERS, tiny_models.build_encoder),
     **dict.fromkeys(tiny_models.T5S, tiny_models.build_t5),
 }
-NOT_COVERED = {"olmo2": "qk_norm", "olmo3": "qk_norm", "granite": "residual_scale"}
+NOT_COVERED = {
+    "olmo2": "qk_norm",
+    "olmo3": "qk_norm",
+    "granite": "residual_scale",
+    "exaone4": "a branch without a norm",
+    "flex_olmo": "qk_norm",
+    "minimax_m2": "qk_norm",
+    "olmoe": "qk_norm",
+    "granitemoe": "residual_scale",
+    "granitemoeshared": "residual_scale",
+}
 
 
 def described(x):

@@ -45,7 +45,17 @@ SIZES = dict(
     num_threads=1,
     kv_cache_bytes=2**20,
 )
-REFUSED = {"granite": "residual_scale", "olmo2": "qk_norm", "olmo3": "qk_norm"}
+REFUSED = {
+    "granite": "residual_scale",
+    "olmo2": "qk_norm",
+    "olmo3": "qk_norm",
+    "exaone4": "a branch without a norm",
+    "flex_olmo": "qk_norm",
+    "minimax_m2": "qk_norm",
+    "olmoe": "qk_norm",
+    "granitemoe": "residual_scale",
+    "granitemoeshared": "residual_scale",
+}
 PROMPTS = [
     {"prompt_token_ids": ids}
     for ids in ([5, 9, 200, 41, 7, 7, 3], [11] * 20, [4, 8], [30, 31, 32, 33, 34])

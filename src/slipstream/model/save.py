@@ -24,7 +24,7 @@ from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup
+from slipstream.spec.parameters import Deinterleave, OneRow, Placement, Transpose, Ungroup
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -99,6 +99,8 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return part
         case Transpose():
             return part.mT
+        case OneRow():
+            return part[None]
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))

@@ -56,8 +56,13 @@ class Flatten:
     kernel: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OneRow:
+    """The tensor has a dimension of 1 before the others (ERNIE 4.5's correction of a router)."""
+
+
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | OneRow
 )
 
 

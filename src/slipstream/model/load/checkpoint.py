@@ -37,6 +37,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    OneRow,
     Placement,
     Shape,
     SwapGateUp,
@@ -382,6 +383,8 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
+    if isinstance(transform, OneRow):
+        return (1, *shape)
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -409,6 +412,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             )
         case Flatten():
             return value.reshape(value.shape[0], -1)
+        case OneRow():
+            return value[0]
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
         case SwapGateUp():

@@ -16,6 +16,8 @@ from slipstream.spec.families import (
     bloom,
     cohere,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
     glm,
@@ -24,6 +26,7 @@ from slipstream.spec.families import (
     granite,
     idefics3,
     llama,
+    minimax,
     modernbert,
     mpt,
     neox,
@@ -39,8 +42,22 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
-    *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_vl, starcoder, t5),
+    *(
+        bert,
+        bloom,
+        cohere,
+        deepseek,
+        ernie,
+        exaone,
+        falcon,
+        gemma,
+        glm,
+        gpt,
+        gpt_oss,
+        granite,
+        idefics3,
+    ),
+    *(llama, minimax, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

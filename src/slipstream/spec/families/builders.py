@@ -10,18 +10,23 @@ from slipstream.spec.families.base import ConfigReader
 from slipstream.spec.model import (
     Activation,
     AttentionSpec,
+    BlockSpec,
     ClassifierSpec,
     DenseSpec,
     LayerSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    MLPSpec,
     ModelSpec,
     NormSpec,
+    QKNormSpec,
     RopeSpec,
     SequentialBlock,
     YarnScaling,
 )
+
+NO_SETTINGS: Mapping[str, Any] = {}
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +95,66 @@ def layer_norm(size: int, eps: float, *, bias: bool = True) -> NormSpec:
 def before(norm: NormSpec) -> SequentialBlock:
     """A block with a norm before attention and one before the MLP."""
     return SequentialBlock(pre_attention=norm, pre_mlp=norm)
+
+
+def after(norm: NormSpec) -> SequentialBlock:
+    """A block with a norm of what attention gives and one of what the MLP gives, before they are added (OLMo 2)."""
+    return SequentialBlock(post_attention=norm, post_mlp=norm)
+
+
+def decoder(
+    c: ConfigReader,
+    family: str,
+    *,
+    h: HeadCounts | None = None,
+    max_position: int = 2048,
+    eps: float = 1e-6,
+    norm: NormSpec | None = None,
+    block: Callable[[NormSpec], BlockSpec] = before,
+    bias: tuple[bool, bool] | None = None,
+    mlp: MLPSpec | Callable[[int], MLPSpec] | None = None,
+    over: Literal["head", "row", "each"] | None = None,
+    kinds: list[str] | None = None,
+    window: int | None = None,
+    rotated: Callable[[int], bool] | None = None,
+    positions: Mapping[str, Any] = NO_SETTINGS,
+    more: Mapping[str, Any] = NO_SETTINGS,
+    residual_scale: float = 1.0,
+    **whole: Any,
+) -> ModelSpec:
+    """A decoder with the keys of Llama's config. What a family has otherwise is given.
+
+    `max_position`, `eps`: defaults of these keys. `norm`: by default RMS norms with `rms_norm_eps`.
+    `bias`: of q, k and v, and of the output product; by default both are `attention_bias`.
+    `mlp`: that of all layers, or by the layer's index; by default gated, with `mlp_bias`.
+    `over`: what the RMS norms of q and k are over.
+    `kinds`, `window`: the kind of each layer, and the window of the sliding ones.
+    `rotated`: whether a layer, by its index, has the rotary embedding.
+    `positions`, `more`, `whole`: further arguments of `rope`, `attention` and `model`.
+    """
+    h = h or heads(c)
+    longest = c.size("max_position_embeddings", max_position)
+    norm = norm or rms(c.size("hidden_size"), c.take("rms_norm_eps", float, eps))
+    position = rope(c, h.head_dim, max_position=longest, **positions)
+    if bias is None:
+        bias = (c.take("attention_bias", bool, False),) * 2
+    mlp = mlp or gated(c, bias=c.take("mlp_bias", bool, False))
+    qk_norm = None if over is None else QKNormSpec(over=over, eps=norm.eps)
+
+    def layer(i: int) -> LayerSpec:
+        of = attention(
+            h,
+            position if rotated is None or rotated(i) else None,
+            qkv_bias=bias[0],
+            out_bias=bias[1],
+            window=window if kinds and kinds[i] == "sliding_attention" else None,
+            qk_norm=qk_norm,
+            **more,
+        )
+        own = mlp(i) if callable(mlp) else mlp
+        return LayerSpec(attention=of, mlp=own, block=block(norm), residual_scale=residual_scale)
+
+    return model(c, family, layer, norm, longest, **whole)
 
 
 def model(

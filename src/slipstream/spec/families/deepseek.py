@@ -1,5 +1,6 @@
-"""DeepSeek V2, V2-Lite and V3: latent attention, mixtures of experts with shared experts, and YaRN that scales the scores too.
-The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3)."""
+"""DeepSeek V2, V2-Lite and V3, Kimi K2, GLM-4.7-Flash: latent attention, mixtures of experts with shared experts, and YaRN that
+scales the scores too. The router chooses groups of experts first (V2), and uses sigmoid scores with a correction (V3; so does
+dots.llm1, which is here too)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,16 @@ import math
 from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
-from slipstream.spec.families.builders import before, gated, model, rms, rope
-from slipstream.spec.families.metadata import scaling_gguf_config
+from slipstream.spec.families.builders import (
+    before,
+    decoder,
+    gated,
+    kinds_of_layers,
+    model,
+    rms,
+    rope,
+)
+from slipstream.spec.families.metadata import llama_gguf_config, scaling_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
 from slipstream.spec.model import (
     GroupLimit,
@@ -68,6 +77,51 @@ def read_v3(c: ConfigReader) -> ModelSpec:
         moe,
         interleaved=interleaved,
         dense=c.take("first_k_dense_replace", int, 3),
+    )
+
+
+def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
+    """GLM-4.7-Flash: V3's layers. A list says which have experts."""
+    c.assume_missing(
+        **dict(num_key_value_heads=20, n_group=1, topk_group=1, n_routed_experts=64),
+        **dict(n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536),
+        **dict(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, qk_rope_head_dim=64),
+        **dict(v_head_dim=256, rms_norm_eps=1e-5, max_position_embeddings=202752),
+    )
+    c.require("scoring_func", "sigmoid")
+    c.require("topk_method", "noaux_tc")
+    count, dense = c.size("num_hidden_layers"), c.take("first_k_dense_replace", int, 1)
+    kinds = c.take("mlp_layer_types", list, ["dense"] + ["sparse"] * (count - 1))
+    num_dense = kinds.index("sparse") if "sparse" in kinds else count
+    if kinds != ["dense"] * num_dense + ["sparse"] * (count - num_dense):
+        raise c.unsupported("mlp_layer_types", f"must be {count} of dense, then sparse")
+    if "first_k_dense_replace" in c and dense != num_dense:
+        raise c.unsupported("first_k_dense_replace", "mlp_layer_types says otherwise")
+    moe, interleaved = corrected_mixture(c, weight_scale=1.8), c.take("rope_interleave", bool, True)
+    return _read(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
+
+
+def read_dots1(c: ConfigReader) -> ModelSpec:
+    """dots.llm1: V3's experts, with Qwen 3's attention."""
+    c.assume_missing(num_key_value_heads=32, norm_topk_prob=False, n_group=1, topk_group=1)
+    c.assume(moe_intermediate_size=1408)
+    c.require("scoring_func", "sigmoid", "noaux_tc")
+    dense, moe = gated(c), corrected_mixture(c, weight_scale=1.0)
+    num_dense = c.take("first_k_dense_replace", int, 0)
+    window = c.maybe("sliding_window", int) if c.says("sliding_window") else 4096
+    first = c.take("max_window_layers", int, 62)
+    kinds = kinds_of_layers(
+        c, lambda i: "sliding_attention" if window and i >= first else "full_attention"
+    )
+    if window is None and "sliding_attention" in kinds:
+        raise c.unsupported("layer_types", "has sliding_attention, but there is no sliding_window")
+    return decoder(
+        c,
+        "dots1",
+        mlp=lambda i: dense if i < num_dense else moe,
+        over="head",
+        kinds=kinds,
+        window=window,
     )
 
 
@@ -231,6 +285,12 @@ GGUF_NAMES: dict[str, Theirs] = {
 }
 
 
+def dots1_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    m.require("expert_gating_func", 2)
+    m.ignore("expert_shared_feed_forward_length")  # the shared experts' sizes together
+    return {**llama_gguf_config(m, experts=True), **gguf_experts(m), "sliding_window": None}
+
+
 def gguf_names(spec: ModelSpec) -> Names:
     """`expand` is two tensors by heads: the part for keys, which is transposed, and the part for values."""
     a = spec.layers[0].attention
@@ -257,11 +317,23 @@ FAMILIES = (
         names=names,
         gguf=GGUFFamily(architecture="deepseek2", config=gguf_config, names=gguf_names),
     ),
+    *(
+        Family(model_type=name, architectures=(architecture,), read=read, names=names, mtp=True)
+        for name, architecture, read in (
+            ("deepseek_v3", "DeepseekV3ForCausalLM", read_v3),
+            ("kimi_k2", "DeepseekV3ForCausalLM", read_v3),  # the authors' name for the same
+            ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite),
+        )
+    ),
     Family(
-        model_type="deepseek_v3",
-        architectures=("DeepseekV3ForCausalLM",),
-        read=read_v3,
-        names=names,
-        mtp=True,
+        model_type="dots1",
+        architectures=("Dots1ForCausalLM",),
+        read=read_dots1,
+        names=table(SHARED),
+        gguf=GGUFFamily(
+            architecture="dots1",
+            config=dots1_gguf_config,
+            names=gguf_table({"correction": {"weight": "exp_probs_b.bias"}}),
+        ),
     ),
 )

@@ -11,6 +11,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    OneRow,
     Placement,
     SwapGateUp,
     Transform,
@@ -22,7 +23,14 @@ from slipstream.spec.parameters import (
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 Change: TypeAlias = Literal[
-    "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
+    "transpose",
+    "ungroup",
+    "unpermute",
+    "minus_one",
+    "swap",
+    "untwine",
+    "untwine_transpose",
+    "one_row",
 ]
 
 LLAMA: dict[str, Theirs] = {
@@ -174,6 +182,14 @@ def gguf_table(
     return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
 
 
+PLAIN: Mapping[str, Transform] = {
+    "minus_one": MinusOne(),
+    "swap": SwapGateUp(),
+    "one_row": OneRow(),
+}
+"""Changes that ask nothing of the layer."""
+
+
 def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
     if not stem.endswith("attention.qkv"):
         return whole // 2, whole // 2
@@ -189,8 +205,8 @@ def _transform(
         return None
     if change == "transpose":
         return Transpose()
-    if change in ("minus_one", "swap"):
-        return MinusOne() if change == "minus_one" else SwapGateUp()
+    if change in PLAIN:
+        return PLAIN[change]
     if change in ("untwine", "untwine_transpose"):
         return Deinterleave(change == "untwine_transpose" and kind == "weight")
     assert layer is not None
