@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ _LATENT = dict(
     initializer_range=0.2,
 )
 _EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
+_SCALED = dict(
+    rope_theta=None,
+    rope_parameters=dict(
+        **dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, beta_fast=32.0, beta_slow=1.0),
+        **dict(original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        llama_4_scaling_beta=0.3,
+    ),
+)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
@@ -216,6 +225,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(moe_intermediate_size=32, first_k_dense_replace=1, n_group=4, topk_group=2),
         **dict(sliding_window=7, max_window_layers=2),
     },
+    "hunyuan_v1_dense": {**_LLAMA, "model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_v1_moe": {
+        **_LLAMA,
+        **dict(model_type="hunyuan_v1_moe", head_dim=16, num_experts=6, moe_topk=3),
+    },
+    "ministral3": {**_LLAMA, **_SCALED, "model_type": "ministral3", "head_dim": 16},
+    "mistral4": {
+        **_LATENT,
+        **_SCALED,
+        "model_type": "mistral4",
+        "n_shared_experts": 1,
+        "num_hidden_layers": 2,
+    },
     "olmoe": {**_LLAMA, "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2},
     "flex_olmo": {**_LLAMA, "model_type": "flex_olmo", "num_experts": 6, "num_experts_per_tok": 2},
     "granitemoe": {
@@ -231,12 +253,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def settings_of(family: str) -> dict[str, Any]:
+    """A copy, since transformers changes what it is given."""
+    return copy.deepcopy(FAMILIES[family])
+
+
 def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
     """Write a checkpoint of random weights to `path`; the transformers model itself is returned."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config
+    from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-    settings = {**FAMILIES[family], **overrides}
+    # transformers only makes it as a part of a Mistral 3
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
+    settings = {**settings_of(family), **overrides}
     nulls = ("pad_token_id", "q_lora_rank", *settings.pop("nulls", ()))
     for key in [k for k, v in settings.items() if v is None and k not in nulls]:
         del settings[key]
@@ -300,7 +331,7 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    settings = {k: v for k, v in FAMILIES[family].items() if v is not None}
+    settings = {k: v for k, v in settings_of(family).items() if v is not None}
     config = AutoConfig.for_model(
         settings.pop("model_type"), num_labels=num_labels, pad_token_id=None, **settings
     )

@@ -206,6 +206,22 @@ CASES = {
     ),
     "dots1-open": ("dots1", {"nulls": ["sliding_window"], "sliding_window": None}),
     "olmoe-normalised": ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    "hunyuan-stretched": (
+        "hunyuan_v1_dense",
+        {
+            "rope_theta": None,
+            "rope_parameters": {
+                **dict(type="dynamic", alpha=50.0, factor=1.0, rope_theta=10000.0),
+                **dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+            },
+            "attention_bias": True,
+        },
+    ),
+    "ministral3-windows": ("ministral3", {"sliding_window": 7}),
+    "mistral4-groups": (
+        "mistral4",
+        {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
+    ),
     "seed-oss-bare": ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
     "arcee-biased": ("arcee", {"mlp_bias": True, "hidden_act": "gelu"}),
     "granite-tied": (

@@ -508,6 +508,64 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "rope.dimension_count": 8,
         },
     ),
+    "mistral3": (
+        "mistral3",
+        "ministral3",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "rope.dimension_count": 16,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.3,
+        },
+    ),
+    "mistral3-small": (
+        "mistral3",
+        "mistral",
+        {"sliding_window": None, "nulls": ["sliding_window"], "rms_norm_eps": 1e-6},
+        {**RMS, "rope.dimension_count": 8},
+    ),
+    "hunyuan-dense": (
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        {
+            "rms_norm_eps": 1e-6,
+            "rope_theta": None,
+            "rope_parameters": dict(type="dynamic", alpha=50.0, factor=1.0, rope_theta=1e4),
+        },
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "rope.freq_base": 1e4 * 50.0 ** (16 / 14),
+            "rope.scaling.type": "none",
+            "rope.scaling.factor": 1.0,
+            "rope.scaling.original_context_length": 256,
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan-moe",
+        "hunyuan_v1_moe",
+        {"rms_norm_eps": 1e-6},
+        {
+            **RMS,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 64,
+            "expert_shared_feed_forward_length": 64,
+            "expert_shared_count": 1,
+            "rope.scaling.type": "none",
+        },
+    ),
     "seed_oss": (
         "seed_oss",
         "seed_oss",
@@ -661,9 +719,14 @@ def apart(architecture, name, value, a):
 def as_llama_cpp(architecture, name, value, a):
     """A tensor as llama.cpp's converter changes it."""
     fused = name.endswith(("query_key_value.weight", "query_key_value.bias"))
-    if architecture in ("llama", "granite", "smollm3", "arcee", "granitemoe") and re.search(
-        r"\.[qk]_proj\.", name
-    ):  # its order of rotary rows
+    if architecture in (
+        "llama",
+        "granite",
+        "smollm3",
+        "arcee",
+        "granitemoe",
+        "mistral3",
+    ) and re.search(r"\.[qk]_proj\.", name):  # its order of rotary rows
         heads = a.num_heads if ".q_proj." in name else a.num_kv_heads
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):

@@ -52,6 +52,7 @@ ALL_EXPERTS = {
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe_lite": {"num_experts_per_tok": 8},
+    "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
     "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "flex_olmo": {"num_experts_per_tok": 6},
 }
@@ -140,6 +141,7 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             if latent
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
+        kept.append(a.query_scale)
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(
         math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name

@@ -165,11 +165,13 @@ class ReferenceOps(OpSet):
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
         q, k = rows[:, : h.num_heads].float(), rows[:, h.num_heads : num_turned].float()
         v = rows[:, num_turned:]  # none if kv.latent
-        if h.q_norm is not None and h.k_norm is not None:
-            q, k = (rms(t, w, h.norm_eps, h.norm_offset) for t, w in ((q, h.q_norm), (k, h.k_norm)))
+        if not h.norm_after:
+            q, k = _normed(q, k, h)
         if h.cos_sin is not None:
             table = h.cos_sin[meta.positions]
             q, k = rotate(q, table, h.interleaved), rotate(k, table, h.interleaved)
+        if h.norm_after:
+            q, k = _normed(q, k, h)
         block, offset = meta.slot_mapping // kv.block_size, meta.slot_mapping % kv.block_size
         kv.k[block, :, offset] = to_cache(k, kv.k_scale, kv.k.dtype)
         if not kv.latent:
@@ -356,6 +358,14 @@ def rotate(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
         a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((turned, passed), dim=-1)
+
+
+def _normed(q: Tensor, k: Tensor, h: QKVLayout) -> tuple[Tensor, Tensor]:
+    """Norms heads of q and k, if they have norms."""
+    if h.q_norm is None or h.k_norm is None:
+        return q, k
+    how = h.norm_eps, h.norm_offset
+    return rms(q, h.q_norm, *how), rms(k, h.k_norm, *how)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:

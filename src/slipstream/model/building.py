@@ -97,7 +97,8 @@ def build_layer(
             causal=s.causal,
         )
         q_norm, k_norm = (None, None) if of_heads else norms
-        return Attention(s, qkv, out, heads, params, q_norm, k_norm, summed_ranks)
+        scale = tables.query_scale(s.query_scale)
+        return Attention(s, qkv, out, heads, params, q_norm, k_norm, scale, summed_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:
         q, kv, out = (linear(f"cross.{part}") for part in ("q", "kv", "out"))
@@ -122,7 +123,8 @@ def build_layer(
         )
         q_latent = linear("attention.q_latent") if s.q_rank is not None else None
         q, latent, out = (linear(f"attention.{part}") for part in ("q", "latent", "out"))
-        return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
+        scale = tables.query_scale(s.query_scale)
+        return LatentAttention(s, q_latent, q, latent, out, q_norm, params, scale)
 
     norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
     mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
@@ -183,6 +185,7 @@ def _heads(
         k_norm=k_norm,
         norm_eps=s.qk_norm.eps if s.qk_norm is not None else 0.0,
         norm_offset=s.qk_norm.weight_offset if s.qk_norm is not None else 0.0,
+        norm_after=s.qk_norm is not None and s.qk_norm.after,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NormSpec, Shape
-from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
+from slipstream.spec.positions import AlibiSpec, BucketSpec, QueryScale, RopeSpec
 
 
 class WeightShape(NamedTuple):
@@ -39,11 +39,14 @@ class QKNormSpec:
     1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
     2. `row`: all heads together, RMS (OLMo 2).
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
+
+    `after`: the norm of heads comes behind the rotation (Hunyuan).
     """
 
     over: Literal["head", "row", "each"]
     eps: float
     weight_offset: float = 0.0
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,7 @@ class AttentionSpec:
     softcap: float | None = None
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
+    query_scale: QueryScale | None = None
     sinks: bool = False
     of_heads: tuple[int, int] | None = None
 
@@ -142,6 +146,7 @@ class LatentAttentionSpec:
     scale: float
     position: RopeSpec
     eps: float
+    query_scale: QueryScale | None = None
     bias: bool = False
 
     num_kv_heads: ClassVar[int] = 1

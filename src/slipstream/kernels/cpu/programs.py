@@ -136,6 +136,15 @@ def add_norm(
     program.add("norm", x, residual, out, form, norm.kind == "layer", size, *how)
 
 
+def add_norm_parts(
+    program: Program, x: int, column: int, parts: int, size: int, norm: NormParams, step: int
+) -> None:
+    """Adds a norm in place of `parts` pieces of a row, of `size` numbers each, from `column` on.
+    The weights of each lie `step` after the last one's."""
+    how = float32(norm.weight), _floats(norm.bias), step, norm.eps, norm.offset
+    program.add("norm_parts", x, column, parts, norm.kind == "layer", size, *how)
+
+
 def add_rope_and_cache(
     program: Program, qkv: int, layer: int, h: QKVLayout, *, group: int = 0
 ) -> None:
@@ -144,9 +153,8 @@ def add_rope_and_cache(
     norms = [_floats(t) for t in (h.q_norm, h.k_norm)]
     sizes = h.num_heads, h.num_kv_heads, h.head_dim
     turned = h.cos_sin, h.rotary_dim, h.interleaved
-    program.add(
-        "rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, h.norm_eps, h.norm_offset
-    )
+    how = h.norm_eps, h.norm_offset, h.norm_after
+    program.add("rope_and_cache", qkv, layer, group, *sizes, *turned, *norms, *how)
 
 
 def add_attention(

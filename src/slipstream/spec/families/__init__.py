@@ -24,9 +24,11 @@ from slipstream.spec.families import (
     gpt,
     gpt_oss,
     granite,
+    hunyuan,
     idefics3,
     llama,
     minimax,
+    mistral3,
     modernbert,
     mpt,
     neox,
@@ -42,22 +44,9 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(
-        bert,
-        bloom,
-        cohere,
-        deepseek,
-        ernie,
-        exaone,
-        falcon,
-        gemma,
-        glm,
-        gpt,
-        gpt_oss,
-        granite,
-        idefics3,
-    ),
-    *(llama, minimax, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_vl, starcoder, t5),
+    *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, glm, gpt, gpt_oss),
+    *(granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt, neox, nomic, olmo),
+    *(opt, phi, qwen, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
+    ROPE_TYPES,
     before,
     decoder,
     gated,
     kinds_of_layers,
     model,
+    query_scale,
     rms,
     rope,
 )
@@ -101,6 +104,31 @@ def read_glm4_moe_lite(c: ConfigReader) -> ModelSpec:
     return _read(c, "glm4_moe_lite", moe, interleaved=interleaved, dense=num_dense)
 
 
+def read_mistral4(c: ConfigReader, positions: Mapping[str, Any]) -> ModelSpec:
+    """Mistral 4: V3's layers with softmax scores, without a correction. `positions`: the default rotary embedding."""
+    c.assume_missing(
+        **dict(num_key_value_heads=32, n_group=1, topk_group=1, n_routed_experts=128),
+        **dict(n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=2048),
+        **dict(kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, qk_rope_head_dim=64),
+        **dict(v_head_dim=128, max_position_embeddings=1048576),
+    )
+    if c.value("rope_scaling"):  # transformers would rotate whole keys
+        raise c.unsupported("rope_scaling", "only rope_parameters are read in this family")
+    moe = mixture(
+        c,
+        normalize=c.take("norm_topk_prob", bool, True),
+        groups=expert_groups(c, "best_two"),
+        weight_scale=c.take("routed_scaling_factor", float, 1.0),
+    )
+    dense, interleaved = (
+        c.take("first_k_dense_replace", int, 0),
+        c.take("rope_interleave", bool, True),
+    )
+    return _read(
+        c, "mistral4", moe, interleaved=interleaved, dense=dense, positions=positions, scaled=True
+    )
+
+
 def read_dots1(c: ConfigReader) -> ModelSpec:
     """dots.llm1: V3's experts, with Qwen 3's attention."""
     c.assume_missing(num_key_value_heads=32, norm_topk_prob=False, n_group=1, topk_group=1)
@@ -160,24 +188,40 @@ def mixture(
 
 
 def _read(
-    c: ConfigReader, family: str, moe: MoESpec, *, interleaved: bool, dense: int
+    c: ConfigReader,
+    family: str,
+    moe: MoESpec,
+    *,
+    interleaved: bool,
+    dense: int,
+    positions: Mapping[str, Any] | None = None,
+    scaled: bool = False,
 ) -> ModelSpec:
-    """The first `dense` layers have no experts."""
+    """The first `dense` layers have no experts. `positions`: the rotary embedding of a config that lacks it. `scaled`: queries
+    are scaled by position, and a config counts what is rotated as a part of a whole key."""
     num_heads, plain, rotary = (
         c.size("num_attention_heads"),
         c.size("qk_nope_head_dim"),
         c.size("qk_rope_head_dim"),
     )
     c.require("num_key_value_heads", num_heads)
-    c.require("head_dim", rotary)
+    c.require("head_dim", plain + rotary if scaled else rotary)
     c.require("qk_head_dim", plain + rotary)
     c.require("mlp_bias", False)
     max_position = c.size("max_position_embeddings", 4096)
     eps = c.take("rms_norm_eps", float, 1e-6)
     norm = rms(c.size("hidden_size"), eps)
     position = rope(
-        c, rotary, max_position=max_position, style="interleaved" if interleaved else "half"
+        c,
+        plain + rotary if scaled else rotary,
+        max_position=max_position,
+        style="interleaved" if interleaved else "half",
+        partial=rotary / (plain + rotary) if scaled else None,
+        default=positions,
+        rope_types=("yarn",) if scaled else ROPE_TYPES,
     )
+    if position.rotary_dim != rotary:
+        raise c.unsupported("rope_parameters", f"partial_rotary_factor must make {rotary}")
     scale, scaling = (plain + rotary) ** -0.5, position.scaling
     if isinstance(scaling, YarnScaling) and scaling.factor > 1.0:
         scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
@@ -189,6 +233,7 @@ def _read(
         q_rank=c.maybe("q_lora_rank", int),
         scale=scale,
         position=position,
+        query_scale=query_scale(c, positions) if scaled and positions else None,
         eps=1e-6,  # the latents' norms do not use rms_norm_eps
         bias=c.take("attention_bias", bool, False),
     )
@@ -216,11 +261,19 @@ NAMES: dict[str, Theirs] = {
 }
 
 
+STACKED: dict[str, Theirs] = {
+    "experts.up": {"weight": "mlp.experts.gate_up_proj"},
+    "experts.down": {"weight": "mlp.experts.down_proj"},
+}
+"""Mistral 4's names, whose tensors have all experts."""
+
+
 def names(spec: ModelSpec) -> Names:
     a = spec.layers[0].attention
     assert isinstance(a, LatentAttentionSpec)
     q = "self_attn.q_proj" if a.q_rank is None else "self_attn.q_b_proj"
-    return table({**NAMES, "attention.q": q})(spec)
+    more = STACKED if spec.family == "mistral4" else {}
+    return table({**NAMES, **more, "attention.q": q})(spec)
 
 
 def gguf_experts(m: ConfigReader) -> dict[str, Any]:
