@@ -230,6 +230,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LLAMA,
         **dict(model_type="hunyuan_v1_moe", head_dim=16, num_experts=6, moe_topk=3),
     },
+    "nemotron": {**_LLAMA, "model_type": "nemotron"},
+    "stablelm": {**_LLAMA, "model_type": "stablelm", "use_qkv_bias": True},
+    "codegen": {**_GPT, "model_type": "codegen", "rotary_dim": 4},
+    "gpt_neo": {
+        **_SMALL,
+        **dict(model_type="gpt_neo", hidden_size=32, num_layers=2, num_heads=4, window_size=7),
+        **dict(max_position_embeddings=256, attention_types=[[["global", "local"], 1]]),
+    },
     "ministral3": {**_LLAMA, **_SCALED, "model_type": "ministral3", "head_dim": 16},
     "mistral4": {
         **_LATENT,

@@ -222,6 +222,19 @@ CASES = {
         "mistral4",
         {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
     ),
+    "stablelm-12b": (
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
+    ),
+    "nemotron-biased": (
+        "nemotron",
+        {
+            "mlp_bias": True,
+            "attention_bias": True,
+            "rope_theta": None,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "seed-oss-bare": ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
     "arcee-biased": ("arcee", {"mlp_bias": True, "hidden_act": "gelu"}),
     "granite-tied": (

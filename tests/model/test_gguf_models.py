@@ -566,6 +566,24 @@ CASES = {  # llama.cpp's name, the family here, its changes, what its converter 
             "rope.scaling.type": "none",
         },
     ),
+    "nemotron": (
+        "nemotron",
+        "nemotron",
+        {},
+        {**LAYER, "rope.dimension_count": 4, "rope.scaling.type": "none", "vocab_size": 288},
+    ),
+    "stablelm": (
+        "stablelm",
+        "stablelm",
+        {},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": False},
+    ),
+    "stablelm-12b": (
+        "stablelm",
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": False},
+        {**LAYER, "rope.dimension_count": 2, "use_parallel_residual": True},
+    ),
     "seed_oss": (
         "seed_oss",
         "seed_oss",
@@ -731,6 +749,8 @@ def as_llama_cpp(architecture, name, value, a):
         return value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return value + 1
+    if architecture == "nemotron" and name.endswith("norm.weight"):
+        return value + 1
     if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight", name):
         return value.T
     if (
@@ -758,7 +778,9 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
     )
     table, tensors, stacks = gguf.get_tensor_name_map(number, spec.num_layers), {}, {}
     for name, value in load_file(tmp_path / "hf" / "model.safetensors").items():
-        if alone := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):  # one tensor for all experts
+        if alone := re.fullmatch(
+            r"(.*\.experts|.*_layernorm\.norms)\.(\d+)\.(.*)", name
+        ):  # one tensor for all experts
             stacks.setdefault(f"{alone[1]}.{alone[3]}", {})[int(alone[2])] = value.numpy()
             continue
         if (made := apart(architecture, name, value.numpy(), a)) is not None:
@@ -775,6 +797,7 @@ def test_a_model_as_llama_cpp_writes_it(case, tmp_path):
         written = next(n for n in found if n is not None)
         tensors[written] = (as_llama_cpp(architecture, name, value.numpy(), a), "F32")
     for name, parts in stacks.items():
+        name = name.replace(".norms.", ".")  # StableLM's of heads
         tensors[table.get_name(name, (".weight",))] = (
             np.stack([parts[e] for e in range(len(parts))]),
             "F32",

@@ -101,7 +101,7 @@ FAMILIES = [
     *("deepseek_v2", "deepseek_v3", "modernbert", "eurobert"),
     *("seed_oss", "arcee", "helium", "exaone4", "ernie4_5", "ernie4_5_moe", "minimax_m2"),
     *("glm4_moe_lite", "dots1", "olmoe", "flex_olmo", "granitemoe", "granitemoeshared"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "nemotron", "stablelm"),
 ]  # fmt: skip
 ROPES = {"rope_theta", "rope_parameters", "rope_scaling"}
 

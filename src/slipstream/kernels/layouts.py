@@ -26,8 +26,8 @@ LayerTensors: TypeAlias = "Mapping[str, Tensor | float | None]"
 class NormParams:
     """A norm over rows, in float32.
 
-    `rms` is x / rms(x) · (weight + offset). `layer` is (x − mean) / std · weight + bias. An
-    `OwnNorm` is the caller's function.
+    `rms` is x / rms(x) · (weight + offset). `layer` is (x − mean) / std ·
+    (weight + offset) + bias. An `OwnNorm` is the caller's function.
     """
 
     kind: Literal["rms", "layer"] | OwnNorm

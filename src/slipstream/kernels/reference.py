@@ -152,7 +152,9 @@ class ReferenceOps(OpSet):
             h = (h - h.mean(-1, keepdim=True)) * torch.rsqrt(
                 h.var(-1, unbiased=False, keepdim=True) + norm.eps
             )
-            h = h * norm.weight.float() + (0.0 if norm.bias is None else norm.bias.float())
+            h = h * (norm.weight.float() + norm.offset) + (
+                0.0 if norm.bias is None else norm.bias.float()
+            )
         return self._as(h, x.dtype, inputs), total
 
     def _as(self, x: Tensor, dtype: torch.dtype, inputs: InputFormat | None) -> Activations:

@@ -24,7 +24,15 @@ from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Deinterleave, OneRow, Placement, Transpose, Ungroup
+from slipstream.spec.parameters import (
+    Deinterleave,
+    OneRow,
+    Placement,
+    Shards,
+    Transpose,
+    Ungroup,
+    Vector,
+)
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -101,6 +109,11 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return part.mT
         case OneRow():
             return part[None]
+        case Vector():
+            return part[0]
+        case Shards(parts=n):
+            q, keys, values = (x.unflatten(0, (n, -1)) for x in part.chunk(3))
+            return torch.stack((q, values, keys), dim=1).flatten(0, 2)
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))

@@ -53,9 +53,10 @@ class OwnNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
-    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function of one's own.
+    """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · (weight + weight_offset) + bias. Or a
+    function of one's own.
 
-    Gemma stores weights less one, so its weight_offset is 1.
+    Gemma and Nemotron store weights less one, so its weight_offset is 1.
     """
 
     kind: Literal["rms", "layer"] | OwnNorm

@@ -34,7 +34,7 @@ class Unpermute:
 
 @dataclass(frozen=True, slots=True)
 class MinusOne:
-    """Stored values are larger by one (Gemma's norms in GGUF)."""
+    """Stored values are larger by one (norms of Gemma and Nemotron in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,29 @@ class OneRow:
     """The tensor has a dimension of 1 before the others (ERNIE 4.5's correction of a router)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The tensor is one row without a dimension for rows (a head's norm in StableLM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Rows are in `parts` groups: a part of q, then of v, then of k (CodeGen)."""
+
+    parts: int = 4
+
+
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | OneRow
+    Transpose
+    | Ungroup
+    | Unpermute
+    | MinusOne
+    | Deinterleave
+    | SwapGateUp
+    | Flatten
+    | OneRow
+    | Vector
+    | Shards
 )
 
 

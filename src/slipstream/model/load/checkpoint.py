@@ -40,11 +40,13 @@ from slipstream.spec.parameters import (
     OneRow,
     Placement,
     Shape,
+    Shards,
     SwapGateUp,
     Transform,
     Transpose,
     Ungroup,
     Unpermute,
+    Vector,
     parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
@@ -385,6 +387,8 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
         return (shape[0], *transform.kernel)
     if isinstance(transform, OneRow):
         return (1, *shape)
+    if isinstance(transform, Vector):
+        return shape[1:]
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -414,8 +418,13 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value.reshape(value.shape[0], -1)
         case OneRow():
             return value[0]
+        case Vector():
+            return value[None]
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
+        case Shards(parts=n):
+            rows = value.reshape(n, 3, -1, *value.shape[1:])
+            return xp.concatenate([rows[:, i].reshape(-1, *value.shape[1:]) for i in (0, 2, 1)])
         case SwapGateUp():
             half = value.shape[0] // 2
             return xp.concatenate((value[half:], value[:half]))

@@ -31,6 +31,7 @@ from slipstream.spec.families import (
     mistral3,
     modernbert,
     mpt,
+    nemotron,
     neox,
     nomic,
     olmo,
@@ -38,6 +39,7 @@ from slipstream.spec.families import (
     phi,
     qwen,
     qwen_vl,
+    stablelm,
     starcoder,
     t5,
 )
@@ -45,8 +47,8 @@ from slipstream.spec.families.base import Family
 
 MODULES = (
     *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, glm, gpt, gpt_oss),
-    *(granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt, neox, nomic, olmo),
-    *(opt, phi, qwen, qwen_vl, starcoder, t5),
+    *(granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt, nemotron, neox, nomic),
+    *(olmo, opt, phi, qwen, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -13,6 +13,7 @@ from slipstream.spec.parameters import (
     MinusOne,
     OneRow,
     Placement,
+    Shards,
     SwapGateUp,
     Transform,
     Transpose,
@@ -31,6 +32,7 @@ Change: TypeAlias = Literal[
     "untwine",
     "untwine_transpose",
     "one_row",
+    "shards",
 ]
 
 LLAMA: dict[str, Theirs] = {
@@ -186,6 +188,7 @@ PLAIN: Mapping[str, Transform] = {
     "minus_one": MinusOne(),
     "swap": SwapGateUp(),
     "one_row": OneRow(),
+    "shards": Shards(),
 }
 """Changes that ask nothing of the layer."""
 
@@ -201,7 +204,7 @@ def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
 def _transform(
     change: Change | None, kind: str, layer: LayerSpec | None, part: int = 0
 ) -> Transform | None:
-    if change is None or (change == "transpose" and kind == "bias"):
+    if change is None or (change in ("transpose", "minus_one") and kind == "bias"):
         return None
     if change == "transpose":
         return Transpose()
