@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from slipstream.kernels.states import LayerState, StateMetadata
+
 Made = TypeVar("Made")
 
 NO_ADAPTER = -1
@@ -63,13 +65,15 @@ class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
     In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
-    The op set chooses the memory layout of `v` (`OpSet.values_by_dim`).
+    The op set chooses the memory layout of `v` (`OpSet.values_by_dim`). A recurrent layer has a `state`; if it has no
+    attention, it has no blocks (B = 0).
     """
 
     k: Tensor  # [B, K, block_size, D]
     v: Tensor  # [B, K, block_size, D]; with latent attention a view of each key's last elements
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
+    state: LayerState | None = None
 
     @property
     def block_size(self) -> int:
@@ -186,6 +190,7 @@ class AttentionMetadata:
     shared: SharedPrefixes | None = None
     of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
+    states: StateMetadata | None = None  # for recurrent layers
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
