@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
@@ -100,11 +101,22 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedState:
+    """Placeholder of a recurrent layer's states."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class TracedKV:
     """Placeholder of a layer's cache."""
 
     layer: int
     num_kv_heads: int
+
+    @property
+    def state(self) -> TracedState:
+        return TracedState(self.layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +368,50 @@ class RecordingOps:
             else values.shape[0] * values.shape[2]
         )
         return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
+
+    def gated_delta(
+        self,
+        x: Value,
+        gates: Value,
+        state: TracedState,
+        meta: TracedMeta,
+        params: GatedDeltaParams,
+        decay: Value | None = None,
+        z: Value | None = None,
+    ) -> Value:
+        inputs = x, gates, *(y for y in (decay, z) if y is not None)
+        shape = (params.spec.v_size,)
+        more: dict[str, Any] = dict(params=params, decay=decay, z=z)
+        return self.record("gated_delta", inputs, shape, state=state, meta=meta, **more)
+
+    def mamba2(self, x: Value, state: TracedState, meta: TracedMeta, params: Mamba2Params) -> Value:
+        shape = (params.spec.v_size,)
+        return self.record("mamba2", (x,), shape, state=state, meta=meta, params=params)
+
+    def short_conv(
+        self, x: Value, state: TracedState, meta: TracedMeta, params: ConvParams
+    ) -> Value:
+        shape = (params.weight.shape[0],)
+        return self.record("short_conv", (x,), shape, state=state, meta=meta, params=params)
+
+    def causal_conv(
+        self, x: Value, state: TracedState, meta: TracedMeta, params: ConvParams
+    ) -> Value:
+        shape = (params.weight.shape[0],)
+        return self.record("causal_conv", (x,), shape, state=state, meta=meta, params=params)
+
+    def selective_scan(
+        self,
+        x: Value,
+        dt: Value,
+        bc: Value,
+        xz: Value,
+        state: TracedState,
+        meta: TracedMeta,
+        params: MambaParams,
+    ) -> Value:
+        inputs, shape = (x, dt, bc, xz), (params.spec.width,)
+        return self.record("selective_scan", inputs, shape, state=state, meta=meta, params=params)
 
     def activation(
         self,

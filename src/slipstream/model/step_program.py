@@ -37,9 +37,17 @@ from slipstream.kernels.cpu.programs import (
     add_norm,
     add_rope_and_cache,
 )
+from slipstream.kernels.cpu.recurrent import (
+    add_causal_conv,
+    add_gated_delta,
+    add_mamba2,
+    add_selective_scan,
+    add_short_conv,
+)
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.model import Activation
@@ -367,6 +375,52 @@ class ProgramEmitter(Emitter):
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch)
+
+    def gated_delta(
+        self,
+        x: int,
+        gates: int,
+        decay: int | None,
+        z: int | None,
+        out: int,
+        form: int,
+        layer: int,
+        params: GatedDeltaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        rows = x, gates, decay, z, out, form
+        add_gated_delta(self.program, *rows, layer, params, scratch)
+
+    def mamba2(
+        self,
+        x: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: Mamba2Params,
+        scratch: ScratchBuffers,
+    ) -> None:
+        add_mamba2(self.program, x, out, form, layer, params, scratch)
+
+    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_short_conv(self.program, x, out, form, layer, params)
+
+    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_causal_conv(self.program, x, out, form, layer, params)
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        bc: int,
+        xz: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: MambaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        add_selective_scan(self.program, x, dt, bc, xz, out, form, layer, params, scratch)
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers

@@ -19,12 +19,14 @@ A buffer can take another value after the last read of its current one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from slipstream.kernels.layouts import MLAParams, NormParams
 from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import Activation, DenseSpec, OwnActivation, OwnNorm
 from slipstream.spec.reason import Reason
 
@@ -112,6 +114,46 @@ class Emitter:
         scratch: ScratchBuffers,
     ) -> None:
         """Writes latent attention. `size` is the size of all heads' queries."""
+
+    def gated_delta(
+        self,
+        x: int,
+        gates: int,
+        decay: int | None,
+        z: int | None,
+        out: int,
+        form: int,
+        layer: int,
+        params: GatedDeltaParams,
+        scratch: ScratchBuffers,
+    ) -> None: ...
+
+    def mamba2(
+        self,
+        x: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: Mamba2Params,
+        scratch: ScratchBuffers,
+    ) -> None: ...
+
+    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
+
+    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None: ...
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        bc: int,
+        xz: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: MambaParams,
+        scratch: ScratchBuffers,
+    ) -> None: ...
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Any, scratch: ScratchBuffers
@@ -554,6 +596,51 @@ class Lowering:
         self.emit.mla_attention(
             q, row, out.number, op.arguments["kv"].layer, size, op.arguments["params"], scratch
         )
+        scratch.free()
+
+    def _gated_delta(self, op: Op) -> None:
+        decay, z = (
+            None if y is None else self.stored(y).number
+            for y in (op.arguments["decay"], op.arguments["z"])
+        )
+        rows = self._overwritten(op.x), self.stored(op.inputs[1]).number, decay, z
+        with self._recurrence(op) as (out, scratch):
+            self.emit.gated_delta(*rows, *out, op.arguments["params"], scratch)
+
+    def _mamba2(self, op: Op) -> None:
+        rows = self._overwritten(op.x)
+        with self._recurrence(op) as (out, scratch):
+            self.emit.mamba2(rows, *out, op.arguments["params"], scratch)
+
+    def _short_conv(self, op: Op) -> None:
+        rows = self.stored(op.x).number
+        with self._recurrence(op) as (out, _):
+            self.emit.short_conv(rows, *out, op.arguments["params"])
+
+    def _causal_conv(self, op: Op) -> None:
+        rows = self.stored(op.x).number
+        with self._recurrence(op) as (out, _):
+            self.emit.causal_conv(rows, *out, op.arguments["params"])
+
+    def _selective_scan(self, op: Op) -> None:
+        x, dt, bc, xz = (self.stored(y).number for y in op.inputs)
+        with self._recurrence(op) as (out, scratch):
+            self.emit.selective_scan(x, dt, bc, xz, *out, op.arguments["params"], scratch)
+
+    def _overwritten(self, value: Value) -> int:
+        """Returns the buffer of a value that an op overwrites."""
+        buffer = self.stored(value)
+        if any(self.lives(v) for v in buffer.values):
+            raise Refused("the C++ program overwrites rows that are read again after a recurrence")
+        return buffer.number
+
+    @contextmanager
+    def _recurrence(self, op: Op) -> Iterator[tuple[tuple[int, int, int], ScratchBuffers]]:
+        """Yields (buffer, form, layer) of a recurrence's result, and its temporary buffers."""
+        form, scratch = self.form_for(op.out), ScratchBuffers(self)
+        out = self.new(form, op.out.width)
+        self.put(op.out, Stored(out))
+        yield (out.number, form, op.arguments["state"].layer), scratch
         scratch.free()
 
     def _moe(self, op: Op) -> None:
