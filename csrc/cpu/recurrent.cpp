@@ -49,7 +49,6 @@ struct Conv : Stateful {
     int32_t x, out;
     int64_t column, factor = -1, gate = -1;
     ConvArgs args;
-    int64_t scratch_floats(Program& p) override { return p.kernels().conv_scratch(args); }
     int64_t units(Program&) override { return (args.channels + CHANNELS - 1) / CHANNELS; }
     int64_t units_together() override { return 2; }
     void prepare(Program& p, const StateStep& step, const ss_layer_kv& kv) override {
@@ -60,8 +59,8 @@ struct Conv : Stateful {
         args.out_stride = p.stride(out);
         args.out = p.row(out, 0) + (out == x ? column * 4 : 0);
     }
-    void compute(Program& p, const Task& t, float* scratch) override {
-        p.kernels().conv(args, t.seq, t.begin * CHANNELS, std::min(args.channels, t.end * CHANNELS), scratch);
+    void compute(Program& p, const Task& t, float*) override {
+        p.kernels().conv(args, t.seq, t.begin * CHANNELS, std::min(args.channels, t.end * CHANNELS));
     }
 };
 

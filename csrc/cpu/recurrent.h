@@ -11,8 +11,10 @@
 
 namespace ISA {
 
+#ifndef WIDEST
+#define WIDEST (kFullTiles ? 64 : 32)
+#endif
 constexpr int64_t TILE_TOKENS = 32;  // tokens whose factors a call prepares at once
-constexpr int64_t CONV_CHANNELS = 128;
 
 static inline int lanes(int64_t left) { return (int)(left < 16 ? left : 16); }
 
@@ -34,6 +36,7 @@ static inline F softplus(F x) {
 
 static inline F load_conv(const ConvArgs& a, int64_t at, int n) {
     if (!a.bf16) return load_n((const float*)a.state + at, n);
+    if (n == 16) return load_bf16((const uint16_t*)a.state + at);
     alignas(64) uint16_t t[16] = {};
     memcpy(t, (const uint16_t*)a.state + at, 2 * n);
     return load_bf16(t);
@@ -41,64 +44,60 @@ static inline F load_conv(const ConvArgs& a, int64_t at, int n) {
 
 static inline void store_conv(const ConvArgs& a, int64_t at, F v, int n) {
     if (!a.bf16) return store_n((float*)a.state + at, v, n);
+    if (n == 16) return store_bf16((uint16_t*)a.state + at, v);
     alignas(64) uint16_t t[16];
     store_bf16(t, v);
     memcpy((uint16_t*)a.state + at, t, 2 * n);
 }
 
-static int64_t conv_scratch(const ConvArgs& a) { return (a.width - 1 + TILE_TOKENS) * CONV_CHANNELS; }
+// Channels c … c + 31 of a sequence, whose last inputs stay in registers. W: the convolution's width, 0: any up to 16.
+template <int W, bool WHOLE>
+static inline void conv_group(const ConvArgs& a, int64_t seq, int64_t c) {
+    const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1], from = a.step.read[seq], width = W ? W : a.width;
+    F weight[W ? W : 16][2], x[W ? W : 16][2];  // x: the oldest input first
+    int n[2];
+    for (int v = 0; v < 2; v++) {
+        const int64_t left = a.channels - c - 16 * v;
+        n[v] = WHOLE ? 16 : left < 0 ? 0 : lanes(left);
+        for (int64_t j = 0; j < width; j++) weight[j][v] = load_n(a.weight + j * a.channels + c + 16 * v, n[v]);
+        for (int64_t j = 0; j + 1 < width; j++)
+            x[j][v] = from ? load_conv(a, (from * (width - 1) + j) * a.channels + c + 16 * v, n[v]) : zero();
+    }
+    for (int64_t t = begin; t < end; t++) {
+        const int64_t at = t * a.x_stride + c, slot = a.step.write[t];
+        alignas(64) float sums[GROUP];
+        for (int v = 0; v < 2; v++) {
+            F in = load_n(a.x + at + 16 * v, n[v]);
+            if (a.factor) in = in * load_n(a.factor + at + 16 * v, n[v]);
+            if (a.bf16) {
+                alignas(64) uint16_t rounded[16];
+                store_bf16(rounded, in);
+                in = load_bf16(rounded);
+            }
+            x[width - 1][v] = in;
+            F y = x[0][v] * weight[0][v];
+            for (int64_t j = 1; j < width; j++) y = fma(x[j][v], weight[j][v], y);
+            if (a.bias) y = y + load_n(a.bias + c + 16 * v, n[v]);
+            if (a.silu) y = y * sigmoid(y);
+            if (a.gate) y = y * load_n(a.gate + at + 16 * v, n[v]);
+            if (a.form == FORM_F32) store_n((float*)(a.out + t * a.out_stride) + c + 16 * v, y, n[v]);
+            else store(sums + 16 * v, y);  // y is 0 beyond the channels
+            for (int64_t j = 1; j < width; j++) x[j - 1][v] = x[j][v];
+            if (slot)
+                for (int64_t j = 0; j + 1 < width; j++)
+                    store_conv(a, (slot * (width - 1) + j) * a.channels + c + 16 * v, x[j][v], n[v]);
+        }
+        if (a.form != FORM_F32) emit_group(a.form, a.out + t * a.out_stride, a.channels, c / GROUP, sums);
+    }
+}
 
 // Channels [c0, c1) of a sequence; c0 is a multiple of 32. Inputs are rounded to the states' type, so that it does not matter
 // which of them come from a state.
-static void conv(const ConvArgs& a, int64_t seq, int64_t c0, int64_t c1, float* scratch) {
-    const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1], before = a.width - 1, from = a.step.read[seq];
-    for (int64_t base = c0; base < c1; base += CONV_CHANNELS) {
-        const int64_t last = c1 - base < CONV_CHANNELS ? c1 : base + CONV_CHANNELS, count = last - base;
-        float* rows = scratch;  // [before + TILE_TOKENS][CONV_CHANNELS]: inputs, the oldest first
-        for (int64_t j = 0; j < before; j++)
-            for (int64_t i = 0; i < count; i += 16)
-                store(rows + j * CONV_CHANNELS + i, from ? load_conv(a, (from * before + j) * a.channels + base + i, lanes(count - i)) : zero());
-        for (int64_t t0 = begin; t0 < end; t0 += TILE_TOKENS) {
-            const int64_t tokens = end - t0 < TILE_TOKENS ? end - t0 : TILE_TOKENS;
-            for (int64_t t = 0; t < tokens; t++) {
-                const int64_t at = (t0 + t) * a.x_stride + base;
-                float* row = rows + (before + t) * CONV_CHANNELS;
-                for (int64_t i = 0; i < count; i += 16) {
-                    F v = load_n(a.x + at + i, lanes(count - i));
-                    if (a.factor) v = v * load_n(a.factor + at + i, lanes(count - i));
-                    if (a.bf16) {
-                        alignas(64) uint16_t rounded[16];
-                        store_bf16(rounded, v);
-                        v = load_bf16(rounded);
-                    }
-                    store(row + i, v);
-                }
-            }
-            for (int64_t t = 0; t < tokens; t++) {
-                const float *row = rows + t * CONV_CHANNELS, *gate = a.gate ? a.gate + (t0 + t) * a.x_stride + base : nullptr;
-                uint8_t* out = a.out + (t0 + t) * a.out_stride;
-                for (int64_t i = 0; i < count; i += GROUP) {
-                    alignas(64) float sums[GROUP] = {};
-                    for (int64_t k = i; k < count && k < i + GROUP; k += 16) {
-                        const int n = lanes(count - k);
-                        F v = zero();
-                        for (int64_t j = 0; j < a.width; j++)
-                            v = fma(load(row + j * CONV_CHANNELS + k), load_n(a.weight + j * a.channels + base + k, n), v);
-                        if (a.bias) v = v + load_n(a.bias + base + k, n);
-                        if (a.silu) v = v * sigmoid(v);
-                        if (gate) v = v * load_n(gate + k, n);
-                        if (a.form == FORM_F32) store_n((float*)out + base + k, v, n);
-                        else store_n(sums + k - i, v, n);
-                    }
-                    if (a.form != FORM_F32) emit_group(a.form, out, a.channels, (base + i) / GROUP, sums);
-                }
-                if (const int64_t to = a.step.write[t0 + t])
-                    for (int64_t j = 0; j < before; j++)
-                        for (int64_t i = 0; i < count; i += 16)
-                            store_conv(a, (to * before + j) * a.channels + base + i, load(row + (j + 1) * CONV_CHANNELS + i), lanes(count - i));
-            }
-            memmove(rows, rows + tokens * CONV_CHANNELS, before * CONV_CHANNELS * 4);
-        }
+static void conv(const ConvArgs& a, int64_t seq, int64_t c0, int64_t c1) {
+    for (int64_t c = c0; c < c1; c += GROUP) {
+        if (c + GROUP > c1 || (a.width != 4 && a.width != 3)) conv_group<0, false>(a, seq, c);
+        else if (a.width == 4) conv_group<4, true>(a, seq, c);
+        else conv_group<3, true>(a, seq, c);
     }
 }
 
@@ -110,6 +109,7 @@ struct Columns {
     int64_t from_stride;
     float* to;
     int64_t to_stride;
+    const float* then;  // what is read next, in rows as far apart as `from`; null: it is near already
 };
 
 static inline void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t count) {
@@ -128,6 +128,7 @@ struct Carried {
     int64_t width, rows, columns;  // of the block; `columns` may be fewer than `width`
     float *read, *slots;           // null: zeros; slot 0's block
     int64_t slot_size, stride;     // floats
+    const float* next;             // the block that is computed after this one
     bool whole() const { return columns == width; }
 
     // Where the state is before the sequence's first token.
@@ -229,6 +230,8 @@ static inline void turn(const DeltaTile& tile, int64_t t, int64_t size, int64_t 
     if (NEXT)
         for (int v = 0; v < NV; v++) by_k[v] = by_q[v] = zero();
     for (int64_t i = 0; i < rows; i++) {
+        if (!NEXT && c.then)
+            for (int v = 0; v < NV; v++) ask_for((const uint8_t*)(c.then + i * c.from_stride + 16 * v));
         const F own = set1(k[i]), g = BY_CHANNEL ? set1(kept[i]) : head_decay;
         F s[NV];
         for (int v = 0; v < NV; v++) s[v] = fma(own, delta[v], load(c.from + i * c.from_stride + 16 * v) * g);
@@ -263,6 +266,7 @@ static void delta_block(const DeltaArgs& a, const DeltaTile& tile, const Carried
         const int64_t slot = a.step.write[t0 + t];
         c.to = carried.after(last, slot, &c.to_stride);
         if (!c.to) return;
+        if (end - begin == 1 && c.from == carried.read) c.then = carried.next;
         if (t + 1 < tokens) turn<NV, BY_CHANNEL, true>(tile, t, size, rows, c, delta, by_k, by_q);
         else turn<NV, BY_CHANNEL, false>(tile, t, size, rows, c, delta, by_k, by_q);
         carried.keep(last, slot);
@@ -292,11 +296,14 @@ static void delta(const DeltaArgs& a, int64_t seq, int64_t head, int64_t v0, int
     for (int64_t t0 = begin; t0 < end; t0 += TILE_TOKENS) {
         const int64_t tokens = end - t0 < TILE_TOKENS ? end - t0 : TILE_TOKENS;
         prepare(a, tile, head, t0, tokens);
-        in_blocks(v0, v1, kFullTiles ? 64 : 32, [&](int64_t v, int64_t columns, int64_t width) {
-            float* slots = a.states + head * head_size + v;
-            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, from ? slots + from * slot_size : nullptr, slots, slot_size, a.value_dim};
+        const int64_t widest = end - begin == 1 ? (kFullTiles ? 128 : 32) : WIDEST;
+        in_blocks(v0, v1, widest, [&](int64_t v, int64_t columns, int64_t width) {
+            float *slots = a.states + head * head_size + v, *read = from ? slots + from * slot_size : nullptr;
+            const float* next = read + (v + width < a.value_dim ? width : head_size - v);
+            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, read, slots, slot_size, a.value_dim, next};
 #define BLOCK(NV) (a.by_channel ? delta_block<NV, true> : delta_block<NV, false>)(a, tile, carried, seq, head, v, t0, tokens)
-            if (width == 64) BLOCK(4);
+            if (width == 128) BLOCK(8);
+            else if (width == 64) BLOCK(4);
             else if (width == 32) BLOCK(2);
             else BLOCK(1);
 #undef BLOCK
@@ -385,7 +392,7 @@ static void ssd(const SsdArgs& a, int64_t seq, int64_t head, int64_t v0, int64_t
         }
         in_blocks(v0, v1, kFullTiles ? 64 : 32, [&](int64_t v, int64_t columns, int64_t width) {
             float* slots = a.states + head * head_size + v;
-            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, from ? slots + from * slot_size : nullptr, slots, slot_size, a.value_dim};
+            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, from ? slots + from * slot_size : nullptr, slots, slot_size, a.value_dim, nullptr};
             const auto block = width == 64 ? ssd_block<4> : width == 32 ? ssd_block<2> : ssd_block<1>;
             block(a, carried, seq, head, v, t0, tokens, dt, decay);
         });
@@ -394,36 +401,56 @@ static void ssd(const SsdArgs& a, int64_t seq, int64_t head, int64_t v0, int64_t
 
 // --- Mamba-1 ---
 
-static int64_t scan_scratch(const ScanArgs& a) { return 2 * 16 * a.key_dim; }
+// 2ˣ for x ≤ 0, to an ulp, and nearer around 0, so that slow decays stay what they are; below −125 about 2⁻¹²⁵.
+static inline F decay2(F x) {
+    x = vmax(x, set1(-125.0f));
+    const F n = whole(x), r = x - n;
+    F p = fma(set1(1.546144746e-4f), r, set1(1.339086735e-3f));
+    p = fma(p, r, set1(9.61805667e-3f));
+    p = fma(p, r, set1(5.550357104e-2f));
+    p = fma(p, r, set1(2.402265092e-1f));
+    p = fma(p, r, set1(6.93147188e-1f));
+    return times_pow2(fma(p, r, set1(1.0f)), n);
+}
 
-// Channels [c0, c1), sixteen at a time: a lane for each, whose state and rates are transposed.
+// The states of `n` channels: [n][dim] in a slot, [dim][16] by lanes.
+static inline void to_lanes(const float* slot, float* by_lanes, float* scratch, int64_t dim, int n) {
+    if (dim == 16 && n == 16) {
+        memcpy(scratch, slot, 4 * 16 * 16);
+        return transpose16((const uint32_t*)scratch, (uint32_t*)by_lanes, 16, 16);
+    }
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t c = 0; c < 16; c++) by_lanes[i * 16 + c] = c < n ? slot[c * dim + i] : 0.0f;
+}
+static inline void from_lanes(const float* by_lanes, float* slot, int64_t dim, int n) {
+    if (dim == 16 && n == 16) return transpose16((const uint32_t*)by_lanes, (uint32_t*)slot, 16, 16);
+    for (int64_t c = 0; c < n; c++)
+        for (int64_t i = 0; i < dim; i++) slot[c * dim + i] = by_lanes[i * 16 + c];
+}
+
+static int64_t scan_scratch(const ScanArgs& a) { return 16 * a.key_dim + 16 * 16; }
+
+// Channels [c0, c1), sixteen at a time: a lane for each, whose state is transposed.
 static void scan(const ScanArgs& a, int64_t seq, int64_t c0, int64_t c1, float* scratch) {
     const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1], from = a.step.read[seq], dim = a.key_dim;
-    float *states = scratch, *rates = states + 16 * dim;
+    float* states = scratch;
     for (int64_t base = c0; base < c1; base += 16) {
         const int n = lanes(c1 - base);
-        const float* read = from ? a.states + (from * a.channels + base) * dim : nullptr;
-        for (int64_t i = 0; i < dim; i++)
-            for (int64_t c = 0; c < 16; c++) {
-                states[i * 16 + c] = read && c < n ? read[c * dim + i] : 0.0f;
-                rates[i * 16 + c] = c < n ? a.rate[(base + c) * dim + i] : 0.0f;
-            }
+        if (from) to_lanes(a.states + (from * a.channels + base) * dim, states, scratch + 16 * dim, dim, n);
+        else clear_columns(states, 16 * dim);
+        const float* rates = a.rate + base * dim;
         const F time = load_n(a.time + base, n), skip = load_n(a.skip + base, n);
         for (int64_t t = begin; t < end; t++) {
             const float *b = a.bc + t * a.bc_stride, *by = b + dim;
             const F x = load_n(a.x + t * a.x_stride + base, n), dt = softplus(load_n(a.dt + t * a.dt_stride + base, n) + time), added = dt * x;
             F y = x * skip;
             for (int64_t i = 0; i < dim; i++) {
-                const F s = fma(added, set1(b[i]), load(states + 16 * i) * vexp(load(rates + 16 * i) * dt));
+                const F s = fma(added, set1(b[i]), load(states + 16 * i) * decay2(load(rates + 16 * i) * dt));
                 store(states + 16 * i, s);
                 y = fma(s, set1(by[i]), y);
             }
             store_n(a.out + t * a.out_stride + base, y, n);
-            if (const int64_t slot = a.step.write[t]) {
-                float* to = a.states + (slot * a.channels + base) * dim;
-                for (int64_t c = 0; c < n; c++)
-                    for (int64_t i = 0; i < dim; i++) to[c * dim + i] = states[i * 16 + c];
-            }
+            if (const int64_t slot = a.step.write[t]) from_lanes(states, a.states + (slot * a.channels + base) * dim, dim, n);
         }
     }
 }

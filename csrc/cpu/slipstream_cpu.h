@@ -127,7 +127,7 @@ SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, in
 SS_API void ss_add_ssd(ss_program*, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,
                        int64_t num_groups, int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most,
                        const float* rate, const float* time, const float* skip);
-// scan: Mamba-1 without its gate. bc has B, then C.
+// scan: Mamba-1 without its gate. bc has B, then C; rate is −exp(A) · log₂ e, [⌈channels / 16⌉, key_dim, 16].
 SS_API void ss_add_scan(ss_program*, int32_t x, int32_t dt, int32_t bc, int32_t out, int32_t layer, int64_t channels, int64_t key_dim,
                         const float* rate, const float* time, const float* skip);
 // gated_norm: x times the gate of z (silu: z · σ(z), else σ(z)), RMS-normed in groups after that (gate_first) or before; without a

@@ -92,7 +92,9 @@ def add_selective_scan(
 ) -> None:
     """Adds `OpSet.selective_scan`."""
     s, seen = params.spec, new("seen", FORM_F32, params.spec.width)
-    own = _rate(params.decay), float32(params.time), float32(params.skip)
+    rates = np.zeros((-(-s.width // 16), 16, s.key_dim), np.float32)  # a lane for each channel
+    rates.reshape(-1, s.key_dim)[: s.width] = _rate(params.decay) * np.float32(np.log2(np.e))
+    own = np.ascontiguousarray(rates.transpose(0, 2, 1)), float32(params.time), float32(params.skip)
     p.add("scan", x, dt, bc, seen, layer, s.width, s.key_dim, *own)
     p.add("gated_norm", seen, xz, s.width, out, form, s.width, s.width, None, s.eps, True, True)
 
