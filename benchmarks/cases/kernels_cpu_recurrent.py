@@ -133,10 +133,10 @@ def op_of(
             def add_mamba(p: Program, x: Sequence[int], out: int, layer: int) -> None:
                 inner = p.buffer(0, spec.width)
                 recurrent.add_causal_conv(p, x[0], inner, 0, layer, conv)
-                rest = (x[1], x[2], x[0], out, 0, layer, scan, adding(p))
+                rest = (x[1], x[2], x[3], x[0], out, 0, layer, scan, adding(p))
                 recurrent.add_selective_scan(p, inner, *rest)
 
-            return (2 * spec.width, spec.width, 2 * spec.key_dim), add_mamba
+            return (2 * spec.width, spec.width, spec.key_dim, spec.key_dim), add_mamba
         case ShortConvSpec():
             return (3 * spec.width,), lambda p, x, out, layer: recurrent.add_short_conv(
                 p, x[0], out, 0, layer, conv

@@ -13,7 +13,7 @@
                                       ISA::rope_and_cache, ISA::latent_row, ISA::decode, ISA::prefill, ISA::largest,    \
                                       ISA::argmax, ISA::ceiling, ISA::ceiling_macs, ISA::decode_scratch,                \
                                       ISA::prefill_scratch, nullptr, ISA::conv, ISA::delta, ISA::ssd, ISA::scan,        \
-                                      ISA::gated_norm, ISA::delta_scratch, ISA::ssd_scratch,                            \
+                                      ISA::gated_norm, ISA::conv_scratch, ISA::delta_scratch, ISA::ssd_scratch,         \
                                       ISA::scan_scratch};                                                               \
         return &table;                                                                                                  \
     }

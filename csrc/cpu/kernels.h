@@ -152,8 +152,8 @@ struct SsdArgs {
 
 struct ScanArgs {
     StateStep step;
-    const float *x, *dt, *bc;
-    int64_t x_stride, dt_stride, bc_stride;
+    const float *x, *dt, *b, *c;
+    int64_t x_stride, dt_stride, b_stride, c_stride;
     const float *rate, *time, *skip;  // −exp(A) · log₂ e [⌈C / 16⌉, K, 16]; [C]
     int64_t channels, key_dim;
     float *states, *out;  // [N, C, K]
@@ -190,11 +190,12 @@ struct Kernels {
     int64_t (*prefill_scratch)(const AttentionArgs&, int64_t tokens);
     void (*widen)(const uint8_t* row, int64_t size, uint8_t* to);  // from 8 bits to bfloat16; null where products have no use for it
     // Recurrent layers. scratch: the number of floats that the function with its name and `_scratch` tells
-    void (*conv)(const ConvArgs&, int64_t seq, int64_t c0, int64_t c1) = nullptr;
+    void (*conv)(const ConvArgs&, int64_t seq, int64_t c0, int64_t c1, float* scratch) = nullptr;
     void (*delta)(const DeltaArgs&, int64_t seq, int64_t head, int64_t v0, int64_t v1, float* scratch) = nullptr;
     void (*ssd)(const SsdArgs&, int64_t seq, int64_t head, int64_t v0, int64_t v1, float* scratch) = nullptr;
     void (*scan)(const ScanArgs&, int64_t seq, int64_t c0, int64_t c1, float* scratch) = nullptr;
     void (*gated_norm)(const GatedNormArgs&, int64_t row, float* scratch) = nullptr;
+    int64_t (*conv_scratch)(const ConvArgs&) = nullptr;
     int64_t (*delta_scratch)(const DeltaArgs&) = nullptr;
     int64_t (*ssd_scratch)(const SsdArgs&) = nullptr;
     int64_t (*scan_scratch)(const ScanArgs&) = nullptr;

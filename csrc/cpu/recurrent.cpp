@@ -49,6 +49,7 @@ struct Conv : Stateful {
     int32_t x, out;
     int64_t column, factor = -1, gate = -1;
     ConvArgs args;
+    int64_t scratch_floats(Program& p) override { return p.kernels().conv_scratch(args); }
     int64_t units(Program&) override { return (args.channels + CHANNELS - 1) / CHANNELS; }
     int64_t units_together() override { return 2; }
     void prepare(Program& p, const StateStep& step, const ss_layer_kv& kv) override {
@@ -59,8 +60,8 @@ struct Conv : Stateful {
         args.out_stride = p.stride(out);
         args.out = p.row(out, 0) + (out == x ? column * 4 : 0);
     }
-    void compute(Program& p, const Task& t, float*) override {
-        p.kernels().conv(args, t.seq, t.begin * CHANNELS, std::min(args.channels, t.end * CHANNELS));
+    void compute(Program& p, const Task& t, float* scratch) override {
+        p.kernels().conv(args, t.seq, t.begin * CHANNELS, std::min(args.channels, t.end * CHANNELS), scratch);
     }
 };
 
@@ -117,7 +118,7 @@ struct Ssd : OfHeads<SsdArgs> {
 };
 
 struct Scan : Stateful {
-    int32_t x, dt, bc, out;
+    int32_t x, dt, b, c, out;
     ScanArgs args;
     int64_t scratch_floats(Program& p) override { return p.kernels().scan_scratch(args); }
     int64_t units(Program&) override { return (args.channels + 15) / 16; }
@@ -125,7 +126,8 @@ struct Scan : Stateful {
         args.step = step, args.states = kv.recurrent;
         args.x = (const float*)p.row(x, 0), args.x_stride = p.stride(x) / 4;
         args.dt = (const float*)p.row(dt, 0), args.dt_stride = p.stride(dt) / 4;
-        args.bc = (const float*)p.row(bc, 0), args.bc_stride = p.stride(bc) / 4;
+        args.b = (const float*)p.row(b, 0), args.b_stride = p.stride(b) / 4;
+        args.c = (const float*)p.row(c, 0), args.c_stride = p.stride(c) / 4;
         args.out = (float*)p.row(out, 0), args.out_stride = p.stride(out) / 4;
     }
     void compute(Program& p, const Task& t, float* scratch) override {
@@ -177,10 +179,10 @@ void ss_add_ssd(ss_program* p, int32_t x, int64_t column, int32_t dt, int64_t dt
     a.least = least, a.most = most, a.rate = rate, a.time = time, a.skip = skip;
 }
 
-void ss_add_scan(ss_program* p, int32_t x, int32_t dt, int32_t bc, int32_t out, int32_t layer, int64_t channels, int64_t key_dim,
-                 const float* rate, const float* time, const float* skip) {
+void ss_add_scan(ss_program* p, int32_t x, int32_t dt, int32_t b, int32_t c, int32_t out, int32_t layer, int64_t channels,
+                 int64_t key_dim, const float* rate, const float* time, const float* skip) {
     auto* op = add<Scan>(p);
-    op->x = x, op->dt = dt, op->bc = bc, op->out = out, op->layer = layer, op->args = {};
+    op->x = x, op->dt = dt, op->b = b, op->c = c, op->out = out, op->layer = layer, op->args = {};
     ScanArgs& a = op->args;
     a.channels = channels, a.key_dim = key_dim, a.rate = rate, a.time = time, a.skip = skip;
 }

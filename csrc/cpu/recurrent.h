@@ -14,6 +14,7 @@ namespace ISA {
 #ifndef WIDEST
 #define WIDEST (kFullTiles ? 64 : 32)
 #endif
+constexpr int64_t CONV_TOKENS = 16;  // tokens that a convolution computes at once
 constexpr int64_t TILE_TOKENS = 32;  // tokens whose factors a call prepares at once
 
 static inline int lanes(int64_t left) { return (int)(left < 16 ? left : 16); }
@@ -50,20 +51,24 @@ static inline void store_conv(const ConvArgs& a, int64_t at, F v, int n) {
     memcpy((uint16_t*)a.state + at, t, 2 * n);
 }
 
-// Channels c … c + 31 of a sequence, whose last inputs stay in registers. W: the convolution's width, 0: any up to 16.
+// Tokens [t0, t1) of channels c … c + 31 of a sequence. The inputs before them stay in registers; they come from `past`
+// [width − 1][32], unless the sequence begins here. W: the convolution's width, 0: any up to 16.
 template <int W, bool WHOLE>
-static inline void conv_group(const ConvArgs& a, int64_t seq, int64_t c) {
-    const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1], from = a.step.read[seq], width = W ? W : a.width;
+static inline void conv_group(const ConvArgs& a, int64_t seq, int64_t c, int64_t t0, int64_t t1, float* past) {
+    const int64_t from = a.step.read[seq], width = W ? W : a.width;
+    const bool first = t0 == a.step.starts[seq], last = t1 == a.step.starts[seq + 1];
     F weight[W ? W : 16][2], x[W ? W : 16][2];  // x: the oldest input first
     int n[2];
     for (int v = 0; v < 2; v++) {
         const int64_t left = a.channels - c - 16 * v;
         n[v] = WHOLE ? 16 : left < 0 ? 0 : lanes(left);
         for (int64_t j = 0; j < width; j++) weight[j][v] = load_n(a.weight + j * a.channels + c + 16 * v, n[v]);
-        for (int64_t j = 0; j + 1 < width; j++)
-            x[j][v] = from ? load_conv(a, (from * (width - 1) + j) * a.channels + c + 16 * v, n[v]) : zero();
+        for (int64_t j = 0; j + 1 < width; j++) {
+            if (!first) x[j][v] = load(past + j * GROUP + 16 * v);
+            else x[j][v] = from ? load_conv(a, (from * (width - 1) + j) * a.channels + c + 16 * v, n[v]) : zero();
+        }
     }
-    for (int64_t t = begin; t < end; t++) {
+    for (int64_t t = t0; t < t1; t++) {
         const int64_t at = t * a.x_stride + c, slot = a.step.write[t];
         alignas(64) float sums[GROUP];
         for (int v = 0; v < 2; v++) {
@@ -89,15 +94,25 @@ static inline void conv_group(const ConvArgs& a, int64_t seq, int64_t c) {
         }
         if (a.form != FORM_F32) emit_group(a.form, a.out + t * a.out_stride, a.channels, c / GROUP, sums);
     }
+    if (!last)
+        for (int64_t j = 0; j + 1 < width; j++)
+            for (int v = 0; v < 2; v++) store(past + j * GROUP + 16 * v, x[j][v]);
 }
 
+static int64_t conv_scratch(const ConvArgs& a) { return (a.width - 1) * padded(a.channels); }
+
 // Channels [c0, c1) of a sequence; c0 is a multiple of 32. Inputs are rounded to the states' type, so that it does not matter
-// which of them come from a state.
-static void conv(const ConvArgs& a, int64_t seq, int64_t c0, int64_t c1) {
-    for (int64_t c = c0; c < c1; c += GROUP) {
-        if (c + GROUP > c1 || (a.width != 4 && a.width != 3)) conv_group<0, false>(a, seq, c);
-        else if (a.width == 4) conv_group<4, true>(a, seq, c);
-        else conv_group<3, true>(a, seq, c);
+// which of them come from a state. Some tokens at a time, since their rows lie in many pages of memory.
+static void conv(const ConvArgs& a, int64_t seq, int64_t c0, int64_t c1, float* scratch) {
+    const int64_t end = a.step.starts[seq + 1];
+    for (int64_t t0 = a.step.starts[seq]; t0 < end; t0 += CONV_TOKENS) {
+        const int64_t t1 = end - t0 < CONV_TOKENS ? end : t0 + CONV_TOKENS;
+        for (int64_t c = c0; c < c1; c += GROUP) {
+            float* past = scratch + (c - c0) * (a.width - 1);
+            if (c + GROUP > c1 || (a.width != 4 && a.width != 3)) conv_group<0, false>(a, seq, c, t0, t1, past);
+            else if (a.width == 4) conv_group<4, true>(a, seq, c, t0, t1, past);
+            else conv_group<3, true>(a, seq, c, t0, t1, past);
+        }
     }
 }
 
@@ -441,7 +456,7 @@ static void scan(const ScanArgs& a, int64_t seq, int64_t c0, int64_t c1, float* 
         const float* rates = a.rate + base * dim;
         const F time = load_n(a.time + base, n), skip = load_n(a.skip + base, n);
         for (int64_t t = begin; t < end; t++) {
-            const float *b = a.bc + t * a.bc_stride, *by = b + dim;
+            const float *b = a.b + t * a.b_stride, *by = a.c + t * a.c_stride;
             const F x = load_n(a.x + t * a.x_stride + base, n), dt = softplus(load_n(a.dt + t * a.dt_stride + base, n) + time), added = dt * x;
             F y = x * skip;
             for (int64_t i = 0; i < dim; i++) {

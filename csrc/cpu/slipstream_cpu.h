@@ -64,8 +64,8 @@ SS_API void ss_add_embed(ss_program*, int32_t out, int32_t by_position, int64_t 
 SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, int32_t form, int32_t layer, int64_t size,
                         const float* weight, const float* bias, float eps, float offset);
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
-// float32 rows of x → columns of out's rows, from `column` on.
-SS_API void ss_add_place(ss_program*, int32_t x, int32_t out, int64_t column, int64_t size);
+// `size` float32 columns of x's rows, from `start` on → columns of out's rows, from `column` on.
+SS_API void ss_add_place(ss_program*, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size);
 // A weight of the kind S8 may also be there as I8, `dense` (else null), which steps of `dense_from` tokens and more read.
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from);
@@ -127,9 +127,9 @@ SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, in
 SS_API void ss_add_ssd(ss_program*, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,
                        int64_t num_groups, int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most,
                        const float* rate, const float* time, const float* skip);
-// scan: Mamba-1 without its gate. bc has B, then C; rate is −exp(A) · log₂ e, [⌈channels / 16⌉, key_dim, 16].
-SS_API void ss_add_scan(ss_program*, int32_t x, int32_t dt, int32_t bc, int32_t out, int32_t layer, int64_t channels, int64_t key_dim,
-                        const float* rate, const float* time, const float* skip);
+// scan: Mamba-1 without its gate. rate is −exp(A) · log₂ e, [⌈channels / 16⌉, key_dim, 16].
+SS_API void ss_add_scan(ss_program*, int32_t x, int32_t dt, int32_t b, int32_t c, int32_t out, int32_t layer, int64_t channels,
+                        int64_t key_dim, const float* rate, const float* time, const float* skip);
 // gated_norm: x times the gate of z (silu: z · σ(z), else σ(z)), RMS-normed in groups after that (gate_first) or before; without a
 // weight [size] not normed.
 SS_API void ss_add_gated_norm(ss_program*, int32_t x, int32_t z, int64_t z_column, int32_t out, int32_t form, int64_t size,

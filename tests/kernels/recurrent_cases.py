@@ -167,11 +167,10 @@ def random_layer(
 
             def mamba(ops: OpSet, x: Any, state: LayerState, meta: AttentionMetadata) -> Tensor:
                 inner = ops.causal_conv(x[0], state=state, meta=meta, params=conv)
-                return ops.selective_scan(
-                    inner, dt=x[1], bc=x[2], xz=x[0], state=state, meta=meta, params=scan
-                )
+                more: dict[str, Any] = dict(state=state, meta=meta, params=scan)
+                return ops.selective_scan(inner, dt=x[1], b=x[2], c=x[3], xz=x[0], **more)
 
-            return mamba, lambda n: rows(n, 2 * spec.width, spec.width, 2 * spec.key_dim)
+            return mamba, lambda n: rows(n, 2 * spec.width, spec.width, spec.key_dim, spec.key_dim)
         case ShortConvSpec():
             short = conv_params(spec, dtype, bias=spec.bias, silu=False)
             return (
@@ -466,9 +465,9 @@ def _mamba1(m: Any, width: int, key_dim: int, rank: int) -> Theirs:
         inner = ops.causal_conv(x[0], state=state, meta=meta, params=conv)
         dt, b, c = m.x_proj(inner).split([rank, key_dim, key_dim], dim=1)
         dt, b, c = m.dt_layernorm(dt), m.b_layernorm(b), m.c_layernorm(c)
-        dt, bc = F.linear(dt, m.dt_proj.weight), torch.cat((b, c), dim=1)
+        dt = F.linear(dt, m.dt_proj.weight)
         more: dict[str, Any] = dict(state=state, meta=meta, params=params)
-        return ops.selective_scan(inner, dt=dt, bc=bc, xz=x[0], **more)
+        return ops.selective_scan(inner, dt=dt, b=b, c=c, xz=x[0], **more)
 
     return Theirs(m, spec, lambda h: (m.in_proj(h),), call, m.out_proj)
 

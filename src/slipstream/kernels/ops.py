@@ -499,6 +499,10 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)
 
+    def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
+        return x[:, start:stop].contiguous()
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
@@ -685,7 +689,8 @@ class OpSet(ABC):
         self,
         x: Tensor,
         dt: Tensor,
-        bc: Tensor,
+        b: Tensor,
+        c: Tensor,
         xz: Tensor,
         state: LayerState,
         meta: AttentionMetadata,
@@ -693,10 +698,10 @@ class OpSet(ABC):
     ) -> Tensor:
         """Mamba-1's recurrence and gate → [T, width].
 
-        `x` [T, width] comes from the convolution, `dt` [T, width] has no bias yet, `bc` [T, 2 · K] has B and C, and the
-        last `width` columns of `xz` are the gate.
+        `x` [T, width] comes from the convolution, `dt` [T, width] has no bias yet, `b` and `c` are [T, K], and the last
+        `width` columns of `xz` are the gate.
         """
-        return recurrent.selective_scan(x, dt, bc, xz, state, meta, params)
+        return recurrent.selective_scan(x, dt, b, c, xz, state, meta, params)
 
     @abstractmethod
     def activation(

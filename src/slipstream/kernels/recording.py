@@ -101,13 +101,6 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedState:
-    """Placeholder of a recurrent layer's states."""
-
-    layer: int
-
-
-@dataclass(frozen=True, slots=True)
 class TracedKV:
     """Placeholder of a layer's cache."""
 
@@ -115,8 +108,9 @@ class TracedKV:
     num_kv_heads: int
 
     @property
-    def state(self) -> TracedState:
-        return TracedState(self.layer)
+    def state(self) -> TracedKV:
+        """Placeholder of the layer's states."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +302,46 @@ class RecordingOps:
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
 
+    def columns(self, x: Value, start: int, stop: int) -> Value:
+        return self.record("columns", (x,), (stop - start,), start=start, stop=stop)
+
+    def gated_delta(
+        self,
+        x: Value,
+        gates: Value,
+        state: TracedKV,
+        meta: TracedMeta,
+        params: GatedDeltaParams,
+        decay: Value | None = None,
+        z: Value | None = None,
+    ) -> Value:
+        inputs = (x, gates) if decay is None or z is None else (x, gates, decay, z)
+        shape = (params.spec.v_size,)
+        return self.record("gated_delta", inputs, shape, state=state, params=params)
+
+    def mamba2(self, x: Value, state: TracedKV, meta: TracedMeta, params: Mamba2Params) -> Value:
+        return self.record("mamba2", (x,), (params.spec.v_size,), state=state, params=params)
+
+    def short_conv(self, x: Value, state: TracedKV, meta: TracedMeta, params: ConvParams) -> Value:
+        return self.record("short_conv", (x,), (x.width // 3,), state=state, params=params)
+
+    def causal_conv(self, x: Value, state: TracedKV, meta: TracedMeta, params: ConvParams) -> Value:
+        return self.record("causal_conv", (x,), (x.width // 2,), state=state, params=params)
+
+    def selective_scan(
+        self,
+        x: Value,
+        dt: Value,
+        b: Value,
+        c: Value,
+        xz: Value,
+        state: TracedKV,
+        meta: TracedMeta,
+        params: MambaParams,
+    ) -> Value:
+        inputs = (x, dt, b, c, xz)
+        return self.record("selective_scan", inputs, x.shape, state=state, params=params)
+
     def joined(self, x: Value, y: Value) -> Value:
         return x + y
 
@@ -368,50 +402,6 @@ class RecordingOps:
             else values.shape[0] * values.shape[2]
         )
         return self.record("mla_attention", (q, row), (width,), kv=kv, meta=meta, params=params)
-
-    def gated_delta(
-        self,
-        x: Value,
-        gates: Value,
-        state: TracedState,
-        meta: TracedMeta,
-        params: GatedDeltaParams,
-        decay: Value | None = None,
-        z: Value | None = None,
-    ) -> Value:
-        inputs = x, gates, *(y for y in (decay, z) if y is not None)
-        shape = (params.spec.v_size,)
-        more: dict[str, Any] = dict(params=params, decay=decay, z=z)
-        return self.record("gated_delta", inputs, shape, state=state, meta=meta, **more)
-
-    def mamba2(self, x: Value, state: TracedState, meta: TracedMeta, params: Mamba2Params) -> Value:
-        shape = (params.spec.v_size,)
-        return self.record("mamba2", (x,), shape, state=state, meta=meta, params=params)
-
-    def short_conv(
-        self, x: Value, state: TracedState, meta: TracedMeta, params: ConvParams
-    ) -> Value:
-        shape = (params.weight.shape[0],)
-        return self.record("short_conv", (x,), shape, state=state, meta=meta, params=params)
-
-    def causal_conv(
-        self, x: Value, state: TracedState, meta: TracedMeta, params: ConvParams
-    ) -> Value:
-        shape = (params.weight.shape[0],)
-        return self.record("causal_conv", (x,), shape, state=state, meta=meta, params=params)
-
-    def selective_scan(
-        self,
-        x: Value,
-        dt: Value,
-        bc: Value,
-        xz: Value,
-        state: TracedState,
-        meta: TracedMeta,
-        params: MambaParams,
-    ) -> Value:
-        inputs, shape = (x, dt, bc, xz), (params.spec.width,)
-        return self.record("selective_scan", inputs, shape, state=state, meta=meta, params=params)
 
     def activation(
         self,

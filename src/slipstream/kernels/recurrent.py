@@ -96,7 +96,8 @@ def gated_delta(
     out = out * (out.square().mean(-1, keepdim=True) + s.eps).rsqrt() * params.norm.float()
     gate = z.float().unflatten(1, (heads, -1))
     out = out * (F.silu(gate) if s.gate == "silu" else gate.sigmoid())
-    return out.flatten(1).to(x.dtype)
+    result: Tensor = out.flatten(1).to(x.dtype)
+    return result
 
 
 def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params) -> Tensor:
@@ -129,13 +130,15 @@ def mamba2(x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2
         groups = y.unflatten(1, (s.norm_groups, -1))
         groups = groups * (groups.square().mean(-1, keepdim=True) + s.eps).rsqrt()
         y = groups.flatten(1) * params.norm.float()
-    return (y if s.norm == "gate_first" else y * gate).to(x.dtype)
+    result: Tensor = (y if s.norm == "gate_first" else y * gate).to(x.dtype)
+    return result
 
 
 def selective_scan(
     x: Tensor,
     dt: Tensor,
-    bc: Tensor,
+    b: Tensor,
+    c: Tensor,
     xz: Tensor,
     state: LayerState,
     meta: AttentionMetadata,
@@ -144,7 +147,7 @@ def selective_scan(
     s, states = params.spec, state.recurrent
     assert meta.states is not None
     assert states is not None
-    dt, rows, (b, c) = F.softplus(dt.float() + params.time), x.float(), bc.float().chunk(2, dim=1)
+    dt, rows, b, c = F.softplus(dt.float() + params.time), x.float(), b.float(), c.float()
     rate, write, out = -params.decay.exp(), meta.states.write.tolist(), x.new_empty(x.shape).float()
     for begin, end, slot in _sequences(meta):
         now = states[slot].clone() if slot else states.new_zeros(states.shape[1:])

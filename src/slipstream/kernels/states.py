@@ -9,13 +9,20 @@ Shapes: T tokens in the step, S sequences, C channels of the convolution, W its 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.spec.recurrent import GatedDeltaSpec, Mamba2Spec, MambaSpec, RecurrentSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+IntArray = npt.NDArray[np.int32]
 
 CHUNK = 64
 """Maximum tokens of a chunk. Prompts are computed in chunks: products inside one, and states from one to the next."""
@@ -27,6 +34,22 @@ class LayerState:
 
     conv: Tensor  # [N, W − 1, C], the model's type: the last inputs of the convolution, the oldest first
     recurrent: Tensor | None = None  # float32 [N, *state_shape]
+
+
+def layer_state(
+    spec: RecurrentSpec | None,
+    num_slots: int,
+    dtype: Any,
+    wide: Any,
+    zeros: Callable[..., Any],
+) -> LayerState | None:
+    """Makes the states of a layer, or None if it has none. `zeros(shape, dtype=…)` allocates; `wide` is float32."""
+    if spec is None:
+        return None
+    conv = zeros((num_slots, spec.conv_width - 1, spec.conv_channels), dtype=dtype)
+    if spec.state_shape is None:
+        return LayerState(conv)
+    return LayerState(conv, zeros((num_slots, *spec.state_shape), dtype=wide))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +65,38 @@ class StateMetadata:
     read: Tensor  # int32 [S]
     write: Tensor  # int32 [T]
     chunks: Tensor  # int32 [chunks, 3]: sequence, first token, end
+
+
+def chunk_table(starts: Sequence[int], write: IntArray, num_decodes: int = 0) -> IntArray:
+    """Makes `StateMetadata.chunks` of sequences that begin at `starts` [S + 1] and keep states in the slots `write` [T]."""
+    chunks: list[tuple[int, int, int]] = []
+    for i in range(num_decodes, len(starts) - 1):
+        begin, end = int(starts[i]), int(starts[i + 1])
+        for stop in (*(begin + np.flatnonzero(write[begin:end]) + 1).tolist(), end):
+            while begin < stop:
+                chunks.append((i, begin, min(begin + CHUNK, stop)))
+                begin = chunks[-1][2]
+    return np.array(chunks, np.int32).reshape(-1, 3)
+
+
+def state_metadata(
+    starts: Sequence[int],
+    made: Callable[[IntArray], Any],
+    *,
+    slots: Sequence[int] = (),
+    goes_on: bool = False,
+) -> StateMetadata:
+    """Makes the metadata of sequences outside of an engine, which begin at `starts` [S + 1].
+
+    They begin with zeros, or with `goes_on` with the states in `slots`. Their last states are kept there; without `slots`
+    nothing is kept. `made` makes a tensor.
+    """
+    write = np.zeros(starts[-1], np.int32)
+    own = np.array(slots or [0] * (len(starts) - 1), np.int32)
+    write[np.array(starts[1:]) - 1] = own
+    is_decode = all(b - a == 1 for a, b in pairwise(starts))
+    chunks = chunk_table(starts, write, len(own) if is_decode else 0)
+    return StateMetadata(read=made(own * goes_on), write=made(write), chunks=made(chunks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from slipstream.kernels.cpu.programs import (
 )
 from slipstream.kernels.cpu.recurrent import (
     add_causal_conv,
+    add_gate,
     add_gated_delta,
     add_mamba2,
     add_selective_scan,
@@ -203,6 +204,7 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
+    _blocks: LayerKV | None = None  # a layer with blocks, if there is one
 
     def run(
         self,
@@ -249,7 +251,11 @@ class CompiledOps:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
+            self._blocks = next((layer for layer in kv if len(layer.k) > 1), kv[0])
+        assert self._blocks is not None
+        inputs, kept = native.step_inputs(
+            meta, self._pointers, self._blocks, token_ids, self.num_groups
+        )
         return inputs, (kept, self._pointers)
 
 
@@ -328,8 +334,11 @@ class ProgramEmitter(Emitter):
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)
 
-    def place(self, x: int, out: int, column: int, size: int) -> None:
-        self.program.add("place", x, out, column, size)
+    def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
+        self.program.add("place", x, start, out, column, size)
+
+    def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+        add_gate(self.program, x, z, column, out, form, size)
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
         add_linear(self.program, x, out, w, accumulate=accumulate)
@@ -412,7 +421,8 @@ class ProgramEmitter(Emitter):
         self,
         x: int,
         dt: int,
-        bc: int,
+        b: int,
+        c: int,
         xz: int,
         out: int,
         form: int,
@@ -420,7 +430,8 @@ class ProgramEmitter(Emitter):
         params: MambaParams,
         scratch: ScratchBuffers,
     ) -> None:
-        add_selective_scan(self.program, x, dt, bc, xz, out, form, layer, params, scratch)
+        rows = x, dt, b, c, xz, out, form
+        add_selective_scan(self.program, *rows, layer, params, scratch)
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers

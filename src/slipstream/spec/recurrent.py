@@ -147,8 +147,8 @@ class MambaSpec:
     """Mamba-1 (Gu and Dao 2023, arXiv:2312.00752): S = exp(−exp(A) · dt) · S + dt · x Bᵀ; y = S C + D x, by channel.
 
     1. `in` makes x and the gate z [`width` each]. After the convolution `select` makes [dt latent (`rank`), B, C] of x,
-       and `time` makes dt [`width`] of the latent. dt = softplus(dt).
-    2. With `norms`, dt's latent, B and C are RMS-normed before: with weights (Jamba), or without (`"plain"`, FalconMamba).
+       and `dt` makes dt [`width`] of the latent. dt = softplus(dt + time).
+    2. With `normed`, dt's latent, B and C are RMS-normed before, each with its weights (Jamba; ones for FalconMamba).
     3. The result is y · silu(z).
     """
 
@@ -159,7 +159,7 @@ class MambaSpec:
     eps: float
     conv_bias: bool = True
     bias: bool = False
-    norms: Literal["weighed", "plain"] | None = None
+    normed: bool = False
 
     @property
     def conv_channels(self) -> int:
@@ -177,11 +177,11 @@ class MambaSpec:
         if self.conv_bias:
             found["recurrent.conv.bias"] = (self.width,)
         found |= _products(select=(self.rank + 2 * self.key_dim, self.width))
-        if self.norms == "weighed":
+        if self.normed:
             sizes = {"time_norm": self.rank, "b_norm": self.key_dim, "c_norm": self.key_dim}
             found |= {f"recurrent.{name}.weight": (size,) for name, size in sizes.items()}
-        found |= _products(time=(self.width, self.rank), decay=(self.width, self.key_dim))
-        found |= {"recurrent.time.bias": (self.width,), "recurrent.skip.weight": (self.width,)}
+        found |= _products(dt=(self.width, self.rank), decay=(self.width, self.key_dim))
+        found |= {f"recurrent.{name}.weight": (self.width,) for name in ("time", "skip")}
         found |= _products(out=(hidden_size, self.width))
         return found | ({"recurrent.out.bias": (hidden_size,)} if self.bias else {})
 

@@ -329,15 +329,16 @@ class NativeOps(CpuOps):
         self,
         x: Tensor,
         dt: Tensor,
-        bc: Tensor,
+        b: Tensor,
+        c: Tensor,
         xz: Tensor,
         state: LayerState,
         meta: AttentionMetadata,
         params: MambaParams,
     ) -> Tensor:
         p, out = Program(self.pool), torch.empty(len(x), params.spec.width)
-        own, own_dt, own_bc, own_xz = (p.bound(_wide(y)) for y in (x, dt, bc, xz))
-        rows = own, own_dt, own_bc, own_xz, p.bound(out)
+        own, own_dt, own_b, own_c, own_xz = (p.bound(_wide(y)) for y in (x, dt, b, c, xz))
+        rows = own, own_dt, own_b, own_c, own_xz, p.bound(out)
         add_selective_scan(p, *rows, native.FORM_F32, 0, params, _temporary(p))
         return self._run_stateful(p, state, meta, out, x)
 

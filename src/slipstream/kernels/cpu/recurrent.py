@@ -82,7 +82,8 @@ def add_selective_scan(
     p: Program,
     x: int,
     dt: int,
-    bc: int,
+    b: int,
+    c: int,
     xz: int,
     out: int,
     form: int,
@@ -95,8 +96,13 @@ def add_selective_scan(
     rates = np.zeros((-(-s.width // 16), 16, s.key_dim), np.float32)  # a lane for each channel
     rates.reshape(-1, s.key_dim)[: s.width] = _rate(params.decay) * np.float32(np.log2(np.e))
     own = np.ascontiguousarray(rates.transpose(0, 2, 1)), float32(params.time), float32(params.skip)
-    p.add("scan", x, dt, bc, seen, layer, s.width, s.key_dim, *own)
+    p.add("scan", x, dt, b, c, seen, layer, s.width, s.key_dim, *own)
     p.add("gated_norm", seen, xz, s.width, out, form, s.width, s.width, None, s.eps, True, True)
+
+
+def add_gate(p: Program, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+    """Adds x · sigmoid(z), where z begins at a column of its buffer."""
+    p.add("gated_norm", x, z, column, out, form, size, size, None, 0.0, False, True)
 
 
 def _add_conv(
