@@ -204,7 +204,7 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
-    _blocks: LayerKV | None = None  # a layer with blocks, if there is one
+    _blocks: LayerKV | None = None  # of a layer with attention, if there is one
 
     def run(
         self,
@@ -251,7 +251,7 @@ class CompiledOps:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-            self._blocks = next((layer for layer in kv if len(layer.k) > 1), kv[0])
+            self._blocks = max(kv, key=lambda layer: layer.k.shape[3])
         assert self._blocks is not None
         inputs, kept = native.step_inputs(
             meta, self._pointers, self._blocks, token_ids, self.num_groups
