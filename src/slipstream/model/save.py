@@ -26,9 +26,10 @@ from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
     Deinterleave,
+    Flatten,
     OneRow,
     Placement,
-    Shards,
+    Regroup,
     Transpose,
     Ungroup,
     Vector,
@@ -111,15 +112,19 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return part[None]
         case Vector():
             return part[0]
-        case Shards(parts=n):
-            q, keys, values = (x.unflatten(0, (n, -1)) for x in part.chunk(3))
-            return torch.stack((q, values, keys), dim=1).flatten(0, 2)
         case Ungroup(num_kv_heads=k, group=group):
             heads = part.unflatten(0, (k * (group + 2), -1))
             q, keys, values = heads.split((k * group, k, k))
             return torch.cat(
                 (q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1
             ).flatten(0, 2)
+        case Regroup(num_groups=n, sizes=sizes, order=order):
+            parts = part.split([n * sizes[i] for i in order])
+            by_group = [rows.unflatten(0, (n, -1)) for rows in parts]
+            whole = torch.cat([by_group[order.index(i)] for i in range(len(sizes))], 1)
+            return whole.flatten(0, 1)
+        case Flatten(kernel=kernel):
+            return part.reshape(part.shape[0], *kernel)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():

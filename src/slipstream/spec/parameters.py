@@ -67,10 +67,12 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """Rows are in `parts` groups: a part of q, then of v, then of k (CodeGen)."""
+class Regroup:
+    """Rows are ordered by group, and in each by part, of `sizes` rows. Ours are ordered by part: `order` has the parts."""
 
-    parts: int = 4
+    num_groups: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 Transform: TypeAlias = (
@@ -83,8 +85,15 @@ Transform: TypeAlias = (
     | Flatten
     | OneRow
     | Vector
-    | Shards
+    | Regroup
 )
+
+
+def keeps_float32(name: str) -> bool:
+    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts, and
+    the decays of recurrent layers."""
+    kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
+    return name.endswith((*kept, "recurrent.skip.weight"))
 
 
 @dataclass(frozen=True, slots=True)

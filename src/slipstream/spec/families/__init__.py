@@ -38,6 +38,7 @@ from slipstream.spec.families import (
     opt,
     phi,
     qwen,
+    qwen_next,
     qwen_vl,
     stablelm,
     starcoder,
@@ -48,7 +49,7 @@ from slipstream.spec.families.base import Family
 MODULES = (
     *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, glm, gpt, gpt_oss),
     *(granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt, nemotron, neox, nomic),
-    *(olmo, opt, phi, qwen, qwen_vl, stablelm, starcoder, t5),
+    *(olmo, opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -20,6 +20,7 @@ from slipstream.spec.families.builders import (
 from slipstream.spec.families.metadata import gguf_config
 from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
+    AttentionSpec,
     DenseSpec,
     LayerSpec,
     LearnedPositionSpec,
@@ -28,6 +29,7 @@ from slipstream.spec.model import (
     ParallelBlock,
     RopeSpec,
 )
+from slipstream.spec.parameters import Regroup
 
 
 def _norm(c: ConfigReader) -> NormSpec:
@@ -178,6 +180,15 @@ GPTJ: dict[str, Theirs] = {
     "mlp.up": "mlp.fc_in",
     "mlp.down": "mlp.fc_out",
 }
+
+
+def _parts(layer: LayerSpec, part: int) -> Regroup:
+    """Rows are in the four parts of the devices that trained CodeGen, in each q, then v, then k."""
+    a = layer.attention
+    assert isinstance(a, AttentionSpec)
+    return Regroup(num_groups=4, sizes=(a.q_size // 4,) * 3, order=(0, 2, 1))
+
+
 CODEGEN: dict[str, Theirs] = {**GPTJ, "attention.qkv": "attn.qkv_proj"}
 GPT_NEO: dict[str, Theirs] = {
     **{name: f"transformer.{theirs}" for name, theirs in list(GPT2.items())[:3]},
@@ -250,7 +261,7 @@ FAMILIES = (
         model_type="codegen",
         architectures=("CodeGenForCausalLM",),
         read=read_codegen,
-        names=table(CODEGEN, layer="transformer.h.{i}.", changes={"attention.qkv": "shards"}),
+        names=table(CODEGEN, layer="transformer.h.{i}.", changes={"attention.qkv": _parts}),
         ignored=(*MASKS, r"transformer\.h\.\d+\.attn\.causal_mask"),
     ),
     Family(

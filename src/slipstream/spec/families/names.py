@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from slipstream.spec.families.base import Names
-from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
     OneRow,
     Placement,
-    Shards,
     SwapGateUp,
     Transform,
     Transpose,
@@ -23,17 +22,20 @@ from slipstream.spec.parameters import (
 )
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-Change: TypeAlias = Literal[
-    "transpose",
-    "ungroup",
-    "unpermute",
-    "minus_one",
-    "swap",
-    "untwine",
-    "untwine_transpose",
-    "one_row",
-    "shards",
-]
+Change: TypeAlias = (
+    Literal[
+        "transpose",
+        "ungroup",
+        "unpermute",
+        "minus_one",
+        "swap",
+        "untwine",
+        "untwine_transpose",
+        "one_row",
+    ]
+    | Callable[[LayerSpec, int], Transform | None]
+)
+"""How a checkpoint stores a parameter. A function gets the layer and the number of the tensor among a parameter's."""
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
@@ -151,7 +153,7 @@ def table(
             tensors = (
                 ((parts, each),)
                 if isinstance(parts, str)
-                else tuple(zip(parts, _rows(of, stem, each), strict=True))
+                else tuple(zip(parts, _rows(of, stem, each, len(parts)), strict=True))
             )
             separate = "{e}" in tensors[0][0]  # each expert is a tensor
             for e in range(copies or 1 if separate else 1):
@@ -188,17 +190,24 @@ PLAIN: Mapping[str, Transform] = {
     "minus_one": MinusOne(),
     "swap": SwapGateUp(),
     "one_row": OneRow(),
-    "shards": Shards(),
 }
 """Changes that ask nothing of the layer."""
 
 
-def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
+    if stem.startswith("recurrent."):
+        r = layer.recurrent
+        assert isinstance(r, GatedDeltaSpec)
+        if stem == "recurrent.gates":
+            return r.num_heads, r.decay_size
+        if num_parts == 2:  # q, k and v together, then z
+            return r.conv_channels, r.v_size
+        return (r.q_size, r.q_size, r.v_size, r.v_size)[:num_parts]
     if not stem.endswith("attention.qkv"):
         return whole // 2, whole // 2
     a = layer.attention
     assert isinstance(a, AttentionSpec)
-    return a.q_size, a.kv_size, a.kv_size
+    return a.gate_size + a.q_size, a.kv_size, a.kv_size
 
 
 def _transform(
@@ -206,6 +215,10 @@ def _transform(
 ) -> Transform | None:
     if change is None or (change in ("transpose", "minus_one") and kind == "bias"):
         return None
+    if callable(change):
+        assert layer is not None
+        made = change(layer, part)
+        return None if kind == "bias" and isinstance(made, Flatten) else made
     if change == "transpose":
         return Transpose()
     if change in PLAIN:
@@ -213,7 +226,7 @@ def _transform(
     if change in ("untwine", "untwine_transpose"):
         return Deinterleave(change == "untwine_transpose" and kind == "weight")
     assert layer is not None
-    a = layer.attention
+    a = layer.self_attention
     if change == "ungroup":
         return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
     return (

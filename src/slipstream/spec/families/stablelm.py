@@ -9,7 +9,7 @@ from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Name
 from slipstream.spec.families.builders import before, decoder, gated, layer_norm
 from slipstream.spec.families.metadata import layer_norm_gguf_config
 from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, table
-from slipstream.spec.model import ModelSpec, ParallelBlock
+from slipstream.spec.model import AttentionSpec, ModelSpec, ParallelBlock
 from slipstream.spec.parameters import Placement, Vector
 
 
@@ -40,6 +40,7 @@ def names(spec: ModelSpec) -> Names:
             found[name] = at
             continue
         a, (stem, _, _) = spec.layers[0].attention, name.rpartition("_norm.weight")
+        assert isinstance(a, AttentionSpec)
         for head in range(a.num_heads if stem.endswith("q") else a.num_kv_heads):
             found[f"{stem}_layernorm.norms.{head}.weight"] = Placement(at.target, head, 1, Vector())
     return found
