@@ -117,7 +117,7 @@ def named_as_in_body() -> Iterator[None]:
 
 
 def search(body: GenerationRequest, max_tokens: int) -> tuple[BeamSearchParams, SamplingParams]:
-    """The search, and the sampling parameters that the response writers expect."""
+    """Parameters of the search, and the sampling parameters that the response writers expect."""
     own: dict[str, Any] = {
         name: getattr(body, name) for name in OWN if getattr(body, name) is not None
     }

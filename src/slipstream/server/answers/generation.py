@@ -75,7 +75,7 @@ class Body(Protocol):
 
 @contextmanager
 def renamed(param: Callable[[str | None], str | None]) -> Iterator[None]:
-    """Translate the field that an error names, by `param`, for a body translated from another
+    """Rename the field that an error names by `param`, for a body translated from another
     protocol."""
     try:
         yield
@@ -189,7 +189,7 @@ class Answer:
         return [(b"content-type", self.media_type), (b"cache-control", b"no-cache")]
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        """The events of a delta, empty if nothing is to be said."""
+        """The events of a delta; empty if the delta has nothing to show."""
         raise NotImplementedError
 
     def text_event(self, index: int, text: bytes) -> bytes:
@@ -384,7 +384,7 @@ class Answer:
         return b"".join([*events, self.mark()] if mark else events)
 
     def mark(self) -> bytes:
-        """The mark for a gateway: the tokens whose text the events before it hold."""
+        """A stream's mark for a gateway: the tokens whose events follow the last mark."""
         if not self.marks:
             return b""
         unmarked, self.unmarked = self.unmarked, []

@@ -45,7 +45,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Structured(Struct, kw_only=True):
-    """Base of bodies with these fields."""
+    """Base of bodies with fields that constrain the format."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

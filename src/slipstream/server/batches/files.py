@@ -139,10 +139,10 @@ class FileStore:
 
     @contextmanager
     def arrival(self, owner: str, used: tuple[int, int]) -> Iterator[Callable[[int], None]]:
-        """Count a running upload. The function that it gives takes the number of bytes so far.
+        """Count a running upload. The yielded function takes the number of bytes received so far.
 
-        ApiError (413) if all running uploads exceed the space that `used`, the bytes in use at the
-        upload's start, leaves: they could fill the disk together before any is refused.
+        It raises ApiError (413) when all running uploads and the `used` bytes of the upload's start
+        exceed the limits: otherwise uploads could fill the disk together before any is refused.
         """
         counted = 0
 

@@ -92,8 +92,8 @@ class Keyring:
         return known is not None and known.state(time.time()) == "active"
 
     def _plain_key(self, digest: bytes) -> Key:
-        """An `--api-key`. If it is the only one, its prefixes need no salt, because a file's keys
-        have salts of their own."""
+        """A key of `--api-key`. If it is the only one, its prefixes need no salt: keys of a file
+        have their own."""
         shares = EVERYBODY if len(self._plain) == 1 else None
         return Key(id=digest.hex(), role="admin", priority=None, share_prefixes=shares)
 

@@ -179,8 +179,8 @@ class Connection(HttpToolsProtocol):
             self._idle_timer.cancel()
 
     def _watch_reader(self, waiting: int) -> None:
-        """Cut the connection if none of `waiting` bytes has been sent by the next look. While
-        writing is paused nothing is added."""
+        """Cut the connection if the client reads none of `waiting` bytes within `WRITE_IDLE_S`.
+        Nothing is added to them meanwhile: writing is paused."""
 
         def look() -> None:
             now = self.transport.get_write_buffer_size()

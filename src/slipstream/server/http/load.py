@@ -1,4 +1,4 @@
-"""Counts of all front ends' requests and connections, and the choice who takes the next connection.
+"""Counts of all front ends' requests and connections; they decide who takes the next connection.
 
 Front ends share one listening socket, so a connection that is not accepted yet waits for any of
 them.

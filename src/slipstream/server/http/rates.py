@@ -69,7 +69,8 @@ class Grant(Protocol):
         left."""
 
     def close(self, num_tokens: int) -> None:
-        """End the request, which used `num_tokens`. Reserved prompts count as used in any case."""
+        """End the request, which used `num_tokens` tokens. Its reserved prompts count as used even
+        if it failed."""
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -181,10 +182,11 @@ class Table:
 
 
 class SharedLimiter:
-    """The limiter of a server.
+    """The limiter of a server whose front ends share counts in files.
 
-    `shared_dir`: the front ends share the state there that ends with the server; None: there is one
-    front end. `state_dir`: the day's counts outlive the server there. `slot()`: this front end's number.
+    `shared_dir`: folder of counts that end with the server; None: there is only one front end.
+    `state_dir`: folder of the day's counts, which outlive the server. `slot()`: number of this
+    front end.
     """
 
     def __init__(
@@ -357,7 +359,7 @@ class SharedGrant:
 
 
 def _wait(counts: memoryview, second: int, wanted: int, limit: int) -> int:
-    """Seconds until `wanted` more fit; 0: they fit now."""
+    """Seconds until `wanted` more fit under `limit` in the window; 0: they fit now."""
     over = sum(counts) + wanted - limit
     if over <= 0:
         return 0

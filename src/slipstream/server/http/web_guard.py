@@ -108,8 +108,8 @@ class WebGuard:
 
 
 def with_cors(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """`app`, readable for pages of the allowed origins. It wraps the key check: a preflight request
-    has no key."""
+    """`app` with CORS headers, so that pages of the allowed origins may read its answers. It wraps
+    the key check: a preflight request has no key."""
     if not settings.cors_origins:
         return app
     return CORSMiddleware(

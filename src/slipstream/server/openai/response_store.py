@@ -282,8 +282,8 @@ def _stored(rows: list[_Row]) -> list[StoredResponse]:
 
 
 def _use(db: sqlite3.Connection) -> int:
-    """A number that grows with each use. A clock could jump, and the newest answer would be evicted
-    first."""
+    """The next number of a counter of uses. It is not a clock: after a jump the newest answer would
+    be evicted first."""
     db.execute("update uses set n = n + 1")
     found: int = db.execute("select n from uses").fetchone()[0]
     return found

@@ -30,7 +30,7 @@ from slipstream.server.state import ServerState, TokenizerProtocol
 from slipstream.types import Prompt, TokensPrompt
 
 _MAX_CHARS_PER_TOKEN = 128
-"""Longest text in characters for each token of context. A longer one can't fit, and is refused
+"""Characters of a text for each token of the context. A longer text can't fit, and is refused
 before it is tokenised."""
 
 

@@ -1,5 +1,5 @@
-"""Coding agents, and the environment and arguments that make each use our server. Their files are
-not written."""
+"""Coding agents: the environment and arguments that make each use our server. Their files stay
+unchanged."""
 
 from __future__ import annotations
 

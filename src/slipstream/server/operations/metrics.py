@@ -281,7 +281,7 @@ class Stalls:
 
 
 class MetricCounts(msgspec.Struct):
-    """The counts of a front end."""
+    """The counts of one front end, for the sum over all of them."""
 
     histograms: list[tuple[list[int], float]]  # in the order of `Metrics.histograms`
     finished: dict[str, int]
