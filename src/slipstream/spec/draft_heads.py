@@ -1,20 +1,20 @@
 """Draft heads as data: small parts that propose tokens from the states of the model that they were
 trained for.
 
-  EAGLE-1, 2   one layer over a product (`fc`) of a token's embedding and the state before it
-               (Li et al. 2024)
-  EAGLE-3      one layer over a token's embedding and a product (`fc`) of three layers' states
-               (Li et al. 2025)
-  EAGLE-3.1    the same with a norm for each of these states; the next pair reads a normed state
-               (arXiv:2605.09992)
-  P-EAGLE      the same with some layers and a mask for each further place, in one pass
-               (arXiv:2602.01469)
-  DFlash       layers over a block of masks, which attend to each other and to the states before
-               it (arXiv:2602.06036)
-  MTP          the layer that a checkpoint has after its last one
-               (DeepSeek-V3, arXiv:2412.19437, section 2.2)
-  Medusa       heads that read the last state, one for each place after the next token
-               (Cai et al. 2024)
+    EAGLE-1, 2   one layer over a product (`fc`) of a token's embedding and the state before it
+                 (Li et al. 2024)
+    EAGLE-3      one layer over a token's embedding and a product (`fc`) of three layers' states
+                 (Li et al. 2025)
+    EAGLE-3.1    the same with a norm for each of these states; the next pair reads a normed state
+                 (arXiv:2605.09992)
+    P-EAGLE      the same with some layers and a mask for each further place, in one pass
+                 (arXiv:2602.01469)
+    DFlash       layers over a block of masks, which attend to each other and to the states before
+                 it (arXiv:2602.06036)
+    MTP          the layer that a checkpoint has after its last one
+                 (DeepSeek-V3, arXiv:2412.19437, section 2.2)
+    Medusa       heads that read the last state, one for each place after the next token
+                 (Cai et al. 2024)
 
 All but the last are a `LayeredSpec`. EAGLE and MTP continue from their own states, token by token.
 P-EAGLE, DFlash and Medusa guess a block in one pass. `head_readers` makes these specs of files. No
