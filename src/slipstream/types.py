@@ -202,6 +202,8 @@ class EngineRequest:
     images: tuple[ImageSpan, ...] = ()  # in the order of their offsets
     # A beam of the same search; itself for the first one. `Scheduler.go_on` gives each token.
     beam_of: str | None = None
+    # Positions of the prompt after which requests may differ: recurrent states are kept there.
+    marks: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, options: RequestOptions, **own: Any) -> EngineRequest:
@@ -322,6 +324,18 @@ class NewRequest:
         )
 
 
+STATES = -1
+"""The group of a `TableUpdate` of a request's state slots: the one to read, then those to write (`RowTable.states`)."""
+
+
+class StateMark(NamedTuple):
+    """A step keeps a recurrent state: after the first `num_tokens` tokens of a request's part, in `slot`."""
+
+    request_id: str
+    num_tokens: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
     """New entries of a request's block table: these blocks replace or extend `group`'s table from
@@ -390,9 +404,10 @@ class StepPlan:
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 come first.
 
     If requests are distributed over ranks, a rank gets its part of the plan
-    (`worker/ranks/request_owners.py`). `copy_ranks` says in whose cache each of `block_copies` is
-    (empty: all are in rank 0's). `largest` has the largest numbers of all parts, because all ranks
-    must run the step in the same way; a part may have no request at all.
+    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts.
+    `copy_ranks` says in whose cache each of `block_copies` is (empty: all are in rank 0's).
+    `largest` has the largest numbers of all parts, because all ranks must run the step in the same
+    way; a part may have no request at all.
     """
 
     step_id: int
@@ -403,6 +418,7 @@ class StepPlan:
     shared: tuple[SharedPrefix, ...] = ()
     copy_ranks: tuple[int, ...] = ()
     largest: StepShape | None = None
+    state_marks: tuple[StateMark, ...] = ()
 
     @property
     def num_tokens(self) -> int:
