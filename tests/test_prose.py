@@ -22,7 +22,6 @@ BARE = re.compile(
 NOT_YET = {
     "server": 78,
     "spec": 45,
-    "kernels/triton": 35,
     "optimize": 25,
     "cli": 17,
     "compress": 15,
