@@ -202,7 +202,7 @@ def test_the_image_has_what_the_servers_options_need(tmp_path):
         (("--name", "Chat"), "small letters"),
         (
             ("--source", "/"),
-            "no clone of Slipstream: it has no pyproject.toml; give the clone's folder",
+            "not a clone of Slipstream: it has no pyproject.toml; give the clone's folder",
         ),
         (("--extra", "cuda"), "no extra"),
         (("--image", "My Image"), "[REGISTRY/]NAME[:TAG]"),

@@ -1,10 +1,12 @@
-"""`slipstream check-model MODEL`: compare a checkpoint here with the same one in Hugging Face transformers, layer by layer.
+"""`slipstream check-model MODEL`: compares a checkpoint here with the same one in Hugging Face
+transformers, layer by layer.
 
-Both compute the same random tokens in float32: decoders, encoders (with their classifier), encoder-decoders. The exit code is
-1 if they part, and the first place is named. Unless --kernels says otherwise, the reference's kernels compute a checkpoint with
-rounded weights, because the CPU's round the inputs of its products to 8 bits. Inputs that a checkpoint has rounded to int8, or
-by one scale for all tokens, are left as they are on both sides: transformers rounds those to other steps.
-"""
+Both compute the same random tokens in float32: decoders, encoders (with their classifier),
+encoder-decoders. If they differ, the exit code is 1, and the first place is named. The reference's
+kernels compute a checkpoint with rounded weights unless --kernels says otherwise, because the CPU's
+kernels round the inputs of products to 8 bits. Inputs that a checkpoint rounds to int8, or with one
+scale for all tokens, are not rounded on either side, because transformers rounds them to other
+steps."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""`slipstream compress MODEL --recipe R --out DIR`: write a smaller checkpoint, with a report of what it cost.
+"""`slipstream compress MODEL --recipe R --out DIR`: writes a smaller checkpoint, with a report of
+the quality that it costs.
 
-R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq, int4-learned,
-w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa, lora) or a YAML file. DIR appears whole or not at all.
-What an interrupted run had finished is kept beside it, and the same command goes on from there. The exit code is 1 if the
-result is broken: its perplexity or its agreement with MODEL is outside of the limits. DIR and the report in it are written all
-the same.
-"""
+R is a preset (fp8, fp8-gptq, fp8-static, int8, int8-outliers, int4-awq-gptq, int4-awq, int4-gptq,
+int4-learned, w4a16-mixed:3.5bpw, 2:4, 2:4-int8, draft:1/3, draft:eagle3, draft:medusa, lora) or a
+YAML file. DIR appears whole or not at all. Finished work of an interrupted run is stored next to
+it, and the same command continues from there. The exit code is 1 if the result is broken: its
+perplexity or its agreement with MODEL is outside the limits. DIR and the report in it are written
+all the same."""
 
 from __future__ import annotations
 
@@ -141,11 +142,11 @@ def _compress(args: argparse.Namespace) -> int:
     _limits(args).check()
     if task_names(args) and args.no_report:
         raise ConfigError(
-            "--tasks stand in the report, which --no-report leaves out; drop one", field="tasks"
+            "--tasks are part of the report, which --no-report leaves out; drop one", field="tasks"
         )
     if args.back_off and args.max_kl is None:
         raise ConfigError(
-            "--back-off tries again where --max-kl is broken; give it, too", field="back_off"
+            "--back-off needs --max-kl, the limit that it tries to meet", field="back_off"
         )
     original = source = read_spec(resolve_model(args.model, download_dir=args.download_dir))
     if (head := recipe.one(DraftHead)) is not None:
@@ -155,7 +156,7 @@ def _compress(args: argparse.Namespace) -> int:
     if recipe.reshapes:
         from slipstream.compress.pipeline import reshaped_spec
 
-        # What the layers' part will find: the sizes are known beforehand.
+        # The sizes that the layers' part will find are known beforehand.
         source = dataclasses.replace(original, spec=reshaped_spec(original, recipe))
     planned = plan(source, recipe)
     dense = (
@@ -193,7 +194,8 @@ def _carry_out(
     out: Path,
     progress: Progress,
 ) -> tuple[Recipe, CompressionPlan, Report | None]:
-    """Write the checkpoint: the recipe taken, which may be another one with --back-off, its plan and the report."""
+    """Write the checkpoint. Returns the recipe that was used (with --back-off it may be another
+    one), its plan and the report."""
     from slipstream.compress.checkpoint import Attempts, fingerprint
     from slipstream.compress.pipeline import clean, layer_recipe, publish, reshape
     from slipstream.compress.recipe import more_bits
@@ -301,8 +303,8 @@ def _trained(
     rows: list[tuple[str, str]],
     planned: dict[str, object],
 ) -> dict[str, Any] | None:
-    """Train `what`: its receipt. None if there is no more to say, since it was a dry run or JSON is written. `rows` tell a
-    person what a dry run would do, and `planned` a program."""
+    """Train `what` and return its receipt. None if there is no more to print: it was a dry run, or
+    JSON was written. `rows` describe a dry run to a person, and `planned` to a program."""
     about: dict[str, object] = {"recipe": {"name": recipe.name, "steps": recipe.as_data()}}
     if args.dry_run:
         if args.json:
@@ -327,7 +329,7 @@ def _trained(
 def _train_head(
     args: argparse.Namespace, recipe: Recipe, head: DraftHead, source: ModelDescription
 ) -> int:
-    """A head that drafts is no smaller checkpoint: it has a receipt of its own, and takes no report."""
+    """Train a draft head. It is no smaller checkpoint: it has its own receipt, and no report."""
     from slipstream.compress.draft import train_head
     from slipstream.compress.run import resolve_device
 
@@ -374,15 +376,16 @@ def _train_head(
 
 
 def _refuse_report(args: argparse.Namespace, what: str) -> None:
-    """ConfigError for an option of the report."""
+    """ConfigError if an option of the report is given."""
     off = ("speed", "no_report", "back_off", "allow_any_quality")
     report: dict[str, object] = {"max_kl": None, **dict.fromkeys(off, False)}
     limits = QualityLimits()
+    # the recipe has its own text
     report |= {
         "dtype": "auto",
         "text": "sharegpt",
         "eval_windows": 16,
-    }  # the recipe has a text of its own
+    }
     report |= {
         "max_perplexity_ratio": limits.max_perplexity_ratio,
         "min_top1": limits.min_top1_agreement,
@@ -398,7 +401,7 @@ def _refuse_report(args: argparse.Namespace, what: str) -> None:
 def _train_adapter(
     args: argparse.Namespace, recipe: Recipe, adapter: LoRA, source: ModelDescription
 ) -> int:
-    """An adapter has a receipt of its own, too."""
+    """Train an adapter. It has its own receipt, and no report."""
     from slipstream.compress.lora import adapted_modules, train_adapter
     from slipstream.compress.run import resolve_device
 
@@ -484,13 +487,14 @@ def _measure(
     from slipstream.compress.report import measure
     from slipstream.config import EngineArgs
 
-    # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs stay as they are.
+    # Measured as it runs here: on a CPU, for example, float8 weights are expanded and inputs are
+    # not rounded.
     original = EngineArgs(model=args.model, device=args.device, download_dir=args.download_dir)
     return measure(
         original,
         dataclasses.replace(
             original, model=str(folder), weights_cache="off"
-        ),  # the folder gets another name
+        ),  # the folder will be renamed
         name=str(out),
         text=_report_text(args, source),
         speed=args.speed,
@@ -506,11 +510,12 @@ def _measure(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Input:
-    """What the compression starts from. `rounded` says how it was rounded before, if it was."""
+    """Input of the compression. `rounded`: how its weights were rounded before; None: they were
+    not."""
 
     name: str
     num_bytes: int
-    dense_bytes: int  # in the type that the result's dense weights have
+    dense_bytes: int  # in the type of the result's dense weights
     rounded: str | None
 
 
@@ -521,7 +526,7 @@ def _show(
     given: Input,
     report: Report | None,
 ) -> int:
-    """Print the summary, or what would be done; the exit code."""
+    """Print the summary, or a dry run's plan. Returns the exit code."""
     from slipstream.compress.recipe import Budget, Calibrate
     from slipstream.compress.steps import Distill, PruneSettings
 
@@ -554,9 +559,7 @@ def _show(
     after, bits = plan.bytes_after, plan.bits_per_weight
     for p in done:
         kind, budget = str(p.fmt), None if p.settings is None else p.settings.bits
-        if args.dry_run and isinstance(
-            budget, Budget
-        ):  # measuring decides which weight gets how many bits
+        if args.dry_run and isinstance(budget, Budget):  # measuring decides the bits of each weight
             kind = f"{', '.join(map(str, budget.choices))} bits, as they are worth most, {budget.average:g} on average"
             assert p.fmt is not None
             after += int(budget.average * p.rows * p.inner / 8) - p.fmt.num_bytes(
@@ -569,7 +572,7 @@ def _show(
     text, learns = recipe.one(Calibrate) or Calibrate(), recipe.one(Distill)
     calibrated = f"{recipe.num_windows} windows of {text.context} tokens of {text.text}"
     before = given.num_bytes
-    if report is not None:  # the files themselves
+    if report is not None:  # sizes of the files themselves
         before, after = report.original.file_bytes, report.compressed.file_bytes
     dense = "" if given.rounded is None else f"; dense it would be {size(given.dense_bytes)}"
     rows = [

@@ -1,7 +1,7 @@
-"""`slipstream doctor`: what this machine has, what Slipstream will use, what is missing and the command that gets it.
+"""`slipstream doctor`: shows what this machine has, what Slipstream will use, what is missing and
+the command that installs it.
 
-The exit code is 1 if something is missing without which no model can run.
-"""
+The exit code is 1 if something is missing without which no model can run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ GPU_ONLY = ("triton",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """`needed`: nothing runs without it. `command` gets it; empty where no command does."""
+    """Something that is missing. `needed`: nothing runs without it. `command` installs it; empty if
+    there is none."""
 
     what: str
     command: str
@@ -44,7 +45,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchInfo:
-    """`cuda_build` is the CUDA version torch was built for, None for a CPU build."""
+    """The installed torch. `cuda_build`: the CUDA version that it was built for; None for a CPU
+    build."""
 
     version: str
     cuda_build: str | None
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_fleet(args: argparse.Namespace) -> int:
-    """0 if nothing is wrong."""
+    """Check running servers. Returns 0 if nothing is wrong."""
     from slipstream.cli.serve import read_keys
     from slipstream.fleet.detection.alerts import checked
     from slipstream.fleet.detection.doctor import examine
@@ -213,8 +215,8 @@ def package_version(name: str) -> str | None:
 
 
 def tile_tables(names: list[str]) -> tuple[dict[str, str], list[Missing]]:
-    """Return the tile table that an engine takes on each kind of GPU, and the tables that can't be used. An engine does not
-    start until those are removed."""
+    """(tile table that an engine takes for each kind of GPU, tables that can't be used). An engine
+    does not start until the latter are removed."""
     from slipstream.errors import ConfigError
     from slipstream.hub import tiles_folder
     from slipstream.spec.autotune_table import load_tiles
@@ -247,7 +249,7 @@ def torch_info() -> TorchInfo | None:
 
 
 def will_use() -> dict[str, Any]:
-    """What device="auto", dtype="auto", kernels="auto" come to."""
+    """The values that device="auto", dtype="auto" and kernels="auto" are resolved to."""
     from slipstream.hub import machine_folder
     from slipstream.worker.device import detect
 
@@ -295,8 +297,8 @@ def find_missing(
     has_model: bool,
     has_cpu_kernels: bool = True,
 ) -> list[Missing]:
-    """What is missing here, the most needed first: everything that the list of packages shows as absent, except what only a
-    GPU needs where there is none. Pure."""
+    """Missing things, the most important first: every absent package, except those that only a GPU
+    needs if there is none. Pure."""
     found = []
     if torch is None:
         lost = (

@@ -1,7 +1,7 @@
-"""`slipstream info MODEL`: what a model is, what it weighs, and what fits on this machine. It loads no weights.
+"""`slipstream info MODEL`: shows what a model is, its size, and what fits on this machine, without
+loading weights.
 
-The memory part is an estimate: only an engine that starts can measure activations and graphs.
-"""
+The memory part is an estimate: only a starting engine can measure activations and graphs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if (recipe := recipe_of(path)) is not None:
             made_by = ", ".join(name for step in recipe.as_data() for name in step)
-    except ConfigError as error:  # of another version; an engine does not need the recipe
+    except ConfigError as error:  # written by another version; an engine does not need the recipe
         made_by = str(error)
     if args.json:
         print_json(
@@ -160,7 +160,8 @@ def describe_path(name: str, reason: Reason | None) -> str:
 
 
 def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
-    """How ranks share the model; empty: there is one. The parts and the memory below are a rank's."""
+    """How ranks share the model; empty if there is one rank. The sizes shown after it are one
+    rank's."""
     how, lines = config.parallel, []
     if how.num_ranks == 1:
         return []
@@ -182,13 +183,13 @@ def describe_split(config: EngineConfig, spec: ModelSpec) -> list[str]:
 
 
 def offload_rate(config: EngineConfig, path: Path) -> float | None:
-    """Bytes a second at which layers that are not kept are read; None: it is not known."""
+    """Bytes per second at which offloaded layers are read; None if unknown."""
     info = config.device.info
     return copy_rate(info.name) if info.is_cuda else read_rate(path)
 
 
 def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path) -> list[str]:
-    """What is read in each step, and how many steps a second that allows at most."""
+    """The bytes read in each step, and the resulting upper bound of steps per second."""
     if plan is None:
         return []
     rate = offload_rate(config, path)
@@ -220,7 +221,8 @@ def describe_offload(plan: OffloadPlan | None, config: EngineConfig, path: Path)
 
 
 def describe_host_experts(config: EngineConfig, description: ModelDescription) -> list[str]:
-    """Lines on the mixtures that the host computes, and what a token reads of them there."""
+    """Lines about mixtures of experts that the host computes, and the bytes of them that a token
+    reads."""
     number, layers = config.model.host_experts, mixtures(description.spec)
     if not number:
         return []
@@ -242,7 +244,8 @@ def stored_as(description: ModelDescription) -> str:
 
 
 def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> str | None:
-    """The share of zeros in a checkpoint's products, and how they are stored; None if it names no zeros."""
+    """Share of zeros in a checkpoint's products, and how they are stored; None if the checkpoint
+    does not state zeros."""
     from slipstream.compress.steps import Sparsify
 
     made: Sparsify | None = None if recipe is None else recipe.one(Sparsify)
@@ -257,7 +260,7 @@ def describe_zeros(stored: StoredQuantization | None, recipe: Recipe | None) -> 
 
 
 def describe_vectors(description: ModelDescription) -> str:
-    """What an encoder makes of a text."""
+    """Output of an encoder for a text, in words."""
     classifier, how = description.spec.classifier, description.pooling
     if classifier is not None:
         of = {"cls": "the first token", "mean": "the tokens' mean", "last": "the last token"}[

@@ -1,5 +1,5 @@
-"""`slipstream manifests DIR --serve "MODEL …"`: a Dockerfile, and files for Docker Compose and Kubernetes, that run `slipstream
-serve MODEL …`. docs/containers.md is their manual."""
+"""`slipstream manifests DIR --serve "MODEL …"`: writes a Dockerfile, and files for Docker Compose
+and Kubernetes, that run `slipstream serve MODEL …`. docs/containers.md is the manual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGE = (
     r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
     r"(:\w[-.\w]{0,127})?(@sha256:[0-9a-f]{64})?"
 )
-"""A reference to an image, as Docker and Kubernetes read it."""
+"""Regular expression of a reference to an image, as Docker and Kubernetes read it."""
 
 GIVEN = {
     "host": "the container listens on all of its addresses",
@@ -39,7 +39,8 @@ GIVEN = {
         "ranks of other hosts can't reach it; write the manifests by hand",
     ),
 }
-"""Options of `serve` that the manifests set, or that don't work in them, by their destinations, and what to do instead."""
+"""Options of `serve` that the manifests set, or that don't work in them, by destination, with the
+remedy."""
 
 NEEDS = {"otlp_endpoint": "otel", "detect": "detect"}
 """Options of `serve` that need an extra of the package."""
@@ -48,7 +49,7 @@ WRITTEN = ("state_dir", "files_dir", "audit_log", "kv_disk_path", "download_dir"
 """Options of `serve` whose paths are written to."""
 
 LEAST = {"memory": 2**28, "volume": 2**28}
-"""In bytes. Less is a number that lacks its unit."""
+"""Least bytes by option. Less is a number without its unit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
             message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
             raise ConfigError(f"--{name.replace('_', '-')} {message}, got {given!r}", field=name)
     if not (args.source / "pyproject.toml").is_file():
-        message = f"--source: {args.source} is no clone of Slipstream: it has no pyproject.toml; give the clone's folder"
+        message = f"--source: {args.source} is not a clone of Slipstream: it has no pyproject.toml; give the clone's folder"
         raise ConfigError(message, field="source")
     if unknown := sorted(set(args.extras) - extras_of(args.source / "pyproject.toml")):
         raise ConfigError(
@@ -153,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
         build_from=os.path.relpath(clone, here),
         dockerfile_name=os.path.relpath(here / DOCKERFILE, clone),
     )
-    # Each object is copied through JSON: what stands in it twice, such as labels, would become an alias, and an edit of one
-    # place an edit of all.
+    # Each object is copied through JSON: parts that appear in it twice, such as labels, would
+    # become YAML aliases, and an edit of one would change both.
     objects = [json.loads(json.dumps(found)) for found in manifests.kubernetes(made)]
     texts = {
         DOCKERFILE: manifests.dockerfile(made),
@@ -187,8 +188,8 @@ def extras_of(project: Path) -> set[str]:
 
 
 def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
-    """What `serve` reads in them, and its seconds for requests in flight. What it would refuse is refused here, in its own
-    words, and so is what a container lacks."""
+    """(the parsed words, the drain timeout in seconds). Options that `serve` would refuse are
+    refused here in its own words, and so are those that can't work in a container."""
     from slipstream.cli.parser import ArgumentParser
     from slipstream.cli.serve import check_watch, server_settings
     from slipstream.config.settings import num_ranks
@@ -196,7 +197,7 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
 
     found = ArgumentParser(prog="slipstream serve", module="serve").parse_args(words)
     for name, instead in GIVEN.items():
-        if getattr(found, name, None) not in (None, []):  # 0 is a port
+        if getattr(found, name, None) not in (None, []):  # 0 is a valid port
             raise ConfigError(f"leave --{name.replace('_', '-')} out: {instead}", field="serve")
     model = found.model or DEFAULT_MODEL
     if model.startswith((".", "~")) or (
@@ -212,7 +213,7 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
         if path.startswith("/") and not any(
             Path(path).is_relative_to(folder) for folder in (manifests.HOME, "/tmp")
         ):
-            message = f"the container writes below {manifests.HOME} (its volume) and /tmp alone"
+            message = f"the container can only write below {manifests.HOME} (its volume) and /tmp"
             raise ConfigError(
                 f"--serve: --{name.replace('_', '-')} {path}: {message}", field="serve"
             )
@@ -231,6 +232,6 @@ def _checked(words: list[str], gpus: int) -> tuple[argparse.Namespace, float]:
         argparse.Namespace(**{**vars(found), "logits_processors": []})
     ).drain_timeout_s
     if not drain_s < 1e6:
-        message = f"--serve: --drain-timeout {drain_s:g}: whoever ends containers needs a number of seconds"
+        message = f"--serve: --drain-timeout {drain_s:g}: a container runtime needs a finite number of seconds"
         raise ConfigError(message, field="serve")
     return found, drain_s
