@@ -27,11 +27,10 @@ async def measure_host(
 ) -> HostCost:
     """Measure the costs with bursts of short requests.
 
-    - Host: the mean gap between tokens minus the table's step. If steps don't overlap with the
-      host's work (`run_ahead` as in `simulate.simulator.SimulatedEngine`), it is a cost per step
-      and sequence. If they do, it is a cost because the host works on the cores of a CPU's step.
-      The mean is used because a client's time per token is one: it includes what delays only some
-      steps.
+    - Host: the mean gap between tokens minus the table's step. With more than `run_ahead` users
+      steps don't overlap with the host's work, and it is a cost per step and sequence. With fewer
+      they overlap, and it is the cost of sharing the cores with a CPU's step. The mean is used
+      because a client's time per token is a mean, too: it includes delays of only some steps.
     - Front end: the time that a lone request's first token takes beyond its next ones, minus the
       table's time for its prompt's second token. (After a prompt of one token a CPU's next step
       runs already while the host reports the first.)"""

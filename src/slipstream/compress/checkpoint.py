@@ -90,7 +90,7 @@ class Names:
     def read(
         self, file: Path, formats: StoredFormats, *, device: torch.device
     ) -> dict[str, Tensor]:
-        """Parameters from a file of `tensors`, in float32."""
+        """Parameters, in float32, from a file with what `tensors` gave."""
         from safetensors import safe_open
 
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -118,7 +118,7 @@ class Names:
     def read_grids(
         self, file: Path, formats: Mapping[str, WeightFormat], *, device: torch.device
     ) -> dict[str, QuantGrid]:
-        """Grids of the rounded weights in a file of `tensors`; `formats` are by parameter name."""
+        """Grids of the rounded weights in a file with what `tensors` gave; `formats` are by parameter name."""
         from safetensors import safe_open
 
         found: dict[str, QuantGrid] = {}
@@ -333,9 +333,8 @@ class WorkFolder:
         if not file.is_file():
             return None
         try:
-            with safe_open(
-                self.part(name), framework="np"
-            ):  # checks that its length is that of its tensors
+            # opening checks that the file's length is that of its tensors
+            with safe_open(self.part(name), framework="np"):
                 found: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError, SafetensorError):
             return None

@@ -173,7 +173,8 @@ def choose(
 
 
 def _sizes(spec: ModelSpec, settings: PruneSettings) -> dict[Units, int]:
-    """Units that stay, for the kinds that lose any. ConfigError if a share rounds to none."""
+    """Number of units that stay, for each kind that loses some. ConfigError if a share rounds to
+    none."""
     shares = {
         "heads": settings.heads,
         "channels": settings.channels,

@@ -216,7 +216,7 @@ class PoolSpec:
 
     @property
     def is_scaled(self) -> bool:
-        """True with `autoscale`."""
+        """Whether an autoscaler may change the number of replicas."""
         return self.least < self.most
 
     @property

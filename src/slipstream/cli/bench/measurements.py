@@ -143,7 +143,7 @@ def check_output(args: argparse.Namespace) -> None:
         if is_there and not path.is_file() and not path.is_dir():
             return  # a pipe, whose reader would see an end, or a device
         with writing(path, "output"):
-            # os.access is not enough: root may write everywhere except where nothing can be written
+            # a trial: root's permissions do not show a place where nothing can be written
             path.open("a", encoding="utf-8").close()
             if not is_there:
                 path.unlink()

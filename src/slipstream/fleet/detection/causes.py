@@ -22,8 +22,9 @@ FULL = 0.9
 """Cache usage at which prefixes are evicted for lack of blocks."""
 
 FEWER = 0.75
-"""Share of the usual number of sequences. If this share or less runs in a full cache while others
-wait, the cache holds less than it did. With more requests, as many run as before."""
+"""Share of the usual number of running sequences that shows a cache shortage. If only this share or
+less runs while the cache is full and requests wait, the cache holds fewer sequences than before.
+Under mere overload the usual number would run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

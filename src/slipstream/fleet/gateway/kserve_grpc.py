@@ -87,7 +87,7 @@ class FleetGrpc(GrpcServer):
 
     @staticmethod
     def _response(body: GrpcInference, told: dict[str, Any], record: RequestRecord) -> bytes:
-        """The answer's message. ApiError if the body is an error that ended a stream."""
+        """Encode a reply as a gRPC message. ApiError if the body is an error that ended a stream."""
         if "error" in told:
             raise unavailable(str(told["error"]), record.error or "replica_failed")
         outputs = {

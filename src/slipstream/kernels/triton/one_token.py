@@ -56,7 +56,7 @@ MAX_SPLITS = 16
 ONE_HEAD_KEYS = 4096
 """Longest sequence for which a thread block attends over latents for one head."""
 HEADS_PER_BLOCK = 4
-"""Heads per thread block in longer sequences, if it divides the number of heads."""
+"""Heads per thread block in sequences longer than ONE_HEAD_KEYS, if it divides their number."""
 MAX_LATENT_SPLITS = 32
 LATENT_DEPTH = 6
 """Stages in flight during latent attention. There may be more than elsewhere, because most rows

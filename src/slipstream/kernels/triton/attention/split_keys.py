@@ -43,8 +43,8 @@ def num_splits(
     num_processors: int,
     ctas_per_sm: int = CTAS_PER_SM,
 ) -> int:
-    """Splits of decodes: a power of two that fills the chip, with at least two tiles of the longest
-    sequence in each split."""
+    """Number of splits of each decode's keys: a power of two that fills the chip, with at least two
+    tiles of the longest sequence in each split."""
     wanted = triton.cdiv(ctas_per_sm * num_processors, num_programs)
     most = max(1, max_seq_len // (2 * block_n))
     splits = int(min(wanted, most, MAX_SPLITS))

@@ -41,7 +41,7 @@ SLAB = 8
 
 
 def pack_mxfp4(w: GroupedLinear) -> Mxfp4Linear:
-    """Reorder codes and scales, some rows at a time."""
+    """Copy codes and scales into the order in which the kernel reads them."""
     (rows, quarter), groups = w.weight.shape, len(w.scales)
     inner, chunks = quarter * 4, triton.cdiv(quarter * 4, CHUNK)
     # so ranks with different experts have the same factor, and can exchange experts
