@@ -29,6 +29,7 @@ from slipstream.cli.options import (
     add_output_options,
     engine_args,
 )
+from slipstream.compress.verdict import check_max_kl
 from slipstream.config import EngineArgs
 from slipstream.errors import ConfigError
 from slipstream.evals.text import TextSettings
@@ -255,13 +256,6 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         help="questions too: .jsonl files of multiple choice, and tasks of lm-eval (if it is installed and finds their data)",
     )
     tasks.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each")
-
-
-def check_max_kl(max_kl: float | None) -> None:
-    if max_kl is not None and not max_kl >= 0:
-        raise ConfigError(
-            f"--max-kl must be a number of nats of at least 0, got {max_kl}", field="max_kl"
-        )
 
 
 def task_names(args: argparse.Namespace) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,14 +307,11 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None) -> int:
     """Start the engine, then the server with this number of front ends."""
-    import asyncio
-    import logging
     import time
-
-    import uvloop
 
     from slipstream.cli.console import phases, print_json
     from slipstream.config import EngineArgs
+    from slipstream.frontend.serving import Serving
     from slipstream.server.http.auth import Keyring
     from slipstream.server.run import bind, configure_logging, url
 
@@ -322,23 +319,7 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
     Keyring(settings)  # an unreadable file is an error now
     check_adapters(args, settings)
     configure_logging(settings)
-    logger = logging.getLogger("slipstream.server")
-    if not (settings.api_keys or settings.keys_file) and settings.host not in (
-        "127.0.0.1",
-        "localhost",
-        "::1",
-    ):
-        logger.warning(
-            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
-        )
-    if guarded is not None and guarded.num_deaths:
-        logger.error(
-            "the server's process %s: it starts again in %g s (death %d)",
-            guarded.last_death,
-            guarded.pause_s,
-            guarded.num_deaths,
-        )
-        time.sleep(guarded.pause_s)
+    warn_of_start(settings, guarded)
     watch = make_watch(args) if args.detect else None
     engines = [engine_args(args)]
     if args.context_model not in (None, args.model):
@@ -353,63 +334,38 @@ def serve(args: argparse.Namespace, number: int, guarded: Guarded | None = None)
         )
         print_json(info) if args.json else print(info, flush=True)
 
-    async def one() -> None:
-        from slipstream.engine.async_llm import AsyncLLM
-        from slipstream.engine.context import Shortener
-        from slipstream.server.run import serve, settle
-
-        def on_ready() -> None:
-            settle()
-            if guarded is None:
-                announce(engine)
-                return
-            guarded.serves(listener)
-            if guarded.num_deaths:
-                logger.info("the server serves again (start %d)", guarded.num_deaths + 1)
-            else:
-                announce(engine)
-
-        with phases("starting") as progress:
-            engine = small = await AsyncLLM.start(engines[0], progress=progress)
-            if len(engines) > 1:
-                try:
-                    small = await AsyncLLM.start(engines[1], progress=progress)
-                except BaseException:
-                    await engine.shutdown()
-                    raise
-        shortener = None if args.context_model is None else Shortener(small)
-        try:
-            await serve(
-                engine,
-                settings,
-                listener,
-                on_ready=on_ready,
-                shortener=shortener,
-                watch=watch,
-                **({} if guarded is None else guarded.for_server),
-            )
-        finally:
-            if small is not engine:
-                await small.shutdown()
-
-    async def several() -> None:
-        from slipstream.frontend.supervisor import Supervisor
-
-        supervisor = Supervisor(
-            engines, settings, listener, number, shortens=args.context_model is not None
-        )
-        with contextlib.ExitStack() as shown:
-            progress = shown.enter_context(phases("starting"))
-
-            def on_ready() -> None:
-                shown.close()
-                announce(supervisor)
-
-            await supervisor.run(progress=progress, on_ready=on_ready)
-
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(one() if number == 1 else several())
+    Serving(
+        engines=engines,
+        settings=settings,
+        listener=listener,
+        shortens=args.context_model is not None,
+        phases=partial(phases, "starting"),
+        announce=announce,
+        watch=watch,
+        guarded=guarded,
+    ).run(number)
     return 0
+
+
+def warn_of_start(settings: ServerSettings, guarded: Guarded | None) -> None:
+    """Log that the server is open to all, and that it died before. After a death, wait."""
+    import logging
+    import time
+
+    logger = logging.getLogger("slipstream.server")
+    is_local = settings.host in ("127.0.0.1", "localhost", "::1")
+    if not (settings.api_keys or settings.keys_file or is_local):
+        logger.warning(
+            "anyone who reaches %s can use this server; --keys-file asks for a key", settings.host
+        )
+    if guarded is not None and guarded.num_deaths:
+        logger.error(
+            "the server's process %s: it starts again in %g s (death %d)",
+            guarded.last_death,
+            guarded.pause_s,
+            guarded.num_deaths,
+        )
+        time.sleep(guarded.pause_s)
 
 
 @dataclass(frozen=True, kw_only=True)
