@@ -56,9 +56,25 @@ class Flatten:
     kernel: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Rows are ordered by group, and in each by part, of `sizes` rows. Ours are ordered by part: `order` has the parts."""
+
+    num_groups: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | Regroup
 )
+
+
+def keeps_float32(name: str) -> bool:
+    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts, and
+    the decays of recurrent layers."""
+    kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
+    return name.endswith((*kept, "recurrent.skip.weight"))
 
 
 @dataclass(frozen=True, slots=True)
