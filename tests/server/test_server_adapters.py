@@ -178,7 +178,7 @@ def test_a_front_end_that_says_nothing_does_not_hang_a_load(monkeypatch, tmp_pat
         ("a", "../outside", "leads out"),
         ("a", "/etc", "leads out"),
         ("a", "link", "leads out"),
-        ("a", "nothing", "no adapter that PEFT saved"),
+        ("a", "nothing", "not an adapter saved by PEFT"),
         ("a", "lora1\0", "no path"),
         ("tiny", "lora1", "own name"),
         ("", "lora1", "lora_name"),
