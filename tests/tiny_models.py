@@ -393,7 +393,14 @@ ENCODERS |= {
     "eurobert": _rotary(model_type="eurobert", num_key_value_heads=2, **_NO_SPECIAL),
     "mpnet": {**_BERT, "model_type": "mpnet", "pad_token_id": 1},
     "electra": {**_BERT, "model_type": "electra", "embedding_size": 32},
+    "electra-small": {**_BERT, "model_type": "electra", "embedding_size": 16},
+    "gemma3-encoder": {**FAMILIES["gemma3_text"], "use_bidirectional_attention": True},
+    "t5-encoder": {**_T5, "model_type": "t5"},
+    "umt5-encoder": {**_T5, "model_type": "umt5", "feed_forward_proj": "gated-gelu"},
 }
+SCORING = [f for f in ENCODERS if f != "eurobert" and not f.endswith("-encoder")]
+"""Those with a head for scores in transformers."""
+T5_ENCODERS = {"t5-encoder": "T5EncoderModel", "umt5-encoder": "UMT5EncoderModel"}
 T5S: dict[str, dict[str, Any]] = {
     "t5": {**_T5, "feed_forward_proj": "relu"},
     "flan-t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -414,12 +421,16 @@ def build_encoder(
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-    settings = {**ENCODERS[family], **more}
+    settings = {k: v for k, v in {**ENCODERS[family], **more}.items() if k != "rope_theta"}
     if num_labels is not None:
         settings["num_labels"] = num_labels
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
-    kind = AutoModel if num_labels is None else AutoModelForSequenceClassification
+    kind: Any = AutoModel if num_labels is None else AutoModelForSequenceClassification
+    if family in T5_ENCODERS:
+        import transformers
+
+        return _shaken(getattr(transformers, T5_ENCODERS[family])(config).eval(), path, noise)
     return _shaken(kind.from_config(config, dtype=torch.float32).eval(), path, noise)
 
 

@@ -118,6 +118,7 @@ CASES = {
             "tie_word_embeddings": True,
         },
     ),
+    "phi-normed": ("phi", {"qk_layernorm": True}),
     "mistral-nemo": ("mistral", {"head_dim": 16, "sliding_window": None}),
     "qwen3-windows": (
         "qwen3",

@@ -63,6 +63,8 @@ def build(folder, family):
     if name in tiny_models.T5S:
         tiny_models.build_t5(folder, name, **sizes, num_heads=4, initializer_factor=0.3, noise=0.01)
     elif name in tiny_models.ENCODERS:
+        if name in tiny_models.T5_ENCODERS:  # their scores are not scaled
+            sizes |= dict(num_heads=4, initializer_factor=0.3, noise=0.01)
         tiny_models.build_encoder(folder, name, **sizes)
     else:
         tiny_models.write(folder, name, **sizes)

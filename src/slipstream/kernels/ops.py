@@ -445,15 +445,19 @@ class OpSet(ABC):
         """Clamps each element to ±limit."""
         return x.clamp(-limit, limit)
 
-    def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`, over the row of all heads or
-        over each head with its own weight.
+    def norm_qk(self, qkv: Tensor, spec: AttentionSpec, q_norm: Any, k_norm: Any) -> Tensor:
+        """Norms q and k in rows [T, (H + 2K) · D] by `spec.qk_norm`: over the row of all heads, or
+        over each head with its own weight, or with a layer norm (`NormParams`) that all share.
 
         `rope_and_cache` norms heads that share one weight.
         """
         norm = spec.qk_norm
         assert norm is not None
         q, k, v = qkv.split((spec.q_size, spec.kv_size, spec.kv_size), dim=1)
+        if norm.over == "layer":
+            heads_of = ((x.reshape(-1, spec.head_dim), n) for x, n in ((q, q_norm), (k, k_norm)))
+            q, k = (self.norm(x, n)[0].reshape(len(qkv), -1) for x, n in heads_of)  # type: ignore[union-attr]
+            return torch.cat((q, k, v), dim=1)
         if norm.over == "each":
             qk = torch.cat((q, k), dim=1).float().unflatten(1, (-1, spec.head_dim))
             heads = (
@@ -469,7 +473,7 @@ class OpSet(ABC):
         return torch.cat((*normed, v), dim=1)  # type: ignore[arg-type]
 
     def norm_qk_part(
-        self, qkv: Tensor, spec: AttentionSpec, q_norm: Tensor, k_norm: Tensor, group: RankGroup
+        self, qkv: Tensor, spec: AttentionSpec, q_norm: Any, k_norm: Any, group: RankGroup
     ) -> Tensor:
         """Runs `norm_qk` on rows of which each rank of `group` has the heads of `spec`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.model.layers import (
@@ -81,7 +81,8 @@ def build_layer(
 
     def attention(s: AttentionSpec) -> Attention:
         qkv, out = linear("attention.qkv"), linear("attention.out")
-        norms = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        norms: list[Any] = [parameters.pop(f"{name}attention.{x}_norm.weight", None) for x in "qk"]
+        biases = [parameters.pop(f"{name}attention.{x}_norm.bias", None) for x in "qk"]
         cos_sin, slopes, bias = tables.of(
             s, parameters.pop(f"{name}attention.distances.weight", None)
         )
@@ -97,6 +98,11 @@ def build_layer(
             causal=s.causal,
         )
         q_norm, k_norm = (None, None) if of_heads else norms
+        if s.qk_norm is not None and s.qk_norm.over == "layer":
+            q_norm, k_norm = (
+                NormParams(kind="layer", weight=w, bias=b, eps=s.qk_norm.eps)
+                for w, b in zip(norms, biases, strict=True)
+            )
         return Attention(s, qkv, out, heads, params, q_norm, k_norm, summed_ranks)
 
     def cross(s: AttentionSpec) -> CrossAttention:

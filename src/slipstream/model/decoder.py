@@ -82,7 +82,10 @@ class Decoder:
             None
             if spec.embed_size is None or not is_here
             else build_linear(name, parameters, ops, None, products)
-            for name, is_here in (("embed_in", spec.has_first), ("embed_out", spec.has_last))
+            for name, is_here in (
+                ("embed_in", spec.has_first),
+                ("embed_out", spec.has_last and spec.generates),
+            )
         )
         first_norm, last_norm = (
             spec.embed_norm if spec.has_first else None,
@@ -237,7 +240,8 @@ class Decoder:
             assert self.pipe is not None
             return self.pipe.receive((len(token_ids), self.spec.hidden_size), self.dtype)
         h = self.vocabulary.embed(self.ops, token_ids, self.embed, self.spec.embed_scale)
-        if self.embed_in is not None:
+        narrow = self.spec.sums_narrow
+        if self.embed_in is not None and not narrow:
             h = self.ops.linear(h, self.embed_in)
         if self.positions is not None and self.spec.learned_positions is not None:
             h = h + self.ops.embed_positions(
@@ -245,7 +249,9 @@ class Decoder:
             )
         if self.token_types is not None:
             h = h + self.ops.embed_token_types(meta, self.token_types)
-        return h if self.embed_norm is None else normed(self.ops, self.embed_norm, h)
+        if self.embed_norm is not None:
+            h = normed(self.ops, self.embed_norm, h)
+        return self.ops.linear(h, self.embed_in) if narrow and self.embed_in is not None else h
 
     def finished(self, h: Pending, residual: Tensor | None) -> Tensor:
         """The last layer's output → the input of `logits`. A pipeline stage before the last sends

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention of a layer.
 
-    `q_norm` and `k_norm` norm whole rows, or each head with a weight of its own. A weight that all
-    heads share is in `heads`.
+    `q_norm` and `k_norm` norm whole rows, or each head: with a weight of its own, or as layer
+    norms. An RMS norm's weight that all heads share is in `heads`.
     """
 
     spec: AttentionSpec
@@ -58,8 +58,8 @@ class Attention:
     out: Linear
     heads: QKVLayout
     params: AttentionParams
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    q_norm: Tensor | NormParams | None = None
+    k_norm: Tensor | NormParams | None = None
     group: RankGroup | None = None  # the ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:

@@ -39,9 +39,10 @@ class QKNormSpec:
     1. `head`: each head, with one weight for all heads, RMS (Qwen 3, Gemma 3).
     2. `row`: all heads together, RMS (OLMo 2).
     3. `each`: each head, with a weight of its own, layer norm (Command R+).
+    4. `layer`: each head, with one weight and one bias for all heads, layer norm (Phi).
     """
 
-    over: Literal["head", "row", "each"]
+    over: Literal["head", "row", "each", "layer"]
     eps: float
     weight_offset: float = 0.0
 
@@ -88,7 +89,7 @@ class AttentionSpec:
             return 0, 0
         return (
             (self.head_dim, self.head_dim)
-            if self.qk_norm.over == "head"
+            if self.qk_norm.over in ("head", "layer")
             else (self.q_size, self.kv_size)
         )
 
@@ -107,6 +108,8 @@ class AttentionSpec:
                 found[f"attention.{x}_norm.weight"] = (
                     (size // self.head_dim, self.head_dim) if each else (size,)
                 )
+            if size and self.qk_norm is not None and self.qk_norm.over == "layer":
+                found[f"attention.{x}_norm.bias"] = (size,)
         if isinstance(self.position, BucketSpec) and self.position.own:
             found["attention.distances.weight"] = (self.position.num_buckets, self.num_heads)
         if self.sinks:

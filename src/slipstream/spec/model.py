@@ -105,7 +105,8 @@ class ModelSpec:
 
     `max_position`: the longest context that it was trained for; of an encoder-decoder the longest prompt and longest answer.
     `embed_size`: the width of the embeddings, if not the layers'; then there are projections in and out (OPT 350M).
-    `embed_norm`: a norm of the embeddings (BLOOM).
+    `embed_norm`: a norm of the embeddings (BLOOM). If it has the width `embed_size`, so have positions and token types, and
+    the projection in comes after the norm and has a bias (ELECTRA).
     `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
@@ -246,6 +247,11 @@ class ModelSpec:
         return self.hidden_size if self.embed_size is None else self.embed_size
 
     @property
+    def sums_narrow(self) -> bool:
+        """Embeddings, positions and token types are added and normed before they are projected to the layers' width."""
+        return self.embed_norm is not None and self.embed_norm.size == self.embed_size
+
+    @property
     def num_parameters(self) -> int:
         """Distinct parameters: a tied output head counts once."""
         return sum(map(math.prod, parameters(self).values()))
@@ -330,11 +336,12 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     hidden, width = spec.hidden_size, spec.embed_width
     found: dict[str, Shape] = {"embed.weight": (spec.vocab_size, width)}
     if spec.embed_size is not None:
-        found["embed_in.weight"] = (hidden, width)
+        found |= linear_shapes("embed_in", hidden, width, bias=spec.sums_narrow)
+    summed = width if spec.sums_narrow else hidden
     if spec.learned_positions is not None:
-        found["positions.weight"] = (spec.learned_positions.num_positions, hidden)
+        found["positions.weight"] = (spec.learned_positions.num_positions, summed)
     if spec.num_token_types:
-        found["token_types.weight"] = (spec.num_token_types, hidden)
+        found["token_types.weight"] = (spec.num_token_types, summed)
     if spec.embed_norm is not None:
         found |= spec.embed_norm.shapes("embed_norm")
     if spec.encoder is not None:
@@ -342,7 +349,7 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
     found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)
     if spec.classifier is not None:
         found |= spec.classifier.shapes(hidden)
-    if spec.embed_size is not None:
+    if spec.embed_size is not None and spec.generates:
         found["embed_out.weight"] = (width, hidden)
     if spec.has_head:
         found["head.weight"] = (spec.vocab_size, width)

@@ -448,7 +448,7 @@ def _of_attention(
     k_rows, v_rows = heads.kv_rows(dim, a.q_size), heads.kv_rows(dim, a.q_size + a.kv_size)
     product("attention.qkv", ParameterShard(rows=heads.rows(dim) + k_rows + v_rows))
     sum_of_parts("attention.out", heads.rows(dim))
-    if a.qk_norm is not None and a.qk_norm.over != "head":
+    if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))
