@@ -78,6 +78,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 20,
     },
+    "gemma4_text": {  # shared keys and values, inputs of the layers
+        **_LLAMA,
+        "model_type": "gemma4_text",
+        "rope_theta": None,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": 6,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "initializer_range": 0.2,
+    },
     "gptj": {**_GPT, "model_type": "gptj", "rotary_dim": 4},
     "gpt2": {**_GPT, "model_type": "gpt2"},
     "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
@@ -189,6 +204,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+GEMMA4_MOE = {
+    **dict(hidden_size_per_layer_input=0, num_kv_shared_layers=0, attention_k_eq_v=True),
+    **dict(num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2),
+    "moe_intermediate_size": 24,
+}
+"""What makes of `gemma4_text` a model like the 26B-A4B."""
 
 
 def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
@@ -209,10 +230,19 @@ def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any)
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             assert parameter.abs().sum() > 0, name
-        for buffer in correction_buffers(model):
-            buffer.normal_(0.0, 0.3)
+            if family == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.3)  # else its scores, which are not scaled, would be one-hot
+        shake_buffers(model)
     model.save_pretrained(path)
     return model
+
+
+def shake_buffers(model: Any) -> None:
+    """Gives what models learn beside gradients other numbers than those that they begin with."""
+    for buffer in correction_buffers(model):
+        buffer.normal_(0.0, 0.3)
+    for buffer in scalar_buffers(model):
+        buffer.uniform_(0.5, 1.5)
 
 
 _written: dict[str, tuple[dict[str, bytes], Any]] = {}
@@ -276,6 +306,11 @@ def correction_buffers(model: Any) -> list[Any]:
     return [
         buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
     ]
+
+
+def scalar_buffers(model: Any) -> list[Any]:
+    """Gemma 4's factors of the residual."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
 
 
 def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:

@@ -495,6 +495,38 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)
 
+    def added(self, x: Tensor, y: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+        """(x + y) · factor for x, y [T, E], rounded once. y may be overwritten. A tensor has one
+        number."""
+        if isinstance(factor, float) and factor == 1.0:
+            return x + y
+        return ((x.float() + y.float()) * factor).to(x.dtype)
+
+    def layer_inputs(
+        self,
+        token_ids: Tensor,
+        projected: Tensor,
+        table: Any,
+        norm: NormParams,
+        *,
+        scale: float,
+        factor: float,
+    ) -> Tensor:
+        """(norm(projected) + scale · row) · factor, [T, L · P], for the tokens' rows of `table`.
+
+        The norm is over each P numbers, where P is its weight's size. `projected` may be overwritten.
+        """
+        parts, _ = self.norm(projected.reshape(-1, norm.weight.shape[0]), norm)
+        assert isinstance(parts, Tensor)
+        rows = self.embed(token_ids, table, scale)
+        return self.added(parts.view_as(projected), rows, factor)
+
+    def gated_by(self, x: Tensor, inputs: Tensor, activation: Activation, *, column: int) -> Tensor:
+        """act(x) · inputs[:, column : column + P] for x [T, P]."""
+        gates = self.activation(x, activation)
+        assert isinstance(gates, Tensor)
+        return gates * inputs[:, column : column + x.shape[1]]
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
@@ -508,10 +540,10 @@ class OpSet(ABC):
     ) -> Tensor:
         """[T, (H + 2K) · D] → q [T, H, D]. k and v go to their slots of the cache.
 
-        If `kv.latent`, rows have no values: [T, (H + K) · D]. q and k of each head are RMS-normed
-        first, then rotated by the row of `cos_sin` at `meta.positions`. Dimensions beyond
-        rotary_dim pass. Computed in float32, and rounded to the cache's type after division by its
-        scale.
+        If `kv.latent`, or without `heads.has_values`, rows have no values: [T, (H + K) · D]. q and k
+        of each head are RMS-normed first, then rotated by the row of `cos_sin` at `meta.positions`.
+        Dimensions beyond rotary_dim pass. Computed in float32, and rounded to the cache's type after
+        division by its scale.
         """
 
     def packed_attention(
@@ -679,6 +711,7 @@ class OpSet(ABC):
         spec: MoESpec,
         correction: Tensor | None = None,
         load: ExpertCounters | None = None,
+        scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Makes the choice of `moe`: (weights float32, experts of any integer type),
         [T, num_experts_per_token] each.
@@ -703,8 +736,8 @@ class OpSet(ABC):
 
         With p the softmax (or logistic function) of a row of router_logits in float32, the experts
         are the num_experts_per_token with the largest p (+ `correction`), within spec.groups. Their
-        weights are p, divided by their sum if spec.normalize, times spec.weight_scale. The chosen
-        experts are added to `load`.
+        weights are p, divided by their sum if spec.normalize, times spec.weight_scale and the expert's
+        own `scales`, if any. The chosen experts are added to `load`.
         """
 
     def moe_and_shared(

@@ -169,7 +169,8 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 
 
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
-    """Makes a cache for each layer. An encoder's layers share one, which they use in turn."""
+    """Makes a cache for each layer that has one of its own. An encoder's layers share one, which
+    they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     num_blocks, specs = (
         2 * meta.block_table.shape[1] + 1,
@@ -179,7 +180,9 @@ def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
         LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new))
         for s in specs[: 1 if decoder.spec.is_encoder else None]
     ]
-    return made * len(specs) if decoder.spec.is_encoder else made
+    if decoder.spec.is_encoder:
+        return made * len(specs)
+    return [made[i] for i in decoder.spec.owners]
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
@@ -200,7 +203,8 @@ def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:
             h = whole(decoder.ops, pending)
             found[where] = h.clone() if residual is None else h + residual
 
-        return run_layers(decoder.ops, layers, decoder.embedded(ids, meta), kv, meta, before)
+        h = decoder.embedded(ids, meta)
+        return run_layers(decoder.ops, layers, h, kv, decoder.with_inputs(ids, h, meta), before)
 
     if (encoder := decoder.encoder) is not None:
         states = through(encoder.layers, kv[:1] * len(encoder.layers), read, "encoder: ")

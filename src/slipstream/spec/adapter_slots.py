@@ -27,6 +27,7 @@ _STEMS = frozenset(
             "mlp.down",
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
+        *("own_input.gate", "own_input.project"),
     )
 )
 """Of products that can have an adapter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -65,9 +65,9 @@ def longest_sequence(
 
 
 def group_layers(
-    attentions: Sequence[AttentionKind], max_position: int, *, divide: bool
+    attentions: Mapping[int, AttentionKind], max_position: int, *, divide: bool
 ) -> list[CacheGroup]:
-    """The groups of layers with these `attentions`.
+    """The groups of layers with these `attentions`, by index.
 
     1. If all layers have the same window, or none has one, there is one group.
     2. Otherwise layers with the same window belong together, and so do those without one. Each such set is divided into
@@ -75,12 +75,12 @@ def group_layers(
     3. If layers cache different numbers of heads or dimensions, or without `divide`, one `full` group has all layers.
     """
     kinds: dict[int | None, list[int]] = {}
-    for i, attention in enumerate(attentions):
+    for i, attention in attentions.items():
         window: int | None = getattr(attention, "window", None)  # latent attention has none
         kinds.setdefault(None if window is None or window >= max_position else window, []).append(i)
-    shapes = {(type(x), x.num_kv_heads, x.head_dim) for x in attentions}
+    shapes = {(type(x), x.num_kv_heads, x.head_dim) for x in attentions.values()}
     if not divide or (len(kinds) > 1 and len(shapes) > 1):
-        return [CacheGroup(kind="full", layers=tuple(range(len(attentions))))]
+        return [CacheGroup(kind="full", layers=tuple(attentions))]
     size = min(map(len, kinds.values()))
     return [
         CacheGroup(

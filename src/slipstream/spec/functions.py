@@ -55,7 +55,7 @@ class OwnNorm:
 class NormSpec:
     """`rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight + bias. Or a function of one's own.
 
-    Gemma stores weights less one, so its weight_offset is 1.
+    Gemma stores weights less one, so its weight_offset is 1. `gain` multiplies the stored weights.
     """
 
     kind: Literal["rms", "layer"] | OwnNorm
@@ -63,6 +63,7 @@ class NormSpec:
     eps: float
     bias: bool = False
     weight_offset: float = 0.0
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps <= 1:  # NaN is neither

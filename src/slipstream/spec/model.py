@@ -23,6 +23,7 @@ from slipstream.spec.functions import OwnActivation as OwnActivation
 from slipstream.spec.functions import OwnNorm as OwnNorm
 from slipstream.spec.functions import Shape as Shape
 from slipstream.spec.layers import ROUNDED as ROUNDED
+from slipstream.spec.layers import WIDE as WIDE
 from slipstream.spec.layers import AttentionKind as AttentionKind
 from slipstream.spec.layers import AttentionSpec as AttentionSpec
 from slipstream.spec.layers import BlockSpec as BlockSpec
@@ -32,11 +33,13 @@ from slipstream.spec.layers import LatentAttentionSpec as LatentAttentionSpec
 from slipstream.spec.layers import LayerSpec as LayerSpec
 from slipstream.spec.layers import MLPSpec as MLPSpec
 from slipstream.spec.layers import MoESpec as MoESpec
+from slipstream.spec.layers import OwnInputSpec as OwnInputSpec
 from slipstream.spec.layers import ParallelBlock as ParallelBlock
 from slipstream.spec.layers import PostNormBlock as PostNormBlock
 from slipstream.spec.layers import QKNormSpec as QKNormSpec
 from slipstream.spec.layers import SequentialBlock as SequentialBlock
 from slipstream.spec.layers import SharedExpertSpec as SharedExpertSpec
+from slipstream.spec.layers import TwinBlock as TwinBlock
 from slipstream.spec.layers import linear_shapes as linear_shapes
 from slipstream.spec.positions import AlibiSpec as AlibiSpec
 from slipstream.spec.positions import BucketSpec as BucketSpec
@@ -44,6 +47,8 @@ from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
 from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
+from slipstream.spec.positions import ProportionalScaling as ProportionalScaling
+from slipstream.spec.positions import RopeScaling as RopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.vision import VisionSpec as VisionSpec
@@ -57,6 +62,30 @@ class EncoderSpec:
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     start_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsSpec:
+    """Inputs that layers read beside the residual (Gemma 3n and 4; `OwnInputSpec`), `size` numbers for each of `num_layers`.
+
+    They are (norm(project(h)) + scale · row) · factor, where h are the first layer's inputs and `row` is the token's in a table
+    of `vocab_size` tokens. The norm is over each layer's numbers. The table is looked up, so it stays as it is stored.
+    """
+
+    vocab_size: int
+    size: int
+    num_layers: int
+    scale: float
+    factor: float
+    norm: NormSpec
+
+    def shapes(self, hidden_size: int) -> dict[str, Shape]:
+        width = self.num_layers * self.size
+        return {
+            "layer_inputs.table.weight": (self.vocab_size, width),
+            "layer_inputs.project.weight": (width, hidden_size),
+            **self.norm.shapes("layer_inputs.norm"),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +137,7 @@ class ModelSpec:
     `embed_norm`: a norm of the embeddings (BLOOM). If it has the width `embed_size`, so have positions and token types, and
     the projection in comes after the norm and has a bias (ELECTRA).
     `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
+    `layer_inputs`: tables and a product that give each layer an input of its own (Gemma 3n and 4).
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
@@ -132,6 +162,7 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
     vision: VisionSpec | None = None
+    layer_inputs: LayerInputsSpec | None = None
     stage: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -159,6 +190,13 @@ class ModelSpec:
             )
         if self.vision is not None:
             self.vision.check(self.vocab_size)
+        for i, layer in enumerate(self.layers):
+            source = layer.attention.kv_from
+            if source is not None and not 0 <= source < i:
+                raise UnsupportedModelError(
+                    f"layer {i} reads the keys and values of layer {source}, which is no layer before it",
+                    field="num_kv_shared_layers",
+                )
         for layer in self.all_layers:
             a = layer.attention
             if a.num_heads % a.num_kv_heads:
@@ -260,11 +298,19 @@ class ModelSpec:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
         groups = group_layers(
-            [x.attention for x in self.layers], self.max_position, divide=not self.is_encoder
+            {i: x.attention for i, x in enumerate(self.layers) if x.attention.kv_from is None},
+            self.max_position,
+            divide=not self.is_encoder,
         )
         if self.encoder is not None:
             groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
         return tuple(groups)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """For each layer, the one that caches the keys and values that it reads."""
+        kept = (x.attention.kv_from for x in self.layers)
+        return tuple(i if source is None else source for i, source in enumerate(kept))
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -275,7 +321,7 @@ class ModelSpec:
             if group.kind != "cross"
             for layer in group.layers
         }
-        return tuple(found[i] for i in range(self.num_layers))
+        return tuple(found[i] for i in self.owners)
 
     @property
     def cross_group(self) -> int:
@@ -291,7 +337,7 @@ class ModelSpec:
         found = {
             x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)
         }
-        return tuple(found[i] for i in range(self.num_layers))
+        return tuple(found[i] for i in self.owners)
 
     def block_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of a block, in all cache tensors, for each of its tokens."""
@@ -303,8 +349,10 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
-        encoder the largest layer's, since its layers use one cache in turn."""
-        sizes = [layer.attention.cached_size * element_bytes for layer in self.layers]
+        encoder the largest layer's, since its layers use one cache in turn. A layer that reads another's keys and values has
+        none."""
+        owning = [x.attention for x in self.layers if x.attention.kv_from is None]
+        sizes = [attention.cached_size * element_bytes for attention in owning]
         return max(sizes) if self.is_encoder else sum(sizes)
 
 
@@ -327,7 +375,8 @@ def _is_held(name: str, spec: ModelSpec) -> bool:
         return int(name.split(".")[1]) in spec.local_layers
     if name == "embed.weight":
         return spec.has_first or (spec.tied_embeddings and spec.has_last)
-    if name.startswith(("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.")):
+    first = ("embed_in.", "positions.", "token_types.", "embed_norm.", "vision.", "layer_inputs.")
+    if name.startswith(first):
         return spec.has_first
     return name == "distances.weight" or spec.has_last
 
@@ -344,6 +393,8 @@ def _parameters(spec: ModelSpec) -> dict[str, Shape]:
         found["token_types.weight"] = (spec.num_token_types, summed)
     if spec.embed_norm is not None:
         found |= spec.embed_norm.shapes("embed_norm")
+    if spec.layer_inputs is not None:
+        found |= spec.layer_inputs.shapes(hidden)
     if spec.encoder is not None:
         found |= _stack_shapes("encoder.", spec.encoder.layers, spec.encoder.final_norm, hidden)
     found |= _stack_shapes("", spec.layers, spec.final_norm, hidden)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from slipstream.spec.model import WIDE as WIDE
 from slipstream.spec.model import Shape as Shape
 from slipstream.spec.model import parameters as parameters
 

@@ -39,8 +39,14 @@ class DeviceCache:
         )
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
-        """Zeroed keys and values without scales, one tensor pair per layer."""
-        return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.local_layers]
+        """Zeroed keys and values without scales, one tensor pair per layer that has its own."""
+        owners = self.spec.owners
+        made = {
+            i: LayerKV(*self._layer(i, num_blocks, dtype))
+            for i in self.spec.local_layers
+            if owners[i] == i
+        }
+        return [made[owners[i]] for i in self.spec.local_layers]
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
         attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)

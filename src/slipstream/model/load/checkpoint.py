@@ -34,6 +34,7 @@ from slipstream.spec.families.base import GGUF_FREQUENCIES, GGUF_UNREAD, ROTARY_
 from slipstream.spec.families.names import canonical, without_prefix
 from slipstream.spec.native_formats import is_expandable
 from slipstream.spec.parameters import (
+    WIDE,
     Deinterleave,
     Flatten,
     MinusOne,
@@ -283,7 +284,7 @@ def random_arrays(
 def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
     """Returns the type of a parameter. Corrections of the scores that choose experts stay in
     float32, since they decide between near scores."""
-    return np.dtype("float32" if name.endswith(".correction.weight") else dtype)
+    return np.dtype("float32" if name.endswith(WIDE) else dtype)
 
 
 def safetensors_arrays(path: Path) -> Iterator[Stored]:

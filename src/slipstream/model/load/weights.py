@@ -37,6 +37,7 @@ from slipstream.model.stored.packing import tensor_numbers
 from slipstream.model.stored.parts import Stored, expanded
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.parameters import (
+    WIDE,
     Placement,
     Shape,
     Transform,
@@ -217,7 +218,7 @@ def dummy_parameters(
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the type of a parameter. Corrections of the scores that choose experts stay in
     float32, since they decide between near scores."""
-    return torch.float32 if name.endswith(".correction.weight") else dtype
+    return torch.float32 if name.endswith(WIDE) else dtype
 
 
 def transform(value: Tensor, how: Transform | None) -> Tensor:

@@ -141,7 +141,7 @@ def table(
             tensors = (
                 ((parts, each),)
                 if isinstance(parts, str)
-                else tuple(zip(parts, _rows(of, stem, each), strict=True))
+                else tuple(zip(parts, _rows(of, stem, each), strict=False))
             )
             separate = "{e}" in tensors[0][0]  # each expert is a tensor
             for e in range(copies or 1 if separate else 1):
@@ -179,7 +179,7 @@ def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
         return whole // 2, whole // 2
     a = layer.attention
     assert isinstance(a, AttentionSpec)
-    return a.q_size, a.kv_size, a.kv_size
+    return a.qkv_rows
 
 
 def _transform(
