@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     HeadCounts,
     attention,
@@ -23,7 +23,7 @@ from slipstream.spec.families.builders import (
     rope_of_kind,
 )
 from slipstream.spec.families.gemma import SANDWICH, TANH
-from slipstream.spec.families.names import Theirs, table
+from slipstream.spec.families.names import Theirs, gguf_table, table
 from slipstream.spec.model import (
     DenseSpec,
     LayerInputsSpec,
@@ -209,6 +209,92 @@ GEMMA4: dict[str, Theirs] = {
     "layer_inputs.norm": "model.per_layer_projection_norm",
 }
 
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    count, kv_heads = m.size("block_count"), m.value("attention.head_count_kv")
+    pattern, inner = m.value("attention.sliding_window_pattern"), m.value("feed_forward_length")
+    kv_heads, inner = (x if isinstance(x, list) else [x] * count for x in (kv_heads, inner))
+    if not isinstance(pattern, list) or not len(pattern) == len(kv_heads) == len(inner) == count:
+        raise m.unsupported(
+            "attention.sliding_window_pattern", f"the keys of each layer must be lists of {count}"
+        )
+    wide, small = m.size("attention.key_length"), m.size("attention.key_length_swa")
+    m.require("attention.value_length", wide)
+    m.require("attention.value_length_swa", small)
+    m.require("rope.dimension_count", wide)
+    m.require("rope.dimension_count_swa", small)
+    # One divisor of each frequency: 1, or as good as infinite where a frequency does not turn.
+    divisors = m.take("rope_freqs.weight", list, [1.0] * (wide // 2))
+    turned = divisors.count(1.0)
+    if len(divisors) != wide // 2 or any(x < 1e20 for x in divisors[turned:]):
+        raise m.unsupported("rope_freqs.weight", "only 1 and then 1e30 are supported")
+    full = [i for i, has_window in enumerate(pattern) if not has_window]
+    num_shared = m.take("attention.shared_kv_layers", int, 0)
+    own_values = [i for i in range(count) if m.value(f"blk.{i}.attn_v.weight") is not None]
+    config: dict[str, Any] = {
+        "hidden_size": m.size("embedding_length"),
+        "num_hidden_layers": count,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "num_attention_heads": m.size("attention.head_count"),
+        "num_key_value_heads": kv_heads[0],
+        "head_dim": small,
+        "per_layer_config": {
+            str(i): {
+                "head_dim": small if pattern[i] else wide,
+                "num_key_value_heads": kv_heads[i],
+            }
+            for i in range(count)
+        },
+        "attention_k_eq_v": bool(full) and full[0] not in own_values,
+        "max_position_embeddings": m.size("context_length"),
+        "rms_norm_eps": m.take("attention.layer_norm_rms_epsilon", float),
+        "hidden_activation": TANH,
+        "sliding_window": m.size("attention.sliding_window"),
+        "layer_types": [WINDOW if has_window else FULL for has_window in pattern],
+        "num_kv_shared_layers": num_shared,
+        "final_logit_softcapping": m.maybe("final_logit_softcapping", float),
+        "hidden_size_per_layer_input": m.take("embedding_length_per_layer_input", int, 0),
+        "rope_parameters": {
+            WINDOW: {
+                "rope_type": "default",
+                "rope_theta": m.take("rope.freq_base_swa", float, 1e4),
+            },
+            FULL: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 2 * turned / wide,
+                "rope_theta": m.take("rope.freq_base", float, 1e6),
+            },
+        },
+    }
+    if (rows := m.maybe("per_layer_token_embd.weight", list)) is not None:
+        config["vocab_size_per_layer_input"] = rows[0]
+    num_experts = m.take("expert_count", int, 0)
+    sizes = m.maybe("expert_used_count", int), m.maybe("expert_feed_forward_length", int)
+    if num_experts:
+        config |= {"enable_moe_block": True, "num_experts": num_experts}
+        config |= dict(zip(("top_k_experts", "moe_intermediate_size"), sizes, strict=True))
+    return config
+
+
+GGUF4: dict[str, Theirs] = {
+    "shared.up": ("ffn_gate", "ffn_up"),
+    "shared.down": "ffn_down",
+    "post_shared": "post_ffw_norm_1",
+    "pre_router": {"weight": "ffn_gate_inp.scale"},
+    "expert_scales": {"weight": "ffn_down_exps.scale"},
+    "pre_experts": "pre_ffw_norm_2",
+    "experts.up": "ffn_gate_up_exps",
+    "post_experts": "post_ffw_norm_2",
+    "own_input.gate": "inp_gate",
+    "own_input.project": "proj",
+    "own_input.norm": "post_norm",
+    "scalar": "layer_output_scale",
+    "layer_inputs.table": "per_layer_token_embd",
+    "layer_inputs.project": "per_layer_model_proj",
+    "layer_inputs.norm": "per_layer_proj_norm",
+}
+
 # Keys and values of layers that read those of others are in published checkpoints, and unused.
 UNUSED = (r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight",)
 TOWERS = r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*"
@@ -220,6 +306,13 @@ FAMILIES = (
         read=read,
         names=table(GEMMA4),
         ignored=UNUSED,
+        gguf=GGUFFamily(
+            architecture="gemma4",
+            config=gguf_config,
+            names=gguf_table(GGUF4),
+            ignored=(r"blk\.\d+\.attn_(k|v|k_norm)\.weight",),
+            shapes=(r"blk\.\d+\.attn_v\.weight", r"per_layer_token_embd\.weight"),
+        ),
     ),
     Family(
         model_type="gemma4",
