@@ -24,7 +24,7 @@ from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup
+from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Turnable, Ungroup
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -95,7 +95,7 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
     """Returns the checkpoint tensor that fills `placement`."""
     part = place(parameter, placement)
     match placement.transform:
-        case None:
+        case None | Turnable():
             return part
         case Transpose():
             return part.mT

@@ -19,6 +19,11 @@ class Transpose:
 
 
 @dataclass(frozen=True, slots=True)
+class Turnable:
+    """The tensor is [out, in], or [in, out] as other writers have it (Qwen 3 VL's experts). Its shape tells."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ungroup:
     """Rows are ordered by kv head: its `group` query heads, its key, its value (GPT-NeoX, Falcon)."""
 
@@ -58,7 +63,7 @@ class Flatten:
 
 
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+    Transpose | Turnable | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
 )
 
 

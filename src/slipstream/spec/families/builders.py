@@ -194,6 +194,7 @@ def rope(
     default: dict[str, Any] | None = None,
     renamed: Mapping[str, str] = NO_NAMES,
     rope_types: tuple[str, ...] = ROPE_TYPES,
+    dropped: tuple[str, ...] = (),
 ) -> RopeSpec:
     """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
 
@@ -210,6 +211,7 @@ def rope(
     base = c.take(keys[0], float, theta)
     part = c.take(keys[1], float, 1.0 if partial is None else partial)
     raw = {"rope_theta": base, "partial_rotary_factor": part, **raw}
+    raw = {name: value for name, value in raw.items() if name not in dropped}
     kind = raw.pop("rope_type", raw.pop("type", "default"))
     kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in rope_types:

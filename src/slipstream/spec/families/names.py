@@ -15,6 +15,7 @@ from slipstream.spec.parameters import (
     SwapGateUp,
     Transform,
     Transpose,
+    Turnable,
     Ungroup,
     Unpermute,
     parameters,
@@ -22,7 +23,7 @@ from slipstream.spec.parameters import (
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
 Change: TypeAlias = Literal[
-    "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
+    "transpose", "turn", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
 ]
 
 LLAMA: dict[str, Theirs] = {
@@ -187,8 +188,8 @@ def _transform(
 ) -> Transform | None:
     if change is None or (change == "transpose" and kind == "bias"):
         return None
-    if change == "transpose":
-        return Transpose()
+    if change in ("transpose", "turn"):
+        return Transpose() if change == "transpose" else Turnable()
     if change in ("minus_one", "swap"):
         return MinusOne() if change == "minus_one" else SwapGateUp()
     if change in ("untwine", "untwine_transpose"):
