@@ -196,6 +196,9 @@ class EngineRequest:
     beam_of: str | None = (
         None  # a beam of the same search, itself if it is the first; `Scheduler.go_on` gives each token
     )
+    marks: tuple[
+        int, ...
+    ] = ()  # positions in the prompt where others may part: recurrent states are kept there
 
     @classmethod
     def of(cls, options: RequestOptions, **own: Any) -> EngineRequest:
@@ -312,6 +315,18 @@ class NewRequest:
         )
 
 
+STATES = -1
+"""The group of a `TableUpdate` of a request's state slots: the one to read, then those to write (`RowTable.states`)."""
+
+
+class StateMark(NamedTuple):
+    """A step keeps a recurrent state: after the first `num_tokens` tokens of a request's part, in `slot`."""
+
+    request_id: str
+    num_tokens: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
     """New entries of a request's block table: from `index` on, that of `group` has these blocks.
@@ -376,7 +391,7 @@ class StepPlan:
     5. Every request in `scheduled` is computed. Those with num_tokens == 1 stand first.
 
     Where requests are dealt out to ranks, a rank gets its part of the plan
-    (`worker/ranks/request_owners.py`). `copy_ranks` says in
+    (`worker/ranks/request_owners.py`). `state_marks` are kept inside of requests' parts. `copy_ranks` says in
     whose cache each of `block_copies` is (empty: all are in rank 0's). A part has the largest numbers of all parts in
     `largest`, since all ranks run the step in one way, and may have no request at all.
     """
@@ -389,6 +404,7 @@ class StepPlan:
     shared: tuple[SharedPrefix, ...] = ()
     copy_ranks: tuple[int, ...] = ()
     largest: StepShape | None = None
+    state_marks: tuple[StateMark, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -277,17 +277,11 @@ def test_the_spec_counts_what_is_there(case):
             size *= n
         count += size
     assert count == spec.num_parameters
-    a = spec.layers[0].attention
-    if isinstance(a, LatentAttentionSpec):
-        assert (
-            spec.kv_bytes_per_token(DTYPE_BYTES["float32"])
-            == spec.num_layers * (a.kv_rank + a.rotary_dim) * 4
-        )
-    else:
-        own = [x.attention for x in spec.layers if x.attention.kv_from is None]
-        assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == sum(
-            2 * a.num_kv_heads * a.head_dim * 4 for a in own
-        )
+    numbers = 0
+    for a in (a for a in spec.attentions if a.kv_from is None):
+        latent = isinstance(a, LatentAttentionSpec)
+        numbers += a.kv_rank + a.rotary_dim if latent else 2 * a.num_kv_heads * a.head_dim
+    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * numbers
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------

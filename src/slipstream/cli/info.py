@@ -19,7 +19,16 @@ from slipstream.costs.offload import copy_rate, estimate_offload, read_rate
 from slipstream.errors import ConfigError
 from slipstream.hub import DEFAULT_MODEL
 from slipstream.spec.host_experts import mixtures
-from slipstream.spec.model import DenseSpec, LatentAttentionSpec, MoESpec
+from slipstream.spec.model import (
+    DenseSpec,
+    GatedDeltaSpec,
+    LatentAttentionSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MoESpec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 from slipstream.spec.parallel import uneven_parts
 from slipstream.spec.scheme import CPU_BLOCK_BYTES
 
@@ -269,14 +278,29 @@ def describe_vectors(description: ModelDescription) -> str:
     )
 
 
+def describe_recurrent(r: RecurrentSpec) -> str:
+    """A recurrent part in a few words."""
+    match r:
+        case GatedDeltaSpec():
+            of = "channel" if r.decay == "channel" else "head"
+            return f"gated delta rule, {r.num_heads} heads of {r.key_dim} × {r.value_dim}, decay by {of}"
+        case Mamba2Spec():
+            return f"Mamba-2, {r.num_heads} heads of {r.key_dim} × {r.value_dim}"
+        case MambaSpec():
+            return f"Mamba-1, {r.width:,} × {r.key_dim}"
+        case ShortConvSpec():
+            return f"convolution over {r.conv_width} tokens"
+
+
 def describe(layer: LayerSpec) -> str:
     """A layer in a few words."""
     a, m = layer.attention, layer.mlp
+    parts = [] if layer.recurrent is None else [describe_recurrent(layer.recurrent)]
     if isinstance(a, LatentAttentionSpec):
-        parts = [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
-    else:
+        parts += [f"latent attention, {a.num_heads} heads, {a.head_dim} cached"]
+    elif a is not None:
         kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
-        parts = [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        parts += [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
         if a.kv_from is not None:
             parts.append(f"keys and values of layer {a.kv_from}")
         if not a.causal:
@@ -285,8 +309,10 @@ def describe(layer: LayerSpec) -> str:
             parts.append("cross attention")
         if a.window is not None:
             parts.append(f"window {a.window:,}")
-    if a.position is not None:
+    if a is not None and a.position is not None:
         parts.append(type(a.position).__name__.removesuffix("Spec"))
+    if m is None:
+        return ", ".join(parts)
     dense = m if isinstance(m, DenseSpec) else m.expert
     if isinstance(m, MoESpec):
         parts.append(

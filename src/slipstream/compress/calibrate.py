@@ -179,6 +179,7 @@ def product_weights(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     assert isinstance(layer.attention, Attention), "`check_writable` refuses others"
     yield "attention.qkv", layer.attention.qkv.weight
     yield "attention.out", layer.attention.out.weight
+    assert layer.mlp is not None
     if not isinstance(layer.mlp, MoE):
         yield "mlp.up", layer.mlp.up.weight
         yield "mlp.down", layer.mlp.down.weight

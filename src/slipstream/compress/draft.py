@@ -414,7 +414,7 @@ def frequent_tokens(examples: Sequence[Example], vocab_size: int, count: int) ->
 
 
 def eagle_config(head: LayeredSpec, max_position: int) -> dict[str, Any]:
-    a, m = head.layers[0].attention, head.layers[0].mlp
+    a, m = head.layers[0].self_attention, head.layers[0].feed_forward
     position = a.position
     assert isinstance(position, RopeSpec)
     return {

@@ -43,7 +43,7 @@ class EagleNet(nn.Module):
         super().__init__()
         self.spec = spec
         register(self, {name: nn.Parameter(value) for name, value in parameters.items()})
-        position = spec.layers[0].attention.position
+        position = spec.layers[0].self_attention.position
         assert isinstance(position, RopeSpec)
         self.register_buffer(
             "angles", rope_table(position, max_len).to(embed.device), persistent=False
@@ -83,7 +83,7 @@ class EagleNet(nn.Module):
         """(normed hidden states, the states for the next step, its keys and values [B, K, L, D])"""
         rows = self.norm(states, "hidden_norm")
         residual = rows if self.spec.norm_before_residual else states
-        a = self.spec.layers[0].attention
+        a = self.spec.layers[0].self_attention
         qkv = F.linear(
             torch.cat((self.norm(embedded, "embed_norm"), rows), -1),
             self.of("layers.0.attention.qkv.weight"),
@@ -219,7 +219,7 @@ def eagle_for(
 ) -> LayeredSpec:
     """A head with a layer like the model's last, if that is of the usual kind; else of the usual proportions."""
     last = spec.layers[-1]
-    a, m, e = last.attention, last.mlp, spec.hidden_size
+    a, m, e = last.self_attention, last.feed_forward, spec.hidden_size
     head_dim = 64 if e % 64 == 0 else e
     heads = HeadCounts(e // head_dim, e // head_dim, head_dim)
     if isinstance(a, AttentionSpec):

@@ -213,8 +213,8 @@ class Matching(nn.Module):
         self.mixtures = nn.ParameterList()
         for s, t in pairs if attention else ():
             heads, others = (
-                student.layers[s].attention.num_heads,
-                teacher.layers[t].attention.num_heads,
+                student.layers[s].self_attention.num_heads,
+                teacher.layers[t].self_attention.num_heads,
             )
             near = torch.arange(others) * heads // others  # each head begins as the nearest one
             self.mixtures.append(4.0 * F.one_hot(near, heads).float())

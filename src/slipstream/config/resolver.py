@@ -31,6 +31,7 @@ from slipstream.config.settings import (
 )
 from slipstream.config.speculative import speculation_section
 from slipstream.errors import ConfigError
+from slipstream.spec.cache import state_interval
 from slipstream.spec.gpu_archs import gpu_arch, least_with_fp8
 from slipstream.spec.model import LatentAttentionSpec, ModelSpec, MoESpec
 from slipstream.spec.scheme import NATIVE_PRODUCTS, SCHEMES
@@ -212,9 +213,25 @@ def _cache_section(
         host_bytes=args.kv_host_bytes,
         disk_bytes=args.kv_disk_bytes,
         disk_path=args.kv_disk_path,
+        state_slots=_state_slots(args, spec),
+        state_interval=state_interval(spec, DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]),
     )
     _check_tiers(args, spec, device)
     return config, chosen.origins
+
+
+def _state_slots(args: EngineArgs, spec: ModelSpec) -> int:
+    """The slots that were asked for; 1 stands for as many as memory allows (`costs.memory.size_states`)."""
+    if args.state_slots is None:
+        return int(spec.is_recurrent)
+    if not spec.is_recurrent:
+        raise ConfigError(
+            "state_slots is for models with recurrent layers, and this one has none; leave it out",
+            field="state_slots",
+        )
+    if args.state_slots < 4:
+        raise ConfigError(f"state_slots={args.state_slots} must be at least 4", field="state_slots")
+    return args.state_slots
 
 
 def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
@@ -250,6 +267,11 @@ def _check_tiers(args: EngineArgs, spec: ModelSpec, device: DeviceInfo) -> None:
             "kv_disk_bytes",
             device.is_cuda and args.kv_disk_bytes is not None and args.kv_host_bytes is None,
             "a GPU's blocks go to the disk by way of the host's memory: set kv_host_bytes too",
+        ),
+        (
+            given[0],
+            spec.is_recurrent,
+            "the tiers below the device have no place for states of recurrent layers yet; leave it out",
         ),
         (
             given[0],

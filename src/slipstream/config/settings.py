@@ -121,6 +121,12 @@ class EngineArgs:
         None, "share of the GPU's memory to use", unset=str(GPU_MEMORY_SHARE)
     )
     kv_cache_bytes: int | None = setting(None, "size of the KV cache, such as 2GiB", unset=AUTO)
+    state_slots: int | None = setting(
+        None,
+        "states of recurrent layers in memory: of running sequences, and those that later prompts continue from",
+        unset=AUTO,
+        rare=True,
+    )
     weights_bytes: int | None = setting(
         None,
         "most bytes of weights in the device's memory; other layers are read in each step (docs/offload.md)",
@@ -354,6 +360,10 @@ class CacheConfig:
     host_bytes: int | None = None  # of the tiers below the device's cache
     disk_bytes: int | None = None
     disk_path: str | None = None
+    state_slots: int = (
+        0  # for states of recurrent layers, the null slot included; 0 without such layers
+    )
+    state_interval: int = 0  # tokens of a prompt between kept states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -525,6 +535,13 @@ class EngineConfig:
     images: ImageSettings | None = None  # None: the model takes no pictures
     parallel: ParallelConfig = ParallelConfig()
     origins: dict[str, Origin] = field(default_factory=dict)
+
+    @property
+    def state_columns(self) -> int:
+        """Slots that a row names: the one to read, and one to write for each token that a step samples; 0 without states."""
+        if not self.cache.state_slots:
+            return 0
+        return 2 + (0 if self.speculation is None else self.speculation.limit)
 
     @property
     def max_blocks_per_seq(self) -> int:

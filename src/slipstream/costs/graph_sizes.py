@@ -188,7 +188,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:
     """Elements of two copies of a step's activations and logits: in the graphs' pool, and in the
     run before a capture."""
-    of_token = max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size
+    of_token = max(0 if x.mlp is None else x.mlp.width for x in spec.layers) + 8 * spec.hidden_size
     return 2 * (num_tokens * of_token + num_sampled * spec.vocab_size)
 
 

@@ -18,6 +18,7 @@ from slipstream.model.layers import (
     OwnInput,
     Partition,
 )
+from slipstream.model.recurrent import build_recurrent
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -145,9 +146,15 @@ def build_layer(
         return OwnInput(s, gate, project, build_norm(s.norm, f"{name}own_input.norm", parameters))
 
     norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
-    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
-    own = spec.attention
-    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    mlp: MLP | MoE | None = None
+    if spec.mlp is not None:
+        mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    attended: Attention | LatentAttention | None = None
+    if (own := spec.attention) is not None:
+        attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    recurrent = None
+    if spec.recurrent is not None:
+        recurrent = build_recurrent(spec.recurrent, parameters, name, linear)
     crossed = cross(spec.cross) if spec.cross is not None else None
     return Layer(
         spec,
@@ -155,6 +162,7 @@ def build_layer(
         mlp,
         norms,
         crossed,
+        recurrent,
         own_input=None if spec.own_input is None else own_input(spec.own_input),
         scalar=parameters.pop(f"{name}scalar.weight", None),
         attention_ranks=summed_ranks,

@@ -24,7 +24,15 @@ from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Turnable, Ungroup
+from slipstream.spec.parameters import (
+    Deinterleave,
+    Flatten,
+    Placement,
+    Regroup,
+    Transpose,
+    Turnable,
+    Ungroup,
+)
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -105,6 +113,13 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return torch.cat(
                 (q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1
             ).flatten(0, 2)
+        case Regroup(num_groups=n, sizes=sizes, order=order):
+            parts = part.split([n * sizes[i] for i in order])
+            by_group = [rows.unflatten(0, (n, -1)) for rows in parts]
+            whole = torch.cat([by_group[order.index(i)] for i in range(len(sizes))], 1)
+            return whole.flatten(0, 1)
+        case Flatten(kernel=kernel):
+            return part.reshape(part.shape[0], *kernel)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NamedActivation, NormSpec, Shape
 from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
+from slipstream.spec.recurrent import RecurrentSpec
 
 
 class WeightShape(NamedTuple):
@@ -22,13 +23,9 @@ class WeightShape(NamedTuple):
     copies: int = 1
 
 
-ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "out", "up", "down"))
-"""The products of a layer that schemes quantise. Routers are not quantised, and neither is `expand`, which is split by
-heads."""
-
-
-WIDE = (".correction.weight", ".expert_scales.weight")
-"""Ends of parameters that are float32 in every model, since they decide between near scores, or multiply weights that are."""
+ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "in", "out", "up", "down"))
+"""The products of a layer that schemes quantise. Routers are not quantised, neither are the small products of a recurrent
+layer, nor `expand`, which is split by heads."""
 
 
 def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
@@ -62,6 +59,7 @@ class AttentionSpec:
     `value_eps`: each head's values pass an RMS norm with this epsilon and without weights (Gemma 4).
     `keys_as_values`: the values are the product's keys, before their norm and rotation (Gemma 4).
     `kv_from`: the layer whose cached keys and values are read; there are queries alone, and nothing is cached (Gemma 3n and 4).
+    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next).
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
     those of zeros.
     """
@@ -82,11 +80,17 @@ class AttentionSpec:
     value_eps: float | None = None
     keys_as_values: bool = False
     kv_from: int | None = None
+    gated: bool = False
     of_heads: tuple[int, int] | None = None
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Rows of the gate in the product of q, k and v."""
+        return self.q_size if self.gated else 0
 
     @property
     def kv_size(self) -> int:
@@ -95,9 +99,10 @@ class AttentionSpec:
     @property
     def qkv_rows(self) -> tuple[int, ...]:
         """Rows of q, k and v in their product, as far as it has them."""
+        q = self.gate_size + self.q_size
         if self.kv_from is not None:
-            return (self.q_size,)
-        return (self.q_size, self.kv_size, self.kv_size)[: 2 if self.keys_as_values else 3]
+            return (q,)
+        return (q, self.kv_size, self.kv_size)[: 2 if self.keys_as_values else 3]
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -385,15 +390,31 @@ class OwnInputSpec:
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
     the encoder's last states; its heads are those of `attention`. `scaled`: the residual after the layer is multiplied by a
-    learned number (Gemma 4)."""
+    learned number (Gemma 4).
 
-    attention: AttentionKind
-    mlp: MLPSpec
+    A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
+    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba)."""
+
+    attention: AttentionKind | None = None
+    mlp: MLPSpec | None
     block: BlockSpec
     residual_scale: float = 1.0
     cross: AttentionSpec | None = None
+    recurrent: RecurrentSpec | None = None
     own_input: OwnInputSpec | None = None
     scaled: bool = False
+
+    @property
+    def self_attention(self) -> AttentionKind:
+        """The attention of a layer that has one."""
+        assert self.attention is not None
+        return self.attention
+
+    @property
+    def feed_forward(self) -> MLPSpec:
+        """The MLP of a layer that has one."""
+        assert self.mlp is not None
+        return self.mlp
 
     @property
     def norms(self) -> dict[str, NormSpec]:
@@ -408,18 +429,29 @@ class LayerSpec:
             "pre_attention",
             "pre_mlp",
         }
-        more = self.cross is not None or self.own_input is not None or self.scaled
-        return of_block and self.residual_scale == 1.0 and not more
+        return (
+            of_block
+            and self.residual_scale == 1.0
+            and self.cross is None
+            and self.recurrent is None
+            and self.mlp is not None
+            and self.own_input is None
+            and not self.scaled
+        )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shape of every parameter, in the order of computation."""
         found: dict[str, Shape] = {}
         for name, norm in self.norms.items():
             found |= norm.shapes(name)
-        found |= self.attention.shapes(hidden_size)
+        if self.attention is not None:
+            found |= self.attention.shapes(hidden_size)
+        if self.recurrent is not None:
+            found |= self.recurrent.shapes(hidden_size)
         if self.cross is not None:
             found |= self.cross.cross_shapes(hidden_size)
-        found |= self.mlp.shapes(hidden_size)
+        if self.mlp is not None:
+            found |= self.mlp.shapes(hidden_size)
         if self.own_input is not None:
             found |= self.own_input.shapes(hidden_size)
         return found | ({"scalar.weight": (1,)} if self.scaled else {})
@@ -435,9 +467,8 @@ class LayerSpec:
                     if isinstance(self.mlp, MoESpec) and stem == ["experts"]
                     else 1
                 )
-                part: Literal["attention", "mlp"] = (
-                    "attention" if stem[0] in ("attention", "cross") else "mlp"
-                )
+                mixers = ("attention", "cross", "recurrent")
+                part: Literal["attention", "mlp"] = "attention" if stem[0] in mixers else "mlp"
                 found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
         return tuple(found)
 

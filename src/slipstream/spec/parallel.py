@@ -243,8 +243,10 @@ def uneven_parts(spec: ModelSpec, shard: Shard) -> list[str]:
     """What does not divide by the number of ranks, for a person."""
     found: dict[str, None] = {}  # in order, each once
     n = shard.size
-    for layer in spec.all_layers if shard.tensor else ():
-        a, heads = layer.attention, heads_of(layer.attention, shard)
+    for a in (x.attention for x in spec.all_layers) if shard.tensor else ():
+        if a is None:
+            continue
+        heads = heads_of(a, shard)
         if (held := n * heads.num_heads) > a.num_heads:
             found[
                 f"{a.num_heads} query heads on {n} ranks: {heads.num_heads} each, {held - a.num_heads} of them zeros"
@@ -300,9 +302,12 @@ def split_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 def _split_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     cross = None if layer.cross is None else _split_attention(layer.cross, shard)
     assert not isinstance(cross, LatentAttentionSpec)
-    attention = _split_attention(layer.attention, shard)
+    a, m = layer.attention, layer.mlp
     return dataclasses.replace(
-        layer, attention=attention, mlp=_split_mlp(layer.mlp, shard), cross=cross
+        layer,
+        attention=None if a is None else _split_attention(a, shard),
+        mlp=None if m is None else _split_mlp(m, shard),
+        cross=cross,
     )
 
 
@@ -372,11 +377,10 @@ def cuts(spec: ModelSpec, shard: Shard) -> dict[str, ParameterShard]:
         [] if spec.encoder is None else [("encoder.", spec.encoder.layers)]
     )
     for prefix, layers in stacks:
-        position = layers[0].attention.position
-        if shard.tensor and isinstance(position, BucketSpec) and not position.own:
-            found[f"{prefix}distances.weight"] = ParameterShard(
-                columns=heads_of(layers[0].attention, shard).rows(1)
-            )
+        a = layers[0].attention
+        of_buckets = a is not None and isinstance(a.position, BucketSpec) and not a.position.own
+        if shard.tensor and a is not None and of_buckets:
+            found[f"{prefix}distances.weight"] = ParameterShard(columns=heads_of(a, shard).rows(1))
         for i, layer in enumerate(layers):
             own_cuts = _of_layer(layer, shard)
             names = layer.shapes(spec.hidden_size)
@@ -402,7 +406,8 @@ def _of_layer(layer: LayerSpec, shard: Shard) -> dict[str, ParameterShard]:
         sum_of_parts(f"{name}.down", shard.inner(m.intermediate_size))
 
     if shard.tensor:
-        found |= _of_attention(layer.attention, shard, sum_of_parts, product)
+        if layer.attention is not None:
+            found |= _of_attention(layer.attention, shard, sum_of_parts, product)
         if (c := layer.cross) is not None:
             heads, dim = heads_of(c, shard), c.head_dim
             product("cross.q", ParameterShard(rows=heads.rows(dim)))
@@ -505,9 +510,15 @@ def _read(layer: LayerSpec, hidden_size: int) -> int:
 def check_split(spec: ModelSpec, *, tensor: int, experts: int) -> None:
     """ConfigError if `tensor` ranks are more than the model has heads, or `experts` ranks more than it has experts."""
     for layer in spec.all_layers if tensor > 1 else ():
-        _check_enough(
-            "num_attention_heads", layer.attention.num_heads, tensor, "tensor_parallel_size"
-        )
+        a = layer.attention
+        if layer.recurrent is not None or (isinstance(a, AttentionSpec) and a.gated):
+            raise ConfigError(
+                f"tensor_parallel_size={tensor}: recurrent layers and gated attention are not split over ranks; use "
+                "pipeline_parallel_size or replicas",
+                field="tensor_parallel_size",
+            )
+        if a is not None:
+            _check_enough("num_attention_heads", a.num_heads, tensor, "tensor_parallel_size")
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, MoESpec)]
     if experts > 1 and not mixtures:
         raise ConfigError(

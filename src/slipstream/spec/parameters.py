@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from slipstream.spec.model import WIDE as WIDE
 from slipstream.spec.model import Shape as Shape
 from slipstream.spec.model import parameters as parameters
 
@@ -62,9 +61,33 @@ class Flatten:
     kernel: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Rows are ordered by group, and in each by part, of `sizes` rows. Ours are ordered by part: `order` has the parts."""
+
+    num_groups: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+
 Transform: TypeAlias = (
-    Transpose | Turnable | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten
+    Transpose
+    | Turnable
+    | Ungroup
+    | Unpermute
+    | MinusOne
+    | Deinterleave
+    | SwapGateUp
+    | Flatten
+    | Regroup
 )
+
+
+def keeps_float32(name: str) -> bool:
+    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts,
+    scales of experts, and the decays of recurrent layers."""
+    kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
+    return name.endswith((*kept, "recurrent.skip.weight", ".expert_scales.weight"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class VisionSpec:
             raise UnsupportedModelError(
                 "the image encoder has no layers", field="num_hidden_layers"
             )
-        if self.hidden_size % self.layers[0].attention.num_heads:
+        if self.hidden_size % self.layers[0].self_attention.num_heads:
             message = f"hidden_size ({self.hidden_size}) is no multiple of the encoder's heads"
             raise UnsupportedModelError(message, field="num_attention_heads")
         if isinstance(self.position, GridPositionSpec) and self.position.side % self.merge:

@@ -32,6 +32,11 @@ F32 = 0
 """Copy of `native.FORM_F32`."""
 
 LACKS = {
+    "gated_delta": "recurrent layers: the C++ program has no gated delta rule",
+    "mamba2": "recurrent layers: the C++ program has no Mamba-2",
+    "short_conv": "recurrent layers: the C++ program has no short convolution",
+    "causal_conv": "recurrent layers: the C++ program has no Mamba-1",
+    "columns": "gated attention: the C++ program has no copy of columns",
     "clip": "clip_qkv: the C++ program has no clamp",
     "norm_qk": "qk_norm: the C++ program norms q and k of each head by one weight only",
     "scale": "residual_scale: the C++ program has no factor for a branch",

@@ -64,7 +64,7 @@ def read_qwen3_vl(c: ConfigReader) -> ModelSpec:
     c.assume(head_dim=128)
     bias = c.take("attention_bias", bool, False)
     how: dict[str, Any] = dict(qkv_bias=bias, out_bias=bias, qk_norm=True)
-    return _read(c, "qwen3_vl", dropped=THREE_POSITIONS, **how)
+    return _read(c, "qwen3_vl", without=THREE_POSITIONS, **how)
 
 
 def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
@@ -74,7 +74,7 @@ def read_qwen3_vl_moe(c: ConfigReader) -> ModelSpec:
     bias = c.take("attention_bias", bool, False)
     how: dict[str, Any] = dict(qkv_bias=bias, out_bias=bias, qk_norm=True)
     moe = _moe(c, 60, 4, 1408)
-    return _read(c, "qwen3_vl_moe", dropped=THREE_POSITIONS, moe=moe, **how)
+    return _read(c, "qwen3_vl_moe", without=THREE_POSITIONS, moe=moe, **how)
 
 
 def _moe(c: ConfigReader, num_experts: int, per_token: int, size: int) -> MoESpec:
@@ -98,7 +98,7 @@ def _read(
     out_bias: bool,
     qk_norm: bool,
     moe: MoESpec | None = None,
-    dropped: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Every `decoder_sparse_step`th layer has the `moe`, but for `mlp_only_layers`."""
     h = heads(c)
@@ -114,7 +114,7 @@ def _read(
     )
     if "sliding_attention" in kinds and window is None:
         raise c.unsupported("layer_types", "has sliding_attention, but use_sliding_window is off")
-    position, dense = rope(c, h.head_dim, max_position=max_position, dropped=dropped), gated(c)
+    position, dense = rope(c, h.head_dim, max_position=max_position, without=without), gated(c)
     step, only_dense = 1, []
     if moe is not None:
         step, only_dense = c.size("decoder_sparse_step", 1), c.take("mlp_only_layers", list, [])
