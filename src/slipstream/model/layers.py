@@ -262,7 +262,7 @@ class MoE:
 
 @dataclass(frozen=True, slots=True)
 class OwnInput:
-    """What a layer adds from an input of its own (`OwnInputSpec`). `step.layer_inputs` has those of all
+    """The addition from a layer's own input (`OwnInputSpec`). `step.layer_inputs` has those of all
     layers."""
 
     spec: OwnInputSpec
