@@ -326,7 +326,9 @@ class LLM:
         for how, answer in zip(readings, answers, strict=True):
             for output in answer.outputs:
                 output.message = (
-                    ChatMessage(output.text) if how is None else how.message(output.text)
+                    ChatMessage(output.text)
+                    if how is None
+                    else how.message(output.text, output.finish_reason)
                 )
                 if output.finish_reason is not None:
                     output.finish_reason = finish_reason(

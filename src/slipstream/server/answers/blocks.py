@@ -81,7 +81,7 @@ class BlockAnswer(Answer):
             self._events.append(self.opening())
         events: list[Event] = []
         if self.parser is not None:
-            events = read_events(self.parser, delta.text, last=delta.finish_reason is not None)
+            events = read_events(self.parser, delta.text, delta.finish_reason)
         elif delta.text:
             events = [Content(delta.text)]
         self._untold_logprobs += delta.logprobs or ()

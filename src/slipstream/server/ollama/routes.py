@@ -403,15 +403,15 @@ class OllamaAnswer(Answer):
         self._call: tuple[str, list[str]] | None = None  # that is not whole yet: name, arguments
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        parts = self._read(delta.text, delta.finish_reason is not None)
+        parts = self._read(delta.text, delta.finish_reason)
         return b"".join(_line({**self._said(part), "done": False}) for part in parts)
 
-    def _read(self, text: str, finished: bool) -> list[dict[str, Any]]:
+    def _read(self, text: str, reason: str | None) -> list[dict[str, Any]]:
         """What is new, as fields of a message: content, thinking, or calls, of which each comes whole."""
         if self.parser is None:
             return [{"content": text}] if text else []
         found = list[dict[str, Any]]()
-        for event in read_events(self.parser, text, last=finished):
+        for event in read_events(self.parser, text, reason):
             match event:
                 case Content(text):
                     found.append({"content": text})
@@ -422,7 +422,7 @@ class OllamaAnswer(Answer):
                     self._call = (name, [])
                 case Arguments(_, text) if self._call is not None:
                     self._call[1].append(text)
-        return found + (self._whole_call() if finished else [])
+        return found + ([] if reason is None else self._whole_call())
 
     def _whole_call(self) -> list[dict[str, Any]]:
         if self._call is None:
@@ -438,7 +438,8 @@ class OllamaAnswer(Answer):
         return _line({"error": error.message})
 
     def collected(self) -> bytes:
-        parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
+        text = "".join(text for choice in self.choices for text in choice.text)
+        parts = self._read(text, self.choices[0].finish_reason if self.choices else "stop")
         whole: dict[str, Any] = {"content": "".join(part["content"] for part in parts)}
         if thoughts := "".join(part.get("thinking", "") for part in parts):
             whole["thinking"] = thoughts

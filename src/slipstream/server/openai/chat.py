@@ -33,7 +33,7 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.openai.tokens import pictured_tokens, template_tokens
 from slipstream.server.state import ServerState
-from slipstream.types import PicturesPrompt, Prompt, TokensPrompt
+from slipstream.types import FinishReason, PicturesPrompt, Prompt, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
@@ -129,7 +129,7 @@ class ReadAnswer(ChatAnswer):
                 self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
             )
         parser = self.parsers[delta.index]
-        events = read_events(parser, delta.text, last=delta.finish_reason is not None)
+        events = read_events(parser, delta.text, delta.finish_reason)
         told = [encode(self._delta(event)) for event in events]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
@@ -149,7 +149,7 @@ class ReadAnswer(ChatAnswer):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = super().choice(index)
-        message = self.reading.message(answer["message"]["content"])
+        message = self.reading.message(answer["message"]["content"], answer["finish_reason"])
         answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
         answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
         return answer
@@ -171,9 +171,11 @@ class ReadAnswer(ChatAnswer):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
-    """What more text of an answer says; neighbours of the same kind are one. `last`: the answer ends with it."""
-    events = parser.feed(text) + (parser.finish() if last else [])
+def read_events(parser: Parser, text: str, reason: str | None) -> list[Event]:
+    """What more text of an answer says; neighbours of the same kind are one. `reason`: why the answer ends with it, if so."""
+    events = parser.feed(text)
+    if reason is not None:
+        events += parser.finish(cut=reason != FinishReason.STOP)
     found: list[Event] = []
     for event in events:
         before = found[-1] if found else None
