@@ -155,9 +155,7 @@ class Reading:
     def message(self, text: str, reason: str | None = None) -> ChatMessage:
         """A whole answer. `reason`: why it ended."""
         parser = self.parser()
-        return message_of(
-            parser.feed(text) + parser.finish(cut=reason not in (None, FinishReason.STOP))
-        )
+        return message_of(parser.feed(text) + parser.finish(cut=is_cut(reason)))
 
     def shows(self, tokenizer: GrammarTokenizer) -> bool:
         """Whether the parser looks for special tokens."""
@@ -317,6 +315,11 @@ def message_of(events: Iterable[Event]) -> ChatMessage:
         reasoning_content="".join(reasoning) or None,
         tool_calls=tuple(ToolCall(call_id(), name, "".join(parts)) for name, parts in calls),
     )
+
+
+def is_cut(reason: str | None) -> bool:
+    """Whether an answer that ended for this reason may go on."""
+    return reason not in (None, FinishReason.STOP)
 
 
 def finish_reason(reason: str, num_calls: int) -> str:

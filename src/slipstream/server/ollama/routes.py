@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
-from slipstream.engine.text.tools import Reading, call_id
+from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
@@ -403,15 +403,16 @@ class OllamaAnswer(Answer):
         self._call: tuple[str, list[str]] | None = None  # that is not whole yet: name, arguments
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        parts = self._read(delta.text, delta.finish_reason)
+        reason = delta.finish_reason
+        parts = self._read(delta.text, reason is not None, cut=is_cut(reason))
         return b"".join(_line({**self._said(part), "done": False}) for part in parts)
 
-    def _read(self, text: str, reason: str | None) -> list[dict[str, Any]]:
+    def _read(self, text: str, finished: bool, *, cut: bool = False) -> list[dict[str, Any]]:
         """What is new, as fields of a message: content, thinking, or calls, of which each comes whole."""
         if self.parser is None:
             return [{"content": text}] if text else []
         found = list[dict[str, Any]]()
-        for event in read_events(self.parser, text, reason):
+        for event in read_events(self.parser, text, last=finished, cut=cut):
             match event:
                 case Content(text):
                     found.append({"content": text})
@@ -422,7 +423,7 @@ class OllamaAnswer(Answer):
                     self._call = (name, [])
                 case Arguments(_, text) if self._call is not None:
                     self._call[1].append(text)
-        return found + ([] if reason is None else self._whole_call())
+        return found + (self._whole_call() if finished else [])
 
     def _whole_call(self) -> list[dict[str, Any]]:
         if self._call is None:
@@ -439,7 +440,8 @@ class OllamaAnswer(Answer):
 
     def collected(self) -> bytes:
         text = "".join(text for choice in self.choices for text in choice.text)
-        parts = self._read(text, self.choices[0].finish_reason if self.choices else "stop")
+        cut = bool(self.choices) and is_cut(self.choices[0].finish_reason)
+        parts = self._read(text, True, cut=cut)
         whole: dict[str, Any] = {"content": "".join(part["content"] for part in parts)}
         if thoughts := "".join(part.get("thinking", "") for part in parts):
             whole["thinking"] = thoughts

@@ -18,7 +18,7 @@ from slipstream.engine.text.tool_formats.base import (
     Parser,
     Reasoning,
 )
-from slipstream.engine.text.tools import Reading, call_id, finish_reason
+from slipstream.engine.text.tools import Reading, call_id, finish_reason, is_cut
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -33,7 +33,7 @@ from slipstream.server.http.record import RequestRecord
 from slipstream.server.openai.protocol import ChatRequest, message_dict, template_variables
 from slipstream.server.openai.tokens import pictured_tokens, template_tokens
 from slipstream.server.state import ServerState
-from slipstream.types import FinishReason, PicturesPrompt, Prompt, TokensPrompt
+from slipstream.types import PicturesPrompt, Prompt, TokensPrompt
 
 _ROLE = b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
@@ -129,7 +129,8 @@ class ReadAnswer(ChatAnswer):
                 self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
             )
         parser = self.parsers[delta.index]
-        events = read_events(parser, delta.text, delta.finish_reason)
+        reason = delta.finish_reason
+        events = read_events(parser, delta.text, last=reason is not None, cut=is_cut(reason))
         told = [encode(self._delta(event)) for event in events]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
@@ -171,11 +172,10 @@ class ReadAnswer(ChatAnswer):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def read_events(parser: Parser, text: str, reason: str | None) -> list[Event]:
-    """What more text of an answer says; neighbours of the same kind are one. `reason`: why the answer ends with it, if so."""
-    events = parser.feed(text)
-    if reason is not None:
-        events += parser.finish(cut=reason != FinishReason.STOP)
+def read_events(parser: Parser, text: str, *, last: bool, cut: bool = False) -> list[Event]:
+    """What more text of an answer says; neighbours of the same kind are one. `last`: the answer ends with it; `cut`: before the
+    model ended it."""
+    events = parser.feed(text) + (parser.finish(cut=cut) if last else [])
     found: list[Event] = []
     for event in events:
         before = found[-1] if found else None

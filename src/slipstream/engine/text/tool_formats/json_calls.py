@@ -17,8 +17,8 @@ from slipstream.engine.text.tool_formats.base import (
 
 
 class JsonCalls(ToolFormat):
-    """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several or a
-    list behind each of `openings`."""
+    """Common part of the formats. The grammar writes calls as the model's template does. The parser takes one call, several
+    or a list behind each of `openings`."""
 
     end: ClassVar[str]
     openings: ClassVar[tuple[str, ...]] = ()
