@@ -12,6 +12,7 @@ with a part of its arguments.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -168,29 +169,22 @@ class Parser:
     ) -> Generator[None, None, str]:
         """Give `out` the text up to the first of the markers, which is taken and returned; "" if the text ends before."""
         wraps = self._wraps if out == self.content else ()
-        if wraps:
-            markers = (*markers, *wraps)
+        search = _search((*markers, *wraps))
         while True:
-            found = min(
-                ((at, m) for m in markers if (at := self._buffer.find(m)) >= 0), default=None
-            )
-            held = (
-                0 if self._ended else max((_overlap(self._buffer, m) for m in markers), default=0)
-            )
-            if found is not None and found[0] <= len(self._buffer) - held:
-                at, marker = found
-                text, self._buffer = self._buffer[:at], self._buffer[at + len(marker) :]
+            found = search.first(self._buffer)
+            held = 0 if self._ended else search.num_begun(self._buffer)
+            if found is not None and found.start() <= len(self._buffer) - held:
+                text, self._buffer = self._buffer[: found.start()], self._buffer[found.end() :]
                 if text:
                     out(text)
-                if marker in wraps:
+                if found[0] in wraps:
                     self._content.cut()
                     continue
-                return marker
+                return found[0]
             given = len(self._buffer) - held
             text, self._buffer = self._buffer[:given], self._buffer[given:]
-            if self._cut:  # a single character may be anything
-                given = max((_overlap(text, m) for m in markers), default=0)
-                text = text[: len(text) - given] if given > 1 else text
+            if self._cut and (begun := search.num_begun(text)) > 1:
+                text = text[:-begun]  # a single character may be anything
             if text:
                 out(text)
             if self._ended:
@@ -406,11 +400,25 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[\w.-]{1,256}", text) is not None
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the end of `text` that may be the beginning of `marker`."""
-    return next(
-        (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0
-    )
+class _Search:
+    """Several texts that are looked for at once."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        words = "|".join(map(re.escape, sorted(texts)))
+        self.first = re.compile(words if texts else "(?!)").search
+        self._begins = frozenset(text[:n] for text in texts for n in range(1, len(text)))
+        self._firsts = frozenset(text[:1] for text in texts)
+        self._longest = max(map(len, texts), default=0)
+
+    def num_begun(self, text: str) -> int:
+        """Characters at the end of `text` that may begin one of the texts."""
+        for i in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[i] in self._firsts and text[i:] in self._begins:
+                return len(text) - i
+        return 0
+
+
+_search = functools.lru_cache(maxsize=256)(_Search)
 
 
 def _loads(text: str) -> Any:

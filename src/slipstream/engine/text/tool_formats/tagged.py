@@ -148,8 +148,8 @@ class Tagged(ToolFormat):
             return True
 
     def read(self, value: str) -> str:
-        """The value as it was meant."""
-        return value.removeprefix("\n").removesuffix("\n")
+        """The value without what the template writes around it."""
+        return value.removeprefix(self.padding).removesuffix(self.padding)
 
 
 def _head(text: str) -> tuple[str, str]:
@@ -267,9 +267,6 @@ class DeepSeekV32(Invocations):
 
     def attributes(self, is_string: bool) -> str:
         return f'" string="{"true" if is_string else "false"}"'
-
-    def read(self, value: str) -> str:
-        return value
 
 
 class DeepSeekV4(DeepSeekV32):
