@@ -58,6 +58,16 @@ _LATENT = dict(
 )
 _EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 
+_DELTA = dict(
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=3,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=12,
+)
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 7},
@@ -100,6 +110,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "head_dim": 16,
         "norm_topk_prob": True,
+    },
+    "qwen3_next": {
+        **_LLAMA,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_5_text": {**_LLAMA, **_DELTA, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe_text": {
+        **_LLAMA,
+        **_EXPERTS,
+        **_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 48,
     },
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
     "opt": {

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
+from slipstream.kernels.states import StateMetadata, chunk_table, layer_state
 from slipstream.model.decoder import Decoder
 from slipstream.model.load.loaded import LoadedModel
 from slipstream.model.load.loader import load_model
@@ -77,7 +78,8 @@ class Paged:
                     len(ids) + 1,
                     block_size,
                     lambda shape: torch.randn(shape).to(dtype),
-                )
+                ),
+                state=layer_state(layer.recurrent, num_seqs + 1, dtype, torch.float32, torch.zeros),
             )
             for layer in (model.spec.layers[i] for i in model.spec.local_layers)
         ]
@@ -108,6 +110,7 @@ class Paged:
             num_decodes=sum(n == 1 for n in lengths),
             max_query_len=max(lengths),
             max_seq_len=int(seq_lens.max()),
+            states=self._states(ordered, starts.tolist()),
         )
         tokens = torch.tensor([t for _, part in ordered for t in part], dtype=torch.int32)
         way = fast(self.model.decoder)
@@ -120,6 +123,17 @@ class Paged:
         for i, value in zip(order, logits, strict=True):
             result[i] = value
         return result
+
+    def _states(
+        self, parts: Sequence[tuple[int, Sequence[int]]], starts: list[int]
+    ) -> StateMetadata:
+        """Sequence i has slot i + 1 for its recurrent states."""
+        read = [s + 1 if self.computed[s] else 0 for s, _ in parts]
+        write = torch.zeros(starts[-1], dtype=torch.int32)
+        write[torch.tensor(starts[1:]) - 1] = torch.tensor([s + 1 for s, _ in parts]).int()
+        decodes = sum(len(tokens) == 1 for _, tokens in parts)
+        chunks = torch.from_numpy(chunk_table(starts, write.numpy(), decodes))
+        return StateMetadata(read=torch.tensor(read, dtype=torch.int32), write=write, chunks=chunks)
 
 
 def run(

@@ -267,17 +267,11 @@ def test_the_spec_counts_what_is_there(case):
             size *= n
         count += size
     assert count == spec.num_parameters
-    a = spec.layers[0].attention
+    count, a = len(spec.attentions), spec.attentions[0]
+    numbers = 2 * a.num_kv_heads * a.head_dim
     if isinstance(a, LatentAttentionSpec):
-        assert (
-            spec.kv_bytes_per_token(DTYPE_BYTES["float32"])
-            == spec.num_layers * (a.kv_rank + a.rotary_dim) * 4
-        )
-    else:
-        assert (
-            spec.kv_bytes_per_token(DTYPE_BYTES["float32"])
-            == 2 * spec.num_layers * a.num_kv_heads * a.head_dim * 4
-        )
+        numbers = a.kv_rank + a.rotary_dim
+    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * count * numbers
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------

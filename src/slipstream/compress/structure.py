@@ -34,8 +34,8 @@ Kind: TypeAlias = Literal["hidden", "heads", "channels", "shared"]
 
 
 class Units(NamedTuple):
-    """The units of one kind in a layer or one of its experts. `channels` are of an MLP or expert, `shared` of the shared
-    expert."""
+    """The units of one kind in a layer or one of its experts. `channels` are an MLP's or expert's,
+    `shared` the shared expert's."""
 
     kind: Kind
     layer: int = -1
@@ -53,7 +53,7 @@ def num_units(spec: ModelSpec) -> dict[Units, int]:
     found = {HIDDEN: spec.hidden_size}
     for i, layer in enumerate(spec.layers):
         found[Units("heads", i)] = num_groups(attention_of(layer))
-        m = layer.mlp
+        m = layer.feed_forward
         if isinstance(m, DenseSpec):
             found[Units("channels", i)] = m.intermediate_size
         else:
@@ -167,12 +167,12 @@ def _attention_axes(
 
 
 def _mlp(layer: LayerSpec, units: Units) -> DenseSpec:
-    if isinstance(layer.mlp, DenseSpec):
-        return layer.mlp
+    if isinstance(layer.feed_forward, DenseSpec):
+        return layer.feed_forward
     if units.kind == "shared":
-        assert layer.mlp.shared is not None
-        return layer.mlp.shared.mlp
-    return layer.mlp.expert
+        assert layer.feed_forward.shared is not None
+        return layer.feed_forward.shared.mlp
+    return layer.feed_forward.expert
 
 
 # --- Removing ---------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _cut_attention(a: AttentionSpec, i: int, kept: PruneSelection) -> AttentionS
 
 
 def _cut_mlp(layer: LayerSpec, i: int, kept: PruneSelection) -> DenseSpec | MoESpec:
-    m = layer.mlp
+    m = layer.feed_forward
     if isinstance(m, DenseSpec):
         return dataclasses.replace(
             m, intermediate_size=kept.count(Units("channels", i), m.intermediate_size)
@@ -286,7 +286,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "expert": ("moe_intermediate_size", "intermediate_size"),
     "shared": ("shared_expert_intermediate_size",),
 }
-"""The keys that configs use for these sizes. A family's reader takes only its own."""
+"""Config keys of these sizes. A family's reader takes only its own."""
 
 HEADS_SHARE_WIDTH = frozenset(
     (
@@ -327,16 +327,16 @@ def cut_config(
     first = wanted.layers[0]
     put("hidden", wanted.hidden_size)
     put("layers", wanted.num_layers)
-    put("heads", first.attention.num_heads)
-    put("kv_heads", first.attention.num_kv_heads)
+    put("heads", first.self_attention.num_heads)
+    put("kv_heads", first.self_attention.num_kv_heads)
     for layer in wanted.layers:
-        if isinstance(layer.mlp, DenseSpec):
-            put("channels", layer.mlp.intermediate_size)
+        if isinstance(layer.feed_forward, DenseSpec):
+            put("channels", layer.feed_forward.intermediate_size)
         else:
-            put("expert", layer.mlp.expert.intermediate_size)
-            if layer.mlp.shared is not None:
-                put("shared", layer.mlp.shared.mlp.intermediate_size)
-    a = first.attention
+            put("expert", layer.feed_forward.expert.intermediate_size)
+            if layer.feed_forward.shared is not None:
+                put("shared", layer.feed_forward.shared.mlp.intermediate_size)
+    a = first.self_attention
     if family.model_type not in HEADS_SHARE_WIDTH and (
         "head_dim" in config or a.q_size != wanted.hidden_size
     ):
@@ -352,7 +352,7 @@ def cut_config(
         ]
     if config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) != 1:
         found["mlp_only_layers"] = [
-            i for i, layer in enumerate(wanted.layers) if isinstance(layer.mlp, DenseSpec)
+            i for i, layer in enumerate(wanted.layers) if isinstance(layer.feed_forward, DenseSpec)
         ]
         found["decoder_sparse_step"] = 1
     differs = _not_expressed(family, found, wanted)
@@ -366,8 +366,8 @@ def cut_config(
 
 
 def _not_expressed(family: Family, config: Mapping[str, Any], wanted: ModelSpec) -> str | None:
-    """How the config differs from `wanted` when it is read; None if it does not."""
-    a = wanted.layers[0].attention
+    """How the config, when read, differs from `wanted`; None if it does not."""
+    a = wanted.layers[0].self_attention
     if (
         a.q_size != wanted.hidden_size
         and isinstance(a.position, RopeSpec)

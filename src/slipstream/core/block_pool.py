@@ -106,12 +106,16 @@ class BlockPool:
             if self.changes is not None:
                 self.changes[key] = False
 
+    def drop(self, block: int) -> None:
+        """Forget a cached block, which is then among the first to be used."""
+        self.forget(block)
+        if self.ref_counts[block] == 0:
+            self._unlink(block)
+            self._link(block)
+
     def forget_all(self) -> None:
         for block in list(self._cached.values()):
-            self.forget(block)
-            if self.ref_counts[block] == 0:
-                self._unlink(block)
-                self._link(block)
+            self.drop(block)
 
     def listen(self, on: bool) -> None:
         """Start or stop recording changes."""

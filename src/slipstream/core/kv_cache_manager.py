@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from slipstream.config import CacheConfig
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
 from slipstream.core.prefix_cache import extend_keys, group_key, longest_hit, root_key, salted
 from slipstream.core.request import Request, Status
+from slipstream.core.states import StateSlots
 from slipstream.core.step import StepBuilder
 from slipstream.core.tiers import BlockStore, Tiers
 from slipstream.types import SharedPrefix, TableUpdate
@@ -49,6 +51,7 @@ class KVCacheManager:
         store: BlockStore | None,
         clock: Callable[[], float],
         rank: int = 0,
+        most_guesses: int = 0,
     ) -> None:
         self.cache = cache
         self.rank = rank
@@ -64,6 +67,11 @@ class KVCacheManager:
         self.cross = next(
             (g for g, group in enumerate(cache.groups) if group.kind == "cross"), None
         )
+        self.states: StateSlots | None = None
+        if cache.state_slots:
+            self.states = StateSlots(
+                cache.state_slots, cache.block_size, cache.state_interval, most_guesses
+            )
         self.copies: dict[int, int] = {}  # pending copies: target block to source block
         self._copied = Counter[int]()  # number of pending copies of each source block
         self.tiers = None
@@ -146,6 +154,8 @@ class KVCacheManager:
     def lease(self, request: Request) -> None:
         """Give a request that decodes a lease as far as its blocks reach."""
         num_tokens = len(request.blocks[self.own[0]]) * self.block_size
+        if self.states is not None:
+            num_tokens = min(num_tokens, self.states.next_mark(request))
         request.lease = min(num_tokens, request.end - 1)
 
     def drop_lease(self, request: Request) -> None:
@@ -205,6 +215,8 @@ class KVCacheManager:
         request.num_computed_tokens = request.num_registered = 0
         request.guesses = ()
         request.needs_copy = False
+        if self.states is not None:
+            self.states.release(request)
         self.drop_lease(request)
 
     # --- Blocks to share ----------------------------------------------------------------------------------------------
@@ -221,7 +233,15 @@ class KVCacheManager:
     def cached_prefix(self, request: Request) -> tuple[list[list[int]], int]:
         if not self.may_begin_cached(request):
             return [], 0
-        return longest_hit(self.pool, request, self.own, dict(self.windows), self.block_size)
+        windows, size, states = dict(self.windows), self.block_size, self.states
+        hit = longest_hit(self.pool, request, self.own, windows, size)
+        if states is None:
+            return hit
+        request.num_hit_tokens = hit[1]
+        ends = partial(states.has, request.block_keys)
+        if not hit[1] or ends(hit[1] // size):
+            return hit
+        return longest_hit(self.pool, request, self.own, windows, size, ends)
 
     def waits_for_tiers(
         self, request: Request, cached: list[list[int]], computed: int, spare: int
@@ -270,6 +290,8 @@ class KVCacheManager:
         Each child computes the last prompt token again, in a copy of the last block, to sample its
         own first token.
         """
+        if self.states is not None and not self.states.share(parent, children):
+            return  # they compute the prompt themselves
         num_blocks = self.blocks_for(parent.num_prompt_tokens)
         tables = [
             table if g == self.cross else table[:num_blocks]
@@ -322,6 +344,8 @@ class KVCacheManager:
             beam.num_passed[g] = source.num_passed[g]
             if changed:
                 updates.append(TableUpdate(g, same, tuple(changed)))
+        if self.states is not None:
+            self.states.take_over(beam, source)
         beam.num_computed_tokens = source.num_computed_tokens
         if len(beam.block_keys) != min(whole, len(source.block_keys)):
             beam.block_keys = source.block_keys[:whole]
@@ -349,6 +373,12 @@ class KVCacheManager:
                     found.append(SharedPrefix(first, i, last[0] * self.block_size))
                 first, last = i, block
         return tuple(found)
+
+    def forget_all(self) -> None:
+        """Forget all cached blocks and states."""
+        self.pool.forget_all()
+        if self.states is not None:
+            self.states.pool.forget_all()
 
     # --- Figures ------------------------------------------------------------------------------------------------------
 

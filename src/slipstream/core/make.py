@@ -57,4 +57,5 @@ def make_scheduler(
         store=store,
         padded=padded,
         clock=clock,
+        most_guesses=0 if speculation is None else speculation.limit,
     )

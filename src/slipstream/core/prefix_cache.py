@@ -8,7 +8,7 @@ cryptographic (BLAKE2b, 128 bits).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 from slipstream.core.block_pool import NULL_BLOCK, BlockPool
@@ -79,18 +79,19 @@ def longest_hit(
     own: Sequence[int],
     windows: Mapping[int, CacheGroup],
     size: int,
+    ends: Callable[[int], bool] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Find the longest cached prefix of a request.
 
     Returns (block tables by group, number of tokens); the tables are empty on a miss. `own` are the
-    groups that the request's own tokens are written to.
+    groups that the request's own tokens are written to. With `ends`, only numbers of blocks for which it is true count.
     """
     keys, num_tokens = request.block_keys, request.num_tokens
     extend_keys(
         keys, request.root_key, request.token_ids, size, num_tokens // size, request.spec.images
     )
     found = {g: [pool.lookup(group_key(key, g)) for key in keys] for g in own}
-    begins, n = usable_prefix(found, windows, num_tokens, size)
+    begins, n = usable_prefix(found, windows, num_tokens, size, ends)
     if not n:
         return [], 0
     tables: list[list[int]] = [[] for _ in request.blocks]
@@ -104,6 +105,7 @@ def usable_prefix(
     windows: Mapping[int, CacheGroup],
     num_tokens: int,
     size: int,
+    ends: Callable[[int], bool] | None = None,
 ) -> tuple[dict[int, int], int]:
     """Number of leading cached blocks that a sequence of `num_tokens` tokens can start with.
 
@@ -123,6 +125,8 @@ def usable_prefix(
     # runs[n]: length of the run of cached blocks that ends with block n − 1
     runs = {g: _runs(found[g][:longest]) for g in windows}
     for n in range(min(longest, (num_tokens - 2) // size), 0, -1):
+        if ends is not None and not ends(n):
+            continue
         begins = {g: windows[g].first_block(n * size, size) if g in windows else 0 for g in found}
         if all(runs[g][n] >= n - begins[g] for g in windows):
             return begins, n

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slipstream.core.kv_cache_manager import KVCacheManager
     from slipstream.core.participants.base import Participant
     from slipstream.core.queue import Account
+    from slipstream.core.states import RequestState
 
 
 class Status(Enum):
@@ -57,6 +58,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_given",
+        "num_hit_tokens",
         "num_overtaken",
         "num_passed",
         "num_pending",
@@ -68,6 +70,7 @@ class Request:
         "request_id",
         "root_key",
         "spec",
+        "state",
         "status",
         "stops",
         "token_ids",
@@ -111,8 +114,16 @@ class Request:
         self.mirostat_mu: float | None = None
         self.forks: list[Request] = []  # requests that wait for this request's prompt
         self.num_cached_tokens = 0
+        # tokens with cached keys and values, if more than the states allowed to take
+        self.num_hit_tokens = 0
+        self.state: RequestState | None = None  # its slots, if layers are recurrent
         self.num_preemptions = 0
         self.num_overtaken = 0  # number of requests admitted ahead while this one did not fit
+
+    def key_at(self, position: int, block_size: int) -> bytes | None:
+        """The key of the block that ends at `position`; None if none does, or its tokens are not known yet."""
+        index, rest = divmod(position, block_size)
+        return None if rest or not 0 < index <= len(self.block_keys) else self.block_keys[index - 1]
 
     def guess(self, tokens: Sequence[int]) -> None:
         """Set `tokens` as guesses after the last token.

@@ -115,8 +115,8 @@ class Scheduler:
     `num_blocks` is the size of a pool (of each rank's, with several ranks), null block included.
     `salt` keeps cached prefixes of different models apart. `guesses_ahead`: where many blocks are
     free, a step with guesses also gets those for as many guesses of the next one. `store` has the
-    tiers below the device. `padded` maps a step to its graph's size. `core/make.py` chooses the
-    participants.
+    tiers below the device. `padded` maps a step to its graph's size. A step verifies up to
+    `most_guesses` guesses of a request. `core/make.py` chooses the participants.
     """
 
     def __init__(
@@ -132,13 +132,14 @@ class Scheduler:
         store: BlockStore | None = None,
         padded: Padding | None = None,
         clock: Callable[[], float] = time.monotonic,
+        most_guesses: int = 0,
     ) -> None:
         self.scheduling = scheduling
         self.cache = cache
         self.max_model_len = max_model_len
         assert store is None or scheduling.num_ranks == 1, "one rank has tiers"
         self.kvs = [
-            KVCacheManager(cache, num_blocks, salt, store, clock, rank)
+            KVCacheManager(cache, num_blocks, salt, store, clock, rank, most_guesses)
             for rank in range(scheduling.num_ranks)
         ]
         self.kv = self.kvs[0]
@@ -208,8 +209,8 @@ class Scheduler:
             self.requests.finish(request, reason, error)
             for request in list(self.requests.by_id.values())
         ]
-        for pool in self.pools:
-            pool.forget_all()
+        for kv in self.kvs:
+            kv.forget_all()
         return outputs
 
     @property
@@ -258,8 +259,8 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, and what participants have kept of ended requests."""
-        for pool in self.pools:
-            pool.forget_all()
+        for kv in self.kvs:
+            kv.forget_all()
         if self.tiers is not None:
             self.tiers.forget_all()
         for part in self.participants:
@@ -572,6 +573,8 @@ class Scheduler:
         """
         num_held = len(request.blocks[0] or (cached[0] if cached else ()))
         kv = request.kv
+        if kv.states is not None and not kv.states.has_room(request):
+            return False
         own = (kv.blocks_for(num_tokens) - num_held + request.needs_copy) * len(kv.own)
         revived = sum(kv.pool.ref_counts[b] == 0 for table in cached for b in table)
         return own + kv.blocks_for(encoded) + revived + spare <= kv.pool.num_free
@@ -587,6 +590,8 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.let_go(request)
         request.num_computed_tokens = computed
+        if request.kv.states is not None:
+            request.kv.states.start(request, computed)
         if request.num_preemptions == 0 and request.spec.parent is None:
             request.num_cached_tokens = min(computed, request.num_prompt_tokens)
             if self.cache.enable_prefix_caching:
@@ -615,6 +620,9 @@ class Scheduler:
         given, guide = added, request.guide
         if guide is not None and not added:
             given = guide.placed(request, computed, end, num_sampled)
+        is_steady = True
+        if (states := request.kv.states) is not None:
+            is_steady = states.place(request, computed, end, num_guesses)
         step.add(request, computed, count, num_sampled, given)
         if num_guesses:
             step.guesses[request] = num_guesses
@@ -623,7 +631,7 @@ class Scheduler:
         elif num_sampled:
             request.num_pending += 1 + len(added)
             request.guesses = ()
-            if guide is None:
+            if guide is None and is_steady:
                 request.kv.lease(request)
             elif added:
                 step.certain[request] = added
@@ -637,16 +645,21 @@ class Scheduler:
     def _plan(self, step: StepBuilder, now: float) -> StepPlan:
         self.in_flight.launched(step, now)
         released, self.requests.released = self.requests.released, []
+        marks = tuple(
+            mark for kv in self.kvs if kv.states is not None for mark in kv.states.planned()
+        )
         shared: tuple[SharedPrefix, ...] = ()
         if len(self.kvs) > 1:
-            copies = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
-            pairs, ranks = tuple([copy for copy, _ in copies]), tuple([rank for _, rank in copies])
-            return step.plan(self.in_flight.last_id, released, pairs, shared, ranks)
+            of_ranks = [(copy, kv.rank) for kv in self.kvs for copy in kv.begin_copies()]
+            pairs = tuple([copy for copy, _ in of_ranks])
+            ranks = tuple([rank for _, rank in of_ranks])
+            return step.plan(self.in_flight.last_id, released, pairs, shared, ranks, marks)
         if self.requests.num_joined:
             shared = self.kv.shared_prefixes(
                 [(self.requests.by_id[s.request_id], s.num_computed_tokens) for s in step.decodes]
             )
-        return step.plan(self.in_flight.last_id, released, self.kv.begin_copies(), shared)
+        copies = self.kv.begin_copies()
+        return step.plan(self.in_flight.last_id, released, copies, shared, state_marks=marks)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[StepOutput]:
         """Process a step's result: new tokens, ends, full blocks. See `core/in_flight.py`."""

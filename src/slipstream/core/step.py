@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import MAX_STEP_DRAFTS, SchedulingConfig
 from slipstream.core.request import Request, Status
-from slipstream.types import NewRequest, ScheduledRequest, SharedPrefix, StepPlan, TableUpdate
+from slipstream.types import (
+    NewRequest,
+    ScheduledRequest,
+    SharedPrefix,
+    StateMark,
+    StepPlan,
+    TableUpdate,
+)
 
 if TYPE_CHECKING:
     from slipstream.core.kv_cache_manager import KVCacheManager
@@ -147,10 +154,13 @@ class StepBuilder:
         """
         request_id = request.request_id
         updates: tuple[TableUpdate, ...] = ()
+        state = request.state
         if not request.in_worker:
             updates = self._introduce(request)
         elif self.updates:
             updates = tuple(self.updates.pop(request_id, ()))
+        if state is not None:
+            updates += state.take_update()
         entry = new_tuple(
             ScheduledRequest, (request_id, computed, count, num_sampled, updates, given)
         )
@@ -190,6 +200,7 @@ class StepBuilder:
         copies: tuple[tuple[int, int], ...],
         shared: tuple[SharedPrefix, ...],
         copy_ranks: tuple[int, ...] = (),
+        state_marks: tuple[StateMark, ...] = (),
     ) -> StepPlan:
         return StepPlan(
             step_id=step_id,
@@ -199,4 +210,5 @@ class StepBuilder:
             block_copies=copies,
             shared=shared,
             copy_ranks=copy_ranks,
+            state_marks=state_marks,
         )

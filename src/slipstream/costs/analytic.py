@@ -88,7 +88,7 @@ class AnalyticCost:
     def __post_init__(self) -> None:
         found = Counter(
             (attention_bytes(a, 1, self.cache_bytes), attention_operations(a, 1), window_of(a))
-            for a in (layer.attention for layer in self.spec.layers)
+            for a in self.spec.attentions
         )
         object.__setattr__(self, "_attentions", tuple((count, *of) for of, count in found.items()))
         object.__setattr__(self, "_others", {})

@@ -40,13 +40,12 @@ def decode_step(
     parts = weights_bytes(spec, 2, None if scheme is None else SCHEMES[scheme])
     stored = 1.0 if scheme is not None else stored_bytes(description) / sum(parts.values())
     of_step = products(spec, {part: stored * size for part, size in parts.items()})
-    cached = [
-        (layer.attention, batch_size * min(context, window_of(layer.attention)))
-        for layer in spec.layers
-    ]
+    cached = [(a, batch_size * min(context, window_of(a))) for a in spec.attentions]
+    states = 2 * batch_size * spec.state_bytes(2)  # read and written
     return DecodeCost(
         num_bytes=sum(p.count * p.read_bytes(batch_size) for p in of_step)
-        + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached),
+        + sum(attention_bytes(a, num_tokens, kv_bytes) for a, num_tokens in cached)
+        + states,
         num_flops=sum(p.count * p.operations(batch_size) for p in of_step)
         + sum(attention_operations(a, num_tokens) for a, num_tokens in cached),
     )

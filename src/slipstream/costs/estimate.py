@@ -233,7 +233,7 @@ def _of_steps(config: EngineConfig, description: ModelDescription) -> tuple[int,
     model's type and in float32.
     """
     spec, element, scheduling = description.spec, DTYPE_BYTES[config.model.dtype], config.scheduling
-    widest = max(layer.mlp.width for layer in spec.layers)
+    widest = max(0 if x.mlp is None else x.mlp.width for x in spec.layers)
     activations = scheduling.max_num_batched_tokens * (widest + 8 * spec.hidden_size) * element
     activations += scheduling.seqs_of_rank * spec.vocab_size * (element + 4)
     tables = len(config.cache.groups) * config.max_blocks_per_seq

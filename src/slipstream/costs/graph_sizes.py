@@ -101,12 +101,13 @@ def mixed_decodes(max_num_seqs: int) -> list[int]:
 
 
 def mixed_prompts(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Prompt token counts of mixed graphs; none for encoder-decoder models.
+    """Prompt token counts of mixed graphs; none for encoder-decoder models, and for recurrent layers, whose prompts are cut
+    into chunks on the host.
 
     They are at most a sequence's length, because the padding, a sequence like others, may have to
     hold all the tokens.
     """
-    if spec.encoder is not None:
+    if spec.encoder is not None or spec.is_recurrent:
         return []
     most = LONG_TOKENS if _takes_long_steps(config, spec) else MIXED_TOKENS
     longest = min(config.scheduling.max_num_batched_tokens, config.model.max_model_len, most)
@@ -188,7 +189,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, element_bytes: int) -> in
 def activation_numbers(spec: ModelSpec, num_tokens: int, num_sampled: int) -> int:
     """Elements of two copies of a step's activations and logits: in the graphs' pool, and in the
     run before a capture."""
-    of_token = max(layer.mlp.width for layer in spec.layers) + 8 * spec.hidden_size
+    of_token = max(0 if x.mlp is None else x.mlp.width for x in spec.layers) + 8 * spec.hidden_size
     return 2 * (num_tokens * of_token + num_sampled * spec.vocab_size)
 
 

@@ -3,6 +3,7 @@ reports. No torch."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from slipstream.spec.description import ModelDescription
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.native_formats import native_group_size
 from slipstream.spec.parallel import COPIED_SUMS_FROM, Shard
-from slipstream.spec.parameters import Shape, parameters
+from slipstream.spec.parameters import Shape, keeps_float32, parameters
 from slipstream.spec.scheme import Scheme, WeightForm, WeightFormat
 
 
@@ -29,7 +30,7 @@ def part_of(name: str) -> str:
     first = rest.partition(".")[0] if first.isdigit() else first
     if first in ("embed", "embed_in", "embed_out", "positions", "token_types", "distances"):
         return "embeddings"
-    if first in ("attention", "cross"):
+    if first in ("attention", "cross", "recurrent"):
         return "attention"
     if first in ("mlp", "router", "correction", "experts", "shared", "shared_weight"):
         return "mlp"
@@ -56,9 +57,7 @@ def weights_bytes(
     if spec.vision is not None:
         found["image encoder"] = 0
     for name, shape in shapes.items():
-        found[part_of(name)] += math.prod(shape) * (
-            4 if name.endswith(".correction.weight") else dtype_bytes
-        )
+        found[part_of(name)] += math.prod(shape) * (4 if keeps_float32(name) else dtype_bytes)
     if scheme is None:
         return found
 
@@ -153,9 +152,15 @@ def host_cache_budget(*, free_bytes: int, wanted_bytes: int) -> int:
 
 
 def kv_budget(
-    config: EngineConfig, block: int, *, total_bytes: int, free_bytes: int, taken_bytes: int
+    config: EngineConfig,
+    block: int,
+    *,
+    total_bytes: int,
+    free_bytes: int,
+    taken_bytes: int,
+    states: int = 0,
 ) -> tuple[int, int]:
-    """Returns (bytes that the engine may use, bytes for the KV cache).
+    """Returns (bytes that the engine may use, bytes for the KV cache and `states` bytes of recurrent layers' states).
 
     The device has `free_bytes` of `total_bytes` left, of which the engine takes `taken_bytes` for
     other things. A block has `block` bytes. OutOfMemoryError if `kv_cache_bytes` is more than what
@@ -170,7 +175,7 @@ def kv_budget(
         # Blocks released by windows count too, since they stay in the prefix cache. One is the null
         # block.
         per_seq = len(config.cache.groups) * config.max_blocks_per_seq
-        full = (config.scheduling.max_num_seqs * per_seq + 1) * block
+        full = (config.scheduling.max_num_seqs * per_seq + 1) * block + states
         budget = host_cache_budget(free_bytes=left, wanted_bytes=full)
     given = config.cache.kv_cache_bytes
     if given is not None and given > left:
@@ -179,6 +184,41 @@ def kv_budget(
             field="kv_cache_bytes",
         )
     return allowed, budget if given is None else given
+
+
+STATES_PER_SEQUENCE = 16
+"""Maximum number of states for each running sequence, by default."""
+
+
+def size_states(config: EngineConfig, slot_bytes: int, budget_bytes: int) -> int:
+    """Number of slots for states of recurrent layers, including the null slot.
+
+    Running sequences have two each, and one for each draft. Half of `budget_bytes` is for these and for states that later
+    prompts continue from. OutOfMemoryError if not even the running sequences' fit.
+    """
+    cache, seqs = config.cache, config.scheduling.seqs_of_rank
+    least = seqs * max(2, config.state_columns) + 2
+    wanted = cache.state_slots
+    if wanted == 1:
+        wanted = max(least, min(budget_bytes // 2 // slot_bytes, STATES_PER_SEQUENCE * seqs))
+    if wanted < least:
+        raise OutOfMemoryError(
+            f"state_slots={wanted}: {seqs} sequences need {least}; raise it or lower max_num_seqs",
+            field="state_slots",
+        )
+    if wanted * slot_bytes > budget_bytes * 0.9:
+        raise OutOfMemoryError(
+            f"{wanted} states of recurrent layers take {wanted * slot_bytes / 2**30:.2f} of the "
+            f"{budget_bytes / 2**30:.2f} GiB that are left; lower "
+            + ("max_num_seqs" if cache.state_slots == 1 else "state_slots"),
+            field="max_num_seqs" if cache.state_slots == 1 else "state_slots",
+        )
+    return wanted
+
+
+def keyed_blocks(config: EngineConfig) -> int:
+    """Number of blocks of a model without attention. They hold nothing, and their keys find states."""
+    return min(MAX_BLOCKS, 8 * config.scheduling.max_num_seqs * config.max_blocks_per_seq + 1)
 
 
 STAGED_BYTES = 128 * 2**20
@@ -255,6 +295,8 @@ class MemoryLedger:
     image_cache_bytes: int = 0  # upper bound
     host_tier_bytes: int = 0
     disk_tier_bytes: int = 0
+    state_bytes: int = 0
+    num_states: int = 0
     host_expert_bytes: int = 0  # in the host's memory, next to a GPU
     num_caches: int = 1  # ranks with their own requests, each with a cache of `num_blocks`
 
@@ -267,7 +309,8 @@ class MemoryLedger:
             + self.kv_bytes
             + self.other_bytes
         )
-        return parts + self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
+        parts += self.adapter_bytes + self.peer_copy_bytes + self.image_cache_bytes
+        return parts + self.state_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -310,6 +353,7 @@ class MemoryLedger:
             "rows": self.other_bytes,
         }
         more = {
+            "states": self.state_bytes,
             "adapters": self.adapter_bytes,
             "peer copies": self.peer_copy_bytes,
             "pictures": self.image_cache_bytes,
@@ -380,10 +424,21 @@ def size_cache(
         name = f"{name}, shared by {ranks} ranks"
     pictures = 0 if config.images is None else config.images.cache_bytes
     taken_bytes += pictures
+    slot = spec.state_bytes(DTYPE_BYTES[config.model.dtype])
     allowed, budget = kv_budget(
-        config, block, total_bytes=total_bytes, free_bytes=free_bytes, taken_bytes=taken_bytes
+        config,
+        block,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        taken_bytes=taken_bytes,
+        states=2 * STATES_PER_SEQUENCE * config.scheduling.max_num_seqs * slot,
     )
-    num_blocks = plan_kv(budget_bytes=budget, block_bytes=block)
+    if slot:
+        slots = agree(size_states(config, slot, budget))
+        budget -= slots * slot
+        cache = dataclasses.replace(config.cache, state_slots=slots)
+        config = dataclasses.replace(config, cache=cache)
+    num_blocks = plan_kv(budget_bytes=budget, block_bytes=block) if block else keyed_blocks(config)
     if spec.is_encoder:
         num_blocks = min(num_blocks, scratch_blocks(config))
     num_blocks = agree(num_blocks)
@@ -436,6 +491,8 @@ def size_cache(
         adapter_bytes=adapter_bytes,
         peer_copy_bytes=peer_copy_bytes,
         image_cache_bytes=pictures,
+        state_bytes=config.cache.state_slots * slot,
+        num_states=config.cache.state_slots,
         host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
         num_caches=config.parallel.experts if config.parallel.deals_requests else 1,

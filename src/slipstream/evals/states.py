@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.config import EngineArgs
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.states import state_metadata
 from slipstream.model.layers import JoinedTap
 from slipstream.worker.forward.base import StateCache
 from slipstream.worker.local_executor import load_runner
@@ -82,6 +83,9 @@ class TextStates:
             max_query_len=max(lengths),
             max_seq_len=max(lengths),
             from_start=True,
+            states=state_metadata(
+                starts.tolist(), lambda array: torch.from_numpy(array).to(self.device)
+            ),
         )
         others = (of_group(g) for g in range(1, groups))
         return meta.with_groups(

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slipstream.kernels.states import state_metadata
 from slipstream.spec.model import AttentionKind, LatentAttentionSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from slipstream.kernels.states import LayerState, StateMetadata
 
 Made = TypeVar("Made")
 
@@ -63,13 +66,15 @@ class LayerKV:
     """One layer's paged cache. Block 0 is the null block: padding writes to it, nothing reads it.
 
     In an 8-bit cache (float8 e4m3 or int8) a key or value is a stored code times its head's scale.
-    The op set chooses the memory layout of `v` (`OpSet.values_by_dim`).
+    The op set chooses the memory layout of `v` (`OpSet.values_by_dim`). A recurrent layer has a `state`; if it has no
+    attention, it has the null block alone (B = 1).
     """
 
     k: Tensor  # [B, K, block_size, D]
     v: Tensor  # [B, K, block_size, D]; with latent attention a view of each key's last elements
     k_scale: Tensor | None = None  # float32 [K], with an 8-bit cache
     v_scale: Tensor | None = None  # float32 [K]
+    state: LayerState | None = None
 
     @property
     def block_size(self) -> int:
@@ -82,14 +87,16 @@ class LayerKV:
 
 
 def cache_tensors(
-    attention: AttentionKind,
+    attention: AttentionKind | None,
     num_blocks: int,
     block_size: int,
     new: Callable[[tuple[int, ...]], Tensor],
     *,
     values_by_dim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Makes `LayerKV`'s k and v for a layer. `new` allocates tensors."""
+    """Makes `LayerKV`'s k and v for a layer; one number each without attention. `new` allocates tensors."""
+    if attention is None:
+        return new((1, 1, 1, 1)), new((1, 1, 1, 1))
     shape = (num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
     k = new(shape)
     if isinstance(attention, LatentAttentionSpec):
@@ -102,23 +109,25 @@ def shared_caches(
     places: Sequence[int],
     new: Callable[[int], tuple[Tensor, Tensor]],
     scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+    state: Callable[[int], LayerState | None] = lambda layer: None,
 ) -> list[LayerKV]:
-    """Makes the caches of `layers`, with an 8-bit cache's `scales`.
+    """Makes the caches of `layers`, with an 8-bit cache's `scales`, and the states that `state` makes for a layer.
 
     `places` (`ModelSpec.cache_places`) are those of all layers. Layers of different groups at one
     place share what `new` makes for the first of them.
     """
     held = {i: places[i] for i in layers}
     made = {place: new(i) for i, place in reversed(held.items())}
-    caches = [made[place] for place in held.values()]
+    caches = [(*made[place], state(i)) for i, place in held.items()]
     if scales is None:
-        return [LayerKV(*cache) for cache in caches]
-    return [LayerKV(*cache, *scale) for cache, scale in zip(caches, scales, strict=True)]
+        return [LayerKV(k, v, state=s) for k, v, s in caches]
+    return [LayerKV(k, v, *scale, s) for (k, v, s), scale in zip(caches, scales, strict=True)]
 
 
 def cache_parts(layers: Iterable[LayerKV]) -> list[Tensor]:
     """Returns the layers' tensors, each of which holds a part of every block. Layers of different groups may share some."""
-    return [x for layer in layers for x in ((layer.k,) if layer.latent else (layer.k, layer.v))]
+    parts = ((layer.k,) if layer.latent else (layer.k, layer.v) for layer in layers)
+    return [x for own in parts for x in own if len(x) > 1]
 
 
 def by_dim(v: Tensor) -> Tensor:
@@ -186,6 +195,7 @@ class AttentionMetadata:
     shared: SharedPrefixes | None = None
     of_steps: JoinedSteps | None = None
     most_tokens: int | None = None
+    states: StateMetadata | None = None  # for recurrent layers
     groups: tuple[AttentionMetadata, ...] = ()
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -249,10 +259,12 @@ class AttentionMetadata:
         block_size: int,
         device: torch.device | None = None,
         num_groups: int = 1,
+        num_slots: int = 2,
     ) -> AttentionMetadata:
         """Makes `num_seqs` sequences of `length` tokens, the last `num_new` of them new.
 
-        Each has its own blocks in every group, from block 1 on.
+        Each has its own blocks in every group, from block 1 on. Sequence i has slot i + 1 for its states, if it is one of
+        `num_slots`; otherwise it begins with zeros, and keeps nothing.
         """
         import torch
 
@@ -279,6 +291,12 @@ class AttentionMetadata:
             max_query_len=num_new,
             max_seq_len=length,
             from_start=num_new == length,
+            states=state_metadata(
+                range(0, num_seqs * num_new + 1, num_new),
+                lambda array: torch.from_numpy(array).to(device),
+                slots=[i + 1 if i + 1 < num_slots else 0 for i in range(num_seqs)],
+                goes_on=num_new < length,
+            ),
         )
         others = (
             dataclasses.replace(first, block_table=own + g, slot_mapping=slots + g * block_size)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels import recurrent
 from slipstream.kernels.adapters import LoRATokens, LoRAWeights
 from slipstream.kernels.blocks import BlockTensors
 from slipstream.kernels.chains import ChainPlaces, chain_places
@@ -46,6 +47,13 @@ from slipstream.kernels.metadata import (
 )
 from slipstream.kernels.positions import PositionTables
 from slipstream.kernels.quantize import numbers, round_linear
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
 from slipstream.kernels.weights import Activations, Linear, Pair, Quantized, SplitLinear
 from slipstream.platform.collectives import OverlappedSum, RankGroup
 from slipstream.spec.model import Activation, AttentionSpec, LatentAttentionSpec, MoESpec, OwnNorm
@@ -491,6 +499,10 @@ class OpSet(ABC):
         ]
         return torch.cat((*normed, v), dim=1)
 
+    def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Returns columns [start, stop) of x [T, N] as a tensor of their own."""
+        return x[:, start:stop].contiguous()
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return x.sigmoid()
 
@@ -635,6 +647,61 @@ class OpSet(ABC):
         """
         seen = self.attention(q, kv, meta, AttentionParams(scale=params.scale))
         return torch.bmm(seen.transpose(0, 1), params.values).transpose(0, 1).flatten(1)
+
+    def gated_delta(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: GatedDeltaParams,
+        decay: Tensor | None = None,
+        z: Tensor | None = None,
+    ) -> Tensor:
+        """The gated delta rule with its convolution and its gated norm (`GatedDeltaSpec`) → [T, H · V].
+
+        `x` [T, C + H · V] has q, k and v before the convolution, and z; `gates` [T, 2 · H] has b and a. If `decay`
+        [T, H · K] and `z` [T, H · V] are given, `x` is [T, C] and `gates` [T, H]. `meta.states` says which states are
+        read and kept.
+        """
+        return recurrent.gated_delta(x, gates, state, meta, params, decay, z)
+
+    def mamba2(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: Mamba2Params
+    ) -> Tensor:
+        """A Mamba-2 recurrence with its convolution, gate and norm: x [T, H · V + C + H] → [T, H · V]."""
+        return recurrent.mamba2(x, state, meta, params)
+
+    def short_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        """LFM2's gated convolution: x [T, 3 · C] of b, c and x → c · conv(b · x) [T, C]."""
+        return recurrent.short_conv(x, state, meta, params)
+
+    def causal_conv(
+        self, x: Tensor, state: LayerState, meta: AttentionMetadata, params: ConvParams
+    ) -> Tensor:
+        """Mamba-1's convolution of the first C columns of `x` [T, 2 · C] → [T, C]. It reads and keeps `state.conv`
+        alone."""
+        return recurrent.causal_conv(x, state, meta, params)
+
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        xz: Tensor,
+        state: LayerState,
+        meta: AttentionMetadata,
+        params: MambaParams,
+    ) -> Tensor:
+        """Mamba-1's recurrence and gate → [T, width].
+
+        `x` [T, width] comes from the convolution, `dt` [T, width] has no bias yet, `b` and `c` are [T, K], and the last
+        `width` columns of `xz` are the gate.
+        """
+        return recurrent.selective_scan(x, dt, b, c, xz, state, meta, params)
 
     @abstractmethod
     def activation(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.spec.model import (
     Activation,
     AlibiSpec,
@@ -105,6 +106,11 @@ class TracedKV:
 
     layer: int
     num_kv_heads: int
+
+    @property
+    def state(self) -> TracedKV:
+        """Placeholder of the layer's states."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +301,46 @@ class RecordingOps:
             return self.record("norm", (x,), x.shape, form=inputs, norm=norm), x
         normed = self.record("norm", (x, residual), x.shape, x.shape, form=inputs, norm=norm)
         return normed, self.ops[-1].outputs[1]
+
+    def columns(self, x: Value, start: int, stop: int) -> Value:
+        return self.record("columns", (x,), (stop - start,), start=start, stop=stop)
+
+    def gated_delta(
+        self,
+        x: Value,
+        gates: Value,
+        state: TracedKV,
+        meta: TracedMeta,
+        params: GatedDeltaParams,
+        decay: Value | None = None,
+        z: Value | None = None,
+    ) -> Value:
+        inputs = (x, gates) if decay is None or z is None else (x, gates, decay, z)
+        shape = (params.spec.v_size,)
+        return self.record("gated_delta", inputs, shape, state=state, params=params)
+
+    def mamba2(self, x: Value, state: TracedKV, meta: TracedMeta, params: Mamba2Params) -> Value:
+        return self.record("mamba2", (x,), (params.spec.v_size,), state=state, params=params)
+
+    def short_conv(self, x: Value, state: TracedKV, meta: TracedMeta, params: ConvParams) -> Value:
+        return self.record("short_conv", (x,), (x.width // 3,), state=state, params=params)
+
+    def causal_conv(self, x: Value, state: TracedKV, meta: TracedMeta, params: ConvParams) -> Value:
+        return self.record("causal_conv", (x,), (x.width // 2,), state=state, params=params)
+
+    def selective_scan(
+        self,
+        x: Value,
+        dt: Value,
+        b: Value,
+        c: Value,
+        xz: Value,
+        state: TracedKV,
+        meta: TracedMeta,
+        params: MambaParams,
+    ) -> Value:
+        inputs = (x, dt, b, c, xz)
+        return self.record("selective_scan", inputs, x.shape, state=state, params=params)
 
     def joined(self, x: Value, y: Value) -> Value:
         return x + y

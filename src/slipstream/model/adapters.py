@@ -20,7 +20,7 @@ from slipstream.errors import AdapterError, CheckpointError, UnsupportedModelErr
 from slipstream.kernels.adapters import LoRAWeights
 from slipstream.kernels.weights import Linear
 from slipstream.model.decoder import Decoder
-from slipstream.model.layers import MLP, Attention, MoE
+from slipstream.model.layers import MLP, Attention
 from slipstream.model.load.sharding import part_of
 from slipstream.model.load.weights import transform
 from slipstream.spec.adapter_slots import ALONE, SlotLayout, SlotPlace, adapted_stem
@@ -37,12 +37,14 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
     """Returns the decoder's products that can have an adapter, by the names of their weights."""
     found: dict[str, Linear | None] = {}
     for i, layer in zip(decoder.spec.local_layers, decoder.layers, strict=True):
-        a, m = layer.attention, layer.mlp
-        own: dict[str, Linear | None]
+        a, m, r = layer.attention, layer.mlp, layer.recurrent
+        own: dict[str, Linear | None] = {}
+        if r is not None:
+            own = {"recurrent.in": r.into, "recurrent.out": r.out}
         if isinstance(a, Attention):
-            own = {"attention.qkv": a.qkv, "attention.out": a.out}
-        else:
-            own = {
+            own |= {"attention.qkv": a.qkv, "attention.out": a.out}
+        elif a is not None:
+            own |= {
                 "attention.q_latent": a.q_latent,
                 "attention.q": a.q,
                 "attention.latent": a.latent,
@@ -50,8 +52,7 @@ def adapted_products(decoder: Decoder) -> dict[str, Linear]:
             }
         if isinstance(m, MLP):
             own |= {"mlp.up": m.up, "mlp.down": m.down}
-        else:
-            assert isinstance(m, MoE)
+        elif m is not None:
             own |= {"router": m.router, "shared_weight": m.shared_weight}
             own |= (
                 {} if m.shared is None else {"shared.up": m.shared.up, "shared.down": m.shared.down}

@@ -17,6 +17,7 @@ from slipstream.model.layers import (
     MoE,
     Partition,
 )
+from slipstream.model.recurrent import build_recurrent
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -125,9 +126,15 @@ def build_layer(
         return LatentAttention(s, q_latent, q, latent, out, q_norm, params)
 
     norms = {key: build_norm(n, f"{name}{key}", parameters) for key, n in spec.norms.items()}
-    mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
-    own = spec.attention
-    attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    mlp: MLP | MoE | None = None
+    if spec.mlp is not None:
+        mlp = dense(spec.mlp, "mlp") if isinstance(spec.mlp, DenseSpec) else mixture(spec.mlp)
+    attended: Attention | LatentAttention | None = None
+    if (own := spec.attention) is not None:
+        attended = latent(own) if isinstance(own, LatentAttentionSpec) else attention(own)
+    recurrent = None
+    if spec.recurrent is not None:
+        recurrent = build_recurrent(spec.recurrent, parameters, name, linear)
     crossed = cross(spec.cross) if spec.cross is not None else None
     return Layer(
         spec,
@@ -135,6 +142,7 @@ def build_layer(
         mlp,
         norms,
         crossed,
+        recurrent,
         attention_ranks=summed_ranks,
         mlp_ranks=summed_ranks,
         expert_ranks=ranks if deals_requests else None,

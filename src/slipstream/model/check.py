@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV, cache_tensors
 from slipstream.kernels.select import select_ops
+from slipstream.kernels.states import layer_state
 from slipstream.model.decoder import Decoder
 from slipstream.model.layers import Layer, finished, run_layers, whole
 from slipstream.model.load.loaded import LoadedModel
@@ -171,15 +172,19 @@ def _metadata(decoder: Decoder, count: int) -> tuple[AttentionMetadata, Attentio
 def _caches(decoder: Decoder, meta: AttentionMetadata) -> list[LayerKV]:
     """Makes a cache for each layer. An encoder's layers share one, which they use in turn."""
     new = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
-    num_blocks, specs = (
-        2 * meta.block_table.shape[1] + 1,
-        [layer.attention.spec for layer in decoder.layers],
-    )
-    made = [
-        LayerKV(*cache_tensors(s, num_blocks, BLOCK_SIZE, new))
-        for s in specs[: 1 if decoder.spec.is_encoder else None]
+    num_blocks, layers = 2 * meta.block_table.shape[1] + 1, decoder.spec.layers
+    if decoder.spec.is_encoder:
+        return [LayerKV(*cache_tensors(layers[0].attention, num_blocks, BLOCK_SIZE, new))] * len(
+            layers
+        )
+    zeros = partial(torch.zeros, device=decoder.device)
+    return [
+        LayerKV(
+            *cache_tensors(layer.attention, num_blocks, BLOCK_SIZE, new),
+            state=layer_state(layer.recurrent, 2, decoder.dtype, torch.float32, zeros),
+        )
+        for layer in layers
     ]
-    return made * len(specs) if decoder.spec.is_encoder else made
 
 
 def _our_states(decoder: Decoder, tokens: Sequence[int]) -> dict[str, Tensor]:

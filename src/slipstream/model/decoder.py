@@ -22,6 +22,7 @@ from slipstream.model.encoder import Classifier, Encoder
 from slipstream.model.layers import AnyTap, Layer, MoE, Partition, finished, normed, run_layers
 from slipstream.model.vocabulary import Vocabulary
 from slipstream.spec.model import LayerSpec, ModelSpec
+from slipstream.spec.parameters import keeps_float32
 from slipstream.spec.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Decoder:
         known: Any = (
             table
             if table is not None
-            else next(v for n, v in parameters.items() if ".correction." not in n)
+            else next(v for n, v in parameters.items() if not keeps_float32(n))
         )
         self.positions = parameters.pop("positions.weight", None)
         self.token_types = parameters.pop("token_types.weight", None)

@@ -91,7 +91,8 @@ class HeadLayers:
     ) -> None:
         """Writes to their slots the keys and values that the layers make of a context's states
         [T, E]."""
-        rows = ops.norm(state, self.norms["hidden_norm"], inputs=self.layers[0].attention.inputs)[0]
+        inputs = self.layers[0].inputs[0]
+        rows = ops.norm(state, self.norms["hidden_norm"], inputs=inputs)[0]
         for layer, cache in zip(self.layers, kv, strict=True):
             assert isinstance(layer.attention, Attention)
             layer.attention.remember(ops, rows, cache, meta)
@@ -103,6 +104,7 @@ class HeadLayers:
         [norm(embedding); norm(state)]."""
         layer, norm = self.layers[0], self.norms["hidden_norm"]
         assert isinstance(layer.attention, Attention)
+        assert layer.mlp is not None
         if self.spec.norm_before_residual:
             rows = residual = cast("Tensor", ops.norm(state, norm)[0])
         else:
@@ -225,7 +227,9 @@ class LayeredHead:
 
     def _compile(self, pool: ThreadPool) -> None:
         spec = self.spec
-        kv: Any = [TracedKV(i, layer.attention.num_kv_heads) for i, layer in enumerate(spec.layers)]
+        kv: Any = [
+            TracedKV(i, layer.self_attention.num_kv_heads) for i, layer in enumerate(spec.layers)
+        ]
         meta: Any = TracedMeta()
 
         def recorder() -> tuple[Any, Any]:

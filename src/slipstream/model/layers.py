@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.weights import Pair
+from slipstream.model.recurrent import Recurrent
 from slipstream.spec.model import (
     AttentionSpec,
     DenseSpec,
@@ -76,6 +77,14 @@ class Attention:
         return self._mixed(ops, ops.linear(x, self.qkv), kv, meta)
 
     def _mixed(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        s = self.spec
+        if s.gated:
+            gate = ops.columns(qkv, start=0, stop=s.gate_size)
+            rows = ops.columns(qkv, start=s.gate_size, stop=s.gate_size + s.q_size + 2 * s.kv_size)
+            return self._attended(ops, rows, kv, meta) * ops.sigmoid(gate)
+        return self._attended(ops, qkv, kv, meta)
+
+    def _attended(self, ops: OpSet, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
         s = self.spec
         if s.clip_qkv is not None:
             qkv = ops.clip(qkv, limit=s.clip_qkv)
@@ -297,17 +306,20 @@ SUMS = (PartialSum, PendingSum, Pair)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer: attention, optional cross attention, and MLP with their norms.
+    """A layer: attention or a recurrent part, optional cross attention, and MLP with their norms.
+
+    With attention and a recurrent part both read the same rows, and their results are added.
 
     With `attention_ranks` or `mlp_ranks`, the result of attention or MLP is a part of a sum over
     these ranks. With `expert_ranks`, only a mixture's experts see tokens of other ranks.
     """
 
     spec: LayerSpec
-    attention: Attention | LatentAttention
-    mlp: MLP | MoE
+    attention: Attention | LatentAttention | None
+    mlp: MLP | MoE | None
     norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
+    recurrent: Recurrent | None = None
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -342,7 +354,7 @@ class Layer:
         n, scale = self.norms, self.spec.residual_scale
         # All products of a layer have the same scheme, except a router. Rows are gathered before
         # they are quantized.
-        to_attention, to_mlp = (None, None) if shared else (self.attention.inputs, self.mlp.inputs)
+        to_attention, to_mlp = (None, None) if shared else self.inputs
 
         def summed(branch: Callable[[Any], Tensor], x: Any, ranks: RankGroup | None) -> Pending:
             if not shared:
@@ -353,7 +365,9 @@ class Layer:
             )
 
         def attend(x: Any) -> Pending:
-            return summed(lambda rows: self.attention(ops, rows, kv, meta), x, self.attention_ranks)
+            return summed(
+                lambda rows: self._mixed(ops, rows, kv, meta, step), x, self.attention_ranks
+            )
 
         def feed(x: Any) -> Pending:
             return summed(lambda rows: self._fed(ops, rows, kv, meta, step), x, self.mlp_ranks)
@@ -373,7 +387,7 @@ class Layer:
             )
             if self.attention_ranks is self.mlp_ranks and not shared:  # one sum for both
                 attended, fed = (
-                    self.attention(ops, rows, kv, meta),
+                    self._mixed(ops, rows, kv, meta, step),
                     self._fed(ops, for_mlp, kv, meta, step),
                 )
                 both = (
@@ -392,8 +406,30 @@ class Layer:
             h = _of_ranks(
                 self.cross(ops, rows, kv, step.of_group(self.cross_group)), self.attention_ranks
             )
+        if self.mlp is None:
+            return _scaled(ops, h, scale), residual
         rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
         return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
+
+    @property
+    def inputs(self) -> tuple[InputFormat | None, InputFormat | None]:
+        """Formats of the rows that attention, or the recurrent part, and the MLP read."""
+        attention, recurrent = self.attention, self.recurrent
+        first = None if attention is None else attention.inputs
+        if recurrent is not None:
+            own = recurrent.inputs
+            first = own if attention is None or own == first else None
+        return first, None if self.mlp is None else self.mlp.inputs
+
+    def _mixed(
+        self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata, step: AttentionMetadata
+    ) -> Tensor:
+        """Returns this rank's part of attention's result, of the recurrent part's, or of both."""
+        if self.recurrent is None:
+            assert self.attention is not None
+            return self.attention(ops, x, kv, meta)
+        mixed = self.recurrent(ops, x, kv, step)
+        return mixed if self.attention is None else mixed + self.attention(ops, x, kv, meta)
 
     def _pieces(self, ops: OpSet, pending: Pending) -> Sequence[slice]:
         """Returns the pieces for `_in_pieces`; empty if the layer is not suitable or the step is
@@ -424,6 +460,8 @@ class Layer:
         Attention waits for all tokens.
         """
         assert self.attention_ranks is not None
+        assert self.attention is not None
+        assert self.mlp is not None
         begin = partial(ops.begin_sum, group=self.attention_ranks)
         x, residual = self._before("pre_attention", ops, pending, residual, self.attention.inputs)
         mixed, sums = self.attention.mixed(ops, x, kv, meta), []
@@ -447,6 +485,7 @@ class Layer:
     ) -> Tensor:
         """Returns this rank's part of the MLP's result. `meta` belongs to the tokens `x` in this
         layer's group."""
+        assert self.mlp is not None
         if not isinstance(self.mlp, MoE):
             return self.mlp(ops, x)
         load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)

@@ -24,7 +24,14 @@ from slipstream.model.load.checkpoint import place
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.base import Family
 from slipstream.spec.model import AttentionSpec, ModelSpec, MoESpec
-from slipstream.spec.parameters import Deinterleave, Placement, Transpose, Ungroup
+from slipstream.spec.parameters import (
+    Deinterleave,
+    Flatten,
+    Placement,
+    Regroup,
+    Transpose,
+    Ungroup,
+)
 
 SHARD_BYTES = 5_000_000_000
 KEPT_FILES = (
@@ -105,6 +112,13 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
             return torch.cat(
                 (q.unflatten(0, (k, group)), keys[:, None], values[:, None]), dim=1
             ).flatten(0, 2)
+        case Regroup(num_groups=n, sizes=sizes, order=order):
+            parts = part.split([n * sizes[i] for i in order])
+            by_group = [rows.unflatten(0, (n, -1)) for rows in parts]
+            whole = torch.cat([by_group[order.index(i)] for i in range(len(sizes))], 1)
+            return whole.flatten(0, 1)
+        case Flatten(kernel=kernel):
+            return part.reshape(part.shape[0], *kernel)
         case Deinterleave(transposed=True):
             return torch.stack([half.mT for half in part.chunk(2, dim=-2)], dim=-1).flatten(-2)
         case Deinterleave():
@@ -181,6 +195,12 @@ def check_writable(source: ModelDescription) -> None:
     if source.spec.kind != "a decoder":
         raise UnsupportedModelError(
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
+            field="model_type",
+        )
+    if source.spec.is_recurrent:
+        raise UnsupportedModelError(
+            f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
+            "(--quantization)",
             field="model_type",
         )
     for layer in source.spec.layers:

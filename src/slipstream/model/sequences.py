@@ -77,9 +77,8 @@ class SequenceBatch:
         """Makes a cache for one layer and one pass. Block 0 holds a sequence too: without padding
         there is no null block."""
         shape = (len(self.lengths), spec.num_kv_heads, self.meta.max_seq_len, spec.head_dim)
-        return LayerKV(
-            *(torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2))
-        )
+        k, v = (torch.zeros(shape, dtype=dtype, device=self.token_ids.device) for _ in range(2))
+        return LayerKV(k, v)
 
 
 def attention_of(layer: LayerSpec) -> AttentionSpec:

@@ -160,7 +160,8 @@ def _recorded(decoder: Decoder) -> tuple[RecordingOps, Decoder]:
 
 def _caches(decoder: Decoder) -> list[TracedKV]:
     return [
-        TracedKV(i, layer.attention.spec.num_kv_heads) for i, layer in enumerate(decoder.layers)
+        TracedKV(i, 0 if layer.attention is None else layer.attention.spec.num_kv_heads)
+        for i, layer in enumerate(decoder.layers)
     ]
 
 

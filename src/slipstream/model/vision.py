@@ -77,11 +77,14 @@ class VisionLayer:
 
     def __call__(self, ops: OpSet, h: Tensor, parts: PackedParts, layout: Layout) -> Tensor:
         """[N, E] → [N, E]."""
-        a = self.spec.attention
+        a = self.spec.self_attention
         rows = ops.linear(normed(ops, self.norms["pre_attention"], h), self.qkv)
         q, k, v = rows.unflatten(1, (3, a.num_heads, a.head_dim)).unbind(1)
         if layout.cos_sin is not None:  # written to a cache with one token per block
-            kv = LayerKV(*(rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)))
+            k_cache, v_cache = (
+                rows.new_empty(len(rows), a.num_heads, 1, a.head_dim) for _ in range(2)
+            )
+            kv = LayerKV(k_cache, v_cache)
             heads = QKVLayout(
                 num_heads=a.num_heads,
                 num_kv_heads=a.num_heads,

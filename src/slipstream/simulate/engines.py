@@ -204,7 +204,7 @@ def plan_engine(
         raise ConfigError(
             f"plan is for models that write text, and this is {spec.kind}", field="model"
         )
-    if not num_gpus >= 1 or any(layer.attention.num_heads % num_gpus for layer in spec.layers):
+    if not num_gpus >= 1 or any(a.num_heads % num_gpus for a in spec.attentions):
         raise ConfigError(
             f"{num_gpus} GPUs can't share the heads of {spec.family} evenly", field="max_gpus"
         )

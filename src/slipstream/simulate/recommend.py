@@ -209,7 +209,7 @@ def plan_device(
 
 def sizes(description: ModelDescription, max_gpus: int) -> list[int]:
     """Returns the parallel sizes that divide the heads of all layers."""
-    heads = [layer.attention.num_heads for layer in description.spec.layers]
+    heads = [a.num_heads for a in description.spec.attentions]
     return [n for n in (1, 2, 4, 8, 16) if n <= max_gpus and all(h % n == 0 for h in heads)]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from slipstream.spec.model import AttentionKind
+    from slipstream.spec.model import AttentionKind, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +65,20 @@ def longest_sequence(
     ) * block_size
 
 
+def state_interval(spec: ModelSpec, dtype_bytes: int, kv_bytes: int) -> int:
+    """Tokens between the states that are kept of a prompt: as many as have keys and values of a state's bytes, a power of two
+    from 256 to 8,192. So a long prompt's states take no more memory than its keys and values."""
+    if not spec.is_recurrent:
+        return 0
+    ratio = spec.state_bytes(dtype_bytes) / max(1, spec.kv_bytes_per_token(kv_bytes))
+    return min(8192, max(256, 1 << round(math.log2(max(1.0, ratio)))))
+
+
 def group_layers(
-    attentions: Sequence[AttentionKind], max_position: int, *, divide: bool
+    attentions: Mapping[int, AttentionKind], max_position: int, *, divide: bool
 ) -> list[CacheGroup]:
-    """The groups of layers with these `attentions`.
+    """The groups of layers with these `attentions`, by the layer's index. Without any, one `full` group has no layer: its
+    blocks hold nothing, and their keys are those of the recurrent layers' states.
 
     1. If all layers have the same window, or none has one, there is one group.
     2. Otherwise layers with the same window belong together, and so do those without one. Each such set is divided into
@@ -75,12 +86,12 @@ def group_layers(
     3. If layers cache different numbers of heads or dimensions, or without `divide`, one `full` group has all layers.
     """
     kinds: dict[int | None, list[int]] = {}
-    for i, attention in enumerate(attentions):
+    for i, attention in attentions.items():
         window: int | None = getattr(attention, "window", None)  # latent attention has none
         kinds.setdefault(None if window is None or window >= max_position else window, []).append(i)
-    shapes = {(type(x), x.num_kv_heads, x.head_dim) for x in attentions}
-    if not divide or (len(kinds) > 1 and len(shapes) > 1):
-        return [CacheGroup(kind="full", layers=tuple(range(len(attentions))))]
+    shapes = {(type(x), x.num_kv_heads, x.head_dim) for x in attentions.values()}
+    if not divide or not kinds or (len(kinds) > 1 and len(shapes) > 1):
+        return [CacheGroup(kind="full", layers=tuple(attentions))]
     size = min(map(len, kinds.values()))
     return [
         CacheGroup(

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from slipstream.spec.functions import Activation, NormSpec, Shape
 from slipstream.spec.positions import AlibiSpec, BucketSpec, RopeSpec
+from slipstream.spec.recurrent import RecurrentSpec
 
 
 class WeightShape(NamedTuple):
@@ -22,9 +23,9 @@ class WeightShape(NamedTuple):
     copies: int = 1
 
 
-ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "out", "up", "down"))
-"""The products of a layer that schemes quantise. Routers are not quantised, and neither is `expand`, which is split by
-heads."""
+ROUNDED = frozenset(("qkv", "q", "kv", "q_latent", "latent", "in", "out", "up", "down"))
+"""The products of a layer that schemes quantise. Routers are not quantised, neither are the small products of a recurrent
+layer, nor `expand`, which is split by heads."""
 
 
 def linear_shapes(name: str, rows: int, inner: int, bias: bool = False) -> dict[str, Shape]:
@@ -54,6 +55,7 @@ class AttentionSpec:
     `softcap`: scores become tanh(s / cap) · cap.
     `clip_qkv`: q, k and v are clamped to ± this number (MPT).
     `sinks`: each head has a learned score without a value, which its softmax counts in the denominator (gpt-oss).
+    `gated`: results are multiplied by the sigmoid of a gate, whose rows stand before q's in the product (Qwen3-Next).
     `of_heads`: if this is a rank's part (`spec.parallel`), the query and kv heads of all ranks together, without
     those of zeros.
     """
@@ -71,11 +73,17 @@ class AttentionSpec:
     clip_qkv: float | None = None
     qk_norm: QKNormSpec | None = None
     sinks: bool = False
+    gated: bool = False
     of_heads: tuple[int, int] | None = None
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Rows of the gate in the product of q, k and v."""
+        return self.q_size if self.gated else 0
 
     @property
     def kv_size(self) -> int:
@@ -98,9 +106,8 @@ class AttentionSpec:
         return 2 * self.kv_size
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
-        found = linear_shapes(
-            "attention.qkv", self.q_size + 2 * self.kv_size, hidden_size, self.qkv_bias
-        )
+        rows = self.gate_size + self.q_size + 2 * self.kv_size
+        found = linear_shapes("attention.qkv", rows, hidden_size, self.qkv_bias)
         for x, size in zip("qk", self.qk_norm_sizes, strict=True):
             if size:
                 each = self.qk_norm is not None and self.qk_norm.over == "each"
@@ -289,7 +296,7 @@ class TransformerBlock:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """By name, in the order of computation."""
+        """The block's norms by name, in the order of computation."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 
@@ -330,13 +337,29 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer. `residual_scale` multiplies what attention and MLP add to the residual (Granite). `cross` is attention over
-    the encoder's last states; its heads are those of `attention`."""
+    the encoder's last states; its heads are those of `attention`.
 
-    attention: AttentionKind
-    mlp: MLPSpec
+    A hybrid's layer has a `recurrent` part in the place of attention, or next to it: then both read the same norm, and
+    their results are added (Falcon-H1). A layer without an `mlp` ends after them (Mamba)."""
+
+    attention: AttentionKind | None = None
+    mlp: MLPSpec | None
     block: BlockSpec
     residual_scale: float = 1.0
     cross: AttentionSpec | None = None
+    recurrent: RecurrentSpec | None = None
+
+    @property
+    def self_attention(self) -> AttentionKind:
+        """The attention of a layer that has one."""
+        assert self.attention is not None
+        return self.attention
+
+    @property
+    def feed_forward(self) -> MLPSpec:
+        """The MLP of a layer that has one."""
+        assert self.mlp is not None
+        return self.mlp
 
     @property
     def norms(self) -> dict[str, NormSpec]:
@@ -351,17 +374,26 @@ class LayerSpec:
             "pre_attention",
             "pre_mlp",
         }
-        return of_block and self.residual_scale == 1.0 and self.cross is None
+        return (
+            of_block
+            and self.residual_scale == 1.0
+            and self.cross is None
+            and self.recurrent is None
+            and self.mlp is not None
+        )
 
     def shapes(self, hidden_size: int) -> dict[str, Shape]:
         """The shape of every parameter, in the order of computation."""
         found: dict[str, Shape] = {}
         for name, norm in self.norms.items():
             found |= norm.shapes(name)
-        found |= self.attention.shapes(hidden_size)
+        if self.attention is not None:
+            found |= self.attention.shapes(hidden_size)
+        if self.recurrent is not None:
+            found |= self.recurrent.shapes(hidden_size)
         if self.cross is not None:
             found |= self.cross.cross_shapes(hidden_size)
-        return found | self.mlp.shapes(hidden_size)
+        return found if self.mlp is None else found | self.mlp.shapes(hidden_size)
 
     def weight_shapes(self, hidden_size: int) -> tuple[WeightShape, ...]:
         """The shapes of the weights that schemes quantise."""
@@ -374,9 +406,8 @@ class LayerSpec:
                     if isinstance(self.mlp, MoESpec) and stem == ["experts"]
                     else 1
                 )
-                part: Literal["attention", "mlp"] = (
-                    "attention" if stem[0] in ("attention", "cross") else "mlp"
-                )
+                mixers = ("attention", "cross", "recurrent")
+                part: Literal["attention", "mlp"] = "attention" if stem[0] in mixers else "mlp"
                 found.append(WeightShape(part, shape[0] // copies, shape[1], copies))
         return tuple(found)
 

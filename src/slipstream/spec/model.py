@@ -46,6 +46,12 @@ from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
+from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec
+from slipstream.spec.recurrent import Mamba2Spec as Mamba2Spec
+from slipstream.spec.recurrent import MambaSpec as MambaSpec
+from slipstream.spec.recurrent import RecurrentSpec as RecurrentSpec
+from slipstream.spec.recurrent import ShortConvSpec as ShortConvSpec
+from slipstream.spec.recurrent import state_bytes
 from slipstream.spec.vision import VisionSpec as VisionSpec
 
 
@@ -83,7 +89,7 @@ class ClassifierSpec:
 
 
 MAX_EXPERTS = 2**18
-"""In all layers together. Each has a line in the table of names."""
+"""Most experts of all layers together: each has a line in the table of names."""
 
 MAX_PARAMETERS = 2**45
 
@@ -159,8 +165,24 @@ class ModelSpec:
         if self.vision is not None:
             self.vision.check(self.vocab_size)
         for layer in self.all_layers:
-            a = layer.attention
-            if a.num_heads % a.num_kv_heads:
+            a, r = layer.attention, layer.recurrent
+            if a is None and r is None:
+                raise UnsupportedModelError(
+                    "a layer needs attention or a recurrence", field="layer_types"
+                )
+            if isinstance(r, GatedDeltaSpec) and r.num_heads % r.num_key_heads:
+                raise UnsupportedModelError(
+                    f"linear_num_value_heads ({r.num_heads}) must be a multiple of linear_num_key_heads ({r.num_key_heads})",
+                    field="linear_num_key_heads",
+                )
+            if isinstance(r, Mamba2Spec) and (
+                r.num_heads % r.num_groups or r.v_size % r.norm_groups
+            ):
+                raise UnsupportedModelError(
+                    f"the heads of Mamba-2 ({r.num_heads}) must be a multiple of its groups ({r.num_groups})",
+                    field="n_groups",
+                )
+            if a is not None and a.num_heads % a.num_kv_heads:
                 raise UnsupportedModelError(
                     f"num_attention_heads ({a.num_heads}) must be a multiple of num_key_value_heads ({a.num_kv_heads})",
                     field="num_key_value_heads",
@@ -204,19 +226,30 @@ class ModelSpec:
         return self.local_layers.stop == self.num_layers
 
     @property
+    def attentions(self) -> tuple[AttentionKind, ...]:
+        """The attention of each layer that has one."""
+        return tuple(x.attention for x in self.layers if x.attention is not None)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some layers have states, in the place of keys and values or next to them."""
+        return any(layer.recurrent is not None for layer in self.layers)
+
+    @property
     def is_encoder(self) -> bool:
-        """It reads whole texts and generates none."""
+        """Whether the model reads whole texts and generates none."""
         first = self.layers[0].attention
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
     def generates(self) -> bool:
-        """It has an output head, so it generates text."""
+        """Whether the model has an output head and so generates text."""
         return not self.is_encoder and self.classifier is None and not self.headless
 
     @property
     def kind(self) -> ModelKind:
-        """For messages. Only a decoder can be scored on text, be compressed, and have a canary."""
+        """The kind of model, for messages. Only a decoder can be scored on text, be compressed, and
+        have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
@@ -254,7 +287,9 @@ class ModelSpec:
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The KV cache groups. An encoder has one, which keeps nothing. An encoder-decoder has a `cross` group as its last."""
         groups = group_layers(
-            [x.attention for x in self.layers], self.max_position, divide=not self.is_encoder
+            {i: x.attention for i, x in enumerate(self.layers) if x.attention is not None},
+            self.max_position,
+            divide=not self.is_encoder,
         )
         if self.encoder is not None:
             groups.append(CacheGroup(kind="cross", layers=tuple(range(self.num_layers))))
@@ -262,14 +297,15 @@ class ModelSpec:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer, the index of the group with its own keys and values."""
+        """The index of the group with a layer's own keys and values, for each layer; 0 for a layer
+        without attention."""
         found = {
             layer: i
             for i, group in enumerate(self.cache_groups)
             if group.kind != "cross"
             for layer in group.layers
         }
-        return tuple(found[i] for i in range(self.num_layers))
+        return tuple(found.get(i, 0) for i in range(self.num_layers))
 
     @property
     def cross_group(self) -> int:
@@ -278,28 +314,34 @@ class ModelSpec:
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """For each layer, the cache tensor that it uses: its place in its group. An encoder's layers all use the first in
-        turn."""
+        """The cache tensor that each layer uses: its place in its group, −1 without attention. An
+        encoder's layers all use the first in turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
         found = {
             x: p for g in self.cache_groups if g.kind != "cross" for p, x in enumerate(g.layers)
         }
-        return tuple(found[i] for i in range(self.num_layers))
+        return tuple(found.get(i, -1) for i in range(self.num_layers))
 
     def block_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of a block, in all cache tensors, for each of its tokens."""
         if self.is_encoder:
             return self.kv_bytes_per_token(element_bytes)
         places = self.cache_places
-        sizes = {places[i]: self.layers[i].attention.cached_size for i in self.local_layers}
+        kept = ((places[i], self.layers[i].attention) for i in self.local_layers)
+        sizes = {place: a.cached_size for place, a in kept if a is not None}
         return sum(sizes.values()) * element_bytes
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """2 · kv_heads · head_dim · bytes (latent attention: (kv_rank + rotary_dim) · bytes), summed over layers. Of an
         encoder the largest layer's, since its layers use one cache in turn."""
-        sizes = [layer.attention.cached_size * element_bytes for layer in self.layers]
+        sizes = [a.cached_size * element_bytes for a in self.attentions]
         return max(sizes) if self.is_encoder else sum(sizes)
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Bytes of a sequence's states in the recurrent layers that are here; 0 if there are none."""
+        own = (self.layers[i].recurrent for i in self.local_layers)
+        return sum(state_bytes(r, element_bytes) for r in own if r is not None)
 
 
 def parameters(spec: ModelSpec) -> dict[str, Shape]:
@@ -355,9 +397,10 @@ def _stack_shapes(
     prefix: str, layers: tuple[LayerSpec, ...], final_norm: NormSpec | None, hidden: int
 ) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
-    position = layers[0].attention.position
-    if isinstance(position, BucketSpec) and not position.own:
-        found[f"{prefix}distances.weight"] = (position.num_buckets, layers[0].attention.num_heads)
+    first = layers[0].attention
+    position = None if first is None else first.position
+    if first is not None and isinstance(position, BucketSpec) and not position.own:
+        found[f"{prefix}distances.weight"] = (position.num_buckets, first.num_heads)
     for i, layer in enumerate(layers):
         found |= {
             f"{prefix}layers.{i}.{name}": shape for name, shape in layer.shapes(hidden).items()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config.settings import CacheConfig
 from slipstream.kernels.metadata import LayerKV, cache_tensors, shared_caches
+from slipstream.kernels.states import LayerState, layer_state
 from slipstream.platform import Platform
 from slipstream.spec.model import ModelSpec
 
@@ -25,6 +26,8 @@ class DeviceCache:
     ops: OpSet
     platform: Platform
     config: CacheConfig
+    dtype: str
+    """Type of the model, and of the convolutions' last inputs."""
 
     def shared(
         self, num_blocks: int, scales: Sequence[tuple[Tensor, Tensor]] | None
@@ -36,11 +39,26 @@ class DeviceCache:
             spec.cache_places,
             lambda i: self._layer(i, num_blocks, dtype),
             scales,
+            lambda i: self._state(i, self.config.state_slots),
         )
 
     def of_each_layer(self, num_blocks: int, dtype: str) -> list[LayerKV]:
         """Zeroed keys and values without scales, one tensor pair per layer."""
-        return [LayerKV(*self._layer(i, num_blocks, dtype)) for i in self.spec.local_layers]
+        layers = self.spec.local_layers
+        return [
+            LayerKV(*self._layer(i, num_blocks, dtype), state=self._state(i, 2)) for i in layers
+        ]
+
+    def _state(self, layer: int, num_slots: int) -> LayerState | None:
+        dtype, zeros = self.platform.values.dtype, self.platform.zeros
+        recurrent = self.spec.layers[layer].recurrent
+        return layer_state(
+            recurrent,
+            num_slots,
+            dtype(self.dtype),
+            dtype("float32"),
+            lambda shape, dtype: zeros(shape, dtype),
+        )
 
     def _layer(self, layer: int, num_blocks: int, name: str) -> tuple[Any, Any]:
         attention, dtype = self.spec.layers[layer].attention, self.platform.values.dtype(name)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.kernels.metadata import AttentionMetadata, SharedPrefixes
+from slipstream.kernels.states import StateMetadata, chunk_table
 from slipstream.types import ScheduledRequest, SharedPrefix, StepPlan, TextsPlan
 from slipstream.worker.packed_tables import upload
 from slipstream.worker.rows import IntArray, LongArray, RowTable
@@ -129,9 +130,21 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         sample_positions = last + 1 + ahead  # the positions of the tokens that follow
         if len(last) < len(positions):
             index = laid_out(rows, starts[1:] - counts, counts)[1]
-    arrays = [token_rows, positions, starts, seq_lens, rows, sample_rows, sample_positions]
+    arrays: list[Any] = [
+        token_rows,
+        positions,
+        starts,
+        seq_lens,
+        rows,
+        sample_rows,
+        sample_positions,
+    ]
     if index is not None:
         arrays.append(index)
+    of_states: list[IntArray] = (
+        [] if table.states is None else state_places(table, plan, rows, starts, num_decodes)
+    )
+    arrays += of_states
     longest = (
         max([table.rows[s.request_id].num_encoder_tokens for s in scheduled])
         if table.cross is not None
@@ -149,6 +162,10 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         max_encoder_len=longest,
         ahead=ahead,
     )
+    if of_states:
+        *indices, read, write, chunks = indices
+        states = StateMetadata(read=read, write=write, chunks=chunks.reshape(-1, 3))
+        meta = dataclasses.replace(meta, states=states)
     if plan.shared and table.ops.shares_prefixes:
         meta = meta.sharing(
             SharedPrefixes(*table.upload(shared_prefixes(plan.shared, num_decodes)).unbind(0))
@@ -161,6 +178,24 @@ def gather(table: RowTable, plan: StepPlan, *, ahead: int = 0) -> GatheredInputs
         sample_index=indices[0] if indices else None,
         sampled=SampledRows(requests=requests, rows=sample_rows_d, positions=sample_positions_d),
     )
+
+
+def state_places(
+    table: RowTable, plan: StepPlan, rows: LongArray, starts: LongArray, num_decodes: int
+) -> list[IntArray]:
+    """Arrays of `StateMetadata`: the slots to read [S] and to write [T], and the chunks [3 · chunks]."""
+    slots, ends = table.host_states[rows], starts[1:]
+    write = np.zeros(starts[-1], np.int32)
+    write[ends - 1] = slots[:, 1]
+    for i in range(num_decodes, len(plan.scheduled)):
+        if (count := plan.scheduled[i].num_sampled) > 1:
+            write[ends[i] - count : ends[i]] = slots[i, 1 : 1 + count]
+    if plan.state_marks:
+        at = {s.request_id: starts[i] for i, s in enumerate(plan.scheduled)}
+        for mark in plan.state_marks:
+            write[at[mark.request_id] + mark.num_tokens - 1] = mark.slot
+    chunks = chunk_table(starts.tolist(), write, num_decodes)
+    return [slots[:, 0].copy(), write, chunks.reshape(-1)]
 
 
 def shared_prefixes(shared: Sequence[SharedPrefix], num_decodes: int) -> IntArray:
@@ -196,7 +231,8 @@ def _gather_inputs_after_upload(
         seq_lens=seq_lens,
         **sizes,
     )
-    return token_ids, meta, [*more[:2], *(t.long() for t in more[2:])]
+    num_long = len(more) - (0 if table.states is None else 3)
+    return token_ids, meta, [*more[:2], *(t.long() for t in more[2:num_long]), *more[num_long:]]
 
 
 def _gather_inputs_on_host(
@@ -242,7 +278,13 @@ def _gather_inputs_on_host(
         *(dataclasses.replace(meta, block_table=t, slot_mapping=s) for t, s in map(tables, others)),
         *_of_cross(table, meta, made(rows), max_encoder_len),
     )
-    return made(tokens[token_rows, positions + ahead]), meta, [made(a) for a in more]
+    num_long = len(more) - (0 if table.states is None else 3)
+    of_states = [made(a.astype(np.int32)) for a in more[num_long:]]
+    return (
+        made(tokens[token_rows, positions + ahead]),
+        meta,
+        [*(made(a) for a in more[:num_long]), *of_states],
+    )
 
 
 def gather_inputs(
@@ -282,6 +324,7 @@ def gather_inputs(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         from_start=from_start,
+        states=_states_of_decodes(table, rows) if max_query_len == 1 else None,
     )
     others = []
     if table.num_own > 1:  # in one launch for all groups
@@ -293,6 +336,14 @@ def gather_inputs(
             for t, s in zip(tables, slots_of, strict=True)
         ]
     return ids, meta.with_groups(*others, *_of_cross(table, meta, rows, max_encoder_len))
+
+
+def _states_of_decodes(table: RowTable, rows: Tensor) -> StateMetadata | None:
+    """Slots of the states of sequences with one token each, from the rows on the device."""
+    if table.states is None:
+        return None
+    slots = table.states.index_select(0, rows)
+    return StateMetadata(read=slots[:, 0], write=slots[:, 1], chunks=table.no_chunks)
 
 
 def _of_cross(

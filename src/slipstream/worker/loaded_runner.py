@@ -213,7 +213,9 @@ class LoadedRunner(ABC):
         return self.new_cache().shared(num_blocks, self.kv_scales)
 
     def new_cache(self) -> DeviceCache:
-        return DeviceCache(self.model.spec, self.ops, self.platform, self.config.cache)
+        return DeviceCache(
+            self.model.spec, self.ops, self.platform, self.config.cache, self.config.model.dtype
+        )
 
     # --- Properties ---------------------------------------------------------------------------------------------------
 

@@ -186,9 +186,7 @@ class ModelRunner(Runner):
         )
 
     def _make_rows(self) -> RowTable:
-        sectioned = any(
-            getattr(layer.attention.position, "sections", None) for layer in self.model.spec.layers
-        )
+        sectioned = any(getattr(a.position, "sections", None) for a in self.model.spec.attentions)
         shard = None if self.partition is None else self.partition.shard
         rank = shard.rank if shard is not None and shard.deals_requests else 0
         return RowTable.of(self.config, self.ops, self.device, sectioned=sectioned, rank=rank)

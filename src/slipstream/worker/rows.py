@@ -30,6 +30,7 @@ from slipstream.platform import platform_of
 from slipstream.spec.model import CacheGroup
 from slipstream.types import (
     FROM_MODEL,
+    STATES,
     ImageSpan,
     NewRequest,
     SamplingParams,
@@ -154,6 +155,7 @@ class RowTable:
         *,
         groups: Sequence[CacheGroup] = (CacheGroup(kind="full"),),
         sectioned: bool = False,
+        state_columns: int = 0,
     ) -> None:
         """Allocate the tables.
 
@@ -180,11 +182,16 @@ class RowTable:
             "sampling_floats": ("float32", (6, capacity + 1)),
             "sampling_ints": ("int64", (3, capacity + 1)),
         }
+        if state_columns:
+            tables["states"] = ("int32", (capacity + 1, state_columns))
         self._tables = PackedTables(tables, platform)
         self.tokens, self.block_tables = self._tables["tokens"], self._tables["block_tables"]
         self.encoder_lens = self._tables["encoder_lens"]
         # shift of the positions after a row's images
         self.position_shifts = self._tables["position_shifts"] if sectioned else None
+        # slots of recurrent layers' states: the one to read, then those to write, on the device and on the host
+        self.states = self._tables["states"] if state_columns else None
+        self.host_states = np.zeros((capacity + 1, state_columns), np.int32)
         # Per row [C + 1]: temperature, top_p, min_p and the penalties; then top_k, number of prompt
         # tokens, seed.
         self.sampling_floats, self.sampling_ints = (
@@ -213,12 +220,25 @@ class RowTable:
         """
         model, cache = config.model, config.cache
         sizes = config.scheduling.max_num_seqs, model.max_model_len, cache.block_size
-        return cls(*sizes, ops, device, model.seed + rank, groups=cache.groups, sectioned=sectioned)
+        return cls(
+            *sizes,
+            ops,
+            device,
+            model.seed + rank,
+            groups=cache.groups,
+            sectioned=sectioned,
+            state_columns=config.state_columns,
+        )
 
     @cached_property
     def nothing(self) -> Tensor:
         """Empty float32 [0] tensor for absent inputs; an empty upload takes as long as any other."""
         return self.upload(np.empty(0, np.float32))
+
+    @cached_property
+    def no_chunks(self) -> Tensor:
+        """Empty int32 [0, 3] tensor, for states of steps without prompts."""
+        return self.upload(np.empty((0, 3), np.int32))
 
     @cached_property
     def _seeds(self) -> np.random.Generator:
@@ -345,9 +365,15 @@ class RowTable:
 
     def _update(self, scheduled: Sequence[ScheduledRequest]) -> None:
         _, num_rows, width = self.block_tables.shape
+        changed: list[int] = []  # rows with other states
         blocks: dict[int, int] = {}  # by place; the later of two updates of one place counts
         for s in scheduled:
             for update in s.table_updates:
+                if update.group == STATES:
+                    index, slots = self.rows[s.request_id].index, update.block_ids
+                    self.host_states[index, : len(slots)] = slots
+                    changed.append(index)
+                    continue
                 if update.group == 0:
                     row = self.rows[s.request_id]
                     row.num_blocks = max(row.num_blocks, update.index + len(update.block_ids))
@@ -363,6 +389,11 @@ class RowTable:
                 np.fromiter(blocks, np.int64),
                 np.fromiter(blocks.values(), np.int32),
             )
+
+        if changed:
+            rows, columns = np.array(changed, np.int64), self.host_states.shape[1]
+            where = rows[:, None] * columns + np.arange(columns)
+            self._tables.put("states", where.reshape(-1), self.host_states[rows].reshape(-1))
 
     def _put_drafts(self, drafted: Sequence[ScheduledRequest]) -> None:
         """Write drafts to their rows.
@@ -407,4 +438,5 @@ class RowTable:
 def rows_bytes(config: EngineConfig) -> int:
     """Bytes of the tokens and block tables of `RowTable.of(config)`; the rest is small."""
     per_row = config.model.max_model_len + 1 + len(config.cache.groups) * config.max_blocks_per_seq
+    per_row += config.state_columns
     return 4 * (config.scheduling.max_num_seqs + 1) * per_row

@@ -55,11 +55,11 @@ class CacheScales:
         inputs = [
             name for name, place in names.items() if place.target.endswith(".attention.qkv.weight")
         ]
+        attentions = [layer.attention for layer in spec.layers]
         self._projections = {name.split(".")[-2] for name in inputs}
-        self._heads = [layer.attention.num_kv_heads for layer in spec.layers]
+        self._heads = [0 if a is None else a.num_kv_heads for a in attentions]
         self._own = [
-            _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0]
-            for a in (layer.attention for layer in spec.layers)
+            _own_heads(a, shard) if isinstance(a, AttentionSpec) else [0] for a in attentions
         ]
         self._found: dict[tuple[int, str], Floats] = {}
 

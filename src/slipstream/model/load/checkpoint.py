@@ -38,12 +38,14 @@ from slipstream.spec.parameters import (
     Flatten,
     MinusOne,
     Placement,
+    Regroup,
     Shape,
     SwapGateUp,
     Transform,
     Transpose,
     Ungroup,
     Unpermute,
+    keeps_float32,
     parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
@@ -281,9 +283,8 @@ def random_arrays(
 
 
 def _kept_type(name: str, dtype: str) -> npt.DTypeLike:
-    """Returns the type of a parameter. Corrections of the scores that choose experts stay in
-    float32, since they decide between near scores."""
-    return np.dtype("float32" if name.endswith(".correction.weight") else dtype)
+    """Returns the type of a parameter."""
+    return np.dtype("float32" if keeps_float32(name) else dtype)
 
 
 def safetensors_arrays(path: Path) -> Iterator[Stored]:
@@ -411,6 +412,12 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value.reshape(value.shape[0], -1)
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
+        case Regroup(num_groups=n, sizes=sizes, order=order):
+            groups, ends = value.reshape(n, sum(sizes), *value.shape[1:]), [0]
+            for size in sizes:
+                ends.append(ends[-1] + size)
+            chosen = [groups[:, ends[i] : ends[i + 1]] for i in order]
+            return xp.concatenate([part.reshape(-1, *value.shape[1:]) for part in chosen])
         case SwapGateUp():
             half = value.shape[0] // 2
             return xp.concatenate((value[half:], value[:half]))

@@ -119,6 +119,7 @@ def _check_scheme(spec: ModelSpec, scheme: Scheme, ops: OpSet | HostOps) -> None
             if isinstance(a, AttentionSpec)
             else ("kv_lora_rank + qk_rope_head_dim", a.head_dim)
             for a in (layer.attention for layer in spec.all_layers)
+            if a is not None
         ]
         for name, rows in (*heads, *kv_rows):
             if rows % 16:

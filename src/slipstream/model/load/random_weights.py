@@ -27,7 +27,7 @@ from slipstream.kernels.weights import (
 )
 from slipstream.model.load.pulled import Pulled, Weights
 from slipstream.spec.native_formats import rounds
-from slipstream.spec.parameters import Shape
+from slipstream.spec.parameters import Shape, keeps_float32
 from slipstream.spec.scheme import FP8_TILE, Scheme
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def seed_of(name: str, seed: int) -> int:
 
 def _dense(name: str, shape: Shape, draws: Callable[[str], Draws]) -> Any:
     made = draws(name)
-    kind = "float32" if name.endswith(".correction.weight") else None
+    kind = "float32" if keeps_float32(name) else None
     if name.endswith(".bias"):
         return made.full(shape, 0.0, kind)
     if len(shape) == 1 or name.endswith("norm.weight"):

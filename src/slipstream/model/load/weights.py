@@ -40,6 +40,7 @@ from slipstream.spec.parameters import (
     Placement,
     Shape,
     Transform,
+    keeps_float32,
     parameters,
 )
 from slipstream.spec.safetensors import safetensors_files
@@ -215,9 +216,8 @@ def dummy_parameters(
 
 
 def _dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of a parameter. Corrections of the scores that choose experts stay in
-    float32, since they decide between near scores."""
-    return torch.float32 if name.endswith(".correction.weight") else dtype
+    """Returns the type of a parameter."""
+    return torch.float32 if keeps_float32(name) else dtype
 
 
 def transform(value: Tensor, how: Transform | None) -> Tensor:

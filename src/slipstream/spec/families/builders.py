@@ -192,6 +192,7 @@ def rope(
     default: dict[str, Any] | None = None,
     renamed: Mapping[str, str] = NO_NAMES,
     rope_types: tuple[str, ...] = ROPE_TYPES,
+    without: tuple[str, ...] = (),
 ) -> RopeSpec:
     """Rotary embedding by the rule of transformers 5, whose `rope_parameters` may stand next to the keys of version 4.
 
@@ -201,13 +202,15 @@ def rope(
 
     `theta` and `partial` are the family's defaults. `partial` None: the family's code in transformers rotates whole heads,
     whatever the config says, so another part is refused. `sectioned`: with `mrope_section`. `renamed`: names of a rope_type
-    that the family takes for others. `rope_types`: those that it has."""
+    that the family takes for others. `rope_types`: those that it has. `without`: keys of the object that matter for pictures
+    alone."""
     scaling, own = c.maybe("rope_scaling", dict), c.maybe("rope_parameters", dict)
     key = "rope_scaling" if scaling else "rope_parameters"
     raw = dict(scaling or (own if own is not None else default) or {})
     base = c.take(keys[0], float, theta)
     part = c.take(keys[1], float, 1.0 if partial is None else partial)
     raw = {"rope_theta": base, "partial_rotary_factor": part, **raw}
+    raw = {name: value for name, value in raw.items() if name not in without}
     kind = raw.pop("rope_type", raw.pop("type", "default"))
     kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in rope_types:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from slipstream.spec.families.base import Names
-from slipstream.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from slipstream.spec.model import AttentionSpec, GatedDeltaSpec, LayerSpec, ModelSpec, MoESpec
 from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
@@ -21,9 +21,13 @@ from slipstream.spec.parameters import (
 )
 
 Theirs: TypeAlias = str | tuple[str, ...] | Mapping[str, str]
-Change: TypeAlias = Literal[
-    "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
-]
+Change: TypeAlias = (
+    Literal[
+        "transpose", "ungroup", "unpermute", "minus_one", "swap", "untwine", "untwine_transpose"
+    ]
+    | Callable[[LayerSpec, int], Transform | None]
+)
+"""How a checkpoint stores a parameter. A function gets the layer and the number of the tensor among a parameter's."""
 
 LLAMA: dict[str, Theirs] = {
     "embed": "model.embed_tokens",
@@ -141,7 +145,7 @@ def table(
             tensors = (
                 ((parts, each),)
                 if isinstance(parts, str)
-                else tuple(zip(parts, _rows(of, stem, each), strict=True))
+                else tuple(zip(parts, _rows(of, stem, each, len(parts)), strict=True))
             )
             separate = "{e}" in tensors[0][0]  # each expert is a tensor
             for e in range(copies or 1 if separate else 1):
@@ -174,12 +178,20 @@ def gguf_table(
     return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
 
 
-def _rows(layer: LayerSpec, stem: str, whole: int) -> tuple[int, ...]:
+def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
+    if stem.startswith("recurrent."):
+        r = layer.recurrent
+        assert isinstance(r, GatedDeltaSpec)
+        if stem == "recurrent.gates":
+            return r.num_heads, r.decay_size
+        if num_parts == 2:  # q, k and v together, then z
+            return r.conv_channels, r.v_size
+        return (r.q_size, r.q_size, r.v_size, r.v_size)[:num_parts]
     if not stem.endswith("attention.qkv"):
         return whole // 2, whole // 2
     a = layer.attention
     assert isinstance(a, AttentionSpec)
-    return a.q_size, a.kv_size, a.kv_size
+    return a.gate_size + a.q_size, a.kv_size, a.kv_size
 
 
 def _transform(
@@ -187,6 +199,10 @@ def _transform(
 ) -> Transform | None:
     if change is None or (change == "transpose" and kind == "bias"):
         return None
+    if callable(change):
+        assert layer is not None
+        made = change(layer, part)
+        return None if kind == "bias" and isinstance(made, Flatten) else made
     if change == "transpose":
         return Transpose()
     if change in ("minus_one", "swap"):
@@ -194,7 +210,7 @@ def _transform(
     if change in ("untwine", "untwine_transpose"):
         return Deinterleave(change == "untwine_transpose" and kind == "weight")
     assert layer is not None
-    a = layer.attention
+    a = layer.self_attention
     if change == "ungroup":
         return Ungroup(a.num_kv_heads, a.num_heads // a.num_kv_heads)
     return (
@@ -203,7 +219,7 @@ def _transform(
 
 
 BASES = ("model.", "transformer.", "gpt_neox.")
-"""What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
+"""Prefixes of the names of a family's decoder. A decoder that is stored alone has none."""
 
 
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:

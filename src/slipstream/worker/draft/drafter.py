@@ -64,7 +64,7 @@ class Drafter(ABC):
     def block_bytes(self) -> int:
         """Bytes added to each KV block."""
         return (
-            sum(layer.attention.cached_size for layer in self.layers)
+            sum(layer.self_attention.cached_size for layer in self.layers)
             * self.memory.itemsize
             * self.block_size
         )

@@ -26,6 +26,6 @@ class DraftMemory:
         by_dim = self.ops.values_by_dim(self.dtype)
         return LayerKV(
             *cache_tensors(
-                layer.attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim
+                layer.self_attention, num_blocks, block_size, self.zeros, values_by_dim=by_dim
             )
         )

@@ -180,7 +180,7 @@ class WithImages(Variant):
             ops = AdapterOps(ops, self.adapters.weights, adapters_of(batch))
         spec = self.decoder.spec
         assert spec.vision is not None
-        sections = getattr(spec.layers[0].attention.position, "sections", None)
+        sections = getattr(spec.attentions[0].position, "sections", None)
         decoder = self.decoder.with_ops(
             cast("OpSet", ImageOps(ops, images, given.meta, spec.vision, sections))
         )

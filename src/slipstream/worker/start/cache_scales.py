@@ -9,6 +9,7 @@ import numpy as np
 
 from slipstream.config.settings import ModelConfig
 from slipstream.kernels.metadata import AttentionMetadata
+from slipstream.kernels.states import state_metadata
 from slipstream.platform import Platform
 from slipstream.spec.model import ModelSpec
 from slipstream.spec.scheme import FORMAT_MAX
@@ -62,6 +63,7 @@ def single_sequence(
         block_table=upload(blocks),
         slot_mapping=upload(slots),
         from_start=start == 0,
+        states=state_metadata([0, num_tokens], upload, slots=[1], goes_on=start > 0),
     )
     others = (
         dataclasses.replace(

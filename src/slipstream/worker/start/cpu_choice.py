@@ -241,7 +241,7 @@ def _steps_by_torch(
     }
     forwards = Forwards(Decoder(_spec(), values, CpuOps(), max_model_len=_spec().max_position))
     kv = [
-        LayerKV(*(torch.zeros(_cache_shape(), dtype=dtype) for _ in range(2)))
+        LayerKV(torch.zeros(_cache_shape(), dtype=dtype), torch.zeros(_cache_shape(), dtype=dtype))
         for _ in _spec().layers
     ]
 
@@ -259,7 +259,7 @@ def _steps_by_torch(
 
 
 def _cache_shape() -> tuple[int, int, int, int]:
-    a = _spec().layers[0].attention
+    a = _spec().layers[0].self_attention
     return PROMPT // BLOCK + 2, a.num_kv_heads, BLOCK, a.head_dim
 
 

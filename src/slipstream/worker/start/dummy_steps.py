@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.metadata import AttentionMetadata, SamplingTensors
+from slipstream.kernels.states import state_metadata
 
 
 def dummy_prefill(
@@ -26,6 +27,7 @@ def dummy_prefill(
         max_query_len=length,
         max_seq_len=length,
         from_start=True,
+        states=state_metadata(starts.tolist(), lambda array: torch.from_numpy(array).to(device)),
     )
     return meta, torch.zeros(num_tokens, dtype=torch.int32, device=device)
 

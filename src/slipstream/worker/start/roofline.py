@@ -216,7 +216,7 @@ def _shares(
         step.logits(step.forward(tokens, kv, meta)[num_new - 1 :: num_new])
         rounds.append([ns for program in programs for ns in program.profile(None)])
     ns_of = [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-    attention = [layer.attention for layer in step.spec.layers]
+    attention = step.spec.attentions
     # sparse weights of one shape differ in bytes
     found: dict[tuple[str, str | None], list[tuple[float, int, int]]] = {}
     at = 0

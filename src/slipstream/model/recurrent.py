@@ -1,0 +1,199 @@
+"""Recurrent parts of a layer: their products around one op each (`spec/recurrent.py` has the equations). No torch.
+
+Each takes rows [T, E] and gives [T, E]. The states are the layer's (`LayerKV.state`); which of them a step reads and keeps
+says `meta.states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from slipstream.kernels.layouts import NormParams
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
+from slipstream.spec.model import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
+from slipstream.spec.scheme import InputFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipstream.kernels.metadata import AttentionMetadata, LayerKV
+    from slipstream.kernels.ops import OpSet
+    from slipstream.kernels.weights import Activations, Linear
+
+
+def _state(kv: LayerKV) -> LayerState:
+    assert kv.state is not None
+    return kv.state
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    spec: GatedDeltaSpec
+    into: Linear
+    gates: Linear
+    out: Linear
+    params: GatedDeltaParams
+    latents: tuple[Linear, Linear, Linear, Linear] | None = None
+    """Products with `spec.latent`: decay to its latent and back, the output gate to its latent and back."""
+
+    inputs: InputFormat | None = None  # the gates' product reads rows of the model's type
+
+    def __call__(self, ops: OpSet, x: Any, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        rows, gates = ops.linear(x, self.into), ops.linear(x, self.gates)
+        decay = z = None
+        if self.latents is not None:
+            decay_latent, decay_up, gate_latent, gate_up = self.latents
+            decay = ops.linear(ops.linear(x, decay_latent), decay_up)
+            z = ops.linear(ops.linear(x, gate_latent), gate_up)
+        mixed = ops.gated_delta(
+            rows, gates, state=_state(kv), meta=meta, params=self.params, decay=decay, z=z
+        )
+        return ops.linear(mixed, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    spec: Mamba2Spec
+    into: Linear
+    out: Linear
+    params: Mamba2Params
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        rows = ops.linear(x, self.into)
+        return ops.linear(
+            ops.mamba2(rows, state=_state(kv), meta=meta, params=self.params), self.out
+        )
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.into.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    spec: MambaSpec
+    into: Linear
+    select: Linear
+    dt: Linear
+    out: Linear
+    conv: ConvParams
+    params: MambaParams
+    norms: tuple[NormParams, NormParams, NormParams] | None = None  # of dt's latent, B and C
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        s, state = self.spec, _state(kv)
+        xz = ops.linear(x, self.into)
+        rows = ops.causal_conv(xz, state=state, meta=meta, params=self.conv)
+        chosen = ops.linear(rows, self.select)
+        ends = (0, s.rank, s.rank + s.key_dim, s.rank + 2 * s.key_dim)
+        parts: list[Any] = [ops.columns(chosen, start=a, stop=b) for a, b in pairwise(ends)]
+        if self.norms is not None:
+            parts = [ops.norm(p, n)[0] for p, n in zip(parts, self.norms, strict=True)]
+        latent, b, c = parts
+        dt = ops.linear(latent, self.dt)
+        mixed = ops.selective_scan(rows, dt, b, c, xz, state=state, meta=meta, params=self.params)
+        return ops.linear(mixed, self.out)
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.into.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    spec: ShortConvSpec
+    into: Linear
+    out: Linear
+    conv: ConvParams
+
+    def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
+        rows = ops.linear(x, self.into)
+        return ops.linear(
+            ops.short_conv(rows, state=_state(kv), meta=meta, params=self.conv), self.out
+        )
+
+    @property
+    def inputs(self) -> InputFormat | None:
+        return self.into.inputs
+
+
+Recurrent: TypeAlias = GatedDelta | Mamba2 | Mamba | ShortConv
+
+
+def build_recurrent(
+    spec: RecurrentSpec,
+    parameters: MutableMapping[str, Tensor],
+    name: str,
+    linear: Callable[..., Linear],
+) -> Recurrent:
+    """Builds a layer's recurrent part from the parameters `name`recurrent.…, which it removes from the mapping.
+
+    `linear(stem, scheme)` makes a product; with None it is not quantized.
+    """
+
+    def take(part: str) -> Any:
+        return parameters.pop(f"{name}recurrent.{part}.weight", None)
+
+    def dense(part: str) -> Linear:
+        return linear(f"recurrent.{part}", None)
+
+    into, out = linear("recurrent.in"), linear("recurrent.out")
+    bias = parameters.pop(f"{name}recurrent.conv.bias", None)
+    conv = ConvParams(weight=take("conv"), bias=bias, silu=not isinstance(spec, ShortConvSpec))
+    match spec:
+        case GatedDeltaSpec():
+            latents = None
+            if spec.latent is not None:
+                latents = (
+                    dense("decay_latent"),
+                    dense("decay_up"),
+                    dense("gate_latent"),
+                    dense("gate_up"),
+                )
+            delta = GatedDeltaParams(
+                spec=spec,
+                conv=conv,
+                decay=take("decay"),
+                time=take("time"),
+                norm=take("norm"),
+            )
+            return GatedDelta(spec, into, dense("gates"), out, delta, latents)
+        case Mamba2Spec():
+            mamba2 = Mamba2Params(
+                spec=spec,
+                conv=conv,
+                decay=take("decay"),
+                time=take("time"),
+                skip=take("skip"),
+                norm=take("norm"),
+            )
+            return Mamba2(spec, into, out, mamba2)
+        case MambaSpec():
+            select, dt = dense("select"), dense("dt")
+            norms = None
+            if spec.normed:
+                norms = tuple(
+                    NormParams(kind="rms", weight=take(part), eps=spec.eps)
+                    for part in ("time_norm", "b_norm", "c_norm")
+                )
+            mamba = MambaParams(
+                spec=spec, decay=take("decay"), time=take("time"), skip=take("skip")
+            )
+            return Mamba(spec, into, select, dt, out, conv, mamba, norms)  # type: ignore[arg-type]
+        case ShortConvSpec():
+            return ShortConv(spec, into, out, conv)

@@ -1,0 +1,194 @@
+"""Qwen3-Next and Qwen3.5: three of four layers are gated delta rules, the others have gated attention. No torch.
+
+The mixtures and the dense models differ in the MLP alone. Qwen3-Next stores the inputs of the delta rule by key head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.builders import attention, before, gated, heads, model, rms, rope
+from slipstream.spec.families.names import LLAMA, Theirs, table
+from slipstream.spec.model import (
+    DenseSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    ModelSpec,
+    MoESpec,
+    QKNormSpec,
+    SharedExpertSpec,
+)
+from slipstream.spec.parameters import Flatten, Regroup, Transform
+
+
+def delta(c: ConfigReader) -> GatedDeltaSpec:
+    """The gated delta rule, by the keys that Qwen, OLMo Hybrid and others share."""
+    return GatedDeltaSpec(
+        num_key_heads=c.size("linear_num_key_heads", 16),
+        num_heads=c.size("linear_num_value_heads", 32),
+        key_dim=c.size("linear_key_head_dim", 128),
+        value_dim=c.size("linear_value_head_dim", 128),
+        conv_width=c.size("linear_conv_kernel_dim", 4),
+        eps=c.take("rms_norm_eps", float, 1e-6),
+    )
+
+
+def kinds_of_mixers(c: ConfigReader, default: Any = None) -> list[bool]:
+    """Whether each layer is recurrent: `layer_types`, or all but every `full_attention_interval`th."""
+    count, every = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
+    kinds = c.take(
+        "layer_types",
+        list,
+        default
+        or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)],
+    )
+    if len(kinds) != count or not set(kinds) <= {"full_attention", "linear_attention"}:
+        raise c.unsupported("layer_types", f"must be {count} of full_attention or linear_attention")
+    return [kind == "linear_attention" for kind in kinds]
+
+
+def _mixture(c: ConfigReader, num_experts: int, per_token: int, *, normalize: bool) -> MoESpec:
+    c.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
+    size = c.size("moe_intermediate_size", 512)
+    expert = DenseSpec(intermediate_size=size, activation="silu")
+    always = dataclasses.replace(
+        expert, intermediate_size=c.size("shared_expert_intermediate_size", 512)
+    )
+    c.require("hidden_act", "silu")
+    return MoESpec(
+        num_experts=c.size("num_experts", num_experts),
+        num_experts_per_token=c.size("num_experts_per_tok", per_token),
+        expert=expert,
+        normalize=normalize,
+        shared=SharedExpertSpec(mlp=always, weighed=True),
+    )
+
+
+def read_next(c: ConfigReader) -> ModelSpec:
+    moe = _mixture(c, 512, 10, normalize=c.take("norm_topk_prob", bool, True))
+    return _read(c, "qwen3_next", moe)
+
+
+def read_3_5(c: ConfigReader) -> ModelSpec:
+    return _read(c, "qwen3_5", None)
+
+
+def read_3_5_moe(c: ConfigReader) -> ModelSpec:
+    c.ignore("intermediate_size")
+    return _read(c, "qwen3_5_moe", _mixture(c, 256, 8, normalize=True))
+
+
+def _read(c: ConfigReader, family: str, moe: MoESpec | None) -> ModelSpec:
+    c.assume(head_dim=256)
+    h, eps = heads(c), c.take("rms_norm_eps", float, 1e-6)
+    max_position = c.size("max_position_embeddings", 32768)
+    norm = rms(c.size("hidden_size"), eps, weight_offset=1.0)
+    bias = c.take("attention_bias", bool, False)
+    axes = ("mrope_section", "mrope_interleaved")  # of pictures
+    position = rope(c, h.head_dim, max_position=max_position, partial=0.25, without=axes)
+    of = attention(
+        h,
+        position,
+        qkv_bias=bias,
+        out_bias=bias,
+        gated=True,
+        qk_norm=QKNormSpec(over="head", eps=eps, weight_offset=1.0),
+    )
+    recurrent, is_recurrent = delta(c), kinds_of_mixers(c)
+    dense = gated(c) if moe is None or "intermediate_size" in c else None
+    step = c.size("decoder_sparse_step", 1)
+    only_dense = c.take("mlp_only_layers", list, [])
+
+    def layer(i: int) -> LayerSpec:
+        is_dense = moe is None or i in only_dense or (i + 1) % step
+        mixer: dict[str, Any] = {"recurrent": recurrent} if is_recurrent[i] else {"attention": of}
+        return LayerSpec(**mixer, mlp=dense if is_dense else moe, block=before(norm))
+
+    c.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # drafts, which are not run
+    c.require("attn_output_gate", True)
+    c.ignore("mamba_ssm_dtype")  # states are float32
+    return model(c, family, layer, norm, max_position)
+
+
+def of_conv(layer: LayerSpec, part: int) -> Transform:
+    """A depthwise convolution's weight is stored as [channels, 1, width]."""
+    assert layer.recurrent is not None
+    return Flatten((1, layer.recurrent.conv_width))
+
+
+def gate_first(layer: LayerSpec, part: int) -> Transform | None:
+    """Query and gate alternate by head; ours are all gates, then all queries."""
+    a = layer.self_attention
+    return None if part else Regroup(a.num_heads, (a.head_dim, a.head_dim), (1, 0))
+
+
+def _by_key_head(layer: LayerSpec, part: int) -> Transform:
+    r = layer.recurrent
+    assert isinstance(r, GatedDeltaSpec)
+    values = r.v_size // r.num_key_heads
+    return Regroup(r.num_key_heads, (r.key_dim, r.key_dim, values, values), (0, 1, 2, 3))
+
+
+def _gates_by_key_head(layer: LayerSpec, part: int) -> Transform:
+    r = layer.recurrent
+    assert isinstance(r, GatedDeltaSpec)
+    each = r.num_heads // r.num_key_heads
+    return Regroup(r.num_key_heads, (each, each), (0, 1))
+
+
+DELTA: dict[str, Theirs] = {
+    "recurrent.in": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "recurrent.gates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    "recurrent.conv": "linear_attn.conv1d",
+    "recurrent.decay": {"weight": "linear_attn.A_log"},
+    "recurrent.time": {"weight": "linear_attn.dt_bias"},
+    "recurrent.norm": "linear_attn.norm",
+    "recurrent.out": "linear_attn.out_proj",
+}
+NEXT: dict[str, Theirs] = {
+    "recurrent.in": "linear_attn.in_proj_qkvz",
+    "recurrent.gates": "linear_attn.in_proj_ba",
+}
+
+NAMES_3_5 = table(
+    {**LLAMA, **DELTA}, changes={"recurrent.conv": of_conv, "attention.qkv": gate_first}
+)
+NAMES_NEXT = table(
+    {**LLAMA, **DELTA, **NEXT},
+    changes={
+        "recurrent.conv": of_conv,
+        "attention.qkv": gate_first,
+        "recurrent.in": _by_key_head,
+        "recurrent.gates": _gates_by_key_head,
+    },
+)
+IGNORED = (r"(model\.)?mtp\..*", r"(model\.)?visual\..*")
+"""Drafts and the image encoder, which are not run."""
+
+FAMILIES = (
+    Family(
+        model_type="qwen3_next",
+        architectures=("Qwen3NextForCausalLM",),
+        read=read_next,
+        names=NAMES_NEXT,
+        ignored=IGNORED,
+    ),
+    *(
+        Family(
+            model_type=name,
+            architectures=(architecture,),
+            read=read,
+            names=NAMES_3_5,
+            ignored=IGNORED,
+            nested_config=nested,
+        )
+        for name, architecture, read, nested in (
+            ("qwen3_5_text", "Qwen3_5ForCausalLM", read_3_5, None),
+            ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", read_3_5_moe, None),
+            ("qwen3_5", "Qwen3_5ForConditionalGeneration", read_3_5, "text_config"),
+            ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", read_3_5_moe, "text_config"),
+        )
+    ),
+)
