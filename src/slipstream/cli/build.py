@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_options(parser)
     add_engine_options(
         parser.add_argument_group("engine (as in LLM(...)), kept in the folder"),
-        without=("skip_tokenizer_init", "load_format"),
+        without=("skip_tokenizer_init", "load_format", "chat_template"),
     )
 
 

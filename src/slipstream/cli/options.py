@@ -51,7 +51,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
 
 ENGINE_GROUPS: dict[str, str] = {
     "model and memory": "device dtype quantization max_model_len max_num_seqs gpu_memory_utilization "
-    "kv_cache_bytes kv_cache_dtype num_threads tokenizer download_dir seed load_format",
+    "kv_cache_bytes kv_cache_dtype num_threads tokenizer chat_template download_dir seed load_format",
     "a model or cache larger than the device's memory": "weights_bytes cpu_layers host_experts "
     "hot_expert_bytes kv_host_bytes kv_disk_bytes kv_disk_path",
     "several devices": "tensor_parallel_size pipeline_parallel_size expert_parallel_size "

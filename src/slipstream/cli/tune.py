@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from slipstream.kernels.triton.tuning import Tuning
     from slipstream.spec.autotune_table import TileTable
 
-UNUSED = ("tokenizer", "tile_table", "skip_tokenizer_init", "load_format", "seed", "kv_cache_bytes")
+UNUSED = (
+    "tokenizer",
+    "chat_template",
+    "tile_table",
+    "skip_tokenizer_init",
+    "load_format",
+    "seed",
+    "kv_cache_bytes",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
