@@ -47,6 +47,8 @@ def norm_parts(
     if norm.over == "row":
         how = NormParams(kind="rms", weight=weight, eps=norm.eps, offset=norm.weight_offset)
         return 1, num_heads * dim, how, 0
+    if norm.over == "layer":
+        return num_heads, dim, weight, 0
     return num_heads, dim, NormParams(kind="layer", weight=weight, eps=norm.eps), dim
 
 
@@ -54,7 +56,9 @@ def norm_parts(
 class QKVLayout:
     """The heads in a row of q, k and v, and how `rope_and_cache` norms and rotates them.
 
-    Without `q_norm` and `k_norm` heads are not normed; without `cos_sin` they are not rotated.
+    Without `q_norm` and `k_norm` heads are not normed; without `cos_sin` they are not rotated. With
+    `value_eps` values pass an RMS norm without weights. Without `has_values` a row ends with k, whose
+    unnormed heads are the values. With no kv heads a row is q alone, and nothing is cached.
     """
 
     num_heads: int
@@ -69,6 +73,8 @@ class QKVLayout:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     norm_after: bool = False  # norms come behind the rotation
+    value_eps: float | None = None
+    has_values: bool = True
 
     @property
     def rotary_dim(self) -> int:
@@ -129,6 +135,7 @@ class Experts:
     down: Linear
     spec: MoESpec
     correction: Tensor | None = None  # float32 [X], if spec.correction
+    scales: Tensor | None = None  # float32 [X], if spec.expert_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

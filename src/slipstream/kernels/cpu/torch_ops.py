@@ -168,7 +168,7 @@ class CpuOps(ReferenceOps):
         """Computes a mixture. Rows are sorted by expert, so that each product is one call over all
         of them."""
         up, down, spec = experts.up, experts.down, experts.spec
-        weights, chosen = route(router_logits, spec, experts.correction)
+        weights, chosen = route(router_logits, spec, experts.correction, experts.scales)
         count_experts(chosen, load)
         held = spec.num_local_experts
         if (
@@ -265,7 +265,10 @@ class CpuOps(ReferenceOps):
             )
         h, cos_sin, num_kv_heads, size = heads, heads.cos_sin, heads.num_kv_heads, kv.block_size
         rows: Tensor = qkv.unflatten(1, (-1, h.head_dim))
-        qk, v = rows[:, : h.num_heads + num_kv_heads], rows[:, h.num_heads + num_kv_heads :]
+        num_turned = h.num_heads + num_kv_heads
+        qk, v = rows[:, :num_turned], rows[:, num_turned if h.has_values else h.num_heads :]
+        if h.value_eps is not None:
+            v = rms(v, v.new_ones(h.head_dim), h.value_eps, 0.0)
         if not h.norm_after:
             qk = _normed_heads(qk, h)
         if cos_sin is not None:
@@ -278,6 +281,8 @@ class CpuOps(ReferenceOps):
         if h.norm_after:
             qk = _normed_heads(qk, h)
         qk = qk.to(qkv.dtype)
+        if not num_kv_heads:
+            return qk
         slots = meta.once(
             ("slots", num_kv_heads, size),
             lambda: _head_slots(meta.slot_mapping, num_kv_heads, size),

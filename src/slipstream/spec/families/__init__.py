@@ -20,6 +20,7 @@ from slipstream.spec.families import (
     exaone,
     falcon,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -47,9 +48,10 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, glm, gpt, gpt_oss),
-    *(granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt, nemotron, neox, nomic),
-    *(olmo, opt, phi, qwen, qwen_next, qwen_vl, stablelm, starcoder, t5),
+    *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, gemma4, glm),
+    *(gpt, gpt_oss, granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt),
+    *(nemotron, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, stablelm),
+    *(starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
