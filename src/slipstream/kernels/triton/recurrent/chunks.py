@@ -20,31 +20,44 @@ from slipstream.kernels.triton.recurrent.tokens import time_and_decay
 
 
 @triton.jit
-def inverse(lower, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    """(I + lower)⁻¹ for a strictly lower triangular matrix, in float32.
+def inverse(lower, LEVELS: tl.constexpr, EXACT: tl.constexpr):
+    """(I + lower)⁻¹ for a strictly lower triangular matrix of 2^LEVELS rows, in float32.
 
-    Blocks of 16 on the diagonal are inverted by forward substitution. With these blocks D and the rest B of `lower` the inverse
-    is (I + D B)⁻¹ D, and D B has no fourth power if SIZE is 64. A series over single rows would lose all digits.
+    With D the inverses of blocks on the diagonal, and B what `lower` has beside them in blocks of twice the size, those have
+    the inverses D − D B D. This is forward substitution by blocks. A series of powers of `lower` would lose all digits.
     """
-    BLOCKS: tl.constexpr = SIZE // 16
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
-    rows = tl.arange(0, SIZE)
-    same = rows[:, None] // 16 == rows[None, :] // 16
-    # [block, row, block, column] → the blocks on the diagonal, [block, row, column]
-    diagonal = tl.reshape(tl.where(same, lower, 0.0), (BLOCKS, 16, BLOCKS, 16))
-    diagonal = tl.sum(diagonal, 2)
-    i = tl.arange(0, 16)
-    done = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(diagonal)
-    for n in range(1, 16):
-        row = tl.sum(tl.where((i == n)[None, :, None], diagonal, 0.0), 1)
-        found = tl.sum(row[:, :, None] * tl.where((i < n)[None, :, None], done, 0.0), 1)
-        done = tl.where((i == n)[None, :, None], done - found[:, None, :], done)
-    done = tl.broadcast_to(done[:, :, None, :], (BLOCKS, 16, BLOCKS, 16))
-    done = tl.where(same, tl.reshape(done, (SIZE, SIZE)), 0.0)
-    step = tl.dot(done, tl.where(same, 0.0, lower), input_precision=precision)
-    square = tl.dot(step, step, input_precision=precision)
-    done += tl.dot(square, done, input_precision=precision)
-    return done - tl.dot(step, done, input_precision=precision)
+    rows, columns = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
+    done = tl.where(rows == columns, 1.0, tl.where(rows // 2 == columns // 2, -lower, 0.0))
+    for level in tl.static_range(1, LEVELS):
+        within = rows // (2 << level) == columns // (2 << level)
+        beside = tl.where(within & (rows // (1 << level) != columns // (1 << level)), lower, 0.0)
+        beside = tl.dot(done, beside, input_precision=precision)
+        done -= tl.dot(beside, done, input_precision=precision)
+    return done
+
+
+@triton.jit
+def _solve(
+    lower, k, k_decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live,
+    K: tl.constexpr, V: tl.constexpr, LEVELS: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Writes U = T (β v) and W = T (β exp(G) k), with T = (I + lower)⁻¹."""
+    precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    solved = inverse(lower, LEVELS, EXACT).to(k.dtype)
+    w = tl.dot(solved, (k_decayed * beta[:, None]).to(k.dtype), input_precision=precision)
+    tl.store(w_ptr + wide * K + ks[None, :], w, mask=keys)
+    vs = tl.arange(0, BLOCK_V)
+    values = live[:, None] & (vs < V)[None, :]
+    v = tl.load(v_ptr + vs[None, :], mask=values, other=0.0).to(tl.float32) * beta[:, None]
+    u = tl.dot(solved, v.to(k.dtype), input_precision=precision)
+    tl.store(u_ptr + wide * V + vs[None, :], u, mask=values)
+
+
+@triton.jit
+def _beta(beta_ptr, row, live, stride, head, TWICE: tl.constexpr):
+    beta = tl.load(beta_ptr + row * stride + head, mask=live, other=0.0).to(tl.float32)
+    return tl.where(live, tl.sigmoid(beta), 0.0) * (2.0 if TWICE else 1.0)
 
 
 @triton.jit
@@ -53,7 +66,7 @@ def prepare_kernel(
     raw_stride, low, high,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, Q_AT: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, DELTA: tl.constexpr, TWICE: tl.constexpr, SHORT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a head of a chunk. Writes G [T, H] and P [T, H, CHUNK], and with DELTA U [T, H, V] and W [T, H, K]."""
     head = tl.program_id(0)
@@ -64,7 +77,7 @@ def prepare_kernel(
     if end <= first:
         return
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
-    i, ks = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    i, ks = tl.arange(0, 1 << LEVELS), tl.arange(0, BLOCK_K)
     row, live = (first + i).to(tl.int64), first + i < end
     keys = live[:, None] & (ks < K)[None, :]
     at = mixed_ptr + row[:, None] * C + head // R * K + ks[None, :]
@@ -77,22 +90,87 @@ def prepare_kernel(
     p = tl.dot(q, tl.trans(k), input_precision=precision)
     p *= tl.exp(tl.where(i[:, None] >= i[None, :], apart, float("-inf")))
     wide = row[:, None] * H + head
-    tl.store(p_ptr + wide * CHUNK + i[None, :], p, mask=live[:, None])
+    tl.store(p_ptr + (wide << LEVELS) + i[None, :], p, mask=live[:, None])
     if DELTA:
-        vs = tl.arange(0, BLOCK_V)
-        beta = tl.load(beta_ptr + row * beta_stride + head, mask=live, other=0.0).to(tl.float32)
-        beta = tl.where(live, tl.sigmoid(beta), 0.0) * (2.0 if TWICE else 1.0)
+        beta = _beta(beta_ptr, row, live, beta_stride, head, TWICE)
         lower = tl.dot(k, tl.trans(k), input_precision=precision) * beta[:, None]
         lower *= tl.exp(tl.where(i[:, None] > i[None, :], apart, float("-inf")))
-        solved = inverse(lower, CHUNK, EXACT).to(k.dtype)
-        w = (k.to(tl.float32) * (beta * tl.exp(logs))[:, None]).to(k.dtype)
-        w = tl.dot(solved, w, input_precision=precision)
-        tl.store(w_ptr + wide * K + ks[None, :], w, mask=keys)
-        values = live[:, None] & (vs < V)[None, :]
-        v = mixed_ptr + row[:, None] * C + V_AT + head * V + vs[None, :]
-        v = tl.load(v, mask=values, other=0.0).to(tl.float32) * beta[:, None]
-        u = tl.dot(solved, v.to(k.dtype), input_precision=precision)
-        tl.store(u_ptr + wide * V + vs[None, :], u, mask=values)
+        decayed = k.to(tl.float32) * tl.exp(logs)[:, None]
+        v_ptr = mixed_ptr + row[:, None] * C + V_AT + head * V
+        _solve(
+            lower, k, decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live, K, V, LEVELS, BLOCK_V, EXACT
+        )  # fmt: skip
+
+
+@triton.jit
+def prepare_channels_kernel(
+    mixed_ptr, beta_ptr, raw_ptr, decay_ptr, time_ptr, logs_ptr, p_ptr, u_ptr, w_ptr, q_ptr, k_ptr, starts_ptr, chunks_ptr,
+    beta_stride, raw_stride,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, Q_AT: tl.constexpr,
+    K_AT: tl.constexpr, V_AT: tl.constexpr, TWICE: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`prepare_kernel` with a decay by channel: G is [T, H, K]. Also writes exp(G) q and exp(G_end − G) k, [T, H, K] each.
+
+    Rows and columns of P and L are cut into blocks of 16. Beside the diagonal G is taken relative to the row block's first
+    token: both factors' exponents are then at most 0. On the diagonal each pair's difference is taken.
+    """
+    head = tl.program_id(0)
+    ks = tl.arange(0, BLOCK_K)
+    is_k = ks < K
+    rate = tl.load(decay_ptr + head)
+    bias = tl.load(time_ptr + head * K + ks, mask=is_k, other=0.0)
+    if PDL:
+        pdl_wait()
+    _, first, end, _ = find_chunk(chunks_ptr, starts_ptr, tl.program_id(1), SHORT)
+    if end <= first:
+        return
+    precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
+    i = tl.arange(0, 1 << LEVELS)
+    row, live = (first + i).to(tl.int64), first + i < end
+    keys, wide = live[:, None] & is_k[None, :], row[:, None] * H + head
+    shared = mixed_ptr + head // R * K + ks[None, :]
+    q = tl.load(shared + row[:, None] * C + Q_AT, mask=keys, other=0.0)
+    k = tl.load(shared + row[:, None] * C + K_AT, mask=keys, other=0.0)
+    raw = tl.load(
+        raw_ptr + row[:, None] * raw_stride + head * K + ks[None, :], mask=keys, other=0.0
+    )
+    _, log = time_and_decay(raw, bias[None, :], rate, 0.0, float("inf"))
+    logs = tl.cumsum(tl.where(keys, log, 0.0), 0)
+    tl.store(logs_ptr + wide * K + ks[None, :], logs, mask=keys)
+    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+    beta = _beta(beta_ptr, row, live, beta_stride, head, TWICE)
+    last = tl.sum(tl.where((first + i == end - 1)[:, None], logs, 0.0), 0)
+    decayed = wide_k * tl.exp(logs)
+    tl.store(q_ptr + wide * K + ks[None, :], wide_q * tl.exp(logs), mask=keys)
+    tl.store(k_ptr + wide * K + ks[None, :], wide_k * tl.exp(last[None, :] - logs), mask=keys)
+    tl.debug_barrier()  # G is read again, by other threads
+    p = tl.zeros((1 << LEVELS, 1 << LEVELS), tl.float32)
+    lower = tl.zeros((1 << LEVELS, 1 << LEVELS), tl.float32)
+    for block in range(1, (1 << LEVELS) // 16):
+        begin = tl.sum(tl.where((i == 16 * block)[:, None], logs, 0.0), 0)
+        own, before = (i // 16 == block)[:, None], (i < 16 * block)[:, None]
+        far = tl.exp(tl.where(own, logs - begin[None, :], float("-inf")))
+        near = wide_k * tl.exp(tl.where(before & keys, begin[None, :] - logs, float("-inf")))
+        near = tl.trans(near.to(k.dtype))
+        p = tl.dot((wide_q * far).to(k.dtype), near, p, input_precision=precision)
+        lower = tl.dot((wide_k * far).to(k.dtype), near, lower, input_precision=precision)
+    for n in range(16):
+        column = first + i // 16 * 16 + n
+        given = ((column < end)[:, None] & is_k[None, :]) & (i % 16 >= n)[:, None]
+        other = tl.load(shared + column.to(tl.int64)[:, None] * C + K_AT, mask=given, other=0.0)
+        at = logs_ptr + (column.to(tl.int64)[:, None] * H + head) * K + ks[None, :]
+        since = tl.load(at, mask=given, other=0.0)
+        pair = other.to(tl.float32) * tl.exp(tl.where(given, logs - since, float("-inf")))
+        here = i[None, :] == (i // 16 * 16 + n)[:, None]
+        p = tl.where(here, tl.sum(wide_q * pair, 1)[:, None], p)
+        lower = tl.where(here, tl.sum(wide_k * pair, 1)[:, None], lower)
+    tl.store(p_ptr + (wide << LEVELS) + i[None, :], p, mask=live[:, None])
+    lower = tl.where(i[:, None] > i[None, :], lower, 0.0) * beta[:, None]
+    v_ptr = mixed_ptr + row[:, None] * C + V_AT + head * V
+    _solve(
+        lower, k, decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live, K, V, LEVELS, BLOCK_V, EXACT
+    )  # fmt: skip
 
 
 @triton.jit
@@ -110,15 +188,25 @@ def _chunks_of(chunks_ptr, num_chunks, seq):
     return first, end
 
 
+@triton.jit
+def _chunk_at(chunks_ptr, write_ptr, chunk, end_chunk):
+    """(first token, end, the slot in which the state after it is kept)."""
+    given = chunk < end_chunk
+    first = tl.load(chunks_ptr + 3 * chunk + 1, mask=given, other=0)
+    end = tl.load(chunks_ptr + 3 * chunk + 2, mask=given, other=0)
+    return first, end, tl.load(write_ptr + end - 1, mask=given, other=0).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["num_chunks"])
 def pass_kernel(
-    mixed_ptr, raw_ptr, decay_ptr, time_ptr, skip_ptr, logs_ptr, p_ptr, u_ptr, w_ptr, states_ptr, out_ptr, starts_ptr,
-    read_ptr, write_ptr, chunks_ptr, num_chunks, raw_stride, low, high,
-    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, Q_AT: tl.constexpr,
-    K_AT: tl.constexpr, V_AT: tl.constexpr, DELTA: tl.constexpr, SHORT: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, raw_ptr, decay_ptr, time_ptr, skip_ptr, logs_ptr, p_ptr, u_ptr, w_ptr, states_ptr, out_ptr, starts_ptr,
+    read_ptr, write_ptr, chunks_ptr, num_chunks, qk_stride, v_stride, raw_stride, low, high,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
+    SHORT: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EXACT: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V columns of a head's state, through all chunks of a sequence. Writes results before norm and gate."""
+    """One program: BLOCK_V columns of a head's state, through all chunks of a sequence. Writes results before norm and gate.
+    CHANNEL: q and k are each head's own, and already have their decays."""
     head, seq = tl.program_id(1), tl.program_id(2)
     rate, bias = tl.load(decay_ptr + head), tl.load(time_ptr + head)
     if PDL:
@@ -126,11 +214,8 @@ def pass_kernel(
     if tl.load(starts_ptr + seq + 1) - tl.load(starts_ptr + seq) <= SHORT:
         return
     precision: tl.constexpr = "tf32x3" if EXACT else "tf32"
-    i, ks, vs = (
-        tl.arange(0, CHUNK),
-        tl.arange(0, BLOCK_K),
-        tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V),
-    )
+    i, ks = tl.arange(0, 1 << LEVELS), tl.arange(0, BLOCK_K)
+    vs = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_k, is_v = (ks < K), (vs < V)
     slot = tl.load(read_ptr + seq).to(tl.int64)
     cells = is_k[:, None] & is_v[None, :]
@@ -138,24 +223,34 @@ def pass_kernel(
     now = tl.load(states_ptr + slot * (H * K * V) + place, mask=cells & (slot > 0), other=0.0)
     skip = 0.0 if DELTA else tl.load(skip_ptr + head)
     begin_chunk, end_chunk = _chunks_of(chunks_ptr, num_chunks, seq)
+    first, end, to = _chunk_at(chunks_ptr, write_ptr, begin_chunk, end_chunk)
     for chunk in tl.range(begin_chunk, end_chunk, num_stages=STAGES):
-        first, end = tl.load(chunks_ptr + 3 * chunk + 1), tl.load(chunks_ptr + 3 * chunk + 2)
+        next_first, next_end, next_to = _chunk_at(chunks_ptr, write_ptr, chunk + 1, end_chunk)
         row, live = (first + i).to(tl.int64), first + i < end
         keys, values = live[:, None] & is_k[None, :], live[:, None] & is_v[None, :]
-        at = mixed_ptr + row[:, None] * C + head // R * K + ks[None, :]
-        q, k = tl.load(at + Q_AT, mask=keys, other=0.0), tl.load(at + K_AT, mask=keys, other=0.0)
-        wide = row[:, None] * H + head
-        p = tl.load(p_ptr + wide * CHUNK + i[None, :], mask=live[:, None], other=0.0)
-        logs = tl.load(logs_ptr + row * H + head, mask=live, other=0.0)
-        last = tl.load(logs_ptr + tl.cast(end - 1, tl.int64) * H + head)
+        qk_at, wide = (
+            row[:, None] * qk_stride + head // R * K + ks[None, :],
+            row[:, None] * H + head,
+        )
+        q = tl.load(q_ptr + qk_at, mask=keys, other=0.0)
+        k = tl.load(k_ptr + qk_at, mask=keys, other=0.0)
+        p = tl.load(p_ptr + (wide << LEVELS) + i[None, :], mask=live[:, None], other=0.0)
+        if CHANNEL:
+            at = logs_ptr + (tl.cast(end - 1, tl.int64) * H + head) * K + ks
+            last = tl.load(at, mask=is_k, other=0.0)
+        else:
+            logs = tl.load(logs_ptr + row * H + head, mask=live, other=0.0)
+            last = tl.min(logs, 0)  # logs only fall
         state = now.to(k.dtype)
-        y = tl.dot(q, state, input_precision=precision) * tl.exp(logs)[:, None]
+        y = tl.dot(q, state, input_precision=precision)
+        if not CHANNEL:
+            y *= tl.exp(logs)[:, None]
         if DELTA:
             u = tl.load(u_ptr + wide * V + vs[None, :], mask=values, other=0.0).to(tl.float32)
             w = tl.load(w_ptr + wide * K + ks[None, :], mask=keys, other=0.0)
             u -= tl.dot(w, state, input_precision=precision)
         else:
-            v = mixed_ptr + row[:, None] * C + V_AT + head * V + vs[None, :]
+            v = v_ptr + row[:, None] * v_stride + head * V + vs[None, :]
             v = tl.load(v, mask=values, other=0.0).to(tl.float32)
             raw = tl.load(raw_ptr + row * raw_stride + head, mask=live, other=0.0)
             dt, _ = time_and_decay(raw, bias, rate, low, high)
@@ -163,11 +258,15 @@ def pass_kernel(
             y += skip * v
         y += tl.dot(p, u.to(k.dtype), input_precision=precision)
         tl.store(out_ptr + wide * V + vs[None, :], y, mask=values)
-        u = (u * tl.exp(last - logs)[:, None]).to(k.dtype)
-        now = now * tl.exp(last) + tl.dot(tl.trans(k), u, input_precision=precision)
-        to = tl.load(write_ptr + end - 1).to(tl.int64)
+        if CHANNEL:
+            now *= tl.exp(last)[:, None]
+        else:
+            u *= tl.exp(last - logs)[:, None]
+            now *= tl.exp(last)
+        now += tl.dot(tl.trans(k), u.to(k.dtype), input_precision=precision)
         if to > 0:
             tl.store(states_ptr + to * (H * K * V) + place, now, mask=cells)
+        first, end, to = next_first, next_end, next_to
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -21,41 +21,41 @@ L2_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def input_at(
-    x_ptr, conv_ptr, row, begin, slot, channel, mask, stride, C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr
+    x_ptr, conv_ptr, row, begin, slot, channel, mask, stride, C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr,
+    HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """Inputs of the convolution: those of token `row`, from the state in `slot` if it lies before the step's first token
     `begin`. GATED: they are products of x's first and third C columns."""
-    new = row >= begin
     at = x_ptr + row.to(tl.int64) * stride + channel
-    x = tl.load(at, mask=mask & new, other=0.0)
+    given = mask & (row >= begin) if HAS_STATE else mask
+    x = tl.load(at, mask=given, other=0.0)
     if GATED:
-        third = tl.load(at + 2 * C, mask=mask & new, other=0.0)
+        third = tl.load(at + 2 * C, mask=given, other=0.0)
         x = (x.to(tl.float32) * third.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    if not HAS_STATE:
+        return x
     before = (slot * (W - 1) + (row - begin + W - 1)) * C + channel
     old = tl.load(conv_ptr + before, mask=mask & (row < begin) & (slot > 0), other=0.0)
-    return tl.where(new, x, old.to(x.dtype))
+    return tl.where(row >= begin, x, old.to(x.dtype))
 
 
 @triton.jit
 def convolve(
     x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel, mask, stride,
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_STATE: tl.constexpr, BY_TAP: tl.constexpr,
 ):  # fmt: skip
-    """Float32 results for token `row`, or for a column of tokens."""
+    """Float32 results for token `row`, or for a column of tokens. HAS_STATE: some of the inputs may lie in the state. BY_TAP:
+    the weights are [W, C]."""
     given = channel < C
-    y = input_at(x_ptr, conv_ptr, row, begin, slot, channel, mask, stride, C, W, GATED).to(
-        tl.float32
-    )
-    y *= tl.load(weight_ptr + channel * W + W - 1, mask=given, other=0.0).to(tl.float32)
-    for i in tl.static_range(W - 1):
+    y = tl.load(bias_ptr + channel, mask=given, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    for i in tl.static_range(W):
         x = input_at(
-            x_ptr, conv_ptr, row - (W - 1) + i, begin, slot, channel, mask, stride, C, W, GATED
-        )
-        y += x.to(tl.float32) * tl.load(weight_ptr + channel * W + i, mask=given, other=0.0).to(
-            tl.float32
-        )
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + channel, mask=given, other=0.0).to(tl.float32)
+            x_ptr, conv_ptr, row - (W - 1) + i, begin, slot, channel, mask, stride, C, W, GATED, HAS_STATE
+        )  # fmt: skip
+        at = i * C + channel if BY_TAP else channel * W + i
+        weight = tl.load(weight_ptr + at, mask=given, other=0.0)
+        y += x.to(tl.float32) * weight.to(tl.float32)
     return y * tl.sigmoid(y) if SILU else y
 
 
@@ -66,53 +66,72 @@ def keep(
     """Writes the state after token `row` to the slot `to`. It may be `slot`: a row is read before it is overwritten."""
     for i in tl.static_range(W - 1):
         x = input_at(
-            x_ptr, conv_ptr, row - (W - 2) + i, begin, slot, channel, mask, stride, C, W, GATED
-        )
+            x_ptr, conv_ptr, row - (W - 2) + i, begin, slot, channel, mask, stride, C, W, GATED, True
+        )  # fmt: skip
         tl.store(conv_ptr + (to * (W - 1) + i) * C + channel, x, mask=mask)
 
 
 @triton.jit
 def keep_all(
-    x_ptr, conv_ptr, write_ptr, begin, end, slot, channel, mask, stride,
-    C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr,
+    x_ptr, conv_ptr, write_ptr, begin, end, slot, to, channel, mask, stride,
+    C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the states after a sequence's tokens, the one that overwrites the state read last of all."""
-    for own in tl.static_range(2):
-        for i in range(end - begin):
-            row = begin + i
-            to = tl.load(write_ptr + row).to(tl.int64)
-            if (to > 0) & ((to == slot) == (own == 1)):
-                keep(x_ptr, conv_ptr, row, begin, slot, to, channel, mask, stride, C, W, GATED)
+    """Writes the states after a sequence's tokens, the one that overwrites the state read last of all. ONE: there is one
+    token, after which the state is kept in the slot `to`."""
+    if ONE:
+        keep(x_ptr, conv_ptr, begin, begin, slot, to, channel, mask & (to > 0), stride, C, W, GATED)
+    else:
+        for own in tl.static_range(2):
+            for i in range(end - begin):
+                to = tl.load(write_ptr + begin + i).to(tl.int64)
+                if (to > 0) & ((to == slot) == (own == 1)):
+                    keep(
+                        x_ptr, conv_ptr, begin + i, begin, slot, to, channel, mask, stride, C, W, GATED
+                    )  # fmt: skip
+
+
+@triton.jit
+def find_tokens(starts_ptr, read_ptr, write_ptr, seq, ONE: tl.constexpr):
+    """(first token and end of a sequence, the slot that it reads, the slot of its first token). ONE: each sequence has one
+    token; then no load waits for another."""
+    if ONE:
+        begin, end = seq, seq + 1
+    else:
+        begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    slot = tl.load(read_ptr + seq).to(tl.int64)
+    to = tl.load(write_ptr + begin, mask=end > begin, other=0).to(tl.int64)
+    return begin, end, slot, to
 
 
 @triton.jit
 def _conv_tokens_kernel(
     x_ptr, conv_ptr, weight_ptr, bias_ptr, out_ptr, starts_ptr, read_ptr, write_ptr, stride,
     C: tl.constexpr, W: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, SHORT: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK channels of a short sequence."""
     if PDL:
         pdl_wait()
-    seq = tl.program_id(1)
-    begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    begin, end, slot, to = find_tokens(starts_ptr, read_ptr, write_ptr, tl.program_id(1), ONE)
     if end - begin > SHORT:
         return
-    slot = tl.load(read_ptr + seq).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < C
-    for i in range(end - begin):
+    for i in range(1 if ONE else end - begin):
         row = begin + i
         y = convolve(
-            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel, mask, stride, C, W, GATED, SILU, HAS_BIAS
+            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel, mask, stride, C, W, GATED, SILU, HAS_BIAS, True,
+            False,
         )  # fmt: skip
         if GATED:
-            y *= tl.load(
-                x_ptr + row.to(tl.int64) * stride + C + channel, mask=mask, other=0.0
-            ).to(tl.float32)
+            y *= tl.load(x_ptr + row.to(tl.int64) * stride + C + channel, mask=mask, other=0.0).to(
+                tl.float32
+            )
         tl.store(out_ptr + row.to(tl.int64) * C + channel, y, mask=mask)
     tl.debug_barrier()
-    keep_all(x_ptr, conv_ptr, write_ptr, begin, end, slot, channel, mask, stride, C, W, GATED)
+    keep_all(
+        x_ptr, conv_ptr, write_ptr, begin, end, slot, to, channel, mask, stride, C, W, GATED, ONE
+    )  # fmt: skip
 
 
 @triton.jit
@@ -146,9 +165,16 @@ def _conv_chunks_kernel(
     given = (at < SIZE) & (channel < C)
     row = (first + tl.arange(0, CHUNK))[:, None]
     mask = (row < end) & given[None, :]
-    y = convolve(
-        x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel[None, :], mask, stride, C, W, GATED, SILU, HAS_BIAS
-    )  # fmt: skip
+    if first - begin >= W - 1:
+        y = convolve(
+            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel[None, :], mask, stride, C, W, GATED, SILU,
+            HAS_BIAS, False, True,
+        )  # fmt: skip
+    else:
+        y = convolve(
+            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, channel[None, :], mask, stride, C, W, GATED, SILU,
+            HAS_BIAS, True, True,
+        )  # fmt: skip
     if GATED:
         gate = x_ptr + row.to(tl.int64) * stride + C + channel[None, :]
         y *= tl.load(gate, mask=mask, other=0.0).to(tl.float32)
@@ -190,6 +216,11 @@ def has_long(meta: AttentionMetadata) -> bool:
     return meta.max_query_len > SHORT and len(states_of(meta).chunks) > 0
 
 
+def has_one_each(meta: AttentionMetadata, num_tokens: int) -> bool:
+    """Tells whether each sequence of the step has one token."""
+    return meta.max_query_len == 1 and len(states_of(meta).read) == num_tokens
+
+
 def conv_chunks(
     x: Tensor,
     state: LayerState,
@@ -208,9 +239,9 @@ def conv_chunks(
     sizes = dict(C=channels, W=width, GATED=gated, SHORT=SHORT, **pdl_options(x))
     bias = params.weight if params.bias is None else params.bias
     _conv_chunks_kernel[(triton.cdiv(channels, size), len(states.chunks))](
-        x, state.conv, params.weight, bias, out, *tables, x.stride(0), scale,
+        x, state.conv, params.weight.t().contiguous(), bias, out, *tables, x.stride(0), scale,
         SILU=params.silu, HAS_BIAS=params.bias is not None, CHUNK=CHUNK, SIZE=size, BLOCK=triton.next_power_of_2(size),
-        Q=num_queries, num_warps=4, **sizes,
+        Q=num_queries, num_warps=8, **sizes,
     )  # fmt: skip
     _keep_chunks_kernel[(triton.cdiv(channels, 1024), len(states.chunks))](
         x, state.conv, *tables, x.stride(0), BLOCK=1024, num_warps=4, **sizes
@@ -226,7 +257,8 @@ def _conv(
     _conv_tokens_kernel[(triton.cdiv(channels, block), len(states.read))](
         x, state.conv, params.weight, params.weight if params.bias is None else params.bias, out, meta.query_start_loc,
         states.read, states.write, x.stride(0), C=channels, W=width, GATED=gated, SILU=params.silu,
-        HAS_BIAS=params.bias is not None, SHORT=SHORT, BLOCK=block, num_warps=4, **pdl_options(x),
+        HAS_BIAS=params.bias is not None, SHORT=SHORT, BLOCK=block, ONE=has_one_each(meta, len(x)),
+        num_warps=4, **pdl_options(x),
     )  # fmt: skip
     if has_long(meta):
         conv_chunks(x, state, meta, params, out, gated=gated)

@@ -12,12 +12,19 @@ from slipstream.kernels.metadata import AttentionMetadata
 from slipstream.kernels.states import CHUNK, ConvParams, GatedDeltaParams, LayerState, Mamba2Params
 from slipstream.kernels.triton.pdl import pdl_options
 from slipstream.kernels.triton.recurrent import conv
-from slipstream.kernels.triton.recurrent.chunks import finish_kernel, pass_kernel, prepare_kernel
+from slipstream.kernels.triton.recurrent.chunks import (
+    finish_kernel,
+    pass_kernel,
+    prepare_channels_kernel,
+    prepare_kernel,
+)
+from slipstream.kernels.triton.recurrent.conv import has_one_each
 from slipstream.kernels.triton.recurrent.tokens import tokens_kernel
 
-ANY_LENGTH = 1 << 30
 VALUES = 32
 """Columns of a state in a program that passes states from chunk to chunk."""
+PER_WARP = 4096
+"""Numbers of a state for each warp of a program that has a head's."""
 FINISHED = 4096
 """Numbers that a program norms."""
 
@@ -31,7 +38,7 @@ def gated_delta(
     decay: Tensor | None = None,
     z: Tensor | None = None,
 ) -> Tensor:
-    """`OpSet.gated_delta`. A decay by channel has no kernel for chunks: all sequences are computed token by token."""
+    """`OpSet.gated_delta`."""
     s = params.spec
     sizes = dict(
         H=s.num_heads, R=s.num_heads // s.num_key_heads, K=s.key_dim, V=s.value_dim, Q_AT=0, K_AT=s.q_size,
@@ -39,12 +46,11 @@ def gated_delta(
     )  # fmt: skip
     raw = gates[:, s.num_heads :] if decay is None else decay
     z = x[:, s.conv_channels :] if z is None else z
-    by_channel = s.decay == "channel"
-    is_long = conv.has_long(meta) and not by_channel
+    is_long = conv.has_long(meta)
     out = _tokens(
         x, gates, raw, z, state, meta, params, params.conv, params.norm, sizes, finish=not is_long,
-        low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=by_channel, TWICE=s.negative_eigenvalues,
-        SIGMOID=s.gate == "sigmoid", SHORT=ANY_LENGTH if by_channel else conv.SHORT,
+        low=0.0, high=float("inf"), eps=s.eps, scale=s.key_dim**-0.5, CHANNEL=s.decay == "channel",
+        TWICE=s.negative_eigenvalues, SIGMOID=s.gate == "sigmoid", SHORT=conv.SHORT,
     )  # fmt: skip
     if is_long:
         mixed = x.new_empty(len(x), s.conv_channels)
@@ -125,7 +131,8 @@ def _tokens(
         params.decay, params.time, skip, norm, out, meta.query_start_loc, meta.states.read, meta.states.write, arrived,
         x.stride(0), beta.stride(0), raw.stride(0), z.stride(0), low, high, eps, scale,
         C=channels, W=width, HAS_BIAS=conv.bias is not None, FINISH=finish, BLOCK_K=block_k, BLOCK_V=block_v,
-        num_warps=min(16, max(1, block_k * block_v // 2048)), **sizes, **options, **pdl_options(x),
+        ONE=has_one_each(meta, len(x)), num_warps=min(16, max(4, block_k * block_v // PER_WARP)), **sizes, **options,
+        **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -148,29 +155,41 @@ def _chunks(
     assert meta.states is not None
     assert state.recurrent is not None
     (num_tokens, channels), states = mixed.shape, meta.states
-    heads, key_dim, value_dim = (sizes[name] for name in "HKV")
-    logs = torch.empty(num_tokens, heads, dtype=torch.float32, device=mixed.device)
+    heads, ratio, key_dim, value_dim = (sizes[name] for name in "HRKV")
+    is_delta, by_channel = sizes["DELTA"], params.time.numel() > heads
+    skip = params.skip if isinstance(params, Mamba2Params) else params.decay
+    q, k, v = (mixed[:, sizes[f"{name}_AT"] :] for name in "QKV")
+    logs = torch.empty(num_tokens, params.time.numel(), dtype=torch.float32, device=mixed.device)
     p = mixed.new_empty(num_tokens, heads, CHUNK)
     u, w = (
         (mixed.new_empty(num_tokens, heads, n) for n in (value_dim, key_dim))
-        if sizes["DELTA"]
+        if is_delta
         else (p, p)
     )
-    exact = mixed.dtype == torch.float32
+    given = (mixed, beta, raw, params.decay, params.time, logs, p, u, w)
+    block_v, exact = max(16, triton.next_power_of_2(value_dim)), mixed.dtype == torch.float32
     shared = dict(
-        C=channels, SHORT=conv.SHORT, CHUNK=CHUNK, BLOCK_K=max(16, triton.next_power_of_2(key_dim)), EXACT=exact,
-        **sizes, **pdl_options(mixed),
+        H=heads, K=key_dim, V=value_dim, SHORT=conv.SHORT, LEVELS=CHUNK.bit_length() - 1,
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), EXACT=exact, **pdl_options(mixed),
     )  # fmt: skip
-    block_v = max(16, triton.next_power_of_2(value_dim))
-    prepare_kernel[(heads, len(states.chunks))](
-        mixed, beta, raw, params.decay, params.time, logs, p, u, w, meta.query_start_loc, states.chunks, beta.stride(0),
-        raw.stride(0), low, high, TWICE=TWICE, BLOCK_V=block_v, num_warps=4, num_stages=1, **shared,
-    )  # fmt: skip
+    places = {name: sizes[name] for name in ("R", "Q_AT", "K_AT", "V_AT")}
+    prepared = dict(C=channels, TWICE=TWICE, BLOCK_V=block_v, num_stages=1, **places)
+    tables = (meta.query_start_loc, states.chunks)
+    if by_channel:
+        q, k = (mixed.new_empty(num_tokens, heads * key_dim) for _ in range(2))
+        prepare_channels_kernel[(heads, len(states.chunks))](
+            *given, q, k, *tables, beta.stride(0), raw.stride(0), num_warps=8, **prepared, **shared
+        )
+    else:
+        prepare_kernel[(heads, len(states.chunks))](
+            *given, *tables, beta.stride(0), raw.stride(0), low, high, DELTA=is_delta, num_warps=4, **prepared, **shared
+        )  # fmt: skip
     block_v = min(block_v, VALUES)
     pass_kernel[(triton.cdiv(value_dim, block_v), heads, len(states.read))](
-        mixed, raw, params.decay, params.time, params.skip if isinstance(params, Mamba2Params) else params.decay, logs, p,
-        u, w, state.recurrent, out, meta.query_start_loc, states.read, states.write, states.chunks, len(states.chunks),
-        raw.stride(0), low, high, BLOCK_V=block_v, STAGES=1 if exact else 2, num_warps=4, **shared,
+        q, k, v, raw, params.decay, params.time, skip, logs, p, u, w, state.recurrent, out, meta.query_start_loc, states.read,
+        states.write, states.chunks, len(states.chunks), q.stride(0), v.stride(0), raw.stride(0), low, high,
+        R=1 if by_channel else ratio, DELTA=is_delta, CHANNEL=by_channel, BLOCK_V=block_v, STAGES=1 if exact else 2,
+        num_warps=4, **shared,
     )  # fmt: skip
 
 

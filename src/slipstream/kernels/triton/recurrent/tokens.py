@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.triton.pdl import pdl_wait
-from slipstream.kernels.triton.recurrent.conv import L2_EPS, convolve, keep_all
+from slipstream.kernels.triton.recurrent.conv import L2_EPS, convolve, find_tokens, keep_all
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def tokens_kernel(
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, Q_AT: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, HAS_BIAS: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
     TWICE: tl.constexpr, SIGMOID: tl.constexpr, FINISH: tl.constexpr, SHORT: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a head of a short sequence. R heads share q and k. DELTA: the gated delta rule; else Mamba-2 with C, B, x
     as q, k, v. FINISH: norm the result (DELTA) and multiply it by the gate."""
@@ -49,27 +49,36 @@ def tokens_kernel(
     )
     if PDL:
         pdl_wait()
-    begin, end = tl.load(starts_ptr + seq), tl.load(starts_ptr + seq + 1)
+    begin, end, slot, to = find_tokens(starts_ptr, read_ptr, write_ptr, seq, ONE)
     if (end - begin > SHORT) | (end <= begin):
         return
-    slot = tl.load(read_ptr + seq).to(tl.int64)
     cells = is_k[:, None] & is_v[None, :]
     place = head * (K * V) + ks[:, None] * V + vs[None, :]
     now = tl.load(states_ptr + slot * (H * K * V) + place, mask=cells & (slot > 0), other=0.0)
-    q_at, k_at, v_at = Q_AT + head // R * K + ks, K_AT + head // R * K + ks, V_AT + head * V + vs
-    for i in range(end - begin):
+    # The states of q and k are written by the last of their R programs, when all have read them.
+    counter, last = arrived_ptr + seq * (H // R) + head // R, True
+    # q and k are columns of one tile, with a number for each thread: of fewer numbers Triton gives each thread all.
+    pair = tl.arange(0, 2)[None, :]
+    qk_at = Q_AT + head // R * K + ks[:, None] + (K_AT - Q_AT) * pair
+    is_qk, v_at = is_k[:, None] & (pair >= 0), V_AT + head * V + vs
+    for i in range(1 if ONE else end - begin):
         row = begin + i
-        q = convolve(
-            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, q_at, is_k, x_stride, C, W, False, True, HAS_BIAS
-        )  # fmt: skip
-        k = convolve(
-            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, k_at, is_k, x_stride, C, W, False, True, HAS_BIAS
+        qk = convolve(
+            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, qk_at, is_qk, x_stride, C, W, False, True, HAS_BIAS, True,
+            False,
         )  # fmt: skip
         v = convolve(
-            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, v_at, is_v, x_stride, C, W, False, True, HAS_BIAS
+            x_ptr, conv_ptr, weight_ptr, bias_ptr, row, begin, slot, v_at, is_v, x_stride, C, W, False, True, HAS_BIAS, True,
+            False,
         )  # fmt: skip
+        if R > 1 and ONE:  # behind the loads of the states, which overlap with what follows
+            tl.debug_barrier()
+            last = tl.atomic_add(counter, 1, sem="acq_rel") == R - 1
         wide = row.to(tl.int64)
-        q, k, v = tl.where(is_k, q, 0.0), tl.where(is_k, k, 0.0), tl.where(is_v, v, 0.0)
+        qk, v = tl.where(is_qk, qk, 0.0), tl.where(is_v, v, 0.0)
+        if DELTA:
+            qk *= tl.rsqrt(tl.sum(qk * qk, 0) + L2_EPS)[None, :] * tl.where(pair == 0, scale, 1.0)
+        q, k = tl.split(qk)
         if CHANNEL:
             raw = tl.load(raw_ptr + wide * raw_stride + head * K + ks, mask=is_k, other=0.0)
         else:
@@ -78,8 +87,6 @@ def tokens_kernel(
         kept = tl.exp(kept)
         now *= kept[:, None] if CHANNEL else kept
         if DELTA:
-            q *= tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * scale
-            k *= tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)
             beta = tl.sigmoid(tl.load(beta_ptr + wide * beta_stride + head).to(tl.float32))
             beta = 2.0 * beta if TWICE else beta
             now += k[:, None] * (beta * (v - tl.sum(now * k[:, None], 0)))[None, :]
@@ -96,17 +103,31 @@ def tokens_kernel(
             )
             y *= tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
         tl.store(out_ptr + wide * (H * V) + head * V + vs, y, mask=is_v)
-        to = tl.load(write_ptr + row).to(tl.int64)
-        if to > 0:
-            tl.store(states_ptr + to * (H * K * V) + place, now, mask=cells)
-    # v's convolution is this program's own; those of q and k are written by the last of their R programs.
+        if not ONE:
+            to = tl.load(write_ptr + row).to(tl.int64)
+        tl.store(states_ptr + to * (H * K * V) + place, now, mask=cells & (to > 0))
     tl.debug_barrier()
-    keep_all(x_ptr, conv_ptr, write_ptr, begin, end, slot, v_at, is_v, x_stride, C, W, False)
-    counter, last = arrived_ptr + seq * (H // R) + head // R, True
-    if R > 1:
+    if R > 1 and not ONE:
         last = tl.atomic_add(counter, 1, sem="acq_rel") == R - 1
+    keep_all(
+        x_ptr, conv_ptr, write_ptr, begin, end, slot, to, v_at, is_v, x_stride, C, W, False, ONE
+    )
     if last:
-        keep_all(x_ptr, conv_ptr, write_ptr, begin, end, slot, q_at, is_k, x_stride, C, W, False)
-        keep_all(x_ptr, conv_ptr, write_ptr, begin, end, slot, k_at, is_k, x_stride, C, W, False)
+        keep_all(
+            x_ptr,
+            conv_ptr,
+            write_ptr,
+            begin,
+            end,
+            slot,
+            to,
+            qk_at,
+            is_qk,
+            x_stride,
+            C,
+            W,
+            False,
+            ONE,
+        )
         if R > 1:
             tl.store(counter, 0)
