@@ -112,8 +112,8 @@ def prepare_channels_kernel(
 ):  # fmt: skip
     """`prepare_kernel` with a decay by channel: G is [T, H, K]. Also writes exp(G) q and exp(G_end − G) k, [T, H, K] each.
 
-    Rows and columns of P and L are cut into blocks of 16. Beside the diagonal G is taken relative to the row block's first
-    token: both factors' exponents are then at most 0. On the diagonal each pair's difference is taken.
+    At each level tokens are in blocks of two halves. Pairs of a token of the second half and one of the first are made with
+    products of factors relative to the second half's first token: both exponents are at most 0.
     """
     head = tl.program_id(0)
     ks = tl.arange(0, BLOCK_K)
@@ -145,28 +145,22 @@ def prepare_channels_kernel(
     tl.store(q_ptr + wide * K + ks[None, :], wide_q * tl.exp(logs), mask=keys)
     tl.store(k_ptr + wide * K + ks[None, :], wide_k * tl.exp(last[None, :] - logs), mask=keys)
     tl.debug_barrier()  # G is read again, by other threads
-    p = tl.zeros((1 << LEVELS, 1 << LEVELS), tl.float32)
+    p = tl.where(i[:, None] == i[None, :], tl.sum(wide_q * wide_k, 1)[:, None], 0.0)
     lower = tl.zeros((1 << LEVELS, 1 << LEVELS), tl.float32)
-    for block in range(1, (1 << LEVELS) // 16):
-        begin = tl.sum(tl.where((i == 16 * block)[:, None], logs, 0.0), 0)
-        own, before = (i // 16 == block)[:, None], (i < 16 * block)[:, None]
-        far = tl.exp(tl.where(own, logs - begin[None, :], float("-inf")))
-        near = wide_k * tl.exp(tl.where(before & keys, begin[None, :] - logs, float("-inf")))
-        near = tl.trans(near.to(k.dtype))
-        p = tl.dot((wide_q * far).to(k.dtype), near, p, input_precision=precision)
-        lower = tl.dot((wide_k * far).to(k.dtype), near, lower, input_precision=precision)
-    for n in range(16):
-        column = first + i // 16 * 16 + n
-        given = ((column < end)[:, None] & is_k[None, :]) & (i % 16 >= n)[:, None]
-        other = tl.load(shared + column.to(tl.int64)[:, None] * C + K_AT, mask=given, other=0.0)
-        at = logs_ptr + (column.to(tl.int64)[:, None] * H + head) * K + ks[None, :]
-        since = tl.load(at, mask=given, other=0.0)
-        pair = other.to(tl.float32) * tl.exp(tl.where(given, logs - since, float("-inf")))
-        here = i[None, :] == (i // 16 * 16 + n)[:, None]
-        p = tl.where(here, tl.sum(wide_q * pair, 1)[:, None], p)
-        lower = tl.where(here, tl.sum(wide_k * pair, 1)[:, None], lower)
+    for level in range(LEVELS):
+        block, right = i >> (level + 1), ((i >> level) & 1 == 1)[:, None]
+        middle = (first + (block << (level + 1)) + (1 << level)).to(tl.int64)
+        at = logs_ptr + (middle[:, None] * H + head) * K + ks[None, :]
+        apart = logs - tl.load(at, mask=(middle < end)[:, None] & is_k[None, :], other=0.0)
+        factor = tl.exp(tl.minimum(tl.where(right, apart, -apart), 0.0))
+        near = tl.trans(tl.where(right, 0.0, wide_k * factor).to(k.dtype))
+        far_q = tl.where(right, wide_q * factor, 0.0).to(k.dtype)
+        far_k = tl.where(right, wide_k * factor, 0.0).to(k.dtype)
+        same = block[:, None] == block[None, :]
+        p += tl.where(same, tl.dot(far_q, near, input_precision=precision), 0.0)
+        lower += tl.where(same, tl.dot(far_k, near, input_precision=precision), 0.0)
     tl.store(p_ptr + (wide << LEVELS) + i[None, :], p, mask=live[:, None])
-    lower = tl.where(i[:, None] > i[None, :], lower, 0.0) * beta[:, None]
+    lower *= beta[:, None]
     v_ptr = mixed_ptr + row[:, None] * C + V_AT + head * V
     _solve(
         lower, k, decayed, beta, v_ptr, u_ptr, w_ptr, wide, keys, ks, live, K, V, LEVELS, BLOCK_V, EXACT

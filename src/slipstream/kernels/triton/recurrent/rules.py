@@ -20,11 +20,14 @@ from slipstream.kernels.triton.recurrent.chunks import (
 )
 from slipstream.kernels.triton.recurrent.conv import has_one_each
 from slipstream.kernels.triton.recurrent.tokens import tokens_kernel
+from slipstream.platform import platform_of
 
 VALUES = 32
 """Columns of a state in a program that passes states from chunk to chunk."""
 PER_WARP = 4096
 """Numbers of a state for each warp of a program that has a head's."""
+SPARE_BYTES = 4096
+"""Shared memory of `pass_kernel` for other things than rows and states."""
 FINISHED = 4096
 """Numbers that a program norms."""
 
@@ -188,9 +191,17 @@ def _chunks(
     pass_kernel[(triton.cdiv(value_dim, block_v), heads, len(states.read))](
         q, k, v, raw, params.decay, params.time, skip, logs, p, u, w, state.recurrent, out, meta.query_start_loc, states.read,
         states.write, states.chunks, len(states.chunks), q.stride(0), v.stride(0), raw.stride(0), low, high,
-        R=1 if by_channel else ratio, DELTA=is_delta, CHANNEL=by_channel, BLOCK_V=block_v, STAGES=1 if exact else 2,
-        num_warps=4, **shared,
+        R=1 if by_channel else ratio, DELTA=is_delta, CHANNEL=by_channel, BLOCK_V=block_v,
+        STAGES=1 if exact else _stages(mixed, key_dim, block_v, is_delta), num_warps=4, **shared,
     )  # fmt: skip
+
+
+def _stages(like: Tensor, key_dim: int, block_v: int, is_delta: bool) -> int:
+    """How many chunks' rows `pass_kernel` has in shared memory."""
+    size = like.element_size()
+    each = CHUNK * (key_dim * (3 if is_delta else 2) + CHUNK + block_v) * size
+    room = platform_of(like.device).shared_bytes - (key_dim + CHUNK) * block_v * size - SPARE_BYTES
+    return max(1, min(3 if is_delta else 2, room // each))
 
 
 def _finish(
