@@ -128,8 +128,8 @@ SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer,
 // keeps. Columns are those of x's rows.
 // conv: the layer's convolution of `channels` columns from `column` on. factor, gate: the first column of what the inputs and the
 // results are multiplied by, or −1. weight [width, channels]. out: float32 in place (out = x), or a row of results in `form`.
-SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form, int32_t layer,
-                        int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
+SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form,
+                        int32_t layer, int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
 // delta: the gated delta rule. x has q, k and v after the convolution; rate is −exp(A).
 SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, int64_t decay_column, int32_t out, int32_t layer,
                          int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, int32_t by_channel,

@@ -48,7 +48,13 @@ from slipstream.kernels.cpu.recurrent import (
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
-from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
+from slipstream.kernels.states import (
+    ConvParams,
+    GatedDeltaParams,
+    LayerState,
+    Mamba2Params,
+    MambaParams,
+)
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.model import Activation
@@ -205,6 +211,7 @@ class CompiledOps:
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
     _blocks: LayerKV | None = None  # of a layer with attention, if there is one
+    _states: LayerState | None = None  # of a recurrent layer, if there is one
 
     def run(
         self,
@@ -252,7 +259,9 @@ class CompiledOps:
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
             self._blocks = max(kv, key=lambda layer: layer.k.shape[3])
+            self._states = next((layer.state for layer in kv if layer.state is not None), None)
         assert self._blocks is not None
+        assert self._states is None or meta.states is not None
         inputs, kept = native.step_inputs(
             meta, self._pointers, self._blocks, token_ids, self.num_groups
         )

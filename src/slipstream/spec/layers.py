@@ -316,7 +316,7 @@ class TransformerBlock:
 
     @property
     def norms(self) -> dict[str, NormSpec | None]:
-        """By name, in the order of computation."""
+        """The block's norms by name, in the order of computation."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
 

@@ -117,7 +117,7 @@ class ClassifierSpec:
 
 
 MAX_EXPERTS = 2**18
-"""In all layers together. Each has a line in the table of names."""
+"""Most experts of all layers together: each has a line in the table of names."""
 
 MAX_PARAMETERS = 2**45
 
@@ -275,18 +275,19 @@ class ModelSpec:
 
     @property
     def is_encoder(self) -> bool:
-        """It reads whole texts and generates none."""
+        """Whether the model reads whole texts and generates none."""
         first = self.layers[0].attention
         return isinstance(first, AttentionSpec) and not first.causal
 
     @property
     def generates(self) -> bool:
-        """It has an output head, so it generates text."""
+        """Whether the model has an output head and so generates text."""
         return not self.is_encoder and self.classifier is None and not self.headless
 
     @property
     def kind(self) -> ModelKind:
-        """For messages. Only a decoder can be scored on text, be compressed, and have a canary."""
+        """The kind of model, for messages. Only a decoder can be scored on text, be compressed, and
+        have a canary."""
         if self.encoder is not None:
             return "an encoder-decoder"
         if self.classifier is not None:
@@ -349,7 +350,8 @@ class ModelSpec:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """For each layer, the index of the group with its own keys and values; 0 for a layer without attention."""
+        """The index of the group with a layer's own keys and values, for each layer; 0 for a layer
+        without attention."""
         found = {
             layer: i
             for i, group in enumerate(self.cache_groups)
@@ -365,8 +367,8 @@ class ModelSpec:
 
     @property
     def cache_places(self) -> tuple[int, ...]:
-        """For each layer, the cache tensor that it uses: its place in its group, −1 without attention. An encoder's layers all
-        use the first in turn."""
+        """The cache tensor that each layer uses: its place in its group, −1 without attention. An
+        encoder's layers all use the first in turn."""
         if self.is_encoder:
             return (0,) * self.num_layers
         found = {

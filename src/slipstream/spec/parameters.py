@@ -1,6 +1,7 @@
-"""Where a checkpoint's tensors go in a model's parameters. No torch.
+"""The places of a checkpoint's tensors in a model's parameters. No torch.
 
-Where we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a slice of its rows.
+If we hold several tensors as one parameter (q, k and v; gate and up; experts), each tensor fills a
+slice of its rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MinusOne:
 
 @dataclass(frozen=True, slots=True)
 class Deinterleave:
-    """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is [in, out] besides."""
+    """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is also [in, out]."""
 
     transposed: bool
 
@@ -56,7 +57,8 @@ class SwapGateUp:
 
 @dataclass(frozen=True, slots=True)
 class Flatten:
-    """The tensor is a convolution's, [out, *kernel]; what it slides over does not overlap, so it is a product."""
+    """The tensor is a convolution's, [out, *kernel]. Its windows do not overlap, so it is a matrix
+    product."""
 
     kernel: tuple[int, ...]
 
@@ -92,9 +94,11 @@ def keeps_float32(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A checkpoint tensor fills rows [start, start + rows) of parameter `target`, or all of it if `rows` is None.
+    """The place of a checkpoint tensor: rows [start, start + rows) of parameter `target`, or all if
+    `rows` is None.
 
-    With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each expert.
+    With `copies` the tensor has all experts, [copies, rows, in], and fills these rows of each
+    expert.
     """
 
     target: str

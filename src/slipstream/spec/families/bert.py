@@ -167,8 +167,8 @@ GGUF_BERT: dict[str, Theirs] = {
     "attention_norm": "attn_output_norm",
     "mlp_norm": "layer_output_norm",
 }
-"""What `GGUF` lacks or has otherwise. RoBERTa has these names too; its file lacks the table's rows before the first
-position."""
+"""Differences from `GGUF`. RoBERTa has the same names, but its table lacks the rows before the
+first position."""
 DISTILBERT: dict[str, Theirs] = {
     "embed": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",

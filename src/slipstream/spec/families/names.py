@@ -227,7 +227,7 @@ def _transform(
 
 
 BASES = ("model.", "transformer.", "gpt_neox.")
-"""What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
+"""Prefixes of the names of a family's decoder. A decoder that is stored alone has none."""
 
 
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
