@@ -367,7 +367,7 @@ BlockSpec: TypeAlias = SequentialBlock | PostNormBlock | ParallelBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnInputSpec:
-    """What a layer adds after its MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
+    """The addition after a layer's MLP from an input of its own (Gemma 3n and 4): h += norm(project(act(gate(h)) · x)).
 
     x are the numbers [first, first + size) of the model's layer inputs (`LayerInputsSpec`).
     """

@@ -344,7 +344,7 @@ class ModelSpec:
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """For each layer, the one that caches the keys and values that it reads."""
+        """The layer, for each one, that caches the keys and values that it reads."""
         kept = (None if x.attention is None else x.attention.kv_from for x in self.layers)
         return tuple(i if source is None else source for i, source in enumerate(kept))
 
