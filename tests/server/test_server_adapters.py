@@ -202,7 +202,7 @@ def test_unknown_fields(served):
         (["--enable-lora", "--lora", "tiny"], "NAME=PATH"),
         (["--enable-lora", "--lora", "a=b", "a=c"], "twice"),
         (["--lora-folder", "/tmp"], "--enable-lora"),
-        (["--enable-lora", "--lora-folder", "/nowhere"], "no folder"),
+        (["--enable-lora", "--lora-folder", "/nowhere"], "not a folder"),
         (["--enable-lora", "--served-model-name=a", "--lora", "a=b"], "own name"),
     ],
 )

@@ -34,6 +34,7 @@ ENGINE_NAME, SERVE_NAME, PACKED_NAME, TILES_NAME = (
 FORMAT = 1
 NOT_SAVED = (
     "model",
+    "chat_template",
     "device",
     "download_dir",
     "tile_table",

@@ -93,6 +93,9 @@ class EngineArgs:
         metadata={"help": "a folder, a GGUF file, or a name that `slipstream pull` knows"},
     )
     tokenizer: str | None = setting(None, "another model's tokenizer, by name or path", rare=True)
+    chat_template: str | None = setting(
+        None, "a file with a chat template (Jinja), instead of the model's"
+    )
     dtype: str = setting(
         "auto", "type of the computation", choices=("auto", "float32", "bfloat16", "float16")
     )

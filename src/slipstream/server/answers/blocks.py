@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Event, Reasoning
-from slipstream.engine.text.tools import Reading
+from slipstream.engine.text.tools import Reading, is_cut
 from slipstream.outputs import CompletionOutput, PositionLogprobs
 from slipstream.server.answers.generation import Answer, encode
 from slipstream.server.openai.chat import read_events
@@ -81,7 +81,9 @@ class BlockAnswer(Answer):
             self._events.append(self.opening())
         events: list[Event] = []
         if self.parser is not None:
-            events = read_events(self.parser, delta.text, last=delta.finish_reason is not None)
+            reason = delta.finish_reason
+            is_last = reason is not None
+            events = read_events(self.parser, delta.text, last=is_last, cut=is_cut(reason))
         elif delta.text:
             events = [Content(delta.text)]
         self._untold_logprobs += delta.logprobs or ()

@@ -26,7 +26,7 @@ from starlette.types import Scope
 
 from slipstream.engine.pooled import check_dimensions, refuse_classifier, rows
 from slipstream.engine.text.tool_formats.base import Arguments, BeginCall, Content, Reasoning
-from slipstream.engine.text.tools import Reading, call_id
+from slipstream.engine.text.tools import Reading, call_id, is_cut
 from slipstream.outputs import CompletionOutput
 from slipstream.server.answers.generation import Answer, GenerationRoute, encode
 from slipstream.server.answers.hints import HINT, given_hints
@@ -409,15 +409,16 @@ class OllamaAnswer(Answer):
         self._call: tuple[str, list[str]] | None = None  # an unfinished call: name, arguments
 
     def chunk(self, delta: CompletionOutput) -> bytes:
-        parts = self._read(delta.text, delta.finish_reason is not None)
+        reason = delta.finish_reason
+        parts = self._read(delta.text, reason is not None, cut=is_cut(reason))
         return b"".join(_line({**self._said(part), "done": False}) for part in parts)
 
-    def _read(self, text: str, finished: bool) -> list[dict[str, Any]]:
+    def _read(self, text: str, finished: bool, *, cut: bool = False) -> list[dict[str, Any]]:
         """New output as fields of a message: content, thinking, or whole calls."""
         if self.parser is None:
             return [{"content": text}] if text else []
         found = list[dict[str, Any]]()
-        for event in read_events(self.parser, text, last=finished):
+        for event in read_events(self.parser, text, last=finished, cut=cut):
             match event:
                 case Content(text):
                     found.append({"content": text})
@@ -444,7 +445,9 @@ class OllamaAnswer(Answer):
         return _line({"error": error.message})
 
     def collected(self) -> bytes:
-        parts = self._read("".join(text for choice in self.choices for text in choice.text), True)
+        text = "".join(text for choice in self.choices for text in choice.text)
+        cut = bool(self.choices) and is_cut(self.choices[0].finish_reason)
+        parts = self._read(text, True, cut=cut)
         whole: dict[str, Any] = {"content": "".join(part["content"] for part in parts)}
         if thoughts := "".join(part.get("thinking", "") for part in parts):
             whole["thinking"] = thoughts

@@ -18,7 +18,7 @@ from slipstream.engine.text.tool_formats.base import (
     Parser,
     Reasoning,
 )
-from slipstream.engine.text.tools import Reading, call_id, finish_reason
+from slipstream.engine.text.tools import Reading, call_id, finish_reason, is_cut
 from slipstream.engine.vision.pictures import PreparedPicture
 from slipstream.errors import RequestError
 from slipstream.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -130,7 +130,8 @@ class ReadAnswer(ChatAnswer):
                 self._begin(index, b'{"role":"assistant"},"logprobs":null,"finish_reason":null}')
             )
         parser = self.parsers[delta.index]
-        events = read_events(parser, delta.text, last=delta.finish_reason is not None)
+        reason = delta.finish_reason
+        events = read_events(parser, delta.text, last=reason is not None, cut=is_cut(reason))
         told = [encode(self._delta(event)) for event in events]
         ids = self._ids(delta)
         if (delta.logprobs or ids) and not told:
@@ -150,7 +151,7 @@ class ReadAnswer(ChatAnswer):
 
     def choice(self, index: int) -> dict[str, Any]:
         answer = super().choice(index)
-        message = self.reading.message(answer["message"]["content"])
+        message = self.reading.message(answer["message"]["content"], answer["finish_reason"])
         answer["message"] |= {k: v for k, v in message.to_dict().items() if k != "role"}
         answer["finish_reason"] = finish_reason(answer["finish_reason"], len(message.tool_calls))
         return answer
@@ -172,10 +173,10 @@ class ReadAnswer(ChatAnswer):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def read_events(parser: Parser, text: str, *, last: bool) -> list[Event]:
+def read_events(parser: Parser, text: str, *, last: bool, cut: bool = False) -> list[Event]:
     """The parser's events for more text; neighbours of the same kind are merged. `last`: the answer
-    ends with `text`."""
-    events = parser.feed(text) + (parser.finish() if last else [])
+    ends with `text`; `cut`: before the model ended it."""
+    events = parser.feed(text) + (parser.finish(cut=cut) if last else [])
     found: list[Event] = []
     for event in events:
         before = found[-1] if found else None

@@ -11,11 +11,16 @@ The rest of its file system is read-only.
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream import __version__
+from slipstream.errors import ConfigError
 
 HOME, USER, PORT = "/home/slipstream", 10001, 8000
 KEYS = "/run/slipstream/keys"
@@ -34,6 +39,20 @@ the same time."""
 _NAMESPACE = "POD_NAMESPACE"
 """Environment variable of a pod. Kubernetes replaces `$(POD_NAMESPACE)` in the arguments by its
 value."""
+
+DOCKERFILE, COMPOSE, KUBERNETES = "Dockerfile", "compose.yaml", "kubernetes.yaml"
+
+IMAGE = (
+    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?(:\d{1,5})?/)?"  # a registry
+    r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*)*"
+    r"(:\w[-.\w]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+"""Regular expression of a reference to an image, as Docker and Kubernetes read it."""
+
+LEAST = {"memory": 2**28, "volume": 2**28}
+"""Least bytes by option. Less is a number without its unit."""
+
+_NAME = r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?"
 
 READY = ["python", "-c", f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORT}/ready')"]
 
@@ -54,6 +73,29 @@ class Deployment:
     volume: int = 50 * 2**30
     extras: Sequence[str] = ()
     key_secret: str | None = None
+
+    def check(self) -> None:
+        """ConfigError names the option of `slipstream manifests` that can't be so."""
+        for name in ("replicas", "cpus"):
+            if getattr(self, name) < 1:
+                message = f"--{name} must be at least 1, got {getattr(self, name)}"
+                raise ConfigError(message, field=name)
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                message = f"must be at least {least >> 20}MiB, got {getattr(self, name)} bytes"
+                raise ConfigError(f"--{name} {message}; give a unit, such as 8GiB", field=name)
+        if self.gpus < 0:
+            raise ConfigError(f"--gpus must not be negative, got {self.gpus}", field="gpus")
+        for name in ("name", "key_secret"):
+            given = getattr(self, name)
+            if given is not None and not re.fullmatch(_NAME, given):
+                message = "must be of small letters, digits and -, begin with a letter, and have 42 characters at most"
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {message}, got {given!r}", field=name
+                )
+        if not re.fullmatch(IMAGE, self.image):
+            message = f"--image must be [REGISTRY/]NAME[:TAG] in small letters, as Docker takes it, got {self.image!r}"
+            raise ConfigError(message, field="image")
 
     @property
     def command(self) -> list[str]:
@@ -262,3 +304,23 @@ def _pod(made: Deployment) -> dict[str, Any]:
 
 def _quantity(num_bytes: int) -> str:
     return f"{-(-num_bytes // 2**20)}Mi"
+
+
+def files(made: Deployment, folder: Path, source: Path) -> dict[str, str]:
+    """Text of each file in `folder`, by name. `source`: the clone that the image is built from."""
+    import yaml
+
+    clone, here = source.resolve(), folder.resolve()
+    composed = compose(
+        made,
+        build_from=os.path.relpath(clone, here),
+        dockerfile_name=os.path.relpath(here / DOCKERFILE, clone),
+    )
+    # Each object is copied through JSON: parts that appear in it twice, such as labels, would become YAML aliases,
+    # and an edit of one would change both.
+    objects = [json.loads(json.dumps(found)) for found in kubernetes(made)]
+    return {
+        DOCKERFILE: dockerfile(made),
+        COMPOSE: yaml.safe_dump(composed, sort_keys=False, width=1000),
+        KUBERNETES: yaml.safe_dump_all(objects, sort_keys=False, width=1000),
+    }
