@@ -41,6 +41,7 @@ WIDE |= {
 WIDE |= {"global_head_dim": 64, "hidden_size_per_layer_input": 128}
 WIDE |= {"kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32, "qk_rope_head_dim": 16}
 WIDE |= {"dim": 128, "hidden_dim": 128, "embedding_size": 128, "d_ff": 128, "d_kv": 32}
+WIDE |= {"shared_intermediate_size": 128}
 SPECIAL = {
     "gpt_bigcode-mha": {"multi_query": False},
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 64},
@@ -55,6 +56,10 @@ ALL_EXPERTS = {
     "deepseek_v2": {"num_experts_per_tok": 8, "num_hidden_layers": 2},
     "deepseek_v3": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
     "glm4_moe": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {"num_experts_per_tok": 8},
+    "mistral4": {"num_experts_per_tok": 8, "head_dim": None},
+    "dots1": {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1},
+    "flex_olmo": {"num_experts_per_tok": 6},
 }
 DECODERS = [*tiny_models.FAMILIES, *SPECIAL]
 EVERY = [*DECODERS, *tiny_models.ENCODERS, *tiny_models.T5S]
@@ -143,6 +148,7 @@ def test_every_scheme_loads_on_every_family(folder, unrounded, scheme):
             if latent
             else [a.heads.cos_sin, a.params.alibi_slopes, a.params.distance_bias]
         )
+        kept.append(a.query_scale)
     tables_bytes = sum({t.data_ptr(): t.nbytes for t in kept if t is not None}.values())
     made = sum(
         math.prod(shape) for name, shape in parameters(spec).items() if "distances" in name

@@ -47,6 +47,7 @@ from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
 from slipstream.spec.positions import ProportionalScaling as ProportionalScaling
+from slipstream.spec.positions import QueryScale as QueryScale
 from slipstream.spec.positions import RopeScaling as RopeScaling
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling

@@ -40,7 +40,7 @@ class Unpermute:
 
 @dataclass(frozen=True, slots=True)
 class MinusOne:
-    """Stored values are larger by one (Gemma's norms in GGUF)."""
+    """Stored values are larger by one (norms of Gemma and Nemotron in GGUF)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,16 @@ class Flatten:
 
 
 @dataclass(frozen=True, slots=True)
+class OneRow:
+    """The tensor has a dimension of 1 before the others (ERNIE 4.5's correction of a router)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The tensor is one row without a dimension for rows (a head's norm in StableLM)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Regroup:
     """Rows are ordered by group, and in each by part, of `sizes` rows. Ours are ordered by part: `order` has the parts."""
 
@@ -81,6 +91,8 @@ Transform: TypeAlias = (
     | Deinterleave
     | SwapGateUp
     | Flatten
+    | OneRow
+    | Vector
     | Regroup
 )
 

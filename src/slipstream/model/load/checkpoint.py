@@ -37,6 +37,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    OneRow,
     Placement,
     Regroup,
     Shape,
@@ -46,6 +47,7 @@ from slipstream.spec.parameters import (
     Turnable,
     Ungroup,
     Unpermute,
+    Vector,
     keeps_float32,
     parameters,
 )
@@ -392,6 +394,10 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
+    if isinstance(transform, OneRow):
+        return (1, *shape)
+    if isinstance(transform, Vector):
+        return shape[1:]
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -419,6 +425,10 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             )
         case Flatten():
             return value.reshape(value.shape[0], -1)
+        case OneRow():
+            return value[0]
+        case Vector():
+            return value[None]
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
         case Regroup(num_groups=n, sizes=sizes, order=order):

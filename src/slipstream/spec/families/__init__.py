@@ -16,6 +16,8 @@ from slipstream.spec.families import (
     bloom,
     cohere,
     deepseek,
+    ernie,
+    exaone,
     falcon,
     gemma,
     gemma4,
@@ -23,10 +25,14 @@ from slipstream.spec.families import (
     gpt,
     gpt_oss,
     granite,
+    hunyuan,
     idefics3,
     llama,
+    minimax,
+    mistral3,
     modernbert,
     mpt,
+    nemotron,
     neox,
     nomic,
     olmo,
@@ -35,14 +41,17 @@ from slipstream.spec.families import (
     qwen,
     qwen_next,
     qwen_vl,
+    stablelm,
     starcoder,
     t5,
 )
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, falcon, gemma, gemma4, glm, gpt, gpt_oss, granite, idefics3),
-    *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(bert, bloom, cohere, deepseek, ernie, exaone, falcon, gemma, gemma4, glm),
+    *(gpt, gpt_oss, granite, hunyuan, idefics3, llama, minimax, mistral3, modernbert, mpt),
+    *(nemotron, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, stablelm),
+    *(starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
