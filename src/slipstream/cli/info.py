@@ -289,6 +289,8 @@ def describe(layer: LayerSpec) -> str:
     elif a is not None:
         kind = "MHA" if a.num_kv_heads == a.num_heads else "MQA" if a.num_kv_heads == 1 else "GQA"
         parts += [f"{kind} {a.num_heads} heads, {a.num_kv_heads} kv, {a.head_dim} wide"]
+        if a.kv_from is not None:
+            parts.append(f"keys and values of layer {a.kv_from}")
         if not a.causal:
             parts.append("both directions")
         if layer.cross is not None:

@@ -158,7 +158,7 @@ def _attention_axes(
             return hidden, (units, q) if kind == "weight" else None
         case "attention.sinks":
             return (units, groups), None
-    if a.qk_norm is None or a.qk_norm.over == "head":
+    if a.qk_norm is None or a.qk_norm.over in ("head", "layer"):
         return None, None
     of_q = stem == "attention.q_norm"
     if a.qk_norm.over == "row":

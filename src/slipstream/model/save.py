@@ -30,6 +30,7 @@ from slipstream.spec.parameters import (
     Placement,
     Regroup,
     Transpose,
+    Turnable,
     Ungroup,
 )
 
@@ -102,7 +103,7 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
     """Returns the checkpoint tensor that fills `placement`."""
     part = place(parameter, placement)
     match placement.transform:
-        case None:
+        case None | Turnable():
             return part
         case Transpose():
             return part.mT

@@ -29,6 +29,7 @@ _STEMS = frozenset(
             "mlp.down",
         ),
         *("router", "shared_weight", "shared.up", "shared.down"),
+        *("own_input.gate", "own_input.project"),
     )
 )
 """Products of a layer that can have an adapter."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -497,6 +498,8 @@ def _gguf_config(file: GGUFFile) -> dict[str, Any]:
         )
     said |= {t.name: file.raw(t.name).view("<f4").flatten().tolist() for t in frequencies}
     said |= {t.name: list(t.shape) for t in map(file.tensors.get, GGUF_SHAPES) if t is not None}
+    for pattern in family.gguf.shapes:
+        said |= {n: list(t.shape) for n, t in file.tensors.items() if re.fullmatch(pattern, n)}
     reader = ConfigReader(said, file.path.name, prefix=prefix, no_effect=GGUF_NO_EFFECT)
     reader.ignore("pooling_type")  # `gguf_pooling` reads it
     config = family.gguf.config(reader)

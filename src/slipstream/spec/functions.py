@@ -60,13 +60,15 @@ class OwnNorm:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
     """A norm. `rms`: x / rms(x) · (weight + weight_offset). `layer`: (x − mean) / std · weight +
-    bias. Gemma stores weights minus one, so its weight_offset is 1."""
+    bias. Or a function of one's own. Gemma stores weights minus one, so its weight_offset is 1.
+    `gain` multiplies the stored weights."""
 
     kind: Literal["rms", "layer"] | OwnNorm
     size: int
     eps: float
     bias: bool = False
     weight_offset: float = 0.0
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps <= 1:  # NaN fails, too

@@ -473,10 +473,11 @@ def _of_attention(
         sum_of_parts("attention.out", heads.rows(a.value_dim))
         return found
     dim = a.head_dim
-    k_rows, v_rows = heads.kv_rows(dim, a.q_size), heads.kv_rows(dim, a.q_size + a.kv_size)
-    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + k_rows + v_rows))
+    begins = (a.q_size, a.q_size + a.kv_size)[: len(a.qkv_rows) - 1]
+    kv_rows = tuple(part for begin in begins for part in heads.kv_rows(dim, begin))
+    product("attention.qkv", ParameterShard(rows=heads.rows(dim) + kv_rows))
     sum_of_parts("attention.out", heads.rows(dim))
-    if a.qk_norm is not None and a.qk_norm.over != "head":
+    if a.qk_norm is not None and a.qk_norm.over in ("row", "each"):
         width = dim if a.qk_norm.over == "row" else 1
         found["attention.q_norm.weight"] = ParameterShard(rows=heads.rows(width))
         found["attention.k_norm.weight"] = ParameterShard(rows=heads.kv_rows(width))

@@ -19,6 +19,11 @@ class Transpose:
 
 
 @dataclass(frozen=True, slots=True)
+class Turnable:
+    """The tensor is [out, in], or [in, out] as other writers have it (Qwen 3 VL's experts). Its shape tells."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ungroup:
     """Rows are ordered by kv head: its `group` query heads, its key, its value (GPT-NeoX, Falcon)."""
 
@@ -68,15 +73,23 @@ class Regroup:
 
 
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | Regroup
+    Transpose
+    | Turnable
+    | Ungroup
+    | Unpermute
+    | MinusOne
+    | Deinterleave
+    | SwapGateUp
+    | Flatten
+    | Regroup
 )
 
 
 def keeps_float32(name: str) -> bool:
-    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts, and
-    the decays of recurrent layers."""
+    """Whether a parameter stays float32 in a model of any type: corrections that decide between near scores of experts,
+    scales of experts, and the decays of recurrent layers."""
     kept = (".correction.weight", "recurrent.decay.weight", "recurrent.time.weight")
-    return name.endswith((*kept, "recurrent.skip.weight"))
+    return name.endswith((*kept, "recurrent.skip.weight", ".expert_scales.weight"))
 
 
 @dataclass(frozen=True, slots=True)

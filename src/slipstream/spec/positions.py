@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from slipstream.errors import UnsupportedModelError
 
@@ -110,6 +110,22 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProportionalScaling:
+    """Only the first `num_turned` frequencies turn, divided by `factor`; the others are 0 (Gemma 4)."""
+
+    num_turned: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("rope_scaling", factor=self.factor)
+
+
+RopeScaling: TypeAlias = (
+    LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling | None
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
@@ -122,7 +138,7 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    scaling: RopeScaling = None
     sections: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ from slipstream.kernels.triton.attention import bidirectional, mla_prefill
 from slipstream.kernels.triton.attention.mla import mla_paged_attention, mla_queries
 from slipstream.kernels.triton.attention.paged import paged_attention
 from slipstream.kernels.triton.experts import moe, mxfp4
+from slipstream.kernels.triton.recurrent import conv, rules, scan
 from slipstream.kernels.weights import (
     Activations,
     GroupedLinear,
@@ -89,6 +90,11 @@ class TritonOps(OpSet):
     write_tokens = staticmethod(rows.write_tokens)
     chain_places = staticmethod(rows.chain_places)
     route = staticmethod(moe.route)
+    gated_delta = staticmethod(rules.gated_delta)
+    mamba2 = staticmethod(rules.mamba2)
+    short_conv = staticmethod(conv.short_conv)
+    causal_conv = staticmethod(conv.causal_conv)
+    selective_scan = staticmethod(scan.selective_scan)
 
     def __init__(
         self,

@@ -179,38 +179,40 @@ def quantize(x: Tensor, inputs: InputFormat) -> Quantized:
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, k_norm_ptr,
-    eps, offset, T,
+    eps, offset, value_eps, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, STEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
-    PDL: tl.constexpr,
+    OWN_VALUES: tl.constexpr, NORM_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys, and cache keys and values, in three kinds of thread blocks. Those of
     q and of k rotate STEPS times HEADS heads of TOKENS tokens: pairs of the first R numbers; the
     others are copied. The last ⌈T / BLOCK_T⌉ · V thread blocks cache the values of BLOCK_T tokens
-    each (V = K, or 0: none)."""
+    each (V = K, or 0: none). Without OWN_VALUES values are the row's keys."""
     if PDL:
         pdl_wait()
     pid = tl.program_id(0)
     q_tiles: tl.constexpr = (H + HEADS * STEPS - 1) // (HEADS * STEPS)
     tiles: tl.constexpr = q_tiles + (K + HEADS * STEPS - 1) // (HEADS * STEPS)
     turning = (T + TOKENS - 1) // TOKENS * tiles
+    heads: tl.constexpr = H + K + (V if OWN_VALUES else 0)  # of a row
+    each: tl.constexpr = K if K > 0 else 1
     if pid >= turning:
         pid -= turning
         _store_values(
-            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, pid // K, pid % K, T, H, K, V, D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED,
-            BY_DIM,
+            qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, value_eps, pid // each, pid % each, T, heads, H + K if OWN_VALUES else H, K,
+            D, BLOCK_SIZE, BLOCK_T, BLOCK_D, SCALED, BY_DIM, NORM_VALUES,
         )  # fmt: skip
     elif pid % tiles < q_tiles:
         _turn_heads(
             qkv_ptr, q_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, q_norm_ptr, eps, offset, pid // tiles,
-            pid % tiles, T, H + K + V, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
+            pid % tiles, T, heads, 0, H, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED, HAS_NORM,
             SCALED, False,
         )  # fmt: skip
     else:
         _turn_heads(
             qkv_ptr, k_ptr, k_scale_ptr, positions_ptr, slots_ptr, table_ptr, k_norm_ptr, eps, offset, pid // tiles,
-            pid % tiles - q_tiles, T, H + K + V, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
+            pid % tiles - q_tiles, T, heads, H, K, D, R, BLOCK_SIZE, TOKENS, HEADS, STEPS, BLOCK_D, BLOCK_R, INTERLEAVED,
             HAS_NORM, SCALED, True,
         )  # fmt: skip
 
@@ -323,19 +325,22 @@ def _to_cache(x, scale, cache_ptr, SCALED: tl.constexpr):
 
 @triton.jit
 def _store_values(
-    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, token_tile, head, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr,
+    qkv_ptr, v_ptr, v_scale_ptr, slots_ptr, eps, token_tile, head, T,
+    ALL: tl.constexpr, BEFORE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, SCALED: tl.constexpr, BY_DIM: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Cache the values of one head of BLOCK_T tokens. BY_DIM: the tile is transposed, so that
-    tokens of a KV block are neighbours."""
+    """Cache the values of one head of BLOCK_T tokens, which come after BEFORE of a row's ALL heads.
+    BY_DIM: the tile is transposed, so that tokens of a KV block are neighbours."""
     tokens, ds = token_tile * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     live = (tokens < T)[:, None] & (ds < D)[None, :]
-    source = qkv_ptr + (tokens.to(tl.int64) * (H + K + V) + H + K + head)[:, None] * D + ds[None, :]
+    source = qkv_ptr + (tokens.to(tl.int64) * ALL + BEFORE + head)[:, None] * D + ds[None, :]
     scale = 1.0
     if SCALED:
         scale = tl.load(v_scale_ptr + head)
-    x = _to_cache(tl.load(source, mask=live, other=0.0).to(tl.float32), scale, v_ptr, SCALED)
+    x = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    if NORMED:
+        x *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = _to_cache(x, scale, v_ptr, SCALED)
     if BY_DIM:
         # Tokens of decodes are in different blocks, so a warp should write many dimensions of one
         # token; two of them share 32 bytes. Tokens of a prompt are neighbours: then the tile is
@@ -400,11 +405,12 @@ def rope_and_cache(qkv: Tensor, kv: LayerKV, meta: AttentionMetadata, heads: QKV
             qkv.contiguous(), q, kv.k, kv.v, qkv if kv.k_scale is None else kv.k_scale,
             qkv if kv.v_scale is None else kv.v_scale, meta.positions, meta.slot_mapping,
             qkv if h.cos_sin is None else h.cos_sin, qkv if h.q_norm is None else h.q_norm,
-            qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, num_tokens,
+            qkv if h.k_norm is None else h.k_norm, h.norm_eps, h.norm_offset, h.value_eps or 0.0, num_tokens,
             H=num_heads, K=num_kv_heads, V=num_values, D=head_dim, R=h.rotary_dim, BLOCK_SIZE=kv.block_size,
             TOKENS=tokens, HEADS=at_once, STEPS=steps, BLOCK_T=TOKENS_PER_PROGRAM, BLOCK_D=width,
             BLOCK_R=width // 2 if h.interleaved else triton.next_power_of_2(max(1, h.rotary_dim // 2)),
             INTERLEAVED=h.interleaved, HAS_NORM=h.q_norm is not None, SCALED=kv.k_scale is not None, BY_DIM=kv.v.stride(2) == 1,
+            OWN_VALUES=h.has_values, NORM_VALUES=h.value_eps is not None,
             num_warps=warps if tokens * at_once * head_dim >= 1024 else 1, **pdl_options(qkv),
         )  # fmt: skip
     return q

@@ -47,7 +47,11 @@ def moe(
     if not x.shape[0]:
         return torch.empty_like(x)
     return moe_of_choice(
-        x, *route(router_logits, experts.spec, experts.correction, load), experts, shared, added
+        x,
+        *route(router_logits, experts.spec, experts.correction, load, experts.scales),
+        experts,
+        shared,
+        added,
     )
 
 
@@ -109,9 +113,9 @@ def _are_dense(*products: Linear) -> bool:
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, correction_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
-    X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, COUNTED: tl.constexpr,
-    NORMALIZE: tl.constexpr, SERIAL: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
+    logits_ptr, correction_ptr, expert_scales_ptr, weights_ptr, chosen_ptr, counts_ptr, slots_ptr, weight_scale, block_size,
+    X: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, SCALED: tl.constexpr,
+    COUNTED: tl.constexpr, NORMALIZE: tl.constexpr, SERIAL: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_CHOSEN: tl.constexpr,
     BY_TWO: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_X: tl.constexpr,
     BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -175,6 +179,8 @@ def _route_kernel(
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     weights *= weight_scale
+    if SCALED:
+        weights *= tl.load(expert_scales_ptr + chosen, mask=js < TOP_K, other=0.0)
     if COUNTED:
         one = (tl.load(slots_ptr + token) >= block_size).to(tl.int64)
         tl.atomic_add(
@@ -196,6 +202,7 @@ def route(
     spec: MoESpec,
     correction: Tensor | None = None,
     load: ExpertCounters | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights float32, experts int32), [T, k] each. With `spec.held`, held experts are counted
     from the first one; others are the number after the last one, with weight 0."""
@@ -206,11 +213,12 @@ def route(
     serial = num_tokens > SERIAL_TOKENS
     parallel_warps = 1 if spec.num_experts <= 16 else 4 if spec.num_experts <= 128 else 8
     _route_kernel[(num_tokens,)](
-        router_logits.contiguous(), weights if correction is None else correction, weights, chosen,
+        router_logits.contiguous(), weights if correction is None else correction, weights if scales is None else scales,
+        weights, chosen,
         chosen if load is None else load.counts, chosen if load is None else load.slots, spec.weight_scale,
         0 if load is None else load.block_size,
         X=spec.num_experts, TOP_K=top_k, SIGMOID=spec.scores == "sigmoid", CORRECTED=correction is not None,
-        COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
+        SCALED=scales is not None, COUNTED=load is not None, NORMALIZE=spec.normalize, SERIAL=serial, NUM_GROUPS=num_groups,
         GROUPS_CHOSEN=1 if limit is None else limit.num_chosen, BY_TWO=limit is not None and limit.by == "best_two",
         FIRST=0 if spec.held is None else spec.held[0], HELD=spec.num_local_experts, BLOCK_G=triton.next_power_of_2(num_groups),
         BLOCK_X=triton.next_power_of_2(spec.num_experts // num_groups),
