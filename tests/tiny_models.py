@@ -68,6 +68,13 @@ _DELTA = dict(
     linear_value_head_dim=12,
 )
 
+_LFM = {
+    **_LLAMA,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_theta": None,
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "model_type": "llama"},
     "mistral": {**_LLAMA, "model_type": "mistral", "sliding_window": 7},
@@ -127,6 +134,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_moe_text",
         "shared_expert_intermediate_size": 48,
     },
+    "lfm2": {**_LFM, "model_type": "lfm2", "block_multiple_of": 8},
+    "lfm2_moe": {**_LFM, **_EXPERTS, "model_type": "lfm2_moe", "num_dense_layers": 1},
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
     "opt": {
         **_LAYERS,
@@ -299,9 +308,8 @@ def build_classifier(path: Path, family: str, *, num_labels: int = 1, seed: int 
 
 def correction_buffers(model: Any) -> list[Any]:
     """What DeepSeek V3 learns beside gradients."""
-    return [
-        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
-    ]
+    ends = ("e_score_correction_bias", "expert_bias")
+    return [buffer for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def build_with_tokenizer(path: Path, family: str = "llama", **overrides: Any) -> Any:

@@ -23,6 +23,7 @@ from slipstream.spec.families import (
     gpt_oss,
     granite,
     idefics3,
+    lfm,
     llama,
     modernbert,
     mpt,
@@ -41,7 +42,7 @@ from slipstream.spec.families.base import Family
 
 MODULES = (
     *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
-    *(llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(lfm, llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from slipstream.spec.families.base import ConfigReader
@@ -140,17 +140,27 @@ def num_labels(c: ConfigReader) -> int | None:
 
 def kinds_of_layers(c: ConfigReader, default: str | Callable[[int], str]) -> list[str]:
     """`layer_types`: full_attention or sliding_attention for each layer. `default` is for configs without it."""
+    return kinds(c, ("full_attention", "sliding_attention"), default)
+
+
+LEGACY_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names that transformers 4 wrote."""
+
+
+def kinds(
+    c: ConfigReader,
+    known: Collection[str],
+    default: str | Callable[[int], str],
+    key: str = "layer_types",
+) -> list[str]:
+    """The kind of each layer, one of `known`. `default` is for configs without the key."""
     count = c.size("num_hidden_layers")
-    kinds = c.take(
-        "layer_types",
-        list,
-        [default if isinstance(default, str) else default(i) for i in range(count)],
-    )
-    if len(kinds) != count or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise c.unsupported(
-            "layer_types", f"must be {count} of full_attention or sliding_attention"
-        )
-    return kinds
+    assumed = [default if isinstance(default, str) else default(i) for i in range(count)]
+    given: list[Any] = c.take(key, list, assumed)
+    found = [LEGACY_KINDS.get(kind, kind) if isinstance(kind, str) else "" for kind in given]
+    if len(found) != count or not set(found) <= {*known}:
+        raise c.unsupported(key, f"must be {count} of {' or '.join(known)}")
+    return found
 
 
 ACTIVATIONS: dict[str, Activation] = {

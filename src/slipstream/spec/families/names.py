@@ -178,6 +178,12 @@ def gguf_table(
     return table({**theirs, **(more or {})}, layer="blk.{i}.", changes=changes)
 
 
+def of_conv(layer: LayerSpec, part: int) -> Transform:
+    """A depthwise convolution's weight is stored as [channels, 1, width]."""
+    assert layer.recurrent is not None
+    return Flatten((1, layer.recurrent.conv_width))
+
+
 def _rows(layer: LayerSpec, stem: str, whole: int, num_parts: int) -> tuple[int, ...]:
     if stem.startswith("recurrent."):
         r = layer.recurrent
