@@ -68,6 +68,13 @@ _DELTA = dict(
     linear_value_head_dim=12,
 )
 
+_MAMBA2 = {
+    **_LLAMA,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_theta": None,
+    **dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=12, mamba_expand=2),
+}
 _LFM = {
     **_LLAMA,
     "num_hidden_layers": 3,
@@ -136,6 +143,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_LFM, "model_type": "lfm2", "block_multiple_of": 8},
     "lfm2_moe": {**_LFM, **_EXPERTS, "model_type": "lfm2_moe", "num_dense_layers": 1},
+    "nemotron_h": {
+        **_LLAMA,
+        "model_type": "nemotron_h",
+        "rope_theta": None,
+        "num_hidden_layers": None,
+        "head_dim": 8,
+        "layers_block_type": [
+            *("linear_attention", "moe", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "moe", "full_attention"),
+        ],
+        **dict(mamba_num_heads=8, mamba_head_dim=6, ssm_state_size=12, n_groups=2),
+        **dict(n_routed_experts=8, moe_intermediate_size=32, num_experts_per_tok=3),
+        **dict(moe_shared_expert_intermediate_size=48, routed_scaling_factor=2.5),
+        **dict(n_group=4, topk_group=2),
+    },
+    "bamba": {**_MAMBA2, "model_type": "bamba", "layer_types": None, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA2,
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 48,
+        "num_local_experts": 6,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+    },
     "gpt_neox": {**_LAYERS, "model_type": "gpt_neox"},
     "opt": {
         **_LAYERS,

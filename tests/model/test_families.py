@@ -186,6 +186,17 @@ CASES = {
         "glm4_moe",
         {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
+    "nemotron-h-dense": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            **dict(use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=4),
+        },
+    ),
+    "granite-4-h-dense": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
+    ),
     "granite-tied": (
         "granite",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},

@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.errors import UnsupportedModelError
 from slipstream.spec.families import (
+    bamba,
     bert,
     bloom,
     cohere,
@@ -27,6 +28,7 @@ from slipstream.spec.families import (
     llama,
     modernbert,
     mpt,
+    nemotron_h,
     neox,
     nomic,
     olmo,
@@ -41,8 +43,24 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
-    *(lfm, llama, modernbert, mpt, neox, nomic, olmo, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(bamba, bert, bloom, cohere, deepseek, falcon, gemma, glm, gpt, gpt_oss, granite, idefics3),
+    *(
+        lfm,
+        llama,
+        modernbert,
+        mpt,
+        nemotron_h,
+        neox,
+        nomic,
+        olmo,
+        opt,
+        phi,
+        qwen,
+        qwen_next,
+        qwen_vl,
+        starcoder,
+        t5,
+    ),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

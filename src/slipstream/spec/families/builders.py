@@ -103,15 +103,17 @@ def model(
     hidden: str = "hidden_size",
     num_layers: str = "num_hidden_layers",
     tied: bool = False,
+    count: int | None = None,
     **more: Any,
 ) -> ModelSpec:
     """The spec. Call it last: no key of the config may be left. `layer`: the one that all are like, or each by its index.
+    `count`: the layers, if they are not those of the key `num_layers`.
     `tied`: the default of tie_word_embeddings. `more`: fields of `ModelSpec`. If the architecture is a classifier's, a decoder
     gets the head that transformers gives all of them (`score`)."""
     if "classifier" not in more and (labels := num_labels(c)) is not None:
         more["classifier"] = ClassifierSpec(num_labels=labels, activation=None, pooling="last")
     is_tied = c.take("tie_word_embeddings", bool, tied)
-    count = c.size(num_layers)
+    count = c.size(num_layers) if count is None else count
     layers = (layer,) * count if isinstance(layer, LayerSpec) else tuple(map(layer, range(count)))
     is_encoder = not getattr(
         layers[0].attention, "causal", True
