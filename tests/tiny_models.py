@@ -75,6 +75,7 @@ _MAMBA2 = {
     "rope_theta": None,
     **dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=12, mamba_expand=2),
 }
+_MAMBA = {**_SMALL, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 6}
 _LFM = {
     **_LLAMA,
     "num_hidden_layers": 3,
@@ -159,6 +160,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **dict(n_group=4, topk_group=2),
     },
     "bamba": {**_MAMBA2, "model_type": "bamba", "layer_types": None, "attn_layer_indices": [1]},
+    "jamba": {
+        **_LLAMA,
+        "model_type": "jamba",
+        "num_hidden_layers": 4,
+        "rope_theta": None,
+        **dict(attn_layer_period=3, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
+        **dict(mamba_d_state=8, mamba_dt_rank=6),
+    },
+    "mamba": {**_MAMBA, "model_type": "mamba"},
+    "falcon_mamba": {**_MAMBA, "model_type": "falcon_mamba"},
+    "mamba2": {
+        **_MAMBA,
+        "model_type": "mamba2",
+        "time_step_rank": None,
+        **dict(num_heads=8, head_dim=8, state_size=12, n_groups=2, chunk_size=16),
+    },
+    "olmo_hybrid": {
+        **_LLAMA,
+        **_DELTA,
+        "model_type": "olmo_hybrid",
+        "head_dim": None,
+        "linear_value_head_dim": 8,  # as many channels as keys have, which transformers' writer needs
+    },
     "granitemoehybrid": {
         **_MAMBA2,
         "model_type": "granitemoehybrid",

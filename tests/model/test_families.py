@@ -193,6 +193,10 @@ CASES = {
             **dict(use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=4),
         },
     ),
+    "jamba-dense": ("jamba", {"num_experts": 1, "mamba_proj_bias": True, "attn_layer_offset": 0}),
+    "mamba-biased": ("mamba", {"use_bias": True, "use_conv_bias": False, "time_step_rank": None}),
+    "mamba2-tied": ("mamba2", {"use_bias": True, "tie_word_embeddings": True, "n_groups": 1}),
+    "olmo-hybrid-positive": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
     "granite-4-h-dense": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},
@@ -278,11 +282,13 @@ def test_the_spec_counts_what_is_there(case):
             size *= n
         count += size
     assert count == spec.num_parameters
-    count, a = len(spec.attentions), spec.attentions[0]
-    numbers = 2 * a.num_kv_heads * a.head_dim
-    if isinstance(a, LatentAttentionSpec):
-        numbers = a.kv_rank + a.rotary_dim
-    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * count * numbers
+    numbers = [
+        a.kv_rank + a.rotary_dim
+        if isinstance(a, LatentAttentionSpec)
+        else 2 * a.num_kv_heads * a.head_dim
+        for a in spec.attentions
+    ]
+    assert spec.kv_bytes_per_token(DTYPE_BYTES["float32"]) == 4 * sum(numbers)
 
 
 # --- What must be refused -----------------------------------------------------------------------------------------------
@@ -304,7 +310,7 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"model_type": "mamba"}, "model_type"),
+        ({"model_type": "rwkv"}, "model_type"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"hidden_act": "mish"}, "hidden_act"),
         ({"some_new_switch": True}, "some_new_switch"),

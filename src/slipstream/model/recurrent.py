@@ -187,9 +187,14 @@ def build_recurrent(
             select, dt = dense("select"), dense("dt")
             norms = None
             if spec.normed:
+                parts = {"time_norm": spec.rank, "b_norm": spec.key_dim, "c_norm": spec.key_dim}
                 norms = tuple(
-                    NormParams(kind="rms", weight=take(part), eps=spec.eps)
-                    for part in ("time_norm", "b_norm", "c_norm")
+                    NormParams(
+                        kind="rms",
+                        weight=take(part) if spec.normed is True else conv.weight.new_ones(size),
+                        eps=spec.eps,
+                    )
+                    for part, size in parts.items()
                 )
             mamba = MambaParams(
                 spec=spec, decay=take("decay"), time=take("time"), skip=take("skip")

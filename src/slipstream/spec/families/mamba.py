@@ -1,12 +1,14 @@
-"""Mamba-2's keys and names, which several families of hybrids share. No torch."""
+"""Mamba, FalconMamba and Mamba-2, and the keys and names of Mamba that hybrids share. No torch."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
-from slipstream.spec.families.base import ConfigReader
-from slipstream.spec.families.names import Theirs
-from slipstream.spec.model import Mamba2Spec
+from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.builders import model, rms
+from slipstream.spec.families.names import Theirs, of_conv, table
+from slipstream.spec.model import LayerSpec, Mamba2Spec, MambaSpec, ModelSpec, SequentialBlock
 
 
 def time_limit(c: ConfigReader, key: str = "time_step_limit") -> tuple[float, float]:
@@ -54,3 +56,112 @@ def mamba_names(mixer: str) -> dict[str, Theirs]:
         "recurrent.norm": f"{mixer}.norm",
         "recurrent.out": f"{mixer}.out_proj",
     }
+
+
+def mamba_1_names(mixer: str) -> dict[str, Theirs]:
+    """The names of a Mamba layer's tensors, which follow `mixer`."""
+    return {
+        **mamba_names(mixer),
+        "recurrent.select": f"{mixer}.x_proj",
+        "recurrent.dt": f"{mixer}.dt_proj",
+        "recurrent.time": {"weight": f"{mixer}.dt_proj.bias"},
+        "recurrent.time_norm": f"{mixer}.dt_layernorm",
+        "recurrent.b_norm": f"{mixer}.b_layernorm",
+        "recurrent.c_norm": f"{mixer}.c_layernorm",
+    }
+
+
+def rank(c: ConfigReader, key: str) -> int:
+    """The rank of dt: a number, or "auto" for a 16th of the hidden size."""
+    return -(-c.size("hidden_size") // 16) if c.value(key) in (None, "auto") else c.size(key)
+
+
+MAX_POSITION = 2**20
+"""The longest context of a model without positions, which can have any."""
+
+
+def read_mamba(c: ConfigReader) -> ModelSpec:
+    return _read(c, "mamba", _mamba_1(c, 1e-6, normed=False), tied=True)
+
+
+def read_falcon_mamba(c: ConfigReader) -> ModelSpec:
+    c.ignore("use_falcon_mambapy")
+    eps = c.take("mixer_rms_eps", float, 1e-6)
+    return _read(c, "falcon_mamba", _mamba_1(c, eps, normed="plain"), tied=True)
+
+
+def _mamba_1(c: ConfigReader, eps: float, *, normed: bool | Literal["plain"]) -> MambaSpec:
+    c.assume(hidden_size=768, num_hidden_layers=32, vocab_size=50280)
+    width = c.size("expand", 2) * c.size("hidden_size")
+    c.require("intermediate_size", width)
+    return MambaSpec(
+        width=width,
+        key_dim=c.size("state_size", 16),
+        rank=rank(c, "time_step_rank"),
+        conv_width=c.size("conv_kernel", 4),
+        eps=eps,
+        conv_bias=c.take("use_conv_bias", bool, True),
+        bias=c.take("use_bias", bool, False),
+        normed=normed,
+    )
+
+
+def read_mamba2(c: ConfigReader) -> ModelSpec:
+    c.assume(hidden_size=4096, num_hidden_layers=64, vocab_size=32768)
+    num_heads, value, groups = (
+        c.size("num_heads", 128),
+        c.size("head_dim", 64),
+        c.size("n_groups", 8),
+    )
+    if num_heads * value != c.size("expand", 2) * c.size("hidden_size"):
+        raise c.unsupported("num_heads", "times head_dim must be expand times hidden_size")
+    mixer = Mamba2Spec(
+        num_heads=num_heads,
+        value_dim=value,
+        key_dim=c.size("state_size", 128),
+        num_groups=groups,
+        conv_width=c.size("conv_kernel", 4),
+        eps=c.take("layer_norm_epsilon", float, 1e-5),
+        conv_bias=c.take("use_conv_bias", bool, True),
+        bias=c.take("use_bias", bool, False),
+        norm_groups=groups,
+        time_limit=time_limit(c),
+    )
+    c.ignore("chunk_size", "time_step_rank", "norm_before_gate", "rms_norm", "num_logits_to_keep")
+    return _read(c, "mamba2", mixer, tied=False)
+
+
+def _read(c: ConfigReader, family: str, mixer: Mamba2Spec | MambaSpec, *, tied: bool) -> ModelSpec:
+    c.require("hidden_act", "silu")
+    c.ignore("time_step_min", "time_step_max", "time_step_floor", "time_step_scale")  # of training
+    c.ignore("time_step_init_scheme", "rescale_prenorm_residual", "residual_in_fp32")
+    c.ignore("use_mambapy", "use_associative_scan", "use_mamba_kernels")
+    norm = rms(c.size("hidden_size"), c.take("layer_norm_epsilon", float, 1e-5))
+    layer = LayerSpec(recurrent=mixer, mlp=None, block=SequentialBlock(pre_attention=norm))
+    return model(c, family, layer, norm, MAX_POSITION, tied=tied)
+
+
+BACKBONE: dict[str, Theirs] = {
+    "embed": "backbone.embeddings",
+    "final_norm": "backbone.norm_f",
+    "head": "lm_head",
+    "pre_attention": "norm",
+}
+
+FAMILIES = tuple(
+    Family(
+        model_type=name,
+        architectures=(architecture,),
+        read=read,
+        names=table(
+            {**BACKBONE, **names("mixer")},
+            layer="backbone.layers.{i}.",
+            changes={"recurrent.conv": of_conv},
+        ),
+    )
+    for name, architecture, read, names in (
+        ("mamba", "MambaForCausalLM", read_mamba, mamba_1_names),
+        ("falcon_mamba", "FalconMambaForCausalLM", read_falcon_mamba, mamba_1_names),
+        ("mamba2", "Mamba2ForCausalLM", read_mamba2, mamba_names),
+    )
+)

@@ -228,15 +228,22 @@ BASES = ("model.", "transformer.", "gpt_neox.")
 """What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
 
 
+WRITTEN_AS = (
+    ("vision_tower.vision_model.", "vision_tower."),  # Gemma 3's SigLIP, by transformers 4
+    ("feedforward_layer_norm", "post_attention_layernorm"),  # OLMo Hybrid's attention, by 5
+    (".block_sparse_moe.", ".mlp."),  # Kimi Linear's dense layers, by 5
+)
+"""Parts of names that transformers writes in the place of the usual ones."""
+
+
 def canonical(name: str, prefixes: tuple[str, ...], names: Mapping[str, Placement]) -> str | None:
     """`name` as the family's table has it: some writers put a prefix before every name, some leave out the usual one."""
     for prefix in ("", *prefixes):
         if name.startswith(prefix) and (short := name[len(prefix) :]) in names:
             return short
-    if "vision_tower.vision_model." in name:  # Gemma 3's SigLIP, as transformers 4 wrote it
-        return canonical(
-            name.replace("vision_tower.vision_model.", "vision_tower."), prefixes, names
-        )
+    for theirs, usual in WRITTEN_AS:
+        if theirs in name and (found := canonical(name.replace(theirs, usual), prefixes, names)):
+            return found
     # Multimodal checkpoints nest the language model: model.language_model.layers… and language_model.model.layers…
     bare = without_prefix(name, prefixes)
     return next((m for m in (f"{base}{bare}" for base in BASES) if m in names), None)
