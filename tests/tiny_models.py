@@ -183,6 +183,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "linear_value_head_dim": 8,  # as many channels as keys have, which transformers' writer needs
     },
+    "falcon_h1": {
+        **_MAMBA2,
+        "model_type": "falcon_h1",
+        "layer_types": None,
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 48,
+        "mamba_d_head": 6,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.4,
+        "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.8,
+        "mlp_multipliers": [0.9, 0.5],
+        "ssm_multipliers": [0.4, 0.5, 1.1, 1.3, 0.6],
+    },
     "granitemoehybrid": {
         **_MAMBA2,
         "model_type": "granitemoehybrid",

@@ -197,6 +197,17 @@ CASES = {
     "mamba-biased": ("mamba", {"use_bias": True, "use_conv_bias": False, "time_step_rank": None}),
     "mamba2-tied": ("mamba2", {"use_bias": True, "tie_word_embeddings": True, "n_groups": 1}),
     "olmo-hybrid-positive": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {
+            **dict(mamba_rms_norm=True, mamba_proj_bias=True, projectors_bias=True),
+            **dict(attention_bias=True, mlp_bias=True, mamba_d_ssm=64, mamba_d_head="auto"),
+        },
+    ),
+    "falcon-h1-gated-first": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
+    ),
     "granite-4-h-dense": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},

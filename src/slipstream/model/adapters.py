@@ -28,7 +28,15 @@ from slipstream.spec.adapters import WEIGHTS_NAME, AdapterConfig, read_adapter_c
 from slipstream.spec.description import ModelDescription
 from slipstream.spec.families.names import canonical
 from slipstream.spec.parallel import Shard
-from slipstream.spec.parameters import Placement, SwapGateUp, Transpose, Ungroup, Unpermute
+from slipstream.spec.parameters import (
+    Placement,
+    Regroup,
+    Scale,
+    SwapGateUp,
+    Transpose,
+    Ungroup,
+    Unpermute,
+)
 
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
@@ -246,7 +254,7 @@ class AdapterLayout:
         part = None if key is None else self._layout.names[key]
         if part is not None and adapted_stem(part.target) and part.copies is None:
             assert part.transform is None or isinstance(
-                part.transform, Transpose | Ungroup | Unpermute | SwapGateUp
+                part.transform, Transpose | Ungroup | Unpermute | SwapGateUp | Regroup | Scale
             )
             return part
         if part is None:

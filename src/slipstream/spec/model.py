@@ -114,6 +114,8 @@ class ModelSpec:
     `embed_norm`: a norm of the embeddings (BLOOM).
     `headless`: a decoder of which AutoModel wrote no head; it gives vectors alone.
     `logit_scale` multiplies logits (Cohere, Granite). With `logit_softcap` they then become tanh(l / cap) · cap.
+    `folded`: numbers by which weights are multiplied when they are loaded, by the end of the checkpoint's name. Each pair has
+    a count of rows and their number (Falcon-H1).
     `stage`: the layers [first, last) whose weights are here, if other ranks have the others. The first layer's rank has the
     embeddings, too, and the last layer's what comes behind.
     """
@@ -137,6 +139,7 @@ class ModelSpec:
     classifier: ClassifierSpec | None = None
     encoder: EncoderSpec | None = None
     vision: VisionSpec | None = None
+    folded: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     stage: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:

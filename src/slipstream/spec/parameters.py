@@ -65,8 +65,31 @@ class Regroup:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Rows are multiplied by numbers of the config. Each pair has a count of rows and their number (Falcon-H1)."""
+
+    factors: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """A vector is stored with dimensions of 1 (Kimi Linear's decays)."""
+
+    shape: tuple[int, ...]
+
+
 Transform: TypeAlias = (
-    Transpose | Ungroup | Unpermute | MinusOne | Deinterleave | SwapGateUp | Flatten | Regroup
+    Transpose
+    | Ungroup
+    | Unpermute
+    | MinusOne
+    | Deinterleave
+    | SwapGateUp
+    | Flatten
+    | Regroup
+    | Scale
+    | Reshape
 )
 
 

@@ -39,6 +39,8 @@ from slipstream.spec.parameters import (
     MinusOne,
     Placement,
     Regroup,
+    Reshape,
+    Scale,
     Shape,
     SwapGateUp,
     Transform,
@@ -383,6 +385,8 @@ def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
     """Returns the shape in which a checkpoint stores a tensor that becomes `shape`."""
     if isinstance(transform, Flatten):
         return (shape[0], *transform.kernel)
+    if isinstance(transform, Reshape):
+        return transform.shape
     turned = isinstance(transform, Transpose) or (
         isinstance(transform, Deinterleave) and transform.transposed
     )
@@ -412,6 +416,12 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value.reshape(value.shape[0], -1)
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
+        case Reshape():
+            return value.reshape(-1)
+        case Scale(factors=factors):
+            rows = [xp.full((count,), x, dtype=xp.float32) for count, x in factors]
+            numbers = xp.concatenate(rows).reshape(-1, *(1,) * (value.ndim - 1))
+            return xp.asarray(value, dtype=xp.float32) * numbers
         case Regroup(num_groups=n, sizes=sizes, order=order):
             groups, ends = value.reshape(n, sum(sizes), *value.shape[1:]), [0]
             for size in sizes:

@@ -18,6 +18,7 @@ from slipstream.spec.families import (
     cohere,
     deepseek,
     falcon,
+    falcon_h1,
     gemma,
     glm,
     gpt,
@@ -53,6 +54,7 @@ MODULES = (
         cohere,
         deepseek,
         falcon,
+        falcon_h1,
         gemma,
         glm,
         gpt,
@@ -61,8 +63,8 @@ MODULES = (
         idefics3,
         jamba,
     ),
-    *(lfm, llama, mamba, modernbert, mpt, nemotron_h, neox, nomic, olmo, olmo_hybrid, opt, phi),
-    *(qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(lfm, llama, mamba, modernbert, mpt, nemotron_h, neox, nomic, olmo, olmo_hybrid),
+    *(opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES
