@@ -200,6 +200,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_multipliers": [0.9, 0.5],
         "ssm_multipliers": [0.4, 0.5, 1.1, 1.3, 0.6],
     },
+    "kimi_linear": {
+        **{
+            k: v
+            for k, v in _LATENT.items()
+            if k not in ("n_routed_experts", "first_k_dense_replace")
+        },
+        "model_type": "kimi_linear",
+        "pad_token_id": None,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "q_lora_rank": None,
+        **dict(num_experts=8, n_group=4, topk_group=2, linear_num_heads=4, linear_head_dim=12),
+    },
     "granitemoehybrid": {
         **_MAMBA2,
         "model_type": "granitemoehybrid",

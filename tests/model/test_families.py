@@ -208,6 +208,17 @@ CASES = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "tie_word_embeddings": True},
     ),
+    "kimi-linear-hub": (
+        "kimi_linear",
+        {
+            "layer_types": None,
+            "linear_attn_config": {
+                **dict(full_attn_layers=[2], kda_layers=[1, 3], head_dim=12, num_heads=2),
+                "short_conv_kernel_size": 3,
+            },
+            **dict(q_lora_rank=16, n_group=1, topk_group=1, first_k_dense_replace=2),
+        },
+    ),
     "granite-4-h-dense": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},

@@ -18,6 +18,7 @@ from slipstream.spec.model import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    NoRotation,
     RopeSpec,
     YarnScaling,
 )
@@ -58,6 +59,8 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
     match spec.scaling:
         case None:
             return base, 1.0
+        case NoRotation():
+            return np.zeros_like(base), 1.0
         case LinearScaling(factor=factor):
             return base / np.float32(factor), 1.0
         case Llama3Scaling() as s:

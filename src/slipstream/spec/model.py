@@ -44,6 +44,7 @@ from slipstream.spec.positions import LearnedPositionSpec as LearnedPositionSpec
 from slipstream.spec.positions import LinearScaling as LinearScaling
 from slipstream.spec.positions import Llama3Scaling as Llama3Scaling
 from slipstream.spec.positions import LongRopeScaling as LongRopeScaling
+from slipstream.spec.positions import NoRotation as NoRotation
 from slipstream.spec.positions import RopeSpec as RopeSpec
 from slipstream.spec.positions import YarnScaling as YarnScaling
 from slipstream.spec.recurrent import GatedDeltaSpec as GatedDeltaSpec

@@ -107,6 +107,11 @@ class LongRopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoRotation:
+    """Every angle is 0: the part of a key that heads share is not rotated (Kimi Linear's latent attention)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding (Su et al. 2021) of the first `rotary_dim` dimensions of each head.
 
@@ -118,7 +123,9 @@ class RopeSpec:
     theta: float
     rotary_dim: int
     style: Literal["half", "interleaved"] = "half"
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | NoRotation | None = (
+        None
+    )
     sections: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
