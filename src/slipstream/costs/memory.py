@@ -493,7 +493,7 @@ def size_cache(
         image_cache_bytes=pictures,
         state_bytes=config.cache.state_slots * slot,
         num_states=config.cache.state_slots,
-        host_tier_bytes=(config.cache.host_bytes or 0) // block * block,
+        host_tier_bytes=(config.cache.host_bytes or 0) // max(1, block) * block,
         disk_tier_bytes=config.cache.disk_bytes or 0,
         num_caches=config.parallel.experts if config.parallel.deals_requests else 1,
     )
