@@ -38,6 +38,11 @@ class MinusOne:
 
 
 @dataclass(frozen=True, slots=True)
+class NegatedExp:
+    """Stored values are −exp of ours (decays in GGUF)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Deinterleave:
     """Rows of gate and up alternate (gpt-oss). `transposed`: the tensor is [in, out] besides."""
 
@@ -74,7 +79,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """A vector is stored with dimensions of 1 (Kimi Linear's decays)."""
+    """A vector is stored with more dimensions (norms of groups in GGUF)."""
 
     shape: tuple[int, ...]
 
@@ -84,6 +89,7 @@ Transform: TypeAlias = (
     | Ungroup
     | Unpermute
     | MinusOne
+    | NegatedExp
     | Deinterleave
     | SwapGateUp
     | Flatten

@@ -37,6 +37,7 @@ from slipstream.spec.parameters import (
     Deinterleave,
     Flatten,
     MinusOne,
+    NegatedExp,
     Placement,
     Regroup,
     Reshape,
@@ -152,9 +153,7 @@ def parameter_fills(
             continue
         into = placed_shape(shapes[placement.target], placement)
         expected = stored_shape(into, placement.transform)
-        if (
-            tuple(shape) != expected and (1, *shape) != expected
-        ):  # GGUF writes a single row without its first dimension
+        if not is_shaped(shape, expected):
             raise CheckpointError(
                 f"the tensor {name!r} has shape {list(shape)}, and the config asks for {list(expected)}",
                 field=name,
@@ -350,8 +349,12 @@ def gguf_arrays(description: ModelDescription, dtype: str) -> Iterator[Stored]:
     assert file is not None
 
     def kind(name: str) -> str:
-        # Norms keep their precision until one is taken off; everything else goes straight to the final type.
-        return "float32" if name in names and isinstance(names[name].transform, MinusOne) else dtype
+        # Norms keep their precision until one is taken off, as do decays; the rest goes straight to the final type.
+        place = names.get(name)
+        exact = place is not None and (
+            isinstance(place.transform, MinusOne) or keeps_float32(place.target)
+        )
+        return "float32" if exact else dtype
 
     for name, tensor in file.tensors.items():
         yield name, tuple(tensor.shape), partial(dequantize_tensor, file, name, kind(name))
@@ -379,6 +382,11 @@ def placed_shape(shape: Shape, placement: Placement) -> Shape:
         else placement.rows
     )
     return (*copies, rows, *shape[1:])
+
+
+def is_shaped(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """Tells whether the shapes are the same but for dimensions of 1, which writers add and drop."""
+    return [n for n in shape if n != 1] == [n for n in expected if n != 1]
 
 
 def stored_shape(shape: Shape, transform: Transform | None) -> Shape:
@@ -416,6 +424,8 @@ def transformed(value: Any, how: Transform | None, xp: Any = np) -> Any:
             return value.reshape(value.shape[0], -1)
         case MinusOne():
             return xp.asarray(value, dtype=xp.float32) - 1.0
+        case NegatedExp():
+            return xp.log(-xp.asarray(value, dtype=xp.float32))
         case Reshape():
             return value.reshape(-1)
         case Scale(factors=factors):

@@ -140,9 +140,10 @@ def is_base(family: Family, architectures: object) -> bool:
 def find_gguf_family(architecture: object) -> Family:
     """The family of a GGUF file's `general.architecture`."""
     known = {
-        family.gguf.architecture: family
+        name: family
         for family in families().values()
         if family.gguf is not None
+        for name in (family.gguf.architecture, *family.gguf.also)
     }
     if architecture not in known:
         raise UnsupportedModelError(

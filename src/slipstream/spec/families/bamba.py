@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     attention,
     before,
@@ -16,8 +16,15 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.mamba import bamba_mixer, mamba_names
-from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
+from slipstream.spec.families.mamba import (
+    GGUF,
+    GGUF_CHANGES,
+    bamba_mixer,
+    mamba2_gguf_config,
+    mamba_names,
+)
+from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import DenseSpec, LayerSpec, ModelSpec, MoESpec, SharedExpertSpec
 
 KINDS = ("full_attention", "linear_attention")
@@ -119,6 +126,31 @@ GRANITE: dict[str, Theirs] = {
 }
 CONV = {"recurrent.conv": of_conv}
 
+
+def gguf_granite(m: ConfigReader) -> dict[str, Any]:
+    """llama.cpp writes Granite and Bamba alike; only Bamba's attention is rotated."""
+    if m.take("rope.scaling.finetuned", bool, False):
+        raise m.unsupported("rope.scaling.finetuned", "Bamba is not read from GGUF files")
+    scales = {
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "embedding_multiplier": "embedding_scale",
+        "logits_scaling": "logit_scale",
+    }
+    num_experts, hidden = m.take("expert_count", int, 0), m.size("embedding_length")
+    kinds = ["full_attention" if n else "linear_attention" for n in kv_heads(m)]
+    return {
+        **llama_gguf_config(m, experts=True, by_layer=True),
+        **mamba2_gguf_config(m),
+        "mamba_expand": m.size("ssm.inner_size") // hidden,
+        "layer_types": kinds,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": m.take("expert_used_count", int, 0) or 2,
+        "shared_intermediate_size": m.size("expert_shared_feed_forward_length"),
+        **{ours: m.take(theirs, float, 1.0) for ours, theirs in scales.items()},
+    }
+
+
 FAMILIES = (
     Family(
         model_type="bamba",
@@ -131,5 +163,10 @@ FAMILIES = (
         architectures=("GraniteMoeHybridForCausalLM",),
         read=read_granite,
         names=table(GRANITE, changes=CONV),
+        gguf=GGUFFamily(
+            architecture="granitehybrid",
+            config=gguf_granite,
+            names=gguf_table(GGUF, changes=GGUF_CHANGES),
+        ),
     ),
 )

@@ -9,10 +9,16 @@ import dataclasses
 from typing import Any
 
 from slipstream.spec.families.bamba import BAMBA
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import attention, before, gated, heads, model, rms, rope
-from slipstream.spec.families.mamba import bamba_mixer
-from slipstream.spec.families.names import of_conv, table
+from slipstream.spec.families.mamba import (
+    GGUF,
+    GGUF_CHANGES,
+    bamba_mixer,
+    mamba2_gguf_config,
+)
+from slipstream.spec.families.metadata import llama_gguf_config
+from slipstream.spec.families.names import gguf_table, of_conv, table
 from slipstream.spec.model import AttentionSpec, DenseSpec, LayerSpec, Mamba2Spec, ModelSpec
 from slipstream.spec.parameters import Scale
 
@@ -103,6 +109,28 @@ def names(spec: ModelSpec) -> Names:
     return found
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """The converter has folded the multipliers into the weights."""
+    return {
+        **llama_gguf_config(m),
+        **mamba2_gguf_config(m),
+        "mamba_d_ssm": m.size("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in m,
+        "mamba_norm_before_gate": False,
+    }
+
+
 FAMILIES = (
-    Family(model_type="falcon_h1", architectures=("FalconH1ForCausalLM",), read=read, names=names),
+    Family(
+        model_type="falcon_h1",
+        architectures=("FalconH1ForCausalLM",),
+        read=read,
+        names=names,
+        gguf=GGUFFamily(
+            architecture="falcon-h1",
+            config=gguf_config,
+            # The converter leaves out the end of this name.
+            names=gguf_table({**GGUF, "pre_mlp": {"weight": "ffn_norm"}}, changes=GGUF_CHANGES),
+        ),
+    ),
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.spec.families.bamba import BAMBA
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import attention, before, gated, heads, model, rms
-from slipstream.spec.families.mamba import mamba_1_names, rank
-from slipstream.spec.families.names import Theirs, of_conv, table
+from slipstream.spec.families.mamba import GGUF, GGUF_CHANGES, mamba_1_names, rank
+from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
+from slipstream.spec.families.names import Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import LayerSpec, MambaSpec, MLPSpec, ModelSpec, MoESpec
 
 
@@ -66,11 +67,40 @@ NAMES: dict[str, Theirs] = {
     "experts.down": "feed_forward.experts.{e}.down_proj",
 }
 
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """The file does not say which layers have experts: every second one, as in all of Jamba's models."""
+    config = llama_gguf_config(m, experts=True, by_layer=True)
+    attended = [i for i, n in enumerate(kv_heads(m)) if n]
+    first = attended[0]
+    period = attended[1] - first if len(attended) > 1 else m.size("block_count")
+    if attended != list(range(first, m.size("block_count"), period)):
+        raise m.unsupported("attention.head_count_kv", "attention must be in every nth layer")
+    for key in ("head_dim", "rope_theta"):
+        config.pop(key, None)
+    return {
+        **config,
+        "attn_layer_period": period,
+        "attn_layer_offset": first,
+        "num_experts": m.size("expert_count"),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "mamba_d_state": m.size("ssm.state_size"),
+        "mamba_d_conv": m.size("ssm.conv_kernel"),
+        "mamba_expand": m.size("ssm.inner_size") // m.size("embedding_length"),
+        "mamba_dt_rank": m.size("ssm.time_step_rank"),
+    }
+
+
 FAMILIES = (
     Family(
         model_type="jamba",
         architectures=("JambaForCausalLM", "JambaForSequenceClassification"),
         read=read,
         names=table(NAMES, changes={"recurrent.conv": of_conv}),
+        gguf=GGUFFamily(
+            architecture="jamba",
+            config=gguf_config,
+            names=gguf_table(GGUF, changes=GGUF_CHANGES),
+        ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import (
     attention,
     before,
@@ -15,7 +15,8 @@ from slipstream.spec.families.builders import (
     rms,
     rope,
 )
-from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
+from slipstream.spec.families.metadata import kv_heads, llama_gguf_config
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (
     DenseSpec,
     LayerSpec,
@@ -118,12 +119,51 @@ NAMES: dict[str, Theirs] = {
     "experts.down": "feed_forward.experts.{e}.w2",
 }
 
+
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """The file has the MLP's own size, and the layers' kv heads, of which convolutions have none."""
+    config = llama_gguf_config(m, experts=True, by_layer=True)
+    del config["hidden_act"]
+    own = {
+        "norm_eps": config.pop("rms_norm_eps"),
+        "layer_types": ["full_attention" if n else "conv" for n in kv_heads(m)],
+        "conv_L_cache": m.size("shortconv.l_cache"),
+    }
+    if not m.take("expert_count", int, 0):
+        m.require("expert_used_count", 0)
+        return {**config, **own, "block_auto_adjust_ff_dim": False}
+    m.require("expert_gating_func", 2)
+    m.require("expert_weights_norm", True)
+    return {
+        **config,
+        **own,
+        "num_experts": m.size("expert_count"),
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "num_dense_layers": m.take("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+    }
+
+
+GGUF: dict[str, Theirs] = {
+    "final_norm": "token_embd_norm",
+    "recurrent.in": "shortconv.in_proj",
+    "recurrent.conv": "shortconv.conv",
+    "recurrent.out": "shortconv.out_proj",
+    "correction": {"weight": "exp_probs_b.bias"},
+}
+
 FAMILIES = tuple(
     Family(
         model_type=name,
         architectures=(architecture,),
         read=read,
         names=table(NAMES, changes={"recurrent.conv": of_conv}),
+        gguf=GGUFFamily(
+            architecture=name.replace("_", ""),
+            config=gguf_config,
+            names=gguf_table(GGUF, changes={"recurrent.conv": of_conv}),
+        ),
     )
     for name, architecture, read in (
         ("lfm2", "Lfm2ForCausalLM", read_lfm2),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from slipstream.spec.families.base import ConfigReader, Family
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily
 from slipstream.spec.families.builders import model, rms
-from slipstream.spec.families.names import Theirs, of_conv, table
+from slipstream.spec.families.names import Change, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import LayerSpec, Mamba2Spec, MambaSpec, ModelSpec, SequentialBlock
+from slipstream.spec.parameters import NegatedExp, Reshape, Transform
 
 
 def time_limit(c: ConfigReader, key: str = "time_step_limit") -> tuple[float, float]:
@@ -81,6 +82,9 @@ MAX_POSITION = 2**20
 
 
 def read_mamba(c: ConfigReader) -> ModelSpec:
+    """llama.cpp writes FalconMamba as a `mamba` whose dt, B and C are normed."""
+    if "mixer_rms_eps" in c:
+        return read_falcon_mamba(c)
     return _read(c, "mamba", _mamba_1(c, 1e-6, normed=False), tied=True)
 
 
@@ -141,6 +145,85 @@ def _read(c: ConfigReader, family: str, mixer: Mamba2Spec | MambaSpec, *, tied: 
     return model(c, family, layer, norm, MAX_POSITION, tied=tied)
 
 
+def gguf_mamba(m: ConfigReader) -> dict[str, Any]:
+    config = {**_gguf(m), "time_step_rank": m.size("ssm.time_step_rank")}
+    if m.take("ssm.dt_b_c_rms", bool, False):
+        config["mixer_rms_eps"] = 1e-6  # FalconMamba's, which the file lacks
+    return config
+
+
+def gguf_mamba2(m: ConfigReader) -> dict[str, Any]:
+    num_heads = m.size("ssm.time_step_rank")
+    return {
+        **_gguf(m),
+        "num_heads": num_heads,
+        "head_dim": m.size("ssm.inner_size") // num_heads,
+        "n_groups": m.size("ssm.group_count", 1),
+    }
+
+
+def mamba2_gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """Bamba's keys of Mamba-2."""
+    num_heads = m.size("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": m.size("ssm.inner_size") // num_heads,
+        "mamba_n_groups": m.size("ssm.group_count", 1),
+        "mamba_d_state": m.size("ssm.state_size"),
+        "mamba_d_conv": m.size("ssm.conv_kernel"),
+    }
+
+
+def _gguf(m: ConfigReader) -> dict[str, Any]:
+    m.ignore("context_length", "feed_forward_length", "attention.head_count")  # there are none
+    m.ignore("attention.head_count_kv")
+    hidden = m.size("embedding_length")
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": m.size("block_count"),
+        "state_size": m.size("ssm.state_size"),
+        "conv_kernel": m.size("ssm.conv_kernel"),
+        "expand": m.size("ssm.inner_size") // hidden,
+        "layer_norm_epsilon": m.take("attention.layer_norm_rms_epsilon", float),
+    }
+
+
+def _normed(layer: LayerSpec, part: int) -> Transform:
+    """Norms by groups are stored as [groups, size of one]."""
+    r = layer.recurrent
+    assert isinstance(r, Mamba2Spec)
+    return Reshape((r.norm_groups, r.v_size // r.norm_groups))
+
+
+def _decay(layer: LayerSpec, part: int) -> Transform:
+    return NegatedExp()
+
+
+GGUF: dict[str, Theirs] = {
+    "recurrent.in": "ssm_in",
+    "recurrent.conv": "ssm_conv1d",
+    "recurrent.select": "ssm_x",
+    "recurrent.dt": "ssm_dt",
+    "recurrent.decay": {"weight": "ssm_a"},
+    "recurrent.time": {"weight": "ssm_dt.bias"},
+    "recurrent.skip": {"weight": "ssm_d"},
+    "recurrent.time_norm": "ssm_dt_norm",
+    "recurrent.b_norm": "ssm_b_norm",
+    "recurrent.c_norm": "ssm_c_norm",
+    "recurrent.norm": "ssm_norm",
+    "recurrent.out": "ssm_out",
+}
+GGUF_CHANGES: dict[str, Change] = {
+    "recurrent.conv": of_conv,
+    "recurrent.decay": _decay,
+    "recurrent.norm": _normed,
+}
+_gguf_names = gguf_table(GGUF, changes=GGUF_CHANGES)
+GGUFS = {
+    "mamba": GGUFFamily(architecture="mamba", config=gguf_mamba, names=_gguf_names),
+    "mamba2": GGUFFamily(architecture="mamba2", config=gguf_mamba2, names=_gguf_names),
+}
+
 BACKBONE: dict[str, Theirs] = {
     "embed": "backbone.embeddings",
     "final_norm": "backbone.norm_f",
@@ -158,6 +241,7 @@ FAMILIES = tuple(
             layer="backbone.layers.{i}.",
             changes={"recurrent.conv": of_conv},
         ),
+        gguf=GGUFS.get(name),
     )
     for name, architecture, read, names in (
         ("mamba", "MambaForCausalLM", read_mamba, mamba_1_names),

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Any
 
-from slipstream.spec.families.base import ConfigReader, Family, Names
+from slipstream.spec.families.base import ConfigReader, Family, GGUFFamily, Names
 from slipstream.spec.families.builders import (
     activation,
     attention,
@@ -20,8 +20,9 @@ from slipstream.spec.families.builders import (
     rms,
 )
 from slipstream.spec.families.deepseek import expert_groups
-from slipstream.spec.families.mamba import mamba_names
-from slipstream.spec.families.names import LLAMA, Theirs, of_conv, table
+from slipstream.spec.families.mamba import GGUF, GGUF_CHANGES, mamba_names
+from slipstream.spec.families.metadata import kv_heads, numbers_by_layer
+from slipstream.spec.families.names import LLAMA, Theirs, gguf_table, of_conv, table
 from slipstream.spec.model import (
     LayerSpec,
     Mamba2Spec,
@@ -197,6 +198,68 @@ def numbered(spec: ModelSpec, found: Names) -> Names:
     return {re.sub(r"^(.*?\.)(\d+)\.(\+?)", number, name): at for name, at in found.items()}
 
 
+def gguf_config(m: ConfigReader) -> dict[str, Any]:
+    """A layer with kv heads is attention, one with an MLP's size an MLP or a mixture, the others are Mamba-2."""
+    num_experts, num_heads = m.take("expert_count", int, 0), m.size("ssm.time_step_rank")
+    sizes, fed = numbers_by_layer(m, "feed_forward_length"), "moe" if num_experts else "mlp"
+    kinds = [
+        "full_attention" if kv else fed if size else "linear_attention"
+        for kv, size in zip(kv_heads(m), sizes, strict=True)
+    ]
+    m.require("attention.value_length", m.size("attention.key_length"))
+    m.ignore("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned")  # no rotation
+    m.require("nextn_predict_layers", 0)
+    config = {
+        "hidden_size": m.size("embedding_length"),
+        "layers_block_type": kinds,
+        "num_attention_heads": m.size("attention.head_count"),
+        "num_key_value_heads": max(kv_heads(m)) or m.size("attention.head_count"),
+        "head_dim": m.size("attention.key_length"),
+        "max_position_embeddings": m.size("context_length"),
+        "intermediate_size": max(sizes) or 1,
+        "layer_norm_epsilon": m.take("attention.layer_norm_rms_epsilon", float),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": m.size("ssm.inner_size") // num_heads,
+        "ssm_state_size": m.size("ssm.state_size"),
+        "n_groups": m.size("ssm.group_count", 1),
+        "conv_kernel": m.size("ssm.conv_kernel"),
+    }
+    if not num_experts:
+        return config
+    return {
+        **config,
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": m.size("expert_used_count"),
+        "moe_intermediate_size": m.size("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": m.size("expert_shared_feed_forward_length"),
+        "n_shared_experts": m.size("expert_shared_count", 1),
+        "moe_latent_size": m.maybe("moe_latent_size", int),
+        "n_group": m.size("expert_group_count", 1),
+        "topk_group": m.size("expert_group_used_count", 1),
+        "norm_topk_prob": m.take("expert_weights_norm", bool, False),
+        "routed_scaling_factor": m.take("expert_weights_scale", float, 1.0),
+    }
+
+
+GGUF_NAMES: dict[str, Theirs] = {
+    **GGUF,
+    "pre_mlp": "+attn_norm",
+    "mlp.up": "+ffn_up",
+    "mlp.down": "+ffn_down",
+    "router": "+ffn_gate_inp",
+    "correction": {"weight": "+exp_probs_b.bias"},
+    "experts.up": "+ffn_up_exps",
+    "experts.down": "+ffn_down_exps",
+    "shared.up": "+ffn_up_shexp",
+    "shared.down": "+ffn_down_shexp",
+}
+_gguf_table = gguf_table(GGUF_NAMES, changes=GGUF_CHANGES)
+
+
+def gguf_names(spec: ModelSpec) -> Names:
+    return numbered(spec, _gguf_table(spec))
+
+
 FAMILIES = (
     Family(
         model_type="nemotron_h",
@@ -204,5 +267,11 @@ FAMILIES = (
         read=read,
         names=names,
         ignored=(r"mtp\..*",),
+        gguf=GGUFFamily(
+            architecture="nemotron_h",
+            also=("nemotron_h_moe",),
+            config=gguf_config,
+            names=gguf_names,
+        ),
     ),
 )
