@@ -62,8 +62,10 @@ struct Convert : RowOp {
 
 struct Place : RowOp {
     int32_t x, out;
-    int64_t column, size;
-    void row(Program& p, int64_t t, float*) override { memcpy((float*)p.row(out, t) + column, p.row(x, t), size * sizeof(float)); }
+    int64_t start, column, size;
+    void row(Program& p, int64_t t, float*) override {
+        memcpy((float*)p.row(out, t) + column, (const float*)p.row(x, t) + start, size * sizeof(float));
+    }
 };
 
 struct Activate : RowOp {
@@ -493,9 +495,9 @@ void ss_add_convert(ss_program* p, int32_t x, int32_t out, int32_t form, int64_t
     op->x = x, op->out = out, op->form = form, op->size = size, op->rows_a_token = rows_a_token;
 }
 
-void ss_add_place(ss_program* p, int32_t x, int32_t out, int64_t column, int64_t size) {
+void ss_add_place(ss_program* p, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size) {
     auto* op = add<Place>(p);
-    op->x = x, op->out = out, op->column = column, op->size = size;
+    op->x = x, op->start = start, op->out = out, op->column = column, op->size = size;
 }
 
 void ss_add_linear(ss_program* p, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,

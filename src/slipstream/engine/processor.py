@@ -308,6 +308,7 @@ class InputProcessor:
             max_tokens=max_tokens,
             encoder_token_ids=encoded,
             images=images,
+            marks=self.prompts.borders(tokens),
         )
         others = (self._fork(first, i) for i in range(1, sampling.num_drawn))
         request_id = options.request_id or f"request-{first.request_id}"

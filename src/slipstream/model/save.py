@@ -204,6 +204,12 @@ def check_writable(source: ModelDescription) -> None:
             f"{source.name} is {source.spec.kind}; only decoders can be compressed yet",
             field="model_type",
         )
+    if source.spec.is_recurrent:
+        raise UnsupportedModelError(
+            f"{source.name} has recurrent layers; such models can't be compressed yet, but they are rounded at load "
+            "(--quantization)",
+            field="model_type",
+        )
     for layer in source.spec.layers:
         if (
             not isinstance(layer.attention, AttentionSpec)

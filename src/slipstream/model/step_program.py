@@ -37,9 +37,18 @@ from slipstream.kernels.cpu.programs import (
     add_norm,
     add_rope_and_cache,
 )
+from slipstream.kernels.cpu.recurrent import (
+    add_causal_conv,
+    add_gate,
+    add_gated_delta,
+    add_mamba2,
+    add_selective_scan,
+    add_short_conv,
+)
 from slipstream.kernels.layouts import AttentionParams, Experts, MLAParams, NormParams, QKVLayout
 from slipstream.kernels.metadata import AttentionMetadata, LayerKV
 from slipstream.kernels.recording import Op, Refused, Value
+from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 from slipstream.model.decoder import Decoder
 from slipstream.model.trace import lowered_part, trace, trace_encoder
 from slipstream.spec.model import Activation
@@ -195,6 +204,7 @@ class CompiledOps:
     num_groups: int
     _kv: Sequence[LayerKV] | None = None
     _pointers: object = None
+    _blocks: LayerKV | None = None  # of a layer with attention, if there is one
 
     def run(
         self,
@@ -241,7 +251,11 @@ class CompiledOps:
         """Returns the step's inputs for the library, and an object that must live while it runs."""
         if self._kv is not kv:
             self._kv, self._pointers = kv, native.layer_pointers(kv)
-        inputs, kept = native.step_inputs(meta, self._pointers, kv[0], token_ids, self.num_groups)
+            self._blocks = max(kv, key=lambda layer: layer.k.shape[3])
+        assert self._blocks is not None
+        inputs, kept = native.step_inputs(
+            meta, self._pointers, self._blocks, token_ids, self.num_groups
+        )
         return inputs, (kept, self._pointers)
 
 
@@ -320,8 +334,11 @@ class ProgramEmitter(Emitter):
     def convert(self, x: int, out: int, form: int, size: int) -> None:
         self.program.add("convert", x, out, form, size, 1)
 
-    def place(self, x: int, out: int, column: int, size: int) -> None:
-        self.program.add("place", x, out, column, size)
+    def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
+        self.program.add("place", x, start, out, column, size)
+
+    def gate(self, x: int, z: int, column: int, out: int, form: int, size: int) -> None:
+        add_gate(self.program, x, z, column, out, form, size)
 
     def linear(self, x: int, out: int, w: Any, accumulate: bool) -> None:
         add_linear(self.program, x, out, w, accumulate=accumulate)
@@ -367,6 +384,54 @@ class ProgramEmitter(Emitter):
         queries = scratch("queries", FORM_F32, size)
         add_latent_queries(self.program, q, row, queries, layer, params, scratch)
         add_latent_attention(self.program, queries, out, layer, params, scratch)
+
+    def gated_delta(
+        self,
+        x: int,
+        gates: int,
+        decay: int | None,
+        z: int | None,
+        out: int,
+        form: int,
+        layer: int,
+        params: GatedDeltaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        rows = x, gates, decay, z, out, form
+        add_gated_delta(self.program, *rows, layer, params, scratch)
+
+    def mamba2(
+        self,
+        x: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: Mamba2Params,
+        scratch: ScratchBuffers,
+    ) -> None:
+        add_mamba2(self.program, x, out, form, layer, params, scratch)
+
+    def short_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_short_conv(self.program, x, out, form, layer, params)
+
+    def causal_conv(self, x: int, out: int, form: int, layer: int, params: ConvParams) -> None:
+        add_causal_conv(self.program, x, out, form, layer, params)
+
+    def selective_scan(
+        self,
+        x: int,
+        dt: int,
+        b: int,
+        c: int,
+        xz: int,
+        out: int,
+        form: int,
+        layer: int,
+        params: MambaParams,
+        scratch: ScratchBuffers,
+    ) -> None:
+        rows = x, dt, b, c, xz, out, form
+        add_selective_scan(self.program, *rows, layer, params, scratch)
 
     def experts(
         self, x: int, logits: int, counts: int, experts: Experts, scratch: ScratchBuffers

@@ -72,6 +72,9 @@ from slipstream.worker.step_shape import num_leading_decodes
 _logger = logging.getLogger("slipstream.engine")
 
 
+RECURRENT = Reason("recurrent layers: graphs hold steps of one token for each sequence")
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     graph: Graph
@@ -245,6 +248,8 @@ class StepGraphs(Graphs, Forward):
                 if batch.has_adapters
                 else Reason("no request of the step has an adapter")
             )
+        if self.rows.states is not None and batch.shape.num_tokens > batch.shape.num_decodes:
+            return RECURRENT
         return self.ladder.refusal(batch.shape)
 
     @contextlib.contextmanager
