@@ -16,6 +16,7 @@ from slipstream.spec.model import (
     GroupLimit,
     LatentAttentionSpec,
     LayerSpec,
+    MLPSpec,
     ModelSpec,
     MoESpec,
     NoRotation,
@@ -48,7 +49,7 @@ def read(c: ConfigReader) -> ModelSpec:
 
     which = kinds(c, mixers, kind)
     first = c.take("first_k_dense_replace", int, 1)
-    mlps = {"dense": dense, "sparse": moe}
+    mlps: dict[str, MLPSpec] = {"dense": dense, "sparse": moe}
     fed = kinds(c, mlps, lambda i: "dense" if i < first else "sparse", "mlp_layer_types")
 
     def layer(i: int) -> LayerSpec:
@@ -89,6 +90,7 @@ def _delta(c: ConfigReader, eps: float) -> GatedDeltaSpec:
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
     )
     reader = c.part("linear_attn_config") if own else c
+    c.require("hidden_act", "silu")  # the convolution's, too
     num_heads, dim, width = (
         reader.size(inner, c.size(key, default)) if own else c.size(key, default)
         for inner, key, default in sizes
