@@ -219,6 +219,7 @@ CASES = {
             **dict(q_lora_rank=16, n_group=1, topk_group=1, first_k_dense_replace=2),
         },
     ),
+    "nemotron-3-latent": ("nemotron_h", {"moe_latent_size": 12}),
     "granite-4-h-dense": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True},

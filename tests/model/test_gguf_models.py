@@ -768,11 +768,12 @@ HYBRIDS = {  # the family here, its changes, llama.cpp's architecture, what its 
         "nemotron_h",
         {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-            **dict(n_group=1, topk_group=1),
+            **dict(n_group=1, topk_group=1, moe_latent_size=12),
         },
         "NEMOTRON_H_MOE",
         {
             **NEMOTRON_H,
+            "moe_latent_size": 12,
             "attention.head_count_kv": [0, 0, 2, 0],
             "feed_forward_length": [0, 32, 0, 32],
             "expert_count": 8,

@@ -32,7 +32,8 @@ def part_of(name: str) -> str:
         return "embeddings"
     if first in ("attention", "cross", "recurrent"):
         return "attention"
-    if first in ("mlp", "router", "correction", "experts", "shared", "shared_weight"):
+    mlps = ("mlp", "router", "correction", "experts", "experts_in", "experts_out")
+    if first in (*mlps, "shared", "shared_weight"):
         return "mlp"
     return "output head" if first in ("head", "classifier") else "norms"
 

@@ -21,7 +21,7 @@ from slipstream.spec.model import (
     MoESpec,
 )
 
-UNROUNDED = ("expand", "router", "shared_weight")
+UNROUNDED = ("expand", "router", "shared_weight", "experts_in", "experts_out")
 """Products of a layer that keep the model's type."""
 
 

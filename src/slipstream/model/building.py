@@ -78,6 +78,7 @@ def build_layer(
             Experts(up, down, s, parameters.pop(f"{name}correction.weight", None)),
             dense(s.shared.mlp, "shared") if s.shared is not None else None,
             linear("shared_weight", None) if s.shared is not None and s.shared.weighed else None,
+            None if s.latent is None else (linear("experts_in", None), linear("experts_out", None)),
         )
 
     def attention(s: AttentionSpec) -> Attention:

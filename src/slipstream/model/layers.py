@@ -193,12 +193,13 @@ class MoE:
     experts: Experts
     shared: MLP | None
     shared_weight: Linear | None
+    latent: tuple[Linear, Linear] | None = None  # to `spec.latent` numbers, and back
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted."""
+        if self.shared is None or self.latent is not None:
+            return self._with_shared(ops, x, self._routed(ops, x, load))
         logits = ops.linear(x, self.router)
-        if self.shared is None:
-            return ops.moe(x, logits, self.experts, load)
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (
             always.activation,
@@ -222,10 +223,15 @@ class MoE:
         """
         rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
         load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
-        routed = ops.scatter_tokens(
-            ops.moe(rows, ops.linear(rows, self.router), self.experts, load), ranks
-        )[: len(x)]
+        routed = ops.scatter_tokens(self._routed(ops, rows, load), ranks)[: len(x)]
         return self._with_shared(ops, x, routed)
+
+    def _routed(self, ops: OpSet, x: Any, load: Any) -> Tensor:
+        logits = ops.linear(x, self.router)
+        if self.latent is None:
+            return ops.moe(x, logits, self.experts, load)
+        into, back = self.latent
+        return ops.linear(ops.moe(ops.linear(x, into), logits, self.experts, load), back)
 
     def _with_shared(self, ops: OpSet, x: Any, routed: Tensor) -> Tensor:
         if self.shared is None:

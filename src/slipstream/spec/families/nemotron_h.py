@@ -120,8 +120,9 @@ def _mixture(c: ConfigReader, act: Any, bias: bool) -> MoESpec:
     c.require("n_shared_experts", 1)
     c.assume(n_group=1, topk_group=1)
     shared = c.size("moe_shared_expert_intermediate_size", 7688)
-    if "moe_latent_size" in c:
-        raise c.unsupported("moe_latent_size", "experts over a latent are not supported")
+    latent = c.maybe("moe_latent_size", int)
+    if latent is not None and bias:
+        raise c.unsupported("mlp_bias", "is not supported with moe_latent_size")
     return MoESpec(
         num_experts=c.size("n_routed_experts", 8),
         num_experts_per_token=c.size("num_experts_per_tok", 2),
@@ -132,6 +133,7 @@ def _mixture(c: ConfigReader, act: Any, bias: bool) -> MoESpec:
         groups=expert_groups(c, "best_two"),
         weight_scale=c.take("routed_scaling_factor", float, 1.0),
         shared=SharedExpertSpec(mlp=plain(shared, act, bias=bias)),
+        latent=latent,
     )
 
 
@@ -175,6 +177,8 @@ NAMES: dict[str, Theirs] = {
     "correction": {"weight": "+mixer.gate.e_score_correction_bias"},
     "experts.up": "+mixer.experts.{e}.up_proj",
     "experts.down": "+mixer.experts.{e}.down_proj",
+    "experts_in": "+mixer.fc1_latent_proj",
+    "experts_out": "+mixer.fc2_latent_proj",
     "shared.up": "+mixer.shared_experts.up_proj",
     "shared.down": "+mixer.shared_experts.down_proj",
 }
@@ -250,6 +254,8 @@ GGUF_NAMES: dict[str, Theirs] = {
     "correction": {"weight": "+exp_probs_b.bias"},
     "experts.up": "+ffn_up_exps",
     "experts.down": "+ffn_down_exps",
+    "experts_in": "+ffn_latent_down",
+    "experts_out": "+ffn_latent_up",
     "shared.up": "+ffn_up_shexp",
     "shared.down": "+ffn_down_shexp",
 }
