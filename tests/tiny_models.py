@@ -312,6 +312,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+RECURRENT = {
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
+    *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
+    *("mamba", "falcon_mamba", "mamba2"),
+}
+"""Families with recurrent layers, which can't be trained or compressed yet."""
+
+
 def build(path: Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Any:
     """Write a checkpoint of random weights to `path`; the transformers model itself is returned."""
     import torch

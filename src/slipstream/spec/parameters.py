@@ -79,7 +79,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """A vector is stored with more dimensions (norms of groups in GGUF)."""
+    """A vector is stored with more dimensions (Kimi Linear's decays, norms of groups in GGUF)."""
 
     shape: tuple[int, ...]
 

@@ -23,6 +23,7 @@ from slipstream.spec.model import (
     RopeSpec,
     SharedExpertSpec,
 )
+from slipstream.spec.parameters import Reshape, Transform
 
 
 def read(c: ConfigReader) -> ModelSpec:
@@ -141,6 +142,11 @@ def _mixture(c: ConfigReader, dense: DenseSpec) -> MoESpec:
     )
 
 
+def _of_decay(layer: LayerSpec, part: int) -> Transform:
+    assert isinstance(layer.recurrent, GatedDeltaSpec)
+    return Reshape((1, 1, layer.recurrent.num_heads, 1))
+
+
 MOE = "block_sparse_moe"
 NAMES: dict[str, Theirs] = {
     **DEEPSEEK,
@@ -167,7 +173,8 @@ NAMES: dict[str, Theirs] = {
 def names(spec: ModelSpec) -> Names:
     latent = next((a for a in spec.attentions if isinstance(a, LatentAttentionSpec)), None)
     q = "self_attn.q_b_proj" if latent and latent.q_rank else "self_attn.q_proj"
-    return table({**NAMES, "attention.q": q}, changes={"recurrent.conv": of_conv})(spec)
+    changes = {"recurrent.conv": of_conv, "recurrent.decay": _of_decay}
+    return table({**NAMES, "attention.q": q}, changes=changes)(spec)
 
 
 FAMILIES = (

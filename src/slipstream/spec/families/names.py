@@ -224,7 +224,7 @@ def _transform(
     )  # values are not rotated
 
 
-BASES = ("model.", "transformer.", "gpt_neox.")
+BASES = ("model.", "transformer.", "gpt_neox.", "backbone.")
 """What stands before the names of a family's decoder. A decoder that is stored alone leaves it out."""
 
 
