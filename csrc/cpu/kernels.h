@@ -85,6 +85,8 @@ struct AttentionArgs {
     int64_t rotary_dim;
     bool interleaved;
     float norm_eps, norm_offset;
+    float value_eps;  // below 0: values have no norm
+    bool own_values;  // else they are the keys before their norm
 };
 
 static inline bool latent(const AttentionArgs& a) { return a.value_dim < a.head_dim; }

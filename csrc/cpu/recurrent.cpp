@@ -23,7 +23,8 @@ struct Stateful : Op {
     int chunks(Program& p) override {
         const ss_step& s = p.step();
         prepare(p, {s.query_start_loc, s.state_read, s.state_write}, s.layers[layer]);
-        const int64_t all = units(p), wanted = (int64_t)p.threads() * CHUNKS_PER_THREAD, each = std::max<int64_t>(1, s.num_tokens * all / (2 * wanted));
+        const int64_t all = units(p), wanted = 2 * (int64_t)p.threads() * CHUNKS_PER_THREAD;
+        const int64_t each = std::max<int64_t>(1, s.num_tokens * all / wanted);
         tasks.clear();
         for (int64_t i = 0; i < s.num_seqs; i++) {
             const int64_t tokens = s.query_start_loc[i + 1] - s.query_start_loc[i];
@@ -99,7 +100,9 @@ struct Delta : OfHeads<DeltaArgs> {
         args.decay = (const float*)p.row(decay, 0) + decay_column, args.decay_stride = p.stride(decay) / 4;
     }
     void compute(Program& p, const Task& t, float* scratch) override {
-        by_heads(t, args.value_dim, [&](int64_t head, int64_t v0, int64_t v1) { p.kernels().delta(args, t.seq, head, v0, v1, scratch); });
+        by_heads(t, args.value_dim, [&](int64_t head, int64_t v0, int64_t v1) {
+            p.kernels().delta(args, t.seq, head, v0, v1, scratch);
+        });
     }
 };
 
@@ -113,7 +116,9 @@ struct Ssd : OfHeads<SsdArgs> {
         args.dt = (const float*)p.row(dt, 0) + dt_column, args.dt_stride = p.stride(dt) / 4;
     }
     void compute(Program& p, const Task& t, float* scratch) override {
-        by_heads(t, args.value_dim, [&](int64_t head, int64_t v0, int64_t v1) { p.kernels().ssd(args, t.seq, head, v0, v1, scratch); });
+        by_heads(t, args.value_dim, [&](int64_t head, int64_t v0, int64_t v1) {
+            p.kernels().ssd(args, t.seq, head, v0, v1, scratch);
+        });
     }
 };
 
@@ -169,9 +174,9 @@ void ss_add_delta(ss_program* p, int32_t x, int32_t beta, int32_t decay, int64_t
     a.by_channel = by_channel, a.beta_scale = beta_scale, a.rate = rate, a.time = time;
 }
 
-void ss_add_ssd(ss_program* p, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer, int64_t num_groups,
-                int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most, const float* rate, const float* time,
-                const float* skip) {
+void ss_add_ssd(ss_program* p, int32_t x, int64_t column, int32_t dt, int64_t dt_column, int32_t out, int32_t layer,
+                int64_t num_groups, int64_t num_heads, int64_t key_dim, int64_t value_dim, float least, float most, const float* rate,
+                const float* time, const float* skip) {
     auto* op = add<Ssd>(p);
     op->x = x, op->column = column, op->dt = dt, op->dt_column = dt_column, op->out = out, op->layer = layer, op->args = {};
     SsdArgs& a = op->args;

@@ -4,22 +4,21 @@
 // 1. The state of a call's columns stays in the nearest cache for all tokens of its sequence. A decode reads and writes it once.
 // 2. Each number comes from the same operations in the same order, however the sequence is cut into steps. So a token's result
 //    depends on nothing but the tokens before it, bit by bit.
-// 3. Chunked forms would save little: the delta rule here has four multiplications for each number of a state and token, and the
-//    form with products inside chunks more than three.
+// 3. Forms with products inside chunks of tokens would gain little here, and depend on the chunks: the delta rule has four
+//    multiplications for each number of a state and token, they have more than three (benchmarks/CPU_NOTES.md).
 #pragma once
 #include "emit.h"
 
 namespace ISA {
 
-#ifndef WIDEST
-#define WIDEST (kFullTiles ? 64 : 32)
-#endif
 constexpr int64_t CONV_TOKENS = 16;  // tokens that a convolution computes at once
+constexpr int64_t MAX_WIDTH = 16;    // of a convolution
 constexpr int64_t TILE_TOKENS = 32;  // tokens whose factors a call prepares at once
 
 static inline int lanes(int64_t left) { return (int)(left < 16 ? left : 16); }
 
-// log(1 + eˣ): x⁺ + log(1 + e), e = e^−|x|, and log(1 + e) = 2 artanh(e / (2 + e)), whose series in at most ⅓ ends after s¹⁵.
+// log(1 + eˣ): x⁺ + log(1 + e), e = e^−|x|, and log(1 + e) = 2 artanh(e / (2 + e)). The argument is at most ⅓: its series ends
+// after s¹⁵.
 static inline F softplus(F x) {
     const F e = vexp(zero() - vabs(x)), s = e / (e + set1(2.0f)), square = s * s;
     F p = set1(1.0f / 15.0f);
@@ -51,52 +50,55 @@ static inline void store_conv(const ConvArgs& a, int64_t at, F v, int n) {
     memcpy((uint16_t*)a.state + at, t, 2 * n);
 }
 
-// Tokens [t0, t1) of channels c … c + 31 of a sequence. The inputs before them stay in registers; they come from `past`
-// [width − 1][32], unless the sequence begins here. W: the convolution's width, 0: any up to 16.
+// Tokens [t0, t1) of channels c … c + 31 of a sequence. The inputs before them are in `past` [width − 1][32], unless the sequence
+// begins here. All are read before any result is written: rows are often a multiple of 4 KB apart, and a processor takes a load
+// for one of an earlier store at that distance. W: the convolution's width, 0: any up to MAX_WIDTH.
 template <int W, bool WHOLE>
 static inline void conv_group(const ConvArgs& a, int64_t seq, int64_t c, int64_t t0, int64_t t1, float* past) {
-    const int64_t from = a.step.read[seq], width = W ? W : a.width;
+    const int64_t from = a.step.read[seq], width = W ? W : a.width, before = width - 1;
     const bool first = t0 == a.step.starts[seq], last = t1 == a.step.starts[seq + 1];
-    F weight[W ? W : 16][2], x[W ? W : 16][2];  // x: the oldest input first
+    alignas(64) float rows[(W ? W : MAX_WIDTH) - 1 + CONV_TOKENS][GROUP], sums[GROUP];  // the oldest input first
+    F weight[W ? W : MAX_WIDTH][2], bias[2];
     int n[2];
     for (int v = 0; v < 2; v++) {
         const int64_t left = a.channels - c - 16 * v;
         n[v] = WHOLE ? 16 : left < 0 ? 0 : lanes(left);
+        bias[v] = a.bias ? load_n(a.bias + c + 16 * v, n[v]) : zero();
         for (int64_t j = 0; j < width; j++) weight[j][v] = load_n(a.weight + j * a.channels + c + 16 * v, n[v]);
-        for (int64_t j = 0; j + 1 < width; j++) {
-            if (!first) x[j][v] = load(past + j * GROUP + 16 * v);
-            else x[j][v] = from ? load_conv(a, (from * (width - 1) + j) * a.channels + c + 16 * v, n[v]) : zero();
+        for (int64_t j = 0; j < before; j++) {
+            if (!first) store(rows[j] + 16 * v, load(past + j * GROUP + 16 * v));
+            else store(rows[j] + 16 * v, from ? load_conv(a, (from * before + j) * a.channels + c + 16 * v, n[v]) : zero());
         }
-    }
-    for (int64_t t = t0; t < t1; t++) {
-        const int64_t at = t * a.x_stride + c, slot = a.step.write[t];
-        alignas(64) float sums[GROUP];
-        for (int v = 0; v < 2; v++) {
-            F in = load_n(a.x + at + 16 * v, n[v]);
-            if (a.factor) in = in * load_n(a.factor + at + 16 * v, n[v]);
+        for (int64_t t = t0; t < t1; t++) {
+            const int64_t at = t * a.x_stride + c + 16 * v;
+            F in = load_n(a.x + at, n[v]);
+            if (a.factor) in = in * load_n(a.factor + at, n[v]);
             if (a.bf16) {
                 alignas(64) uint16_t rounded[16];
                 store_bf16(rounded, in);
                 in = load_bf16(rounded);
             }
-            x[width - 1][v] = in;
-            F y = x[0][v] * weight[0][v];
-            for (int64_t j = 1; j < width; j++) y = fma(x[j][v], weight[j][v], y);
-            if (a.bias) y = y + load_n(a.bias + c + 16 * v, n[v]);
+            store(rows[before + t - t0] + 16 * v, in);
+        }
+    }
+    for (int64_t t = t0; t < t1; t++) {
+        const float* row = rows[t - t0];
+        for (int v = 0; v < 2; v++) {
+            F y = load(row + 16 * v) * weight[0][v];
+            for (int64_t j = 1; j < width; j++) y = fma(load(row + j * GROUP + 16 * v), weight[j][v], y);
+            y = y + bias[v];
             if (a.silu) y = y * sigmoid(y);
-            if (a.gate) y = y * load_n(a.gate + at + 16 * v, n[v]);
+            if (a.gate) y = y * load_n(a.gate + t * a.x_stride + c + 16 * v, n[v]);
             if (a.form == FORM_F32) store_n((float*)(a.out + t * a.out_stride) + c + 16 * v, y, n[v]);
-            else store(sums + 16 * v, y);  // y is 0 beyond the channels
-            for (int64_t j = 1; j < width; j++) x[j - 1][v] = x[j][v];
-            if (slot)
-                for (int64_t j = 0; j + 1 < width; j++)
-                    store_conv(a, (slot * (width - 1) + j) * a.channels + c + 16 * v, x[j][v], n[v]);
+            else store(sums + 16 * v, y);  // 0 beyond the channels
         }
         if (a.form != FORM_F32) emit_group(a.form, a.out + t * a.out_stride, a.channels, c / GROUP, sums);
+        if (const int64_t slot = a.step.write[t])
+            for (int64_t j = 0; j < before; j++)
+                for (int v = 0; v < 2; v++)
+                    store_conv(a, (slot * before + j) * a.channels + c + 16 * v, load(row + (j + 1) * GROUP + 16 * v), n[v]);
     }
-    if (!last)
-        for (int64_t j = 0; j + 1 < width; j++)
-            for (int v = 0; v < 2; v++) store(past + j * GROUP + 16 * v, x[j][v]);
+    if (!last) memcpy(past, rows[t1 - t0], before * GROUP * 4);
 }
 
 static int64_t conv_scratch(const ConvArgs& a) { return (a.width - 1) * padded(a.channels); }
@@ -129,19 +131,22 @@ struct Columns {
 
 static inline void copy_columns(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t count) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t v = 0; v < count; v += 16) store_n(to + i * to_stride + v, load_n(from + i * from_stride + v, lanes(count - v)), lanes(count - v));
+        for (int64_t v = 0; v < count; v += 16) {
+            const int n = lanes(count - v);
+            store_n(to + i * to_stride + v, load_n(from + i * from_stride + v, n), n);
+        }
 }
 
 static inline void clear_columns(float* to, int64_t floats) {
     for (int64_t i = 0; i < floats; i += 16) store(to + i, zero());
 }
 
-// Runs `turn(tokens t … , Columns)` over a sequence's tokens in a tile. States live in `work` [K][width] between tokens, except that
-// a sequence's first token reads its slot, and its last writes one.
+// A block's way through the tokens of its sequence. It lives in `work` [K][width] between tokens; the sequence's first token reads
+// its slot, and the last one writes one.
 struct Carried {
     float* work;
     int64_t width, rows, columns;  // of the block; `columns` may be fewer than `width`
-    float *read, *slots;           // null: zeros; slot 0's block
+    float *read, *slots;           // where it begins, null: zeros; slot 0's block
     int64_t slot_size, stride;     // floats
     const float* next;             // the block that is computed after this one
     bool whole() const { return columns == width; }
@@ -222,12 +227,12 @@ static inline void prepare(const DeltaArgs& a, const DeltaTile& tile, int64_t he
     }
 }
 
-// Reads a state for the sums of its decayed rows by k and by q.
+// Reads a state for the sums of its decayed rows by the first token's k and q.
 template <int NV>
-static inline void look(const DeltaTile& tile, int64_t row, int64_t rows, const float* from, int64_t stride, F (&by_k)[NV], F (&by_q)[NV]) {
+static inline void look(const DeltaTile& tile, int64_t rows, const float* from, int64_t stride, F (&by_k)[NV], F (&by_q)[NV]) {
     for (int v = 0; v < NV; v++) by_k[v] = by_q[v] = zero();
     for (int64_t i = 0; i < rows; i++) {
-        const F k = set1(tile.kept_k[row + i]), q = set1(tile.kept_q[row + i]);
+        const F k = set1(tile.kept_k[i]), q = set1(tile.kept_q[i]);
         for (int v = 0; v < NV; v++) {
             const F s = load(from + i * stride + 16 * v);
             by_k[v] = fma(k, s, by_k[v]);
@@ -238,9 +243,10 @@ static inline void look(const DeltaTile& tile, int64_t row, int64_t rows, const 
 
 // Decays a state and adds k `delta`ᵀ. With NEXT it looks at the new state for the token after.
 template <int NV, bool BY_CHANNEL, bool NEXT>
-static inline void turn(const DeltaTile& tile, int64_t t, int64_t size, int64_t rows, const Columns& c, const F (&delta)[NV], F (&by_k)[NV],
-                        F (&by_q)[NV]) {
-    const float *k = tile.k + t * size, *kept = tile.kept + t * size, *next_k = tile.kept_k + (t + 1) * size, *next_q = tile.kept_q + (t + 1) * size;
+static inline void turn(const DeltaTile& tile, int64_t t, int64_t size, int64_t rows, const Columns& c, const F (&delta)[NV],
+                        F (&by_k)[NV], F (&by_q)[NV]) {
+    const float *k = tile.k + t * size, *kept = tile.kept + t * size;
+    const float *next_k = tile.kept_k + (t + 1) * size, *next_q = tile.kept_q + (t + 1) * size;
     const F head_decay = set1(tile.decay[t]);
     if (NEXT)
         for (int v = 0; v < NV; v++) by_k[v] = by_q[v] = zero();
@@ -259,15 +265,15 @@ static inline void turn(const DeltaTile& tile, int64_t t, int64_t size, int64_t 
 }
 
 template <int NV, bool BY_CHANNEL>
-static void delta_block(const DeltaArgs& a, const DeltaTile& tile, const Carried& carried, int64_t seq, int64_t head, int64_t v0, int64_t t0,
-                        int64_t tokens) {
+static void delta_block(const DeltaArgs& a, const DeltaTile& tile, const Carried& carried, int64_t seq, int64_t head, int64_t v0,
+                        int64_t t0, int64_t tokens) {
     const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1], size = padded(a.key_dim), rows = a.key_dim;
     const int64_t values = 2 * a.num_key_heads * a.key_dim + head * a.value_dim + v0;
     Columns c{};
     if (t0 == begin) c.from = carried.before(&c.from_stride);
     else c.from = carried.work, c.from_stride = carried.width;
     F by_k[NV], by_q[NV], delta[NV];
-    look<NV>(tile, 0, rows, c.from, c.from_stride, by_k, by_q);
+    look<NV>(tile, rows, c.from, c.from_stride, by_k, by_q);
     for (int64_t t = 0; t < tokens; t++) {
         const F beta = set1(tile.beta[t]), qk = set1(tile.qk[t]);
         const float* x = a.x + (t0 + t) * a.x_stride + values;
@@ -289,7 +295,7 @@ static void delta_block(const DeltaArgs& a, const DeltaTile& tile, const Carried
     }
 }
 
-// Calls f(v, columns, width) for blocks of the columns [v0, v1), each of a width of 16, 32 or 64 floats.
+// Calls f(v, columns, width) for blocks of the columns [v0, v1), each of a width of 16, 32, 64 or 128 floats.
 template <class Block>
 static inline void in_blocks(int64_t v0, int64_t v1, int64_t widest, Block f) {
     for (int64_t v = v0; v < v1;) {
@@ -311,11 +317,12 @@ static void delta(const DeltaArgs& a, int64_t seq, int64_t head, int64_t v0, int
     for (int64_t t0 = begin; t0 < end; t0 += TILE_TOKENS) {
         const int64_t tokens = end - t0 < TILE_TOKENS ? end - t0 : TILE_TOKENS;
         prepare(a, tile, head, t0, tokens);
-        const int64_t widest = end - begin == 1 ? (kFullTiles ? 128 : 32) : WIDEST;
+        const int64_t widest = end - begin == 1 && kFullTiles ? 128 : 32;  // a decode's rows are read whole
         in_blocks(v0, v1, widest, [&](int64_t v, int64_t columns, int64_t width) {
             float *slots = a.states + head * head_size + v, *read = from ? slots + from * slot_size : nullptr;
             const float* next = read + (v + width < a.value_dim ? width : head_size - v);
-            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, read, slots, slot_size, a.value_dim, next};
+            float* own = work + (v - v0) * a.key_dim;
+            const Carried carried{own, width, a.key_dim, columns, read, slots, slot_size, a.value_dim, next};
 #define BLOCK(NV) (a.by_channel ? delta_block<NV, true> : delta_block<NV, false>)(a, tile, carried, seq, head, v, t0, tokens)
             if (width == 128) BLOCK(8);
             else if (width == 64) BLOCK(4);
@@ -351,28 +358,30 @@ static inline void ssd_turn(int64_t rows, const Columns& c, const float* const (
 }
 
 template <int NV, int NT>
-static inline void ssd_tokens(const SsdArgs& a, const Columns& c, int64_t head, int64_t v0, int64_t columns, int64_t token, const float* dt,
-                              const float* decay) {
+static inline void ssd_tokens(const SsdArgs& a, const Columns& c, int64_t head, int64_t v0, int64_t columns, int64_t token,
+                              const float* dt, const float* decay) {
     const int64_t group = head / (a.num_heads / a.num_groups);
     const float *b[NT], *by[NT];
     F x[NT][NV], y[NT][NV];
     for (int t = 0; t < NT; t++) {
         const float* row = a.x + (token + t) * a.x_stride;
         b[t] = row + a.num_heads * a.value_dim + group * a.key_dim, by[t] = b[t] + a.num_groups * a.key_dim;
-        for (int v = 0; v < NV; v++) x[t][v] = load_n(row + head * a.value_dim + v0 + 16 * v, lanes(columns - 16 * v)) * set1(dt[t]);
+        const float* values = row + head * a.value_dim + v0;
+        for (int v = 0; v < NV; v++) x[t][v] = load_n(values + 16 * v, lanes(columns - 16 * v)) * set1(dt[t]);
     }
     ssd_turn<NV, NT>(a.key_dim, c, b, by, decay, x, y);
     for (int t = 0; t < NT; t++)
         for (int v = 0; v < NV; v++) {
             const int64_t at = head * a.value_dim + v0 + 16 * v;
             const int n = lanes(columns - 16 * v);
-            store_n(a.out + (token + t) * a.out_stride + at, fma(load_n(a.x + (token + t) * a.x_stride + at, n), set1(a.skip[head]), y[t][v]), n);
+            const F skipped = load_n(a.x + (token + t) * a.x_stride + at, n);
+            store_n(a.out + (token + t) * a.out_stride + at, fma(skipped, set1(a.skip[head]), y[t][v]), n);
         }
 }
 
 template <int NV>
-static void ssd_block(const SsdArgs& a, const Carried& carried, int64_t seq, int64_t head, int64_t v0, int64_t t0, int64_t tokens, const float* dt,
-                      const float* decay) {
+static void ssd_block(const SsdArgs& a, const Carried& carried, int64_t seq, int64_t head, int64_t v0, int64_t t0, int64_t tokens,
+                      const float* dt, const float* decay) {
     const int64_t begin = a.step.starts[seq], end = a.step.starts[seq + 1];
     Columns c{};
     if (t0 == begin) c.from = carried.before(&c.from_stride);
@@ -406,8 +415,9 @@ static void ssd(const SsdArgs& a, int64_t seq, int64_t head, int64_t v0, int64_t
             store(decay + i, vexp(step * set1(a.rate[head])));
         }
         in_blocks(v0, v1, kFullTiles ? 64 : 32, [&](int64_t v, int64_t columns, int64_t width) {
-            float* slots = a.states + head * head_size + v;
-            const Carried carried{work + (v - v0) * a.key_dim, width, a.key_dim, columns, from ? slots + from * slot_size : nullptr, slots, slot_size, a.value_dim, nullptr};
+            float *slots = a.states + head * head_size + v, *read = from ? slots + from * slot_size : nullptr;
+            float* own = work + (v - v0) * a.key_dim;
+            const Carried carried{own, width, a.key_dim, columns, read, slots, slot_size, a.value_dim, nullptr};
             const auto block = width == 64 ? ssd_block<4> : width == 32 ? ssd_block<2> : ssd_block<1>;
             block(a, carried, seq, head, v, t0, tokens, dt, decay);
         });
@@ -457,7 +467,8 @@ static void scan(const ScanArgs& a, int64_t seq, int64_t c0, int64_t c1, float* 
         const F time = load_n(a.time + base, n), skip = load_n(a.skip + base, n);
         for (int64_t t = begin; t < end; t++) {
             const float *b = a.b + t * a.b_stride, *by = a.c + t * a.c_stride;
-            const F x = load_n(a.x + t * a.x_stride + base, n), dt = softplus(load_n(a.dt + t * a.dt_stride + base, n) + time), added = dt * x;
+            const F x = load_n(a.x + t * a.x_stride + base, n);
+            const F dt = softplus(load_n(a.dt + t * a.dt_stride + base, n) + time), added = dt * x;
             F y = x * skip;
             for (int64_t i = 0; i < dim; i++) {
                 const F s = fma(added, set1(b[i]), load(states + 16 * i) * decay2(load(rates + 16 * i) * dt));

@@ -66,6 +66,15 @@ SS_API void ss_add_norm(ss_program*, int32_t x, int32_t residual, int32_t out, i
 SS_API void ss_add_convert(ss_program*, int32_t x, int32_t out, int32_t form, int64_t size, int64_t rows_a_token);
 // `size` float32 columns of x's rows, from `start` on → columns of out's rows, from `column` on.
 SS_API void ss_add_place(ss_program*, int32_t x, int64_t start, int32_t out, int64_t column, int64_t size);
+// y = (x + y) · factor, in place; without x y · factor.
+SS_API void ss_add_sum(ss_program*, int32_t x, int32_t y, int64_t size, float factor);
+// x = (norm(x) + scale · row) · factor, in place; an RMS norm over each `size` of x's `inner` numbers. The token's row of a table is
+// read as by `ss_add_embed`.
+SS_API void ss_add_layer_inputs(ss_program*, int32_t x, int32_t kind, int64_t rows, int64_t inner, const void* packed, float scale,
+                                int64_t size, const float* norm, float eps, float offset, float factor);
+// act(x) · inputs[column : column + size] → out in `form`.
+SS_API void ss_add_gated_by(ss_program*, int32_t x, int32_t inputs, int32_t out, int64_t column, int32_t form, int32_t activation,
+                            float alpha, float limit, int64_t size);
 // A weight of the kind S8 may also be there as I8, `dense` (else null), which steps of `dense_from` tokens and more read.
 SS_API void ss_add_linear(ss_program*, int32_t x, int32_t out, int64_t column, int32_t kind, int64_t rows, int64_t inner,
                           const void* packed, const float* bias, int32_t accumulate, const void* dense, int64_t dense_from);
@@ -82,7 +91,7 @@ SS_API void ss_add_activation(ss_program*, int32_t x, int32_t out, int32_t form,
 // the weighted sum over each token's. counts: a buffer for int64 [experts], bound if tokens are counted. Weights
 // and biases are of the `held` experts from `first` on; the sum leaves the others out.
 SS_API void ss_add_route(ss_program*, int32_t logits, int64_t num_experts, int64_t each, int32_t sigmoid, int32_t normalize,
-                         float weight_scale, const float* correction, int64_t num_groups, int64_t num_chosen_groups,
+                         float weight_scale, const float* correction, const float* scales, int64_t num_groups, int64_t num_chosen_groups,
                          int32_t best_two, int64_t first, int64_t held);
 // In the place of `route`, where the choice was made elsewhere: a row of x has the token's experts and then their weights, float32
 // [2 · each]. An expert below 0 is none.
@@ -96,10 +105,12 @@ SS_API void ss_add_expert_linear(ss_program*, int32_t x, int32_t out, int64_t co
 // shared: a row for each token that is added, if there is a shared_weight times the logistic function of its one number.
 SS_API void ss_add_combine(ss_program*, int32_t x, int32_t out, int64_t size, int32_t shared, int32_t shared_weight,
                            int32_t accumulate);
-// group: the one of `ss_step.groups` whose table and slots are used.
+// group: the one of `ss_step.groups` whose table and slots are used. value_eps ≥ 0: an RMS norm of each value. Without own_values
+// the values are the keys before their norm, and the row ends with these.
 SS_API void ss_add_rope_and_cache(ss_program*, int32_t qkv, int32_t layer, int32_t group, int64_t num_heads,
                                   int64_t num_kv_heads, int64_t head_dim, const float* cos_sin, int64_t rotary_dim, int32_t interleaved,
-                                  const float* q_norm, const float* k_norm, float eps, float offset);
+                                  const float* q_norm, const float* k_norm, float eps, float offset, float value_eps,
+                                  int32_t own_values);
 // Latent attention (`OpSet.mla_queries`) without its product. q is float32 [H, nope_dim + rotary_dim], row float32
 // [rank + rotary_dim].
 // 1. The cache gets the row as [rotary_dim rotated, rank normed].
@@ -117,8 +128,8 @@ SS_API void ss_add_attention(ss_program*, int32_t q, int32_t out, int32_t layer,
 // keeps. Columns are those of x's rows.
 // conv: the layer's convolution of `channels` columns from `column` on. factor, gate: the first column of what the inputs and the
 // results are multiplied by, or −1. weight [width, channels]. out: float32 in place (out = x), or a row of results in `form`.
-SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form, int32_t layer,
-                        int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
+SS_API void ss_add_conv(ss_program*, int32_t x, int64_t column, int64_t factor, int64_t gate, int32_t out, int32_t form,
+                        int32_t layer, int64_t channels, int64_t width, const float* weight, const float* bias, int32_t silu);
 // delta: the gated delta rule. x has q, k and v after the convolution; rate is −exp(A).
 SS_API void ss_add_delta(ss_program*, int32_t x, int32_t beta, int32_t decay, int64_t decay_column, int32_t out, int32_t layer,
                          int64_t num_key_heads, int64_t num_heads, int64_t key_dim, int64_t value_dim, int32_t by_channel,

@@ -1,4 +1,4 @@
-"""Models with recurrent layers through the whole engine: their answers are transformers', with several requests at once, prompts
+"""Models with recurrent layers through the whole engine: their answers are transformers', several at once, with prompts
 in chunks, requests preempted, and second turns that continue from a kept state."""
 
 from __future__ import annotations

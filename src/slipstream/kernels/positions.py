@@ -18,7 +18,7 @@ from slipstream.spec.model import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    NoRotation,
+    ProportionalScaling,
     RopeSpec,
     YarnScaling,
 )
@@ -59,10 +59,11 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Floats, float]:
     match spec.scaling:
         case None:
             return base, 1.0
-        case NoRotation():
-            return np.zeros_like(base), 1.0
         case LinearScaling(factor=factor):
             return base / np.float32(factor), 1.0
+        case ProportionalScaling(num_turned=turned, factor=factor):
+            count = np.arange(dim // 2)
+            return np.where(count < turned, base / np.float32(factor), np.float32(0.0)), 1.0
         case Llama3Scaling() as s:
             wavelength, less = np.float32(2 * math.pi) / base, np.float32(s.factor)
             low, high = (

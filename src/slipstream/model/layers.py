@@ -28,8 +28,10 @@ from slipstream.spec.model import (
     LatentAttentionSpec,
     LayerSpec,
     MoESpec,
+    OwnInputSpec,
     ParallelBlock,
     PostNormBlock,
+    TwinBlock,
 )
 from slipstream.spec.parallel import Shard
 from slipstream.spec.scheme import InputFormat
@@ -50,8 +52,8 @@ if TYPE_CHECKING:
 class Attention:
     """Self-attention of a layer.
 
-    `q_norm` and `k_norm` norm whole rows, or each head with a weight of its own. A weight that all
-    heads share is in `heads`.
+    `q_norm` and `k_norm` norm whole rows, or each head: with a weight of its own, or as layer
+    norms. An RMS norm's weight that all heads share is in `heads`.
     """
 
     spec: AttentionSpec
@@ -59,8 +61,8 @@ class Attention:
     out: Linear
     heads: QKVLayout
     params: AttentionParams
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    q_norm: Tensor | NormParams | None = None
+    k_norm: Tensor | NormParams | None = None
     group: RankGroup | None = None  # the ranks that have the other heads
 
     def __call__(self, ops: OpSet, x: Activations, kv: LayerKV, meta: AttentionMetadata) -> Tensor:
@@ -197,9 +199,9 @@ class MoE:
 
     def __call__(self, ops: OpSet, x: Any, load: Any = None) -> Tensor:
         """[T, E] → [T, E]. `load` is from `OpSet.expert_load`, if tokens are counted."""
-        if self.shared is None or self.latent is not None:
-            return self._with_shared(ops, x, self._routed(ops, x, load))
         logits = ops.linear(x, self.router)
+        if self.shared is None or self.latent is not None:
+            return self._with_shared(ops, x, self._chosen(ops, x, logits, load))
         expert, always = self.spec.expert, self.shared.spec
         if self.shared_weight is None and (expert.activation, expert.gated) == (
             always.activation,
@@ -221,13 +223,22 @@ class MoE:
 
         `load` counts this rank's own tokens. Shared experts see only these.
         """
-        rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
-        load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
-        routed = ops.scatter_tokens(self._routed(ops, rows, load), ranks)[: len(x)]
-        return self._with_shared(ops, x, routed)
+        return self._with_shared(ops, x, self.routed(ops, x, x, ranks, num_tokens, load))
 
-    def _routed(self, ops: OpSet, x: Any, load: Any) -> Tensor:
-        logits = ops.linear(x, self.router)
+    def routed(
+        self, ops: OpSet, x: Tensor, by: Tensor, ranks: RankGroup, num_tokens: int, load: Any
+    ) -> Tensor:
+        """Computes `over_ranks` without shared experts. The router reads `by`, which are other rows
+        than x or the same."""
+        rows = ops.gather_tokens(ops.filled_up(x, num_tokens), ranks, ranks.size * num_tokens)
+        logits = ops.linear(rows if by is x else by, self.router)
+        if by is not x:
+            every = ranks.size * num_tokens
+            logits = ops.gather_tokens(ops.filled_up(logits, num_tokens), ranks, every)
+        load = None if load is None else ops.own_expert_load(load, ranks, num_tokens)
+        return ops.scatter_tokens(self._chosen(ops, rows, logits, load), ranks)[: len(x)]
+
+    def _chosen(self, ops: OpSet, x: Any, logits: Tensor, load: Any) -> Tensor:
         if self.latent is None:
             return ops.moe(x, logits, self.experts, load)
         into, back = self.latent
@@ -254,6 +265,24 @@ class MoE:
     @property
     def inputs(self) -> InputFormat | None:
         return None  # the router reads rows of the model's type
+
+
+@dataclass(frozen=True, slots=True)
+class OwnInput:
+    """The addition from a layer's own input (`OwnInputSpec`). `step.layer_inputs` has those of all
+    layers."""
+
+    spec: OwnInputSpec
+    gate: Linear
+    project: Linear
+    norm: NormParams
+
+    def __call__(self, ops: OpSet, h: Tensor, step: AttentionMetadata) -> Tensor:
+        """[T, E] → [T, E]."""
+        s, inputs = self.spec, step.layer_inputs
+        assert inputs is not None
+        rows = ops.gated_by(ops.linear(h, self.gate), inputs, s.activation, column=s.first)
+        return normed(ops, self.norm, ops.linear(rows, self.project))
 
 
 SEQUENCE_TOKENS = 64
@@ -326,6 +355,8 @@ class Layer:
     norms: Mapping[str, NormParams]
     cross: CrossAttention | None = None
     recurrent: Recurrent | None = None
+    own_input: OwnInput | None = None
+    scalar: Tensor | None = None  # [1], multiplies the residual after the layer
     expert_counts: Tensor | None = None  # int64 [X]: tokens by expert, if counted
     group: int = 0  # `ModelSpec.group_of_layer`
     cross_group: int = 0
@@ -414,8 +445,58 @@ class Layer:
             )
         if self.mlp is None:
             return _scaled(ops, h, scale), residual
-        rows, residual = self._before("pre_mlp", ops, _scaled(ops, h, scale), residual, to_mlp)
-        return _scaled(ops, self._after("post_mlp", ops, feed(rows)), scale), residual
+        twin = isinstance(self.spec.block, TwinBlock)
+        rows, residual = self._before(
+            "pre_mlp", ops, _scaled(ops, h, scale), residual, None if twin else to_mlp
+        )
+        if twin:
+            made: Pending = self._twins(ops, rows, residual, kv, meta, step, summed)
+        else:
+            made = self._after("post_mlp", ops, feed(rows))
+        return self._ended(ops, _scaled(ops, made, scale), residual, step)
+
+    def _ended(
+        self, ops: OpSet, h: Pending, residual: Tensor, step: AttentionMetadata
+    ) -> tuple[Pending, Tensor | None]:
+        """Adds what comes from the layer's own input, and scales the residual, if the layer does."""
+        if self.own_input is not None:
+            residual = ops.added(whole(ops, h), residual)
+            h = self.own_input(ops, residual, step)
+        if self.scalar is None:
+            return h, residual
+        return ops.added(whole(ops, h), residual, self.scalar), None
+
+    def _twins(
+        self,
+        ops: OpSet,
+        rows: Any,
+        h: Tensor,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+        step: AttentionMetadata,
+        summed: Callable[..., Pending],
+    ) -> Tensor:
+        """Runs the shared expert on `rows` and the mixture on norms of the residual `h`, and norms
+        their sum."""
+        n, mlp = self.norms, self.mlp
+        assert isinstance(mlp, MoE)
+        assert mlp.shared is not None
+        load = None if self.expert_counts is None else ops.expert_load(self.expert_counts, kv, meta)
+
+        def mixture(x: Tensor) -> Tensor:
+            by, rows = normed(ops, n["pre_router"], x), normed(ops, n["pre_experts"], x)
+            if self.expert_ranks is None:
+                return ops.moe(rows, ops.linear(by, mlp.router), mlp.experts, load)
+            most = len(x) if step.most_tokens is None else step.most_tokens
+            return mlp.routed(ops, rows, by, self.expert_ranks, most, load)
+
+        always = summed(partial(mlp.shared, ops), rows, self.mlp_ranks)
+        chosen = summed(mixture, h, self.mlp_ranks)
+        always, chosen = (
+            normed(ops, n["post_shared"], always),
+            normed(ops, n["post_experts"], chosen),
+        )
+        return normed(ops, n["post_mlp"], always, chosen)
 
     @property
     def inputs(self) -> tuple[InputFormat | None, InputFormat | None]:

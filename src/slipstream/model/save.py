@@ -32,6 +32,7 @@ from slipstream.spec.parameters import (
     Reshape,
     Scale,
     Transpose,
+    Turnable,
     Ungroup,
 )
 
@@ -104,7 +105,7 @@ def stored(parameter: Tensor, placement: Placement) -> Tensor:
     """Returns the checkpoint tensor that fills `placement`."""
     part = place(parameter, placement)
     match placement.transform:
-        case None:
+        case None | Turnable():
             return part
         case Transpose():
             return part.mT

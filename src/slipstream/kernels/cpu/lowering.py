@@ -77,6 +77,16 @@ class Emitter:
         self, x: int, residual: int, out: int, form: int, size: int, norm: NormParams
     ) -> None: ...
 
+    def sum(self, x: int, y: int, size: int, factor: Any) -> None: ...
+
+    def layer_inputs(
+        self, x: int, table: Any, norm: NormParams, scale: float, factor: float
+    ) -> None: ...
+
+    def gated_by(
+        self, x: int, inputs: int, out: int, column: int, form: int, activation: Any, size: int
+    ) -> None: ...
+
     def convert(self, x: int, out: int, form: int, size: int) -> None: ...
 
     def place(self, x: int, start: int, out: int, column: int, size: int) -> None:
@@ -489,7 +499,7 @@ class Lowering:
             return None
         if reader.name == "add":
             other = reader.inputs[reader.inputs[0] == value]
-        elif reader.name == "norm" and reader.x == value:
+        elif reader.name in ("norm", "added") and reader.x == value:
             other = reader.inputs[1]
         else:
             return None
@@ -546,6 +556,31 @@ class Lowering:
         )
         self.put(op.out, Stored(out))
         self.emit.norm(x.number, residual, out.number, form, op.out.width, op.arguments["norm"])
+
+    def _added(self, op: Op) -> None:
+        """Writes a sum and its factor in place of the second value."""
+        total, place = self.stored(op.inputs[1]), self.places[op.x.index]
+        if any(self.lives(v) for v in total.values):
+            raise Refused("the C++ program keeps no value that is read again after an addition")
+        x = -1 if place == Added(total) else self.stored(op.x).number
+        self.put(op.out, Stored(total))
+        self.emit.sum(x, total.number, op.out.width, op.arguments["factor"])
+
+    def _layer_inputs(self, op: Op) -> None:
+        rows, given = self.stored(op.x), op.arguments
+        self.put(op.out, Stored(rows))
+        self.emit.layer_inputs(
+            rows.number, given["table"], given["norm"], given["scale"], given["factor"]
+        )
+
+    def _gated_by(self, op: Op) -> None:
+        x, inputs = (self.stored(v).number for v in op.inputs)
+        self._activated(
+            op,
+            lambda out, form, act: self.emit.gated_by(
+                x, inputs, out, op.arguments["column"], form, act, op.out.width
+            ),
+        )
 
     def _place(self, op: Op) -> None:
         x, out = (

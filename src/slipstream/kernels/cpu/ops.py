@@ -216,7 +216,8 @@ class NativeOps(CpuOps):
             p = Program(self.pool)
             gathered = p.buffer(form, size, k)
             places = p.bound(rows), p.bound(logits), p.bound(counted)
-            add_choice(p, *places, spec, experts.correction, gathered, form, size)
+            numbers = experts.correction, experts.scales
+            add_choice(p, *places, spec, *numbers, gathered, form, size)
             return p, gathered
 
         p, gathered = begun(counts, up.form)

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.errors import ConfigError
 from slipstream.kernels.cpu.native import FORM_F32, Program, float32
 from slipstream.kernels.states import ConvParams, GatedDeltaParams, Mamba2Params, MambaParams
 
 if TYPE_CHECKING:
     from slipstream.kernels.cpu.native import Array
+
+MAX_WIDTH = 16
+"""Maximum width of a convolution."""
 
 Floats = npt.NDArray[np.float32]
 NewBuffer: TypeAlias = Callable[[str, int, int], int]
@@ -118,6 +122,11 @@ def _add_conv(
     gate: int = -1,
 ) -> None:
     weight = np.ascontiguousarray(_array(params.weight).T)  # [width, channels]
+    if len(weight) > MAX_WIDTH:
+        raise ConfigError(
+            f"the C++ kernels have no convolution of width {len(weight)}; use kernels='torch'",
+            field="kernels",
+        )
     bias = None if params.bias is None else float32(params.bias)
     places = x, column, factor, gate, out, form, layer
     p.add("conv", *places, weight.shape[1], weight.shape[0], weight, bias, params.silu)

@@ -20,6 +20,7 @@ from slipstream.spec.families import (
     falcon,
     falcon_h1,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -48,9 +49,9 @@ from slipstream.spec.families import (
 from slipstream.spec.families.base import Family
 
 MODULES = (
-    *(bamba, bert, bloom, cohere, deepseek, falcon, falcon_h1, gemma, glm, gpt, gpt_oss, granite),
-    *(idefics3, jamba, kimi_linear, lfm, llama, mamba, modernbert, mpt, nemotron_h, neox, nomic),
-    *(olmo, olmo_hybrid, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
+    *(bamba, bert, bloom, cohere, deepseek, falcon, falcon_h1, gemma, gemma4, glm, gpt, gpt_oss),
+    *(granite, idefics3, jamba, kimi_linear, lfm, llama, mamba, modernbert, mpt, nemotron_h, neox),
+    *(nomic, olmo, olmo_hybrid, opt, phi, qwen, qwen_next, qwen_vl, starcoder, t5),
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for module in MODULES for family in module.FAMILIES

@@ -55,7 +55,7 @@ WRITTEN_BY_ALL: dict[str, Any] = {
 GGUF_NO_EFFECT = frozenset((
     "rope.scaling.finetuned",
     "vocab_size",  # the embedding has as many rows
-    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight", "blk.0.ssm_norm.weight",  # shapes of tensors
+    "blk.0.attn_q.bias", "blk.0.attn_q_norm.weight",  # shapes of tensors, which are loaded or refused anyway
 ))  # fmt: skip
 """The same for keys of a GGUF file, without the architecture before each."""
 
@@ -64,7 +64,6 @@ GGUF_SHAPES = (
     "enc.blk.0.ffn_gate.weight",
     "blk.0.attn_q.bias",
     "blk.0.attn_q_norm.weight",
-    "blk.0.ssm_norm.weight",
 )
 """Tensors of a GGUF file whose shapes are passed to `config` with the metadata, which lacks this information."""
 
@@ -204,12 +203,14 @@ class GGUFFamily:
     `config`: makes a Hugging Face config from the metadata, whose keys it gets without the architecture before each.
     `names`: the table of tensor names.
     `ignored`: regular expressions of tensors that are not used.
+    `shapes`: those of tensors whose shapes `config` gets with the metadata, besides `GGUF_SHAPES`.
     """
 
     architecture: str
     config: Callable[[ConfigReader], dict[str, Any]]
     names: Callable[[ModelSpec], Names]
     ignored: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
 

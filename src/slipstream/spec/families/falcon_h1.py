@@ -129,6 +129,7 @@ FAMILIES = (
         gguf=GGUFFamily(
             architecture="falcon-h1",
             config=gguf_config,
+            shapes=(r"blk\.0\.ssm_norm\.weight",),
             # The converter leaves out the end of this name.
             names=gguf_table({**GGUF, "pre_mlp": {"weight": "ffn_norm"}}, changes=GGUF_CHANGES),
         ),

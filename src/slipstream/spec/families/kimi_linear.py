@@ -19,7 +19,7 @@ from slipstream.spec.model import (
     MLPSpec,
     ModelSpec,
     MoESpec,
-    NoRotation,
+    ProportionalScaling,
     RopeSpec,
     SharedExpertSpec,
 )
@@ -76,7 +76,8 @@ def _attention(c: ConfigReader) -> LatentAttentionSpec:
         kv_rank=c.size("kv_lora_rank", 512),
         q_rank=c.maybe("q_lora_rank", int),
         scale=(nope + rotary) ** -0.5,
-        position=RopeSpec(theta=1e4, rotary_dim=rotary, scaling=NoRotation()),
+        # What heads share stands where others rotate, and is not turned.
+        position=RopeSpec(theta=1e4, rotary_dim=rotary, scaling=ProportionalScaling(num_turned=0)),
         eps=1e-6,  # the latents' norms do not use rms_norm_eps
         bias=c.take("attention_bias", bool, False),
     )
