@@ -333,11 +333,11 @@ GEMMA4_MOE = {
 """What makes of `gemma4_text` a model like the 26B-A4B."""
 
 
-RECURRENT = {
+RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "nemotron_h", "bamba"),
     *("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear", "olmo_hybrid"),
     *("mamba", "falcon_mamba", "mamba2"),
-}
+)
 """Families with recurrent layers, which can't be trained or compressed yet."""
 
 

@@ -46,7 +46,10 @@ SIZES = dict(
     num_threads=1,
     kv_cache_bytes=2**20,
 )
-REFUSED = {"granite": "residual_scale", "olmo2": "qk_norm", "olmo3": "qk_norm"}
+REFUSED = {
+    **dict.fromkeys(("granite", "granitemoehybrid"), "residual_scale"),
+    **dict.fromkeys(("olmo2", "olmo3", "olmo_hybrid"), "qk_norm"),
+}
 PROMPTS = [
     {"prompt_token_ids": ids}
     for ids in ([5, 9, 200, 41, 7, 7, 3], [11] * 20, [4, 8], [30, 31, 32, 33, 34])

@@ -272,6 +272,7 @@ FAMILIES = (
         architectures=("NemotronHForCausalLM",),
         read=read,
         names=names,
+        prefixes=("model.", ""),  # PEFT has transformers' own names
         ignored=(r"mtp\..*",),
         gguf=GGUFFamily(
             architecture="nemotron_h",
